@@ -1,7 +1,7 @@
-"""The frozen backbone: any open_clip model with prompted text and image encoding and cached image features, or a plain
-vision transformer of timm without text.
+"""The frozen backbone: an open_clip model, or a plain vision transformer of timm without text.
 
-Importing this package imports neither open_clip nor timm; `load_backbone` does, on its first call.
+It encodes texts and images with prompts and caches image features. Importing this package imports neither open_clip nor
+timm; `load_backbone` does so on its first call.
 """
 
 from promptfed.shared.clip.backbone import Backbone, Supports, shape_of

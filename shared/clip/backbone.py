@@ -19,26 +19,26 @@ from promptfed.shared.clip.towers.text import TextTower
 from promptfed.shared.clip.towers.tokens import ClassPrompts, PromptTokenizer, make_class_prompts
 from promptfed.shared.spec.spec import BackboneShape
 
-TEXT_CHUNK = 256  # texts per pass where no gradient is kept
-LABEL_SPACES = 64  # whose tokens are kept
-PROMPTED = 8  # sets of prompts whose features are kept, where no gradient is
+TEXT_CHUNK = 256  # texts per pass without gradients
+LABEL_SPACES = 64  # label spaces whose tokens are cached
+PROMPTED = 8  # sets of prompts whose features are cached (without gradients)
 
 
 @dataclass(frozen=True)
 class Supports:
-    """What a backbone can do with prompts. Each text path implies the ones above it."""
+    """The prompting capabilities of a backbone. Each text path implies the ones above it."""
 
-    text_prompts: bool  # at all, if only by the plain computation
-    text_short: bool  # without the positions after the pooled one
-    text_prefix: bool  # with the prefix `[SOS] ctx` computed once for all classes
+    text_prompts: bool  # text prompts are possible, at least by the plain computation
+    text_short: bool  # positions after the pooled one can be left out
+    text_prefix: bool  # the prefix `[SOS] ctx` can be computed once for all classes
     visual_prompts: bool
 
 
 class Backbone:
-    """A frozen open_clip model. Made by `load_backbone`; d_t, d_v and d_e are text, vision and joint widths.
+    """A frozen open_clip model, made by `load_backbone`. d_t, d_v and d_e are the text, vision and joint widths.
 
-    No method gives a gradient to a weight. Features are float32 whatever the precision (float64 for a float64 model),
-    and L2-normalised unless `normalize=False`.
+    Weights never receive gradients. Features are float32 for every precision (float64 for a float64 model), and
+    L2-normalised unless `normalize=False`.
     """
 
     has_text = True
@@ -47,14 +47,14 @@ class Backbone:
     def __init__(
         self, model: Any, *, model_name: str, pretrained: str | None, precision: str, config: Mapping[str, Any]
     ) -> None:
-        """config: what beside weights and preprocessing decides the features; of open_clip, its model configuration."""
+        """config: everything besides weights and preprocessing that determines features; open_clip's model config."""
         self.model = model.eval().requires_grad_(False)
         self.model_name = model_name
         self.pretrained = pretrained
         self.precision = precision
         self._config = dict(config)
         self._tokenised: Recent[ClassPrompts] = Recent(LABEL_SPACES)
-        self._prompted: Recent[tuple[Tensor, int]] = Recent(PROMPTED)  # and their version as they were made
+        self._prompted: Recent[tuple[Tensor, int]] = Recent(PROMPTED)  # features with their tensor version at creation
 
     @property
     def device(self) -> torch.device:
@@ -101,22 +101,22 @@ class Backbone:
 
     @property
     def text_layers(self) -> int:
-        """Blocks of the text tower; 0 where it takes no prompts."""
+        """Number of blocks of the text tower; 0 if it takes no prompts."""
         return len(self._text.blocks) if self.supports.text_prompts else 0
 
     @property
     def vision_layers(self) -> int:
-        """Blocks of the image tower; 0 where it takes no prompts."""
+        """Number of blocks of the image tower; 0 if it takes no prompts."""
         return len(self.model.visual.transformer.resblocks) if self.supports.visual_prompts else 0
 
     @property
     def patch_size(self) -> int | None:
-        """Side of a patch in pixels; None where the image tower takes no prompts or its patches are not square."""
+        """Side of a patch in pixels; None if the image tower takes no prompts or its patches are not square."""
         return vision.patch_size(self.model.visual) if self.supports.visual_prompts else None
 
     @property
     def context_length(self) -> int:
-        """Positions of the text tower, special tokens included."""
+        """Number of positions of the text tower, including special tokens."""
         return int(self.model.context_length)
 
     @cached_property
@@ -134,32 +134,33 @@ class Backbone:
         return int(height), int(width)
 
     def preprocess(self, image: Any) -> Tensor:
-        """PIL image -> `(3, H, W)` on the CPU, as open_clip evaluates."""
+        """PIL image -> `(3, H, W)` on the CPU, with open_clip's preprocessing for evaluation."""
         tensor: Tensor = self._transform(image)
         return tensor
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, *, normalize: bool = True) -> Tensor:
-        """`(B, d_e)` for images `(B, 3, H, W)`, by any image tower."""
+        """Features `(B, d_e)` of images `(B, 3, H, W)`, for any image tower."""
         return finish(self.model.encode_image(self.image_input(images), normalize=False), normalize)
 
     @property
     def patch_tokens(self) -> int | None:
-        """Patches of an image that have a feature each; None where the image tower gives none."""
+        """Number of patch features of an image; None if the image tower gives none."""
         return patches.patch_tokens(self.model.visual)
 
     @torch.no_grad()
     def encode_patches(self, images: Tensor, *, normalize: bool = True) -> Tensor:
-        """`(B, M, d_e)` features of the patches of images `(B, 3, H, W)`; BackboneError where the tower has none."""
+        """Patch features `(B, M, d_e)` of images `(B, 3, H, W)`; BackboneError if the tower has none."""
         return finish(patches.encode_patches(self.model.visual, self.image_input(images)), normalize)
 
     def encode_images_prompted(
         self, images: Tensor, prompts: Tensor, *, pooled: bool = False, normalize: bool = True
     ) -> Tensor:
-        """`(B, d_e)` for images `(B, 3, H, W)` and visual prompts `(depth, n, d_v)`; gradients flow to the prompts.
+        """Features `(B, d_e)` of images `(B, 3, H, W)` with visual prompts `(depth, n, d_v)`, which receive gradients.
 
-        prompts[0] enters beside [cls] and the patches, prompts[i] replaces its slots before block i. With `pooled` the
-        `(B, d_v)` feature before the projection. BackboneError where the tower is no vision transformer of open_clip.
+        prompts[0] enters beside [cls] and the patches; prompts[i] replaces it before block i. With `pooled` the result
+        is the feature `(B, d_v)` before the projection. BackboneError if the tower is not a vision transformer of
+        open_clip.
         """
         features = vision.encode_prompted(
             self.model.visual, self.image_input(images), prompts.to(self.device), pooled=pooled
@@ -169,20 +170,20 @@ class Backbone:
     # Towers of other weights
 
     def vision_tower(self) -> functional_vision.VisionTower:
-        """The image tower as a function of weights; BackboneError where this one cannot be computed so."""
+        """The image tower as a function of its weights; BackboneError if that is not possible for this tower."""
         return functional_vision.vision_tower(self.model.visual)
 
     def text_tower(self) -> functional_text.FunctionalText:
-        """The text tower as a function of weights; BackboneError where this one cannot be computed so."""
+        """The text tower as a function of its weights; BackboneError if that is not possible for this tower."""
         return functional_text.text_tower(self._text)
 
     def tokens(self, texts: Sequence[str]) -> Tensor:
-        """`(N, L)` token ids of whole texts, on the backbone's device. BackboneError for one that is too long."""
+        """Token ids `(N, L)` of whole texts on the backbone's device. BackboneError if a text is too long."""
         return self._tokenizer.texts(texts).to(self.device)
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """`mlp_width`, `positions`, `heads_v` and `heads_t` of a `BackboneShape`, None where a tower has none."""
+        """`mlp_width`, `positions`, `heads_v` and `heads_t` of a `BackboneShape`; None if a tower lacks them."""
         sizes: dict[str, int | None] = dict.fromkeys(("mlp_width", "positions", "heads_v", "heads_t"))
         try:
             tower = self.vision_tower()
@@ -207,7 +208,7 @@ class Backbone:
 
     @torch.no_grad()
     def encode_text(self, texts: Sequence[str], *, normalize: bool = True) -> Tensor:
-        """`(N, d_e)` of whole texts, by open_clip's own computation."""
+        """Features `(N, d_e)` of whole texts, computed by open_clip."""
         if isinstance(texts, str):
             raise BackboneError("encode_text takes a list of texts, not one text.")
         ids = self._tokenizer.texts(texts).to(self.device)
@@ -217,13 +218,13 @@ class Backbone:
 
     @torch.no_grad()
     def embed_words(self, words: str) -> Tensor:
-        """`(k, d_t)` token embeddings of words, without special tokens and positions."""
+        """Token embeddings `(k, d_t)` of words, without special tokens and positions."""
         return _wide(self._text.embed(self._tokenizer.words(words)))
 
     def class_prompts(self, class_names: Sequence[str], context_length: int, *, suffix: str = ".") -> ClassPrompts:
-        """Tokenised `[SOS] ctx×m name . [EOT]`; "_" in a name is a space, `suffix` follows the name directly.
+        """Tokenised texts `[SOS] ctx×m name . [EOT]`. "_" in a name is a space; `suffix` follows the name directly.
 
-        BackboneError names the class whose name is empty or does not fit.
+        BackboneError names the class whose name is empty or too long.
         """
         self._text.require()
 
@@ -245,29 +246,28 @@ class Backbone:
         per_class: bool = False,
         normalize: bool = True,
     ) -> Tensor:
-        """`(..., C, d_e)` text features of all classes under a context `(..., m, d_t)`; leading dims are a batch.
+        """Text features `(..., C, d_e)` of all classes under a context `(..., m, d_t)`; leading dims are a batch.
 
         deep `(..., depth, m, d_t)`: deep[i] replaces the context's rows at the input of block i + 1 (counted from 0),
-        so depth is at most `text_layers` - 1; its leading dims are those of the context or absent. With `per_class`
-        the context is `(..., C, m, d_t)`, one per class, and the prefix is not shared. Gradients flow to context and
-        deep.
+        so depth is at most `text_layers` - 1. Its leading dims are those of the context or absent. With `per_class` the
+        context is `(..., C, m, d_t)`, one per class, and the prefix is not shared. Context and deep receive gradients.
 
-        path: `plain` computes every position of every class as open_clip does; `short` stops at the end token; `prefix`
-        computes `[SOS] ctx` once for all classes. They are equal; `auto` takes the fastest that is possible.
-        BackboneError for a path that this backbone's flags do not allow. Where no gradient is wanted, the features of
-        prompts that were encoded just before are answered again: nobody may change them in place.
+        path: `plain` computes every position of every class like open_clip; `short` stops at the end token; `prefix`
+        computes `[SOS] ctx` once for all classes. The results are equal; `auto` uses the fastest possible path.
+        BackboneError for a path that this backbone does not support. Without gradients, features of recently encoded
+        prompts are cached and returned again: do not change them in place.
         """
         self._text.require()
         lead = self._check_context(context, prompts, per_class)
         kind = self._choose_path(path, per_class)
         if torch.is_grad_enabled():
             return self._encode_prompts(context, prompts, deep, lead, kind, per_class, normalize)
-        # The threads are part of the key, since the bits of a feature may depend on their number.
+        # The number of threads is part of the key, since the bits of a feature may depend on it.
         threads = torch.get_num_threads()
         key = (prompts, content_key(context), content_key(deep), kind, per_class, normalize, self.device, threads)
 
         def make() -> tuple[Tensor, int]:
-            # Ordinary tensors even if the caller is in inference mode: a later training step may use them too.
+            # No inference tensors, even if the caller is in inference mode: a later training step may use them.
             with torch.inference_mode(False), torch.no_grad():
                 features = self._encode_prompts(context, prompts, deep, lead, kind, per_class, normalize)
             return features, features._version
@@ -316,7 +316,7 @@ class Backbone:
         return path
 
     def _check_context(self, context: Tensor, prompts: ClassPrompts, per_class: bool) -> tuple[int, ...]:
-        """The context's leading dims. BackboneError for a shape that does not fit."""
+        """The context's leading dims. BackboneError if the shape does not fit."""
         wanted = ((len(prompts),) if per_class else ()) + (prompts.context_length, self.d_t)
         if context.ndim < len(wanted) or tuple(context.shape[-len(wanted) :]) != wanted:
             raise BackboneError(f"A context of shape {tuple(context.shape)} does not fit: (..., *{wanted}) is needed.")
@@ -373,15 +373,15 @@ def _wide(features: Tensor) -> Tensor:
 
 
 def finish(features: Tensor, normalize: bool) -> Tensor:
-    """Features `(..., d)` in at least float32, with `normalize` on the sphere."""
+    """Features `(..., d)` in at least float32; L2-normalised with `normalize`."""
     features = _wide(features)
     return F.normalize(features, dim=-1) if normalize else features
 
 
 def shape_of(backbone: Backbone) -> BackboneShape:
-    """The sizes that a coordinator, which has no backbone, needs to make prompts.
+    """The sizes that a coordinator, which has no backbone, needs to create prompts.
 
-    None for a tower that is not there or that prompts cannot enter.
+    Sizes are None for a tower that is missing or does not take prompts.
     """
     supports = backbone.supports
     return BackboneShape(

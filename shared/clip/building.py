@@ -1,4 +1,4 @@
-"""Steps shared by building a model of open_clip and one of timm."""
+"""Common steps of building models of open_clip and timm."""
 
 import threading
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _global_generator = threading.Lock()
 
 @contextmanager
 def seeded() -> Iterator[None]:
-    """Random weights are drawn from the global generator: seeded here, and put back afterwards."""
+    """Seed the global generator, from which random weights are drawn, and restore it afterwards."""
     with _global_generator, torch.random.fork_rng(devices=[]):
         torch.manual_seed(RANDOM_SEED)
         yield
@@ -37,9 +37,9 @@ def load_errors(model: str, pretrained: str | None, precision: str) -> Iterator[
 
 @torch.no_grad()
 def check_runs(backbone: Backbone) -> None:
-    """Raise BackboneError where a model does not run in its precision.
+    """Raise BackboneError if a model does not run in its precision.
 
-    open_clip converts some towers only partly to half precision, which would otherwise fail in the middle of a round.
+    open_clip converts some towers only partly to half precision, which would otherwise fail during a round.
     """
     try:
         backbone.encode_images(torch.zeros(1, 3, *backbone.image_size))

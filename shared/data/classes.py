@@ -1,6 +1,6 @@
 """The classes of ``symbols``: pictographs of DejaVu Sans (U+2600-27BF) with plain English names, grouped in topics.
 
-``symbols.json`` lists them by topic. Glyphs that differ only in orientation, weight or fill are left out.
+``symbols.json`` lists them by topic. Glyphs that differ only in orientation, weight or fill are excluded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Symbol:
-    """One class: its name, the code point that is drawn, its topic."""
+    """One class: its name, its code point and its topic."""
 
     name: str
     codepoint: int

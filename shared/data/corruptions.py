@@ -1,7 +1,7 @@
-"""Pictures made worse as in ImageNet-C: noise, blur, contrast, JPEG at three strengths, its severities 1, 3 and 5.
+"""Image corruptions as in ImageNet-C: noise, blur, contrast and JPEG at three strengths (its severities 1, 3 and 5).
 
-Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019.
-Strengths are of pictures 224 wide there; a blur is as wide as that in relation to the picture.
+Source: Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations",
+ICLR 2019. The paper's strengths are for images 224 pixels wide; the width of the blur is scaled to the image.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from promptfed.shared.data.source import DataError, Split
 from promptfed.shared.seeds import generator
 
 STRENGTHS = (1, 2, 3)
-_WIDTH = 224  # of the pictures that the paper's strengths are for
+_WIDTH = 224  # width of the images for which the paper gives strengths
 _NOISE = (0.08, 0.18, 0.38)  # standard deviation, of values in [0, 1]
 _BLUR = (1.0, 3.0, 6.0)  # standard deviation, pixels
-_CONTRAST = (0.4, 0.2, 0.05)  # what is left of the distance from the mean
+_CONTRAST = (0.4, 0.2, 0.05)  # remaining fraction of the distance from the mean
 _QUALITY = (25, 15, 7)
 
 
@@ -54,10 +54,10 @@ CORRUPTIONS: dict[str, Callable[[Image.Image, int, str], Image.Image]] = {
 
 
 def corrupted(split: Split, text: str, uri: str) -> Split:
-    """The images of ``split`` under ``text``, as ``noise:2``, each made worse in the same way whenever it is read.
+    """The images of ``split`` under the corruption ``text``, such as ``noise:2``. Each image is always corrupted alike.
 
     Raises:
-        DataError: there is no such corruption or strength; ``uri`` is named.
+        DataError: the corruption or strength does not exist; the text names ``uri``.
     """
     kind, _, strength = text.partition(":")
     if kind not in CORRUPTIONS or strength not in map(str, STRENGTHS):

@@ -1,4 +1,4 @@
-"""What ``promptfed demo`` runs: three clients with data of their own, and a domain that none of them has."""
+"""The federations of ``promptfed demo``: three clients with their own data, and a domain that none of them has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 class Demo:
     """One demonstration. ``clients`` and ``unseen`` are (name, data URI); ``backbone`` is a section of a spec.
 
-    Settings were chosen on validation images, never on the test images that the demo reports.
+    The settings were chosen on validation images, never on the test images that the demo reports.
     """
 
     clients: tuple[tuple[str, str], ...]
@@ -18,11 +18,11 @@ class Demo:
     batch_size: int
     template: str = "a photo of a {}."
     rounds: int = 8
-    backbone: Mapping[str, str] = field(default_factory=dict)  # the spec's own where it is empty
+    backbone: Mapping[str, str] = field(default_factory=dict)  # empty: the spec's own
 
     @property
     def training(self) -> Mapping[str, int | float | str]:
-        """The section of a spec."""
+        """The section ``training`` of a spec."""
         return {"epochs": 1, "batch_size": self.batch_size, "learning_rate": 0.05, "schedule": "cosine"}
 
 

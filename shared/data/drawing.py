@@ -1,4 +1,4 @@
-"""Drawing helpers in batched torch. Every image is a pure function of its own 64-bit key, never of its batch."""
+"""Drawing helpers in batched torch. Every image depends only on its 64-bit key, never on its batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GLYPH = 66
 
 
 def hash_keys(*parts: str | int | np.ndarray) -> np.ndarray:
-    """A 64-bit key per image, shape (B,) uint64, from constants and integer arrays of shape (B,)."""
+    """Make a 64-bit key for each image, shape (B,) uint64, from constants and integer arrays of shape (B,)."""
     key = np.zeros(1, dtype=np.uint64)
     for part in parts:
         if isinstance(part, np.ndarray):
@@ -34,7 +34,7 @@ def hash_keys(*parts: str | int | np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser, after adding its increment: a bijection of 64-bit words that scatters neighbours."""
+    """Add SplitMix64's increment and apply its finaliser: a bijection of 64-bit words that scatters neighbours."""
     with np.errstate(over="ignore"):
         x = x + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -43,7 +43,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class Draws:
-    """Random numbers for a batch of keys: each call gives fresh ones, whatever other keys are in the batch."""
+    """Random numbers for a batch of keys. Each call gives new ones, which do not depend on other keys in the batch."""
 
     def __init__(self, keys: np.ndarray) -> None:
         self.keys = keys
@@ -137,7 +137,7 @@ def _font_path(name: str) -> str:
 def place(glyphs: Tensor, draws: Draws, wobble: float, amount: float = 1.0) -> Tensor:
     """The glyphs' masks, each turned, scaled, sheared, shifted and bent: (B, ATLAS, ATLAS) -> (B, 1, SIZE, SIZE).
 
-    ``wobble`` is the largest bend, as a part of half the image's width; ``amount`` in [0, 1] scales all changes.
+    ``wobble`` is the largest bend as a fraction of half the image's width; ``amount`` in [0, 1] scales all changes.
     """
     x, y = grid()
     angle = amount * draws.uniform(-0.45, 0.45)

@@ -1,7 +1,7 @@
-"""What data sources raise."""
+"""The error that data sources raise."""
 
 from __future__ import annotations
 
 
 class DataError(ValueError):
-    """A data URI or the data behind it cannot be used; the message is one sentence that says why."""
+    """A data URI or its data cannot be used; the message is one sentence with the reason."""

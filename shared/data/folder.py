@@ -1,6 +1,6 @@
-"""``folder:`` and ``csv:`` images on disk, every one decoded when the source is opened, so that none fails later.
+"""``folder:`` and ``csv:`` images on disk. All images are decoded when the source is opened, so that none fails later.
 
-All problems of a folder are reported at once. An evaluator uses every image as a test image, whatever splits there are.
+All problems of a folder are reported together. Evaluators use every image as a test image, regardless of splits.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, 
 from promptfed.shared.files import open_file
 
 TEMPLATE = "a photo of a {}."
-WORDS_FILE = "domain.txt"  # in a folder: what its images look like, in words
+WORDS_FILE = "domain.txt"  # file in a folder that describes its images in words
 _SPLITS = ("train", "test")
-_OF_FILE_MANAGERS = frozenset({"thumbs.db", "desktop.ini"})  # what Windows leaves beside images
-_TOLD = 3  # files that are no images, before only their number is told
-_NAMED = 20  # classes of one problem, before only their number is told
+_OF_FILE_MANAGERS = frozenset({"thumbs.db", "desktop.ini"})  # files that Windows creates beside images
+_TOLD = 3  # unreadable files that are listed; of further ones only the number
+_NAMED = 20  # classes listed for one problem; of further ones only the number
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Item:
 
 @dataclass(frozen=True)
 class _Listing:
-    """What lies in a folder or table: its items, and labels of which there is no image."""
+    """The contents of a folder or table: its items, and the labels without images."""
 
     items: list[_Item]
     where: Path
@@ -48,7 +48,7 @@ class _Listing:
 
 
 def open_folder(body: str, options: Options) -> Source:
-    """Class folders, or ``domain=``'s folder of class folders; each either plain or inside ``train`` and ``test``."""
+    """Open class folders, plain or inside ``train`` and ``test``; ``domain=`` names a folder of class folders."""
     options.check_names(("domain", "group"))
     root = _existing(body, options)
     domain = options.text("domain")
@@ -62,7 +62,7 @@ def open_folder(body: str, options: Options) -> Source:
 
 
 def _grouped(items: list[_Item], options: Options) -> list[_Item]:
-    """The items with the first capture of ``group=``, a regular expression, in each file's name."""
+    """Set each item's group: the first capture of the regular expression ``group=`` in the file's name."""
     given = options.text("group")
     if given is None:
         return items
@@ -98,7 +98,7 @@ def _listing(root: Path, domain: str | None, options: Options) -> _Listing:
 
 
 def _unlike_splits(root: Path, names: list[str]) -> str:
-    """Why the folders ``names`` are neither a train and a test folder nor class folders alone."""
+    """The reason why the folders ``names`` are neither a train and a test folder nor only class folders."""
     present = [name for name in _SPLITS if name in names]
     missing = next((name for name in _SPLITS if name not in names), None)
     why = f"has {present[0]} but no {missing} folder" if missing else "has class folders beside train and test"
@@ -107,7 +107,7 @@ def _unlike_splits(root: Path, names: list[str]) -> str:
 
 
 def _class_items(root: Path, split: str | None) -> tuple[list[_Item], list[Path]]:
-    """The images of the class folders in ``root``, and those folders that hold none."""
+    """The images of the class folders in ``root``, and the folders without images."""
     names = _subfolders(root)
     if not names:
         raise DataError(f"{root} has no class folder; put the images of each class into a folder of the class's name.")
@@ -135,7 +135,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def open_csv(body: str, options: Options) -> Source:
-    """A table with the columns path and label, and optionally split (train or test) and domain."""
+    """Open a table with the columns path and label, and optionally split (train or test) and domain."""
     options.check_names(("domain", "group"))
     table = _existing(body, options, folder=False)
     domain, group = options.text("domain"), options.text("group")
@@ -175,7 +175,7 @@ def _csv_item(table: Path, number: int, row: dict[str, str], group: str | None) 
 
 
 def _source(listing: _Listing, options: Options) -> Source:
-    """The source, without the classes that ``only=`` and ``min_per_class=`` leave out. Raises DataError."""
+    """The source without the classes that ``only=`` and ``min_per_class=`` exclude. Raises DataError."""
     names = tuple(sorted({item.label for item in listing.items}))
     if not names:
         raise DataError(" ".join(_emptiness(listing.empty)))
@@ -184,7 +184,7 @@ def _source(listing: _Listing, options: Options) -> Source:
     problems = [] if options.names_only else [*_problems(listing, items, options), *_unreadable(items)]
     if problems:
         raise DataError(" ".join(problems))
-    # Labels among all names, left out or not: the seeded split of a class is then the same in any company.
+    # Labels refer to all names, so that the seeded split of a class does not depend on excluded classes.
     labels = torch.tensor([names.index(item.label) for item in items])
     groups = [item.group for item in items if item.group is not None] or None
     whole = Split(labels, lambda row: read_image(items[row].path), groups)
@@ -205,7 +205,7 @@ def _source(listing: _Listing, options: Options) -> Source:
 
 
 def _check_apart(whole: Split, train: torch.Tensor, test: torch.Tensor, options: Options) -> None:
-    """Raise DataError where a group has images in both parts: each part has its own privacy budget."""
+    """Raise DataError if a group has images in train and test: each part has its own privacy budget."""
     if whole.groups is None or options.names_only or options.is_whole_test:
         return
     both = sorted({whole.groups[row] for row in train.tolist()} & {whole.groups[row] for row in test.tolist()})
@@ -214,7 +214,7 @@ def _check_apart(whole: Split, train: torch.Tensor, test: torch.Tensor, options:
 
 
 def _usable(listing: _Listing, options: Options) -> Counter[str]:
-    """Images by class; none where the class lacks a folder in train or test."""
+    """Images by class, without classes that lack a folder in train or test."""
     counts = Counter(item.label for item in listing.items)
     if listing.by_folders and not options.is_whole_test:
         for label in _absent(listing.items):
@@ -223,7 +223,7 @@ def _usable(listing: _Listing, options: Options) -> Counter[str]:
 
 
 def _absent(items: Iterable[_Item]) -> dict[str, str]:
-    """By class the split, of those that there are, in which it has no image."""
+    """For each class, the existing split in which it has no image."""
     items = list(items)
     splits, labels = {item.split for item in items}, sorted({item.label for item in items})
     present = {(item.label, item.split) for item in items}
@@ -231,9 +231,9 @@ def _absent(items: Iterable[_Item]) -> dict[str, str]:
 
 
 def _problems(listing: _Listing, items: list[_Item], options: Options) -> list[str]:
-    """A sentence for each kind of class that cannot be used."""
+    """One sentence for each problem of classes."""
     problems = []
-    if options.text("only") is None and options.text("min_per_class") is None:  # these may leave an empty folder out
+    if options.text("only") is None and options.text("min_per_class") is None:  # may exclude empty folders
         problems += _emptiness(listing.empty)
     if options.is_whole_test:
         return problems
@@ -245,7 +245,7 @@ def _problems(listing: _Listing, items: list[_Item], options: Options) -> list[s
                 f"class {single[0]} has one image" if len(single) == 1 else f"classes {_listed(single)} have one image"
             )
             problems.append(f"{listing.where}: the {classes}; two are needed to split.")
-    elif listing.by_folders:  # a table may have classes that are only trained on
+    elif listing.by_folders:  # a table may have classes without test images
         problems += _lacking(listing, items)
     if problems:
         problems.append("Leave classes out with only=NAME,NAME or, those of fewer images, with min_per_class=2.")
@@ -275,7 +275,7 @@ def _listed(things: Collection[object]) -> str:
 
 
 def _unreadable(items: list[_Item]) -> list[str]:
-    """A sentence for each of the first files that are no images; all files are read."""
+    """One sentence for each of the first unreadable files; all files are read."""
     wrong = []
     for item in items:
         try:
@@ -286,9 +286,9 @@ def _unreadable(items: list[_Item]) -> list[str]:
 
 
 def _domain(name: str | None, words_file: Path) -> ImageDomain | None:
-    """The domain of the folder ``name``, described by the file's words where there is one, else by its name.
+    """The domain of the folder ``name``, described by the words in the description file or else by its name.
 
-    A domain is declared by letters, digits, dots, underscores and hyphens: the folder "Real World" is "Real-World".
+    A domain's name has letters, digits, dots, underscores and hyphens: the folder "Real World" becomes "Real-World".
     """
     declared = re.sub(r"[^A-Za-z0-9._-]", "-", name or "")
     if words_file.exists() and not words_file.is_dir():

@@ -18,10 +18,10 @@ TESTS = ("test", "validation")
 
 
 def open_hugging_face(body: str, options: Options) -> Source:
-    """The data set ``body``: a name on the hub (``config=`` names its configuration), or a folder of ``save_to_disk``.
+    """Open the data set ``body``: a name on the hub (with ``config=``), or a folder written by ``save_to_disk``.
 
-    ``image=`` and ``label=`` name the columns where they cannot be told, ``train=`` and ``test=`` the splits.
-    No code of a data set is run.
+    ``image=`` and ``label=`` name the columns if they are ambiguous, ``train=`` and ``test=`` name the splits.
+    Code in a data set is never run.
     """
     options.check_names(OWN_OPTIONS)
     if not body:
@@ -55,12 +55,12 @@ def _load(body: str, options: Options) -> Any:
         if folder.is_absolute() or body.startswith("~"):
             return datasets.load_from_disk(str(folder))
         return datasets.load_dataset(body, options.text("config"))
-    except Exception as error:  # the library raises errors of many kinds; none of them is ours
+    except Exception as error:  # the library raises many kinds of errors
         raise DataError(f"{options.uri}: cannot be loaded: {' '.join(str(error).split())}") from error
 
 
 def _columns(dataset: Any, options: Options) -> tuple[str, str]:
-    """The columns of images and of labels: those that are named, else the only ones of their kind."""
+    """The columns of images and of labels: the named ones, or the only ones of their kind."""
     kinds = {name: type(feature).__name__ for name, feature in dataset.features.items()}
     chosen = []
     for option, kind in (("image", "Image"), ("label", "ClassLabel")):

@@ -1,4 +1,4 @@
-"""Images on disk: the formats that are read, advice on converting others, and a bound on the memory of huge images."""
+"""Images on disk: accepted formats, advice on converting others, and a memory bound for huge images."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from PIL import Image, UnidentifiedImageError
 from promptfed.shared.data.source import DataError
 from promptfed.shared.files import NotAFile, open_file
 
-# That are read at all, here and where a client answers: a decoder that nobody needs is one to attack.
+# Accepted formats, also of a client's service. Unneeded decoders only add attack surface.
 IMAGE_FORMATS = ("PNG", "JPEG", "JPEG2000", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 
-LARGE = 32_000_000  # pixels of an image above which it is read smaller: towers take a few hundred on a side
-SHRUNK = 16_000_000  # pixels that are left of it, about
-LEAST_SIDE = 512  # pixels of the shorter side that shrinking leaves
-_STRIP = 256  # rows of the shrunk image that are made at once
+LARGE = 32_000_000  # images with more pixels are scaled down on reading; towers need a few hundred pixels a side
+SHRUNK = 16_000_000  # approximate number of pixels after scaling down
+LEAST_SIDE = 512  # least pixels of the shorter side after scaling down
+_STRIP = 256  # rows of the scaled image that are computed at once
 
-_HEAD = 512  # bytes of a file in which its format shows
+_HEAD = 512  # leading bytes of a file that identify its format
 _BY_MAGICK = "convert it, as in: magick {0}{1} {0}.png"
 _CONVERSIONS = {
     "SVG": "draw it, as in: rsvg-convert -w 512 {0}{1} -o {0}.png",
@@ -34,14 +34,14 @@ _RAW = frozenset({".cr2", ".cr3", ".nef", ".arw", ".dng", ".orf", ".rw2", ".raf"
 
 
 def read_image(path: Path) -> Image.Image:
-    """The decoded image, RGB; one of more than `LARGE` pixels is made smaller while it is read.
+    """The decoded RGB image; an image of more than `LARGE` pixels is scaled down while it is read.
 
     Raises:
-        DataError: it cannot be read as an image: the file's name, and how to convert it where its format is known.
+        DataError: the file cannot be read as an image. The text says how to convert it if its format is known.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # such an image is shrunk
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # such an image is scaled down
             with open_file(path) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
                 return image.convert("RGB") if image.width * image.height <= LARGE else _shrunk(image)
     except NotAFile as error:
@@ -60,11 +60,11 @@ def read_image(path: Path) -> Image.Image:
 
 
 def _shrunk(image: Image.Image) -> Image.Image:
-    """RGB of about `SHRUNK` pixels, without a second copy of the whole: what a strip becomes takes its place."""
+    """An RGB image of about `SHRUNK` pixels. Strips are scaled in place, so that no second full copy exists."""
     factor = min(math.ceil(math.sqrt(image.width * image.height / SHRUNK)), min(image.size) // LEAST_SIDE)
     if factor < 2:
         return image.convert("RGB")
-    if image.format == "JPEG":  # its decoder gives a half, a quarter or an eighth of the size without the rest
+    if image.format == "JPEG":  # the JPEG decoder can decode directly to a half, a quarter or an eighth of the size
         image.draft("RGB", (image.width // factor, image.height // factor))
         return image.convert("RGB")
     size = math.ceil(image.width / factor), math.ceil(image.height / factor)
@@ -77,7 +77,7 @@ def _shrunk(image: Image.Image) -> Image.Image:
 
 
 def _conversion(path: Path) -> str | None:
-    """What the file is and how to make a PNG of it, where its first bytes or its name tell."""
+    """The file's format and how to convert it to PNG, if its first bytes or its name identify it."""
     kind = _kind(path)
     if kind is None:
         return None

@@ -1,4 +1,4 @@
-"""Query options of data URIs: reading them, and those that mean the same for every source."""
+"""Query options of data URIs: parsing, and the options common to all sources."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ COMMON_OPTIONS = (
     "corrupt",
     "among",
 )
-CUTTING_OPTIONS = frozenset(COMMON_OPTIONS) - {"split_seed"}  # which say nothing about the whole data set
+CUTTING_OPTIONS = frozenset(COMMON_OPTIONS) - {"split_seed"}  # options that do not describe the whole data set
 _PARTITION_OPTIONS = ("alpha", "clients", "client", "classes_per_client", "partition_seed")
-_DIVISION = tuple(name for name in COMMON_OPTIONS if name != "client")  # all clients that agree in these share parts
+_DIVISION = tuple(name for name in COMMON_OPTIONS if name != "client")  # clients with equal values share parts
 
-UNKNOWN = -1  # the label of an image whose class is not among the names
+UNKNOWN = -1  # label of an image whose class is not among the names
 
 Role = Literal["trainer", "evaluator"]
-Rows = tuple[torch.Tensor, torch.Tensor]  # one client's, of train and of test
+Rows = tuple[torch.Tensor, torch.Tensor]  # one client's rows of train and of test
 Parts = dict[tuple[str | None, ...], list[Rows]]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one URI, still as text, and what the data are for: an evaluator trains on none."""
+    """The options of one URI as text, and the use of the data: an evaluator does not train."""
 
     uri: str
     values: dict[str, str] = field(default_factory=dict)
     role: Role = "trainer"
-    names_only: bool = False  # no image is read, and nothing held against a class that may be left out
+    names_only: bool = False  # only the class names are needed: no image is read, and classes are not checked
 
     @staticmethod
     def parse(uri: str, query: str, role: Role = "trainer") -> Options:
-        """Options of ``a=1&b=2``. DataError for what is not ``name=value`` and for a name given twice."""
+        """Parse the options ``a=1&b=2``. Raises DataError if one is not ``name=value`` or is given twice."""
         try:
             pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
         except ValueError:
@@ -66,18 +66,18 @@ class Options:
         return Options(uri, values, role)
 
     def check_names(self, own: Iterable[str]) -> None:
-        """DataError for an option that is neither the scheme's own nor common to all."""
+        """Raise DataError for an option that neither the scheme nor all sources accept."""
         accepted = sorted({*own, *COMMON_OPTIONS})
         for name in self.values:
             if name not in accepted:
                 raise DataError(f"{self.uri}: unknown option {name}; accepted are {', '.join(accepted)}.")
 
     def text(self, name: str, default: str | None = None) -> str | None:
-        """The option as it stands."""
+        """The option as text."""
         return self.values.get(name, default)
 
     def choice(self, name: str, known: Iterable[str], default: str | None = None) -> str | None:
-        """The option if it is one of ``known``."""
+        """The option, which must be one of ``known``."""
         value = self.values.get(name, default)
         known = tuple(known)
         if value is not None and value not in known:
@@ -117,24 +117,24 @@ class Options:
 
     @property
     def split_seed(self) -> int:
-        """Seeds the 80/20 split and the few shots."""
+        """The seed of the 80/20 split and of the few shots."""
         return self.integer("split_seed", 0) or 0
 
     @property
     def is_whole_test(self) -> bool:
-        """Whether all images are test images: an evaluator's own, unless the URI says otherwise."""
+        """Whether all images are test images, which is the default for evaluators."""
         return self.role == "evaluator" and self.text("test_on", "all") == "all" and self.text("validation") is None
 
 
 def apply_common(source: Source, options: Options, known: Parts | None = None) -> Source:
-    """The source cut to its base or novel classes, then to one client's part, then to a few shots, as options say.
+    """Reduce the source to its base or novel classes, then to one client's part, then to a few shots.
 
-    With ``validation=0.25`` that share of the training images of each class stands in for the test images, which are
-    then not looked at at all: for choosing hyperparameters. With ``test_on=all`` training images are test images too,
-    for evaluators. ``min_per_class=5`` leaves out classes of fewer images. ``template`` stands in for the data set's
-    own. ``corrupt=noise:2`` makes the test images worse. ``classes=novel&among=base`` keeps images of novel classes to
-    be told among the base classes' names, where none is right: their labels are -1, and nobody can train on them.
-    ``known`` keeps how ``source`` is divided, for its next client.
+    ``validation=0.25``: this share of the training images of each class replaces the test images, which are not used
+    then; for choosing hyperparameters. ``test_on=all``: training images are test images too, for evaluators.
+    ``min_per_class=5``: classes with fewer images are left out. ``template``: replaces the data set's template.
+    ``corrupt=noise:2``: corrupts the test images. ``classes=novel&among=base``: images of novel classes are classified
+    among the names of the base classes, none of which is right. Their labels are -1, and nobody can train on them.
+    ``known`` stores the partition of ``source`` for its next client.
     """
     source = _worded(_only(source, options), options)
     source = _cut_classes(source, options)
@@ -153,10 +153,10 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
 
 
 def kept_names(names: Sequence[str], counts: Mapping[str, int], options: Options) -> list[str]:
-    """Those of ``names``, in order, that ``only=bird,zebra`` names and of which ``min_per_class=`` images are there.
+    """Those of ``names``, in order, that ``only=bird,zebra`` lists and that have at least ``min_per_class=`` images.
 
     Raises:
-        DataError: ``only=`` names another class, or none is left.
+        DataError: ``only=`` lists an unknown class, or no class is left.
     """
     text, least = options.text("only"), options.integer("min_per_class", 0, least=1) or 0
     wanted = set(names) if text is None else {name.strip() for name in text.split(",")}
@@ -171,7 +171,7 @@ def kept_names(names: Sequence[str], counts: Mapping[str, int], options: Options
 
 
 def _only(source: Source, options: Options) -> Source:
-    """The classes that ``only=`` and ``min_per_class=`` leave, in the source's order."""
+    """The source with the classes that ``only=`` and ``min_per_class=`` select, in the source's order."""
     if options.text("only") is None and options.text("min_per_class") is None:
         return source
     labels = torch.cat([source.train.labels, source.test.labels])
@@ -188,7 +188,7 @@ def _worded(source: Source, options: Options) -> Source:
 
 
 def with_classes(source: Source, kept: list[int]) -> Source:
-    """The images of the classes ``kept``, in order; labels and names are theirs alone."""
+    """The images of the classes ``kept``, in order, with labels and names of these classes."""
     place = torch.full((len(source.class_names),), -1)
     place[kept] = torch.arange(len(kept))
 
@@ -261,7 +261,7 @@ def _cut_client(source: Source, options: Options, known: Parts) -> Source:
 
 
 def _own_classes(source: Source) -> Source:
-    """The source with the names of those classes only of which it has images (FedTPG: class sets per client)."""
+    """The source with only the names of classes that have images (FedTPG: class sets per client)."""
     return with_classes(source, torch.unique(torch.cat([source.train.labels, source.test.labels])).tolist())
 
 
@@ -283,7 +283,7 @@ def _parts(source: Source, kind: str, options: Options) -> list[Rows]:
     if kind == "pathological":
         classes = partition.pathological(len(source.class_names), clients, seed)
         return [(partition.rows_of_classes(train, c), partition.rows_of_classes(test, c)) for c in classes]
-    splits = [labels for labels in (train, test) if len(labels)]  # an evaluator's folder has none to train on
+    splits = [labels for labels in (train, test) if len(labels)]  # an evaluator's folder has no training images
     if kind == "dirichlet":
         alpha = options.number("alpha", 0.3)
         parts = partition.dirichlet(splits, clients, 0.3 if alpha is None else alpha, seed)

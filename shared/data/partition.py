@@ -1,4 +1,4 @@
-"""Divides a data set over clients: seeded, disjoint and complete; DataError says why a division is impossible."""
+"""Seeded, disjoint and complete partitions of a data set over clients; DataError if a partition is impossible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DIRICHLET_TRIES = 100
 
 
 def halves(class_count: int) -> tuple[range, range]:
-    """Base and novel classes by label order; base has the odd one."""
+    """Base and novel classes by label order; with an odd number base has one more."""
     if class_count < 2:
         raise DataError(f"{class_count} class cannot be divided into base and novel classes.")
     middle = (class_count + 1) // 2
@@ -23,13 +23,13 @@ def halves(class_count: int) -> tuple[range, range]:
 
 
 def by_domain(domains: Sequence[str]) -> dict[str, Tensor]:
-    """Rows of each domain: one client a domain, in name order."""
+    """Rows of each domain in name order: one client for each domain."""
     names = np.asarray(domains)
     return {name: torch.from_numpy(np.flatnonzero(names == name)) for name in sorted(set(domains))}
 
 
 def iid(count: int, clients: int, seed: int) -> list[Tensor]:
-    """Rows of each client: a shuffle dealt out, so that sizes differ by at most one."""
+    """Rows of each client, shuffled and dealt in turn; sizes differ by at most one."""
     _check_clients(clients)
     if clients > count:
         raise DataError(f"{count} images cannot be divided over {clients} clients; ask for fewer clients.")
@@ -40,9 +40,9 @@ def iid(count: int, clients: int, seed: int) -> list[Tensor]:
 def pathological(class_count: int, clients: int, seed: int) -> list[list[int]]:
     """Classes of each client, disjoint, as in FedPGP's base-to-novel setting.
 
-    Each client but the last takes ``round(class_count / clients)`` of the shuffled classes, as in the released code,
-    and the last one the rest: of 19 classes over ten clients nine have two, the last has one. Where that leaves the
-    last client nothing, the number is rounded down.
+    As in the released code, each client except the last gets ``round(class_count / clients)`` of the shuffled classes,
+    and the last gets the rest: of 19 classes over ten clients, nine have two and the last has one. If nothing would be
+    left for the last client, the number is rounded down.
     """
     _check_clients(clients)
     if clients > class_count:
@@ -54,9 +54,9 @@ def pathological(class_count: int, clients: int, seed: int) -> list[list[int]]:
 
 
 def clients_of(class_count: int, classes_per_client: int) -> int:
-    """Number of clients with ``classes_per_client`` classes each: ``max(1, round(C/n))``, as FedTPG's code has it.
+    """Number of clients with ``classes_per_client`` classes each: ``max(1, round(C/n))``, as in FedTPG's code.
 
-    Halves are rounded to the even number, as numpy and Python do: 50 classes at 20 each make two clients.
+    Halves are rounded to the even number, as in numpy and Python: 50 classes at 20 each make two clients.
     """
     if classes_per_client < 1:
         raise DataError(f"classes_per_client={classes_per_client} is not at least 1.")
@@ -66,8 +66,8 @@ def clients_of(class_count: int, classes_per_client: int) -> int:
 def classes_each(class_count: int, classes_per_client: int, seed: int, clients: int | None = None) -> list[list[int]]:
     """Classes of each client, disjoint, ``classes_per_client`` each (FedTPG, section 4.1); the last takes the rest.
 
-    The rest is between half and one and a half times ``classes_per_client`` where there are several clients. The number
-    of clients is that of `clients_of`; another one in ``clients`` is refused.
+    With several clients, the rest is between half and one and a half times ``classes_per_client``. The number of
+    clients must be that of `clients_of`.
     """
     needed = clients_of(class_count, classes_per_client)
     if clients is not None and clients != needed:
@@ -78,7 +78,7 @@ def classes_each(class_count: int, classes_per_client: int, seed: int, clients: 
 
 
 def _dealt(class_count: int, each: int, clients: int, seed: int) -> list[list[int]]:
-    """Shuffled classes, ``each`` of them for every client but the last, which takes the rest."""
+    """Shuffled classes: ``each`` classes for every client except the last, which gets the rest."""
     order = _rng(seed, "pathological").permutation(class_count).tolist()
     parts = [order[k * each : (k + 1) * each] for k in range(clients - 1)]
     return [sorted(part) for part in [*parts, order[(clients - 1) * each :]]]
@@ -90,10 +90,10 @@ def rows_of_classes(labels: Tensor, classes: Sequence[int]) -> Tensor:
 
 
 def dirichlet(splits: Sequence[Tensor], clients: int, alpha: float, seed: int) -> list[list[Tensor]]:
-    """Rows of each client in each split: for each class, shares over the clients drawn from Dir(alpha).
+    """Rows of each client in each split, with shares of each class over the clients drawn from Dir(alpha).
 
-    The same shares divide every split (labels (N,) each), so that a client's test data follow its own class mix. Shares
-    that leave a client without an image in some split are drawn again, and refused after 100 tries.
+    The same shares divide every split (labels (N,) each), so that a client's test data have its own class mix. If a
+    client has no image in some split, the shares are drawn again, up to 100 times.
     """
     _check_clients(clients)
     if not alpha > 0:
@@ -123,7 +123,7 @@ def _by_shares(labels: Tensor, shares: np.ndarray, seed: int, index: int) -> lis
 
 
 def few_shot(labels: Tensor, shots: int, seed: int) -> Tensor:
-    """Rows of ``shots`` images of each class that occurs (all of a class that has fewer), as CoOp samples them."""
+    """Rows of ``shots`` images of each class that occurs (all images of smaller classes), sampled as in CoOp."""
     if shots < 1:
         raise DataError(f"shots={shots} is not at least 1.")
     chosen = []
@@ -134,7 +134,7 @@ def few_shot(labels: Tensor, shots: int, seed: int) -> Tensor:
 
 
 def train_test(labels: Tensor, seed: int, test_share: float = 0.2) -> tuple[Tensor, Tensor]:
-    """Rows of train and test: a seeded share of each class, at least one image on each side."""
+    """Rows of train and test: a seeded share of each class, with at least one image in both."""
     train, test = [], []
     for label in torch.unique(labels).tolist():
         rows = np.flatnonzero(labels.numpy() == label)
@@ -150,10 +150,10 @@ def train_test(labels: Tensor, seed: int, test_share: float = 0.2) -> tuple[Tens
 def whole_groups(
     groups: Sequence[str], labels: Tensor, seed: int, uri: str, test_share: float = 0.2
 ) -> tuple[Tensor, Tensor]:
-    """Rows of train and test where no group is in both: a seeded share of the groups, at least one on each side.
+    """Rows of train and test without common groups: a seeded share of the groups, with at least one group in both.
 
     Raises:
-        DataError: there is one group alone, or all images of a class are in groups that are tested on.
+        DataError: there is only one group, or all images of a class are in test groups.
     """
     names = sorted(set(groups))
     if len(names) < 2:

@@ -1,4 +1,4 @@
-"""From a data URI to its source. Another kind of source is one more row in ``SCHEMES``."""
+"""Opens the source of a data URI. A new kind of source needs one more row in ``SCHEMES``."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ REDRAWN = frozenset({"symbols"})
 
 
 def open_source(uri: str, role: Role = "trainer") -> Source:
-    """The source that ``scheme:body?option=value`` names, cut as its options say, for one who trains or only evaluates.
+    """Open the source ``scheme:body?option=value`` for a trainer or an evaluator, with its options applied.
 
-    Raises DataError, one sentence, for an unknown scheme, an unknown or bad option, and data that cannot be used.
+    Raises:
+        DataError: the scheme or an option is unknown, a value is invalid, or the data cannot be used.
     """
     scheme, body, options = parse_uri(uri, role)
     source = cut(scheme, open_whole(scheme, body, options), options)
@@ -53,14 +54,14 @@ def open_source(uri: str, role: Role = "trainer") -> Source:
 
 
 def class_names_of(uri: str, role: Role = "trainer") -> tuple[str, ...]:
-    """The class names of the source that ``uri`` names, without reading its images. Raises DataError as above."""
+    """The class names of the source ``uri``, without reading its images. Raises DataError as `open_source`."""
     scheme, body, options = parse_uri(uri, role)
     options = replace(options, names_only=True)
     return cut(scheme, open_whole(scheme, body, options), options).class_names
 
 
 def parse_uri(uri: str, role: Role = "trainer") -> tuple[str, str, Options]:
-    """Scheme, body and options of a data URI. Raises DataError for an unknown scheme and unreadable options."""
+    """Scheme, body and options of a data URI. Raises DataError for an unknown scheme or invalid options."""
     address, _, query = uri.partition("?")
     scheme, _, body = address.partition(":")
     if scheme not in SCHEMES:
@@ -71,17 +72,17 @@ def parse_uri(uri: str, role: Role = "trainer") -> tuple[str, str, Options]:
 
 
 def open_whole(scheme: str, body: str, options: Options) -> Source:
-    """The data set before the options that mean the same for every source cut it."""
+    """The data set before the common options are applied."""
     return SCHEMES[scheme](body, options)
 
 
 def cut(scheme: str, source: Source, options: Options, known: Parts | None = None) -> Source:
-    """``source``, whole as its opener gives it, cut by the options that mean the same for every source."""
+    """Apply the common options to ``source``, the whole data set."""
     return apply_common(source, options.without(AT_OPENING) if scheme in OF_FILES else options, known)
 
 
 def _part(uri: str, options: Options) -> Source:
-    """One source of a union, opened for what the union is opened for."""
+    """One source of a union, opened for the same role as the union."""
     scheme, body, own = parse_uri(uri, options.role)
     own = replace(own, names_only=options.names_only)
     source = cut(scheme, open_whole(scheme, body, own), own)
@@ -90,7 +91,7 @@ def _part(uri: str, options: Options) -> Source:
 
 
 def check_filled(source: Source, role: Role = "trainer") -> None:
-    """DataError where a split holds no image; an evaluator needs none to train on."""
+    """Raise DataError if a split has no image; evaluators need no training images."""
     for name, split in (("train", source.train), ("test", source.test)):
         if not len(split) and (name == "test" or role == "trainer"):
             raise DataError(f"{source.uri}: no image is left in {name}.")

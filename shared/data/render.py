@@ -1,4 +1,4 @@
-"""Batched rendering of glyphs in the styles, thousands of images a second on one core."""
+"""Batched rendering of glyphs in the styles, at thousands of images per second on one core."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CHUNK = 256
 
 
 def render(glyphs: Tensor, styles: Sequence[str], keys: np.ndarray, pose: float = 1.0) -> Tensor:
-    """Images (B, 3, SIZE, SIZE) uint8 of glyph masks (B, ATLAS, ATLAS), in their styles, drawn by their keys (B,).
+    """Images (B, 3, SIZE, SIZE) uint8 of glyph masks (B, ATLAS, ATLAS) in their styles, with random keys (B,).
 
-    ``pose`` in [0, 1] scales how far things are turned, shifted and bent.
+    ``pose`` in [0, 1] scales rotation, shift and bending.
     """
     images = torch.empty(len(glyphs), 3, SIZE, SIZE, dtype=torch.uint8)
     names = np.asarray(styles)
@@ -31,7 +31,7 @@ def render(glyphs: Tensor, styles: Sequence[str], keys: np.ndarray, pose: float 
 
 def _render_style(glyphs: Tensor, style: str, keys: np.ndarray, pose: float) -> Tensor:
     info = STYLES[style]
-    # One stream for the pose and one for the style, so that a pose can be drawn in two styles.
+    # Pose and style have separate streams, so that the same pose can be drawn in two styles.
     mask = place(glyphs, Draws(hash_keys("pose", keys)), info.wobble, pose)
     image = info.draw(mask, Draws(hash_keys("style", style, keys)))
     return (image.clamp(0, 1) * 255).round().to(torch.uint8)

@@ -1,4 +1,4 @@
-"""The sources of many clients from few data sets: each data set is opened once, and its images are hashed once."""
+"""Sources of many clients from few data sets: each data set is opened once, and its images are hashed once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from promptfed.shared.data.source import Source
 
 @dataclass
 class _Whole:
-    """A data set as its opener gives it, and how it has been divided so far."""
+    """A whole data set and its partitions so far."""
 
     source: Source
     parts: Parts = field(default_factory=dict)
 
 
 class SharedSources:
-    """Opens URIs as `open_source` does, with the same labels, images and digests; for clients in one process."""
+    """Opens URIs like `open_source`, with equal labels, images and digests; for clients in one process."""
 
     def __init__(self) -> None:
         self._given: dict[str, Source] = {}
@@ -28,12 +28,12 @@ class SharedSources:
         self._turn = threading.Lock()
 
     def add(self, uri: str, source: Source) -> None:
-        """Answer ``uri``, which may be any text, with ``source``."""
+        """Register ``source`` under ``uri``, which may be any text."""
         with self._turn:
             self._given[uri] = source
 
     def open(self, uri: str, role: Role = "trainer") -> Source:
-        """The source that ``uri`` names, for one who has ``role``. Raises DataError as `open_source` does."""
+        """The source of ``uri`` for a client with ``role``. Raises DataError as `open_source`."""
         with self._turn:
             if uri in self._given:
                 return self._given[uri]

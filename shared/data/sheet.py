@@ -1,4 +1,4 @@
-"""A contact sheet of a split: what a data set looks like, at a glance."""
+"""A contact sheet of a split, for a quick look at a data set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIDE, _TEXT, _COLUMNS, _LETTERS = 64, 14, 12, 11
 
 
 def contact_sheet(split: Split, class_names: Sequence[str], count: int) -> Image.Image:
-    """``count`` images, every class in turn, each over its class's name and how many images the split has of it."""
+    """``count`` images, one class after the other, each above its class name and the class's number of images."""
     of_class = torch.bincount(split.labels.clamp(min=0), minlength=len(class_names)).tolist()
     rows = spread(split.labels, count)
     columns = min(_COLUMNS, len(rows))
@@ -40,7 +40,7 @@ def spread(labels: torch.Tensor, count: int) -> list[int]:
 
 
 def style_sheet(rows: Sequence[tuple[str, Sequence[Image.Image | None]]], names: Sequence[str]) -> Image.Image:
-    """A row for each style, a column for each thing; a gap where a style does not draw it."""
+    """A row for each style and a column for each thing, with gaps for missing pictures."""
     margin = 84
     sheet = Image.new("RGB", (margin + len(names) * (_SIDE + 6), _TEXT + 4 + len(rows) * (_SIDE + 6)), "white")
     pen = ImageDraw.Draw(sheet)

@@ -1,4 +1,4 @@
-"""What every data source gives: classes, a domain, a template, and a train and a test split."""
+"""The interface of data sources: classes, a domain, a template, and a train and a test split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 from promptfed.shared.data.errors import DataError as DataError
 from promptfed.shared.files import special_files
 
-_NAMED = 3  # special files, before only their number is told
+_NAMED = 3  # special files that are listed; of further ones only the number
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ImageDomain:
 
 
 def refuse_special_files(root: Path, uri: str) -> None:
-    """Before a library reads a data folder. Raises DataError with the names of its pipes, sockets and devices."""
+    """Check a data folder before a library reads it. Raises DataError with the names of pipes, sockets and devices."""
     special = sorted(str(path) for path in special_files(root)) if root.is_dir() else []
     if special:
         more = f" and {len(special) - _NAMED} more" if len(special) > _NAMED else ""
@@ -37,10 +37,10 @@ def refuse_special_files(root: Path, uri: str) -> None:
 
 
 def in_words(text: str) -> str:
-    """A domain's description: ``text`` as it is where it has ``{}`` for the class name, else behind the class's name.
+    """A domain's description with ``{}`` for the class name. Words without ``{}`` are placed after the class name.
 
     Raises:
-        DataError: it is empty, or has several ``{}``.
+        DataError: the words are empty, or have several ``{}``.
     """
     words = " ".join(text.split())
     if not words:
@@ -53,7 +53,7 @@ def in_words(text: str) -> str:
 class Split:
     """Labelled images. ``labels`` (N,) int64 are indices in the source's ``class_names``.
 
-    ``groups``: of each image the group that it belongs to, such as its patient; None where the data say none.
+    ``groups``: the group of each image, such as its patient; None if the data have no groups.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Split:
         *,
         digest: Callable[[int], str] | None = None,
     ) -> None:
-        """read: the image at a row of ``labels``, RGB; digest: its `image_digest`, by default of what is read."""
+        """read: returns the RGB image at a row of ``labels``; digest: returns its `image_digest`."""
         if groups is not None and len(groups) != len(labels):
             raise ValueError(f"{len(groups)} groups for {len(labels)} labels")
         self.labels = labels.long()
@@ -81,7 +81,7 @@ class Split:
         return self._read(int(self._rows[index]))
 
     def digest(self, index: int) -> str:
-        """SHA-256 (hex) of one image; computed once for all selections of a split."""
+        """SHA-256 (hex) of one image, computed once for all selections of a split."""
         return self._digest(int(self._rows[index]))
 
     def select(self, rows: torch.Tensor) -> Split:
@@ -100,13 +100,13 @@ class Split:
 
 
 def image_digest(image: Image.Image) -> str:
-    """SHA-256 (hex) of an image's size and decoded RGB bytes: equal for equal pixels, whatever the file."""
+    """SHA-256 (hex) of an image's size and decoded RGB bytes: equal pixels have equal digests in any file format."""
     header = f"{image.width}x{image.height}|".encode()
     return hashlib.sha256(header + image.tobytes()).hexdigest()
 
 
 def joined(*parts: Split) -> Split:
-    """The images of ``parts``, one after the other; labels must mean the same in all."""
+    """The images of ``parts``, one after the other; labels must have the same meaning in all parts."""
     places = [(part, row) for part in parts for row in range(len(part))]
     groups = None
     if all(part.groups is not None for part in parts):
@@ -124,13 +124,13 @@ def joined(*parts: Split) -> Split:
 
 
 def reader_of(pixels: np.ndarray) -> Callable[[int], Image.Image]:
-    """Reads images held in memory: (N, H, W) grey or (N, H, W, 3) RGB, uint8."""
+    """A function that reads images in memory: (N, H, W) grey or (N, H, W, 3) RGB, uint8."""
     return lambda row: Image.fromarray(pixels[row]).convert("RGB")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A client's data as a URI names it."""
+    """A client's data, opened from a URI."""
 
     uri: str
     class_names: tuple[str, ...]

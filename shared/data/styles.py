@@ -1,4 +1,4 @@
-"""The styles that masks are drawn in: masks (B, 1, SIZE, SIZE) -> RGB (B, 3, SIZE, SIZE) in [0, 1]."""
+"""The styles in which masks are drawn: masks (B, 1, SIZE, SIZE) -> RGB (B, 3, SIZE, SIZE) in [0, 1]."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _waves(draws: Draws, frequency: float) -> Tensor:
 
 
 def _photo(mask: Tensor, draws: Draws) -> Tensor:
-    """A shaded thing on an uneven ground, with a soft shadow, little contrast at times, noise and some blur."""
+    """A shaded thing on an uneven ground, with a soft shadow, noise, some blur and sometimes low contrast."""
     hue = draws.uniform()
     ground = hsv(hue, draws.uniform(0.1, 0.6), draws.uniform(0.25, 0.85)) + 0.14 * draws.cells(4, 3)
     ground = ground + 0.08 * draws.cells(12)
@@ -80,7 +80,7 @@ def _stamp(mask: Tensor, draws: Draws) -> Tensor:
 
 
 def _painting(mask: Tensor, draws: Draws) -> Tensor:
-    """Strokes in one direction that carry colour across the thing's border, patches of hue, canvas."""
+    """Brush strokes in one direction across the thing's border, patches of hue, canvas texture."""
     x, y = grid()
     angle = draws.uniform(0, math.pi)
     streak = _along(draws.noise(), angle, 4) * 2.2
@@ -180,7 +180,7 @@ def _blueprint(mask: Tensor, draws: Draws) -> Tensor:
 
 @dataclass(frozen=True)
 class StyleInfo:
-    """A style's renderer, its words in captions, how much it bends its things, if pre-training sees little of it."""
+    """A style: its renderer, its words in captions, its bending of things, and whether it is rare in pre-training."""
 
     draw: Style
     wording: str

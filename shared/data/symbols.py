@@ -18,12 +18,12 @@ from promptfed.shared.data.styles import STYLES
 PER_CLASS = 16
 TEST_PER_CLASS = 10
 TEMPLATE = "a photo of a {}."
-_AT_ONCE = 256  # images that are drawn together
+_AT_ONCE = 256  # images drawn in one batch
 OWN_OPTIONS = ("domain", "topic", "per_class", "test_per_class", "test_seed")
 
 
 def open_symbols(body: str, options: Options) -> Source:
-    """The symbols in one domain. ``body`` is the domain, or empty if ``domain=`` names it (photo if neither does)."""
+    """Open the symbols in one domain: ``body``, or ``domain=`` if the body is empty (default: photo)."""
     options.check_names(OWN_OPTIONS)
     if body and options.text("domain") not in (None, body):
         raise DataError(f"{options.uri}: names two domains, {body} and {options.text('domain')}.")
@@ -46,9 +46,9 @@ def open_symbols(body: str, options: Options) -> Source:
 
 
 def symbols_split(symbols: list[Symbol], style: str, per_class: int, purpose: str) -> Split:
-    """``per_class`` images of each symbol; ``purpose`` sets apart draws that must never coincide (train, test, ...).
+    """``per_class`` images of each symbol. Draws for different purposes (train, test, ...) never coincide.
 
-    Images are drawn some at a time, when the first of them is asked for, and kept.
+    Images are drawn in batches on first access, and kept.
     """
     codepoints = np.repeat(np.array([s.codepoint for s in symbols], dtype=np.uint64), per_class)
     index = np.tile(np.arange(per_class, dtype=np.uint64), len(symbols))

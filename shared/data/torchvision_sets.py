@@ -1,6 +1,6 @@
-"""``torchvision:OxfordIIITPet?root=/data``: data sets of torchvision, laid out under ``root`` as its downloads are.
+"""``torchvision:OxfordIIITPet?root=/data``: data sets of torchvision under ``root``, in the layout of its downloads.
 
-Nothing is downloaded here: a federation's client takes what its owner has put there.
+Nothing is downloaded: a client uses the files that its owner has placed there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from promptfed.shared.data.partition import train_test
 from promptfed.shared.data.source import DataError, Source, Split, refuse_special_files
 
 TEMPLATE = "a photo of a {}."
-# The templates of CoOp's experiments (Zhou et al., 2022, appendix A), where they are not the plain one.
+# The templates of CoOp's experiments (Zhou et al., 2022, appendix A) that differ from the plain one.
 TEMPLATES = {
     "OxfordIIITPet": "a photo of a {}, a type of pet.",
     "Flowers102": "a photo of a {}, a type of flower.",
@@ -27,21 +27,21 @@ TEMPLATES = {
     "EuroSAT": "a centered satellite photo of {}.",
     "Food101": "a photo of {}, a type of food.",
 }
-# What trains and what tests, where the values of ``split`` are not called train and test.
+# The values of ``split`` for training and for tests, if they are not called train and test.
 SPLITS = {
     "OxfordIIITPet": ("trainval", "test"),
     "FGVCAircraft": ("trainval", "test"),
     "ImageNet": ("train", "val"),
 }
-# Classes that CoOp's splits, and so all papers that follow them, leave out: these are the images of Faces, cut out.
+# Classes that CoOp's splits, and the papers that use them, exclude: cropped images of the class Faces.
 LEFT_OUT = {"Caltech101": ("Faces easy",)}
-LABELS = ("targets", "labels", "_labels", "y")  # where torchvision's classes keep labels, by index
-SAMPLES = ("samples", "_samples", "imgs")  # pairs of a path and a label
-NUMBERED = {"SVHN": 10, "GTSRB": 43}  # classes without names: numbers stand for them
+LABELS = ("targets", "labels", "_labels", "y")  # attributes of torchvision's classes with the labels as indices
+SAMPLES = ("samples", "_samples", "imgs")  # attributes with pairs of a path and a label
+NUMBERED = {"SVHN": 10, "GTSRB": 43}  # data sets without class names; numbers are used
 
 
 def open_torchvision(body: str, options: Options) -> Source:
-    """The data set ``body`` under ``root=``: its own train and test, or a seeded 80/20 where it has none."""
+    """Open the data set ``body`` under ``root=`` with its own train and test splits, or else a seeded 80/20 split."""
     options.check_names(("root",))
     kind = _kind(body, options)
     root = options.text("root")
@@ -125,7 +125,7 @@ def _class_names(name: str, dataset: Any) -> tuple[str, ...]:
     known = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
     if known is None:
         raise DataError(f"torchvision's {name} names no classes: it cannot be classified by their names.")
-    # ImageNet's are tuples of synonyms: the first one counts.
+    # ImageNet's names are tuples of synonyms; the first one is used.
     names = [label[0] if isinstance(label, tuple) else str(label) for label in known]
     if name == "EuroSAT":
         names = [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", label) for label in names]  # AnnualCrop
@@ -135,7 +135,7 @@ def _class_names(name: str, dataset: Any) -> tuple[str, ...]:
 
 
 def _distinct(names: list[str]) -> tuple[str, ...]:
-    """Names that occur twice (ImageNet has two cranes) are told apart by number."""
+    """The names with numbers added to duplicates (ImageNet has two cranes)."""
     seen: dict[str, int] = {}
     made = []
     for name in names:

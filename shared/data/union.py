@@ -1,4 +1,4 @@
-"""``union:URI,URI``: the images of several sources as one client's, each URI percent-encoded (by `union_uri`)."""
+"""``union:URI,URI``: the images of several sources for one client; each URI is percent-encoded (by `union_uri`)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ SCHEME = "union"
 
 
 def union_uri(uris: Iterable[str]) -> str:
-    """The URI of all images of ``uris`` together."""
+    """The URI of the union of ``uris``."""
     return f"{SCHEME}:" + ",".join(quote(uri, safe="") for uri in uris)
 
 
 def open_union(body: str, options: Options, open_one: Callable[[str], Source]) -> Source:
-    """The sources one after the other: training images with training images, test images with test images.
+    """Open the concatenated training images and the concatenated test images of all sources.
 
     Raises:
-        DataError: a part cannot be used, or the parts have other classes.
+        DataError: a part cannot be used, or the parts have different classes.
     """
     options.check_names(())
     parts = [open_one(unquote(uri)) for uri in body.split(",") if uri]

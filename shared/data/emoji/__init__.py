@@ -1,1 +1,1 @@
-"""``emoji:`` the same things as many designers drew them: styles, things, splits, and the build of the whole set."""
+"""``emoji:`` images of the same things by many designers: styles, things, splits, and the build of the data set."""

@@ -1,4 +1,4 @@
-"""Builds the whole set from unpacked packages. Pictures are drawn here once, and only read in training."""
+"""Builds the data set from unpacked packages. Pictures are drawn once here; training only reads them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ The texts of the licences are in the folder licences; the Creative Commons' are 
 
 
 def build(root: Path, out: Path, tell: Callable[[str], None] = print, fetch: bool = True) -> None:
-    """Draw every style of the packages under ``root`` (fetched with npm where missing) into the folder ``out``.
+    """Draw every style of the packages under ``root`` into the folder ``out``. Missing packages are fetched with npm.
 
-    Raises DataError for a folder that is in use, a package that is missing or whose licence is another than is known.
+    Raises:
+        DataError: ``out`` is in use, a package is missing, or its licence is not the expected one.
     """
     if out.exists() and any(out.iterdir()):
         raise DataError(f"{out} is not empty; name a folder that is not there yet.")
@@ -49,7 +50,7 @@ def build(root: Path, out: Path, tell: Callable[[str], None] = print, fetch: boo
 
 
 def write(out: Path, drawn: store.Drawn, sources: list[dict[str, str]]) -> None:
-    """The folder ``out``: pictures, index, notice and licences."""
+    """Write pictures, index, notice and licences into the folder ``out``."""
     used = {STYLES[name].package for name in drawn.styles} | {NAMES_PACKAGE}
     sources = [source for source in sources if source["package"] in used]
     store.write(out, drawn, sources)
@@ -66,6 +67,6 @@ def _line(name: str, source: dict[str, str]) -> str:
 
 
 def _shows(image: Image.Image) -> bool:
-    """Whether anything is on the picture."""
+    """Whether the picture is not blank."""
     box = image.getchannel("A").getbbox()
     return box is not None

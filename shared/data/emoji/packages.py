@@ -1,4 +1,4 @@
-"""Unpacked packages of drawings: found, their licences checked, the pictures of things taken out of them."""
+"""Unpacked packages of drawings: their folders, the check of their licences, and the pictures in them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ _NOT_IT = frozenset({("fxemoji", "bow and arrow"), ("fxemoji", "keyboard")})  # 
 
 
 def folder_of(root: Path, package: str) -> Path:
-    """Where a package is looked for: ``@iconify-json/noto`` in ``iconify-json-noto``, as npm names its archives."""
+    """The folder of a package, named like npm's archives: ``iconify-json-noto`` for ``@iconify-json/noto``."""
     return root / package.removeprefix("@").replace("/", "-")
 
 
 def fetch(root: Path) -> None:
-    """Unpack into ``root`` every package that emoji need and that is not there, with npm.
+    """Fetch the packages that emoji need and that are missing in ``root`` with npm, and unpack them.
 
-    DataError without npm: it lists the packages to be unpacked by hand.
+    Raises:
+        DataError: npm fails or is missing; without npm, the text lists the packages to unpack by hand.
     """
     missing = [package for package in packages() if not (folder_of(root, package) / "package.json").is_file()]
     if not missing:
@@ -45,7 +46,7 @@ def fetch(root: Path) -> None:
         raise DataError(f"npm is not here, so put these packages of its registry, unpacked, into {root}: {listed}.")
     root.mkdir(parents=True, exist_ok=True)
     for package in missing:
-        done = subprocess.run(  # noqa: S603  names that stand in `styles`
+        done = subprocess.run(  # noqa: S603  fixed names from `styles`
             [npm, "pack", "--silent", package], cwd=root, capture_output=True, text=True, timeout=_TIMEOUT_S
         )
         if done.returncode:
@@ -56,7 +57,7 @@ def fetch(root: Path) -> None:
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """The archive's one folder becomes ``folder``, whole or not at all."""
+    """Unpack the archive's single folder as ``folder``, completely or not at all."""
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     with tarfile.open(archive) as content:
@@ -68,7 +69,7 @@ def _unpack(archive: Path, folder: Path) -> None:
 
 
 def provenance(root: Path, package: str, licence: str) -> dict[str, str]:
-    """What a package says of itself. DataError where it is missing or under another licence than is known."""
+    """A package's statement of origin. Raises DataError if it is missing or its licence is not the expected one."""
     folder = folder_of(root, package)
     told = _json(folder / "package.json")
     licences = {str(told.get("license"))}
@@ -96,7 +97,7 @@ def shortcodes(root: Path) -> dict[str, list[str]]:
 def pictures(
     root: Path, style: Style, things: list[Thing], renderer: SvgRenderer
 ) -> Iterator[tuple[Thing, Image.Image]]:
-    """The things that a style draws, each with its picture (SIZE, SIZE) RGBA; those that cannot be drawn are left."""
+    """The things of a style with their pictures (SIZE, SIZE) RGBA, without those that cannot be drawn."""
     folder = folder_of(root, style.package)
     things = [thing for thing in things if (style.name, thing.name) not in _NOT_IT]
     if style.form == "iconify":
@@ -114,7 +115,7 @@ def _iconify(
     icons = whole["icons"]
     by_spelling = {squeezed(name): name for name in icons}
     for alias, target in whole.get("aliases", {}).items():
-        if set(target) == {"parent"}:  # nothing turned or mirrored
+        if set(target) == {"parent"}:  # neither rotated nor mirrored
             by_spelling.setdefault(squeezed(alias), target["parent"])
     by_code = {_code(code): name for code, name in _json(folder / "chars.json").items()}
     for thing in things:
@@ -149,7 +150,7 @@ def _files(folder: Path, things: list[Thing], renderer: SvgRenderer) -> Iterator
 
 
 def _font(folder: Path, things: list[Thing]) -> Iterator[tuple[Thing, Image.Image]]:
-    """A web font comes in files of some characters each; a character is drawn from the file that has it."""
+    """Pictures from a web font. It is divided into files; each character is drawn from the file that contains it."""
     fonts = [ImageFont.truetype(str(file), 4 * SIZE) for file in sorted(folder.glob(_FONT_FILES))]
     nothing = [_mask(font, "\U0010fffd").tobytes() for font in fonts]
     for thing in things:
@@ -174,7 +175,7 @@ def _mask(font: ImageFont.FreeTypeFont, text: str) -> Image.Image:
 
 
 def _code(text: str) -> str:
-    """A code point's spelling in all packages: upper case, without the variation selector."""
+    """The common spelling of a code point: upper case, without the variation selector."""
     return "-".join(part for part in text.upper().split("-") if part != "FE0F")
 
 

@@ -1,7 +1,7 @@
-"""Renders SVGs in a separate process: a few SVGs make the renderer abort, which must not end the build.
+"""Renders SVGs in a separate process, since a few SVGs make the renderer abort, which must not end the build.
 
-``python -m promptfed.shared.data.emoji.render`` reads a JSON string a line and answers each with a line: the PNG in
-base64, or ``!`` and why it could not be drawn.
+``python -m promptfed.shared.data.emoji.render`` reads one JSON string per line and answers each with one line: the PNG
+in base64, or ``!`` and the reason why it could not be drawn.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from PIL import Image
 from promptfed.shared.data.emoji.styles import SIZE
 from promptfed.shared.data.source import DataError
 
-_DRAWN_AT = 4 * SIZE  # then averaged down, so that thin lines of all renderers come out alike
+_DRAWN_AT = 4 * SIZE  # scaled down afterwards, so that all renderers draw thin lines alike
 RENDERER = "resvg_py"
 
 
 class SvgRenderer:
-    """A renderer that outlives the pictures that end it."""
+    """A renderer that restarts after a picture that aborts it."""
 
     def __init__(self) -> None:
         if importlib.util.find_spec(RENDERER) is None:
@@ -40,10 +40,10 @@ class SvgRenderer:
             self._process.wait()
 
     def draw(self, svg: str) -> Image.Image | None:
-        """The picture, (SIZE, SIZE) RGBA; None if the renderer cannot draw it or ends over it."""
+        """The picture (SIZE, SIZE) RGBA; None if the renderer cannot draw it or aborts."""
         if self._process is None or self._process.poll() is not None:
             command = [sys.executable, "-m", __spec__.name]
-            self._process = subprocess.Popen(  # noqa: S603  this very module, by this very interpreter
+            self._process = subprocess.Popen(  # noqa: S603  this module, run by this interpreter
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )
         assert self._process.stdin is not None
@@ -54,7 +54,7 @@ class SvgRenderer:
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        if not line:  # it is gone, and with it this picture alone
+        if not line:  # it aborted: only this picture is lost
             self._process.wait()
             return None
         if line.startswith("!"):
@@ -79,7 +79,7 @@ def serve() -> None:
 
 
 def fitted(image: Image.Image) -> Image.Image:
-    """The picture, RGBA, shrunk to fit SIZE x SIZE and centred."""
+    """The RGBA picture, scaled down to fit SIZE x SIZE and centred."""
     image = image.convert("RGBA")
     scale = SIZE / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))

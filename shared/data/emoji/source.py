@@ -19,20 +19,20 @@ FOLDER = Path(__file__).parent / "embedded"
 OWN_OPTIONS = ("folder", "level", "test", "purpose", "drawn_by")
 LEVELS = ("kinds", "names")
 TEMPLATE = "a photo of a {}."
-_TRAIN_LEAST, _TEST_LEAST = 4, 2  # things of a kind, to train on and to test in either pool of designers
+_TRAIN_LEAST, _TEST_LEAST = 4, 2  # least things of a kind, for training and for tests in either pool
 _DEFAULT_STYLE = "flat"
-_LONGEST_NAME = 64  # of a domain that a client may declare, which has no + in it either
+_LONGEST_NAME = 64  # joins names of a domain; a client's domain may not contain +
 
-Cell = tuple[str, int]  # a style and a thing's place: one picture
+Cell = tuple[str, int]  # one picture: a style and the index of a thing
 
 
 def open_emoji(body: str, options: Options) -> Source:
-    """Things as a designer drew them. ``body``: styles or designers joined by ``+`` (flat if there is none).
+    """Open emoji of the given designers. ``body``: styles or designers joined by ``+`` (default: flat).
 
-    ``level=kinds`` (the default): a class is a kind of things, and the things of the test are trained on in no style.
-    ``level=names``: a class is a thing; a style has one picture of it, so that tests are of the styles ``test=`` of
-    other designers, and without ``test=`` the source is one to be tested on alone. Test pictures are those that the
-    backbone that has read emoji has not seen (`splits`); ``purpose=validation`` takes the validation's things.
+    ``level=kinds`` (the default): a class is a kind of thing. Test things are not trained on in any style.
+    ``level=names``: a class is a thing. Each style has one picture of it, so test images come from the styles ``test=``
+    of other designers; without ``test=`` the source has only test images. Test pictures are those that the backbone
+    pre-trained on emoji has not seen (`splits`). ``purpose=validation`` uses the validation things instead.
     """
     options.check_names(OWN_OPTIONS)
     folder = options.text("folder")
@@ -49,9 +49,9 @@ def open_emoji(body: str, options: Options) -> Source:
 
 
 def _styles(text: str, drawn: store.Drawn, options: Options) -> list[str]:
-    """The styles that ``flat+noto`` names; a designer's name stands for all of the designer's styles here."""
+    """The styles in a text such as ``flat+noto``; a designer's name stands for all of the designer's styles."""
     styles: list[str] = []
-    for word in re.split("[+, ]", text):  # a query's + is a space by then
+    for word in re.split("[+, ]", text):  # a + in a query has become a space
         meant = [n for n in drawn.styles if word in (n, STYLES[n].family)] if word not in drawn.styles else [word]
         if not meant:
             more = ""
@@ -91,7 +91,7 @@ def _kinds(drawn: store.Drawn, styles: list[str], purpose: str, options: Options
 
 
 def kind_names(drawn: store.Drawn, known: Splits) -> tuple[str, ...]:
-    """The kinds of which a folder's things hold enough to train on and to test, whatever the style; sorted."""
+    """The kinds, sorted, that have enough things for training and for tests in every style."""
     things = [thing for thing in drawn.things if thing.testable]
     train = Counter(thing.kind for thing in things if known.purpose_of(thing.name) is None)
     pools = [
@@ -133,7 +133,7 @@ def _names(drawn: store.Drawn, styles: list[str], purpose: str, options: Options
         train = Split(
             labels(styles),
             lambda row: _refuse(shown[row]),
-            digest=lambda row: image_digest(drawn.image(*shown[row])),  # for a record of what a run was given
+            digest=lambda row: image_digest(drawn.image(*shown[row])),  # for the record of a run's data
         )
     else:
         train = Split(labels(styles), lambda row: drawn.image(*shown[row]))
@@ -142,7 +142,7 @@ def _names(drawn: store.Drawn, styles: list[str], purpose: str, options: Options
 
 
 def _refuse(cell: Cell) -> NoReturn:
-    """Refuse to show a picture to train on that is a test's."""
+    """Refuse a test picture as a training image."""
     raise DataError(
         f"at level=names each designer drew a thing once, and {cell[0]} is what this source is tested on; to train, "
         "name another designer to test on, as in emoji:flat?level=names&test=fxemoji."
@@ -150,7 +150,7 @@ def _refuse(cell: Cell) -> NoReturn:
 
 
 def domain_of(styles: list[str]) -> ImageDomain:
-    """One style's description, or that of a mixture."""
+    """The domain of one style or of a mixture of styles."""
     if len(styles) == 1:
         return ImageDomain(styles[0], STYLES[styles[0]].wording)
     return ImageDomain("-".join(styles)[:_LONGEST_NAME], "an icon of a {}")

@@ -1,10 +1,10 @@
-"""Which pictures tests may use, by thing and by designer: none of them was used in pre-training ("read").
+"""The pictures that tests may use, by thing and by designer. None of them was used ("read") in pre-training.
 
-``splits.json`` lists the things that take part in tests and those of validation, by the pool of designers whose
-drawings of them were kept from the backbone that has read emoji; `make_splits` is how the lists were drawn. No thing
-of either list was read in a rare style. The designers of `UNREAD_FAMILIES` were not read at all, so that every thing
-of theirs can be tested. Left out of all tests are the things of ``near_copies``: a picture of theirs is nearly one of
-another thing (two cameras, two calendars), or nearly one that was read.
+``splits.json`` lists the things for tests and for validation by the pool of designers whose drawings of them were
+withheld from the backbone pre-trained on emoji. `make_splits` produced these lists. No thing of either list was read in
+a rare style. The designers of `UNREAD_FAMILIES` were not read at all, so all of their things can be tested. The things
+of ``near_copies`` are excluded from all tests, because one of their pictures is nearly equal to that of another thing
+(two cameras, two calendars) or to one that was read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILE = Path(__file__).parent / "splits.json"
 POOLS: dict[str, tuple[str, ...]] = {"first": ("microsoft", "google"), "second": ("twitter", "joypixels")}
 """Designers whose drawings of a thing were withheld together."""
 PURPOSES = ("test", "validation")
-_TEST_SHARE, _VALIDATION_SHARE = 0.5, 0.12  # of the things that can be tested: together a third of all
+_TEST_SHARE, _VALIDATION_SHARE = 0.5, 0.12  # shares of the testable things; together a third of them
 
 
 @dataclass(frozen=True)
@@ -34,30 +34,30 @@ class Splits:
     near_copies: frozenset[str]
 
     def purpose_of(self, name: str) -> str | None:
-        """``test`` or ``validation`` for a thing of theirs, None for a thing to train on."""
+        """``test`` or ``validation`` for a thing in these lists, None for a training thing."""
         return next((p for p in PURPOSES if any(name in names for names in self.names[p].values())), None)
 
     def withheld(self, name: str) -> tuple[str, ...]:
-        """The designers whose drawings of a thing were kept from pre-training."""
+        """The designers whose drawings of a thing were withheld from pre-training."""
         return next(
             (POOLS[pool] for by_pool in self.names.values() for pool, names in by_pool.items() if name in names), ()
         )
 
     def was_read(self, name: str, style: str) -> bool:
-        """Whether the backbone that has read emoji saw this thing in this style."""
+        """Whether the backbone pre-trained on emoji saw this thing in this style."""
         if style in RARE:
             return self.purpose_of(name) is None
         return style in COMMON and STYLES[style].family not in self.withheld(name)
 
     def family_was_read(self, name: str, style: str) -> bool:
-        """Whether it saw this thing in any style of the designer's family."""
+        """Whether that backbone saw this thing in any style of the designer's family."""
         family = STYLES[style].family
         if family in UNREAD_FAMILIES:
             return False
         return any(self.was_read(name, other.name) for other in STYLES.values() if other.family == family)
 
     def testable(self, thing: Thing, style: str, purpose: str) -> bool:
-        """Whether the thing's picture in this style may be tested on for this purpose."""
+        """Whether tests for this purpose may use the thing's picture in this style."""
         if not thing.testable or thing.name in self.near_copies or self.family_was_read(thing.name, style):
             return False
         own = self.purpose_of(thing.name)
@@ -76,13 +76,13 @@ def make_splits(things: Iterable[Thing]) -> dict[str, dict[str, list[str]]]:
 
 
 def list_digest(names: Iterable[str]) -> str:
-    """SHA-256 (hex) of a list of names, one a line."""
+    """SHA-256 (hex) of a list of names, one per line."""
     return hashlib.sha256("".join(f"{name}\n" for name in names).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1)
 def splits() -> Splits:
-    """The lists as they are shipped."""
+    """The lists in ``splits.json``."""
     told = json.loads(FILE.read_text(encoding="utf-8"))
     names = {p: {pool: frozenset(told[p][pool]["names"]) for pool in POOLS} for p in PURPOSES}
     return Splits(names, frozenset(told["near_copies"]["names"]))

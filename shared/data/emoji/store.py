@@ -1,4 +1,4 @@
-"""A folder of drawn styles: ``index.json`` and, for each style, its pictures as WebP files one after the other."""
+"""A folder of drawn styles: ``index.json`` and, for each style, one file of concatenated WebP pictures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUALITY = 75
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one folder holds: its things, and the encoded pictures of each style by the thing's place."""
+    """The contents of a folder: its things, and the encoded pictures of each style by the thing's index."""
 
     things: tuple[Thing, ...]
     styles: dict[str, dict[int, bytes]]
@@ -50,7 +50,7 @@ def encoded(image: Image.Image) -> bytes:
 
 
 def write(folder: Path, drawn: Drawn, sources: Iterable[dict[str, str]]) -> None:
-    """Write all but the notices. The index comes last, so that a folder without one is none."""
+    """Write everything except the notices. The index is written last: a folder without one is incomplete."""
     folder.mkdir(parents=True, exist_ok=True)
     styles: dict[str, Any] = {}
     for name, by_place in drawn.styles.items():
@@ -71,7 +71,7 @@ def write(folder: Path, drawn: Drawn, sources: Iterable[dict[str, str]]) -> None
 
 @lru_cache(maxsize=4)
 def read(folder: Path) -> Drawn:
-    """The folder's content, whole and unchanged; DataError says what is wrong with it."""
+    """Read and verify the folder's contents. Raises DataError if they are incomplete or changed."""
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         if (index["format"], index["size"]) != (FORMAT, SIZE):
@@ -96,7 +96,7 @@ def _style(file: Path, told: dict[str, Any]) -> dict[int, bytes]:
 
 
 def _pictures(content: bytes) -> list[bytes]:
-    """A WebP file says its own length, in the four bytes behind ``RIFF``."""
+    """Split concatenated WebP files; each contains its length in the four bytes after ``RIFF``."""
     files, start = [], 0
     while start < len(content):
         end = start + 8 + struct.unpack_from("<I", content, start + 4)[0]
@@ -106,7 +106,7 @@ def _pictures(content: bytes) -> list[bytes]:
 
 
 def _runs(places: list[int]) -> list[tuple[int, int]]:
-    """Sorted numbers as first and last of each run."""
+    """Sorted numbers as runs: the first and the last number of each."""
     runs: list[tuple[int, int]] = []
     for place in places:
         if runs and runs[-1][1] == place - 1:

@@ -1,4 +1,4 @@
-"""The styles of ``emoji:``, whose they are, and which of them the backbone that has read emoji saw."""
+"""The styles of ``emoji:``, their designers, and which of them the backbone pre-trained on emoji saw."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ SIZE = 64
 
 @dataclass(frozen=True)
 class Style:
-    """One designer's way of drawing. ``family``: styles whose drawings are made out of one another share it.
+    """One style of a designer. Styles whose drawings are derived from one another share a ``family``.
 
-    ``form`` is what the package holds: ``iconify`` (one JSON of SVG bodies by name), ``files`` (a picture a code
-    point, in ``folder``) or ``font``. ``licence`` is what the package must say of itself, else it is not read.
+    ``form`` is the package's format: ``iconify`` (one JSON of SVG bodies by name), ``files`` (one picture per code
+    point, in ``folder``) or ``font``. ``licence`` is the licence that the package must declare to be read.
     """
 
     name: str
@@ -72,5 +72,5 @@ UNREAD_FAMILIES = ("mozilla", "hfg")
 
 
 def packages() -> list[str]:
-    """The packages that the whole set is made of, each once."""
+    """The packages of the data set, without duplicates."""
     return list(dict.fromkeys([NAMES_PACKAGE, *(style.package for style in STYLES.values())]))

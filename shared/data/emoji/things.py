@@ -1,4 +1,4 @@
-"""Which code points are things, what they are called, and which of them take part in tests."""
+"""The code points that count as things, their names, and whether tests may use them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS: dict[str, str] = json.loads(Path(__file__).with_name("kinds.json").read_t
 _THING_GROUPS = frozenset({"animals-nature", "food-drink", "travel-places", "activities", "objects"})
 _LEFT_OUT_GROUPS = frozenset({"component"})
 _LEFT_OUT_KINDS = frozenset({"keycap", "alphanum", "country-flag", "subdivision-flag", "skin-tone", "hair-style"})
-# Signs on coloured squares, and drawings that differ in a colour, a phase or a direction alone.
+# Signs on coloured squares, and drawings that differ only in a colour, a phase or a direction.
 _NO_TEST = re.compile(
     r"\bmoon\b|globe|mailbox|(blue|green|orange) book|suit\b|^(new|full|first|last) |o.clock|thirty|button|"
     r"mahjong|(inbox|outbox) tray|(increasing|decreasing)|banknote|^(sun|star)$|card index|paw prints|place medal|"
@@ -29,9 +29,9 @@ _PEOPLE = re.compile(
 
 @dataclass(frozen=True)
 class Thing:
-    """One code point (or sequence of them): its name and its kind in words.
+    """One code point or sequence of code points, with its name and its kind in words.
 
-    ``testable``: it is a thing, and neither a sign nor nearly another's drawing.
+    ``testable``: it is a thing, not a sign, and its drawing is not nearly equal to another one.
     """
 
     code: str
@@ -47,7 +47,7 @@ class Thing:
 
 
 def read_things(package: Path) -> list[Thing]:
-    """The things that the unpacked package of names lists, by code point; each name once."""
+    """The things in the unpacked package of names, by code point; names are unique."""
     entries = json.loads((package / "en" / "data.json").read_text(encoding="utf-8"))
     meta = json.loads((package / "meta" / "groups.json").read_text(encoding="utf-8"))
     things: dict[str, Thing] = {}
@@ -66,23 +66,23 @@ def read_things(package: Path) -> list[Thing]:
 
 
 def spellings(thing: Thing, shortcodes: dict[str, list[str]]) -> list[str]:
-    """What packages that map by name may call it, as letters and digits alone: its name, Unicode's, shortcodes."""
+    """The names that packages may use for it, reduced to letters and digits: its name, Unicode's name, shortcodes."""
     first = thing.text[0] if len(thing.text.replace("\ufe0f", "")) == 1 else ""
     words = [thing.name, unicodedata.name(first, "") if first else "", *shortcodes.get(thing.code, [])]
     return list(dict.fromkeys(squeezed(word) for word in words if word))
 
 
 def squeezed(text: str) -> str:
-    """Lower-case letters and digits alone: ``Round-Pushpin`` -> ``roundpushpin``."""
+    """Only the letters and digits, in lower case: ``Round-Pushpin`` -> ``roundpushpin``."""
     return "".join(c for c in _plain(text).lower() if c.isalnum())
 
 
 def share_of(name: str, purpose: str) -> float:
-    """A number in [0, 1) that hangs on the name and the purpose alone, so that lists outlive additions."""
+    """A number in [0, 1) that depends only on the name and the purpose, so that lists stay stable under additions."""
     return int.from_bytes(hashlib.sha256(f"emoji|{purpose}|{name}".encode()).digest()[:6], "big") / 2**48
 
 
 def _plain(text: str) -> str:
-    """Without accents and curly marks, which the tokenizer and file names would have in many ways."""
+    """The text without accents and typographic quotes, which tokenizers and file names represent differently."""
     flat = unicodedata.normalize("NFKD", text.replace("’", "'").replace("“", "").replace("”", ""))
     return "".join(c for c in flat if not unicodedata.combining(c)).strip()
