@@ -16,12 +16,12 @@ from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.secure_jobs import attempt_of
 from promptfed.coordinator.operations.submissions import (
+    Answer,
     AskedTask,
     accept_failure,
     asked_task,
     decided,
     spent_metrics,
-    task_in,
 )
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.upload import Upload
@@ -79,7 +79,7 @@ async def accept(registry: Registry, federation: Federation, client: Client, tas
     admitted = await run_sync(_admit, registry, federation, client, task_id, upload)
     if admitted is None:
         return False
-    entry = _Exchange(registry, federation.id, client, task_id, upload.sha256, *admitted)
+    entry = _Exchange(federation.id, client, task_id, upload.sha256, registry, *admitted)
     new = await registry.committer.submit(entry)
     point("exchange-committed")
     if new:
@@ -181,38 +181,23 @@ def _examine_vector(
 
 
 @dataclass(frozen=True)
-class _Exchange:
-    """An examined answer, to be entered."""
+class _Exchange(Answer):
+    kind = None
+    entered = "exchange-before-commit"
 
     registry: Registry
-    federation: str
-    client: Client
-    task_id: str
-    digest: str
     body: bytes
     metrics: dict[str, float] | None
 
-    def enter(self, change: Change) -> bool:
-        """Enter it, if its task is open still."""
-        task = task_in(change, self.client, self.task_id)
-        if decided(change.federation, task, None, self.digest):
-            return False
-        change.batch.exchanges.append(
-            {
-                "task_id": task.id,
-                "digest": self.digest,
-                "body": self.body,
-                "bytes": len(self.body),
-                "received_at": clock.now(),
-                "metrics": self.metrics,
-            }
-        )
-        name, now = self.client.name, clock.monotonic()
+    def store(self, change: Change, row: dict[str, Any]) -> None:
+        answer = {"digest": self.digest, "body": self.body, "bytes": len(self.body), "metrics": self.metrics}
+        change.batch.exchanges.append({**row, **answer})
+
+    def event(self, change: Change, task: AskedTask) -> events.Event:
+        """Of step ``unmask``, the answer that makes the sum known ends the step."""
         stage = change.federation.run.stage
-        last = False
         if task.kind == "unmask" and stage is not None:
             attempt = attempt_of(self.registry, change.federation, task.round, task.step)
-            last = attempt.can_open([*stage.having("answered"), name])
-        change.send(events.AnsweredLast(name, now) if last else events.Answered(name, now))
-        point("exchange-before-commit")
-        return True
+            if attempt.can_open([*stage.having("answered"), self.client.name]):
+                return events.AnsweredLast(self.client.name, clock.monotonic())
+        return super().event(change, task)

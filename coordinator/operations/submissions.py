@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from anyio.to_thread import run_sync
 from pydantic import ValidationError
@@ -117,7 +118,8 @@ async def accept_update(
             await run_sync(upload.keep, held)
         else:
             upload.keep(held)
-        new = await registry.committer.submit(_Update(federation.id, client, task_id, upload, held, *examined))
+        entry = _Update(federation.id, client, task_id, upload.sha256, upload.size, held, *examined)
+        new = await registry.committer.submit(entry)
     if new:
         registry.metrics.bytes_up.inc(upload.size)
     return new
@@ -168,39 +170,57 @@ def _admit(
 
 
 @dataclass(frozen=True)
-class _Update:
-    """An examined update, to be entered."""
+class Answer(ABC):
+    """An examined answer to a client's task. The committer enters it; subclasses say what is stored.
+
+    ``kind`` as for `decided`; ``entered``: the fault point behind it.
+    """
+
+    kind: ClassVar[str | None]
+    entered: ClassVar[str]
 
     federation: str
     client: Client
     task_id: str
-    upload: Upload
+    digest: str
+
+    def enter(self, change: Change) -> bool:
+        """Store it and step the round machine; returns whether it is new.
+
+        The task is checked again: its phase may have closed, or the same request may have been stored meanwhile.
+        """
+        task = _task_in(change, self.client, self.task_id)
+        if decided(change.federation, task, self.kind, self.digest):
+            return False
+        self.store(change, {"task_id": task.id, "received_at": clock.now()})
+        change.send(self.event(change, task))
+        point(self.entered)
+        return True
+
+    @abstractmethod
+    def store(self, change: Change, row: dict[str, Any]) -> None:
+        """Add its row, which begins with ``row``, to the change."""
+
+    def event(self, change: Change, task: AskedTask) -> events.Event:
+        """The event for the round machine."""
+        return events.Answered(self.client.name, clock.monotonic())
+
+
+@dataclass(frozen=True)
+class _Update(Answer):
+    kind = "train"
+    entered = "update-entered"
+
+    size: int
     held: Held
     norm: float
     metrics: dict[str, Any]
     receipt: dict[str, Any] | None
 
-    def enter(self, change: Change) -> bool:
-        """Enter it, if its task is open still: the phase may have closed, or a twin of the request been faster."""
-        task = task_in(change, self.client, self.task_id)
-        if decided(change.federation, task, "train", self.upload.sha256):
-            return False
+    def store(self, change: Change, row: dict[str, Any]) -> None:
         change.keep(self.held)
-        change.batch.updates.append(
-            {
-                "task_id": task.id,
-                "sha256": self.upload.sha256,
-                "bytes": self.upload.size,
-                "norm": self.norm,
-                "metrics": self.metrics,
-                "receipt": self.receipt,
-                "received_at": clock.now(),
-                "stored": True,
-            }
-        )
-        change.send(events.Answered(self.client.name, clock.monotonic()))
-        point("update-entered")
-        return True
+        told = {"norm": self.norm, "metrics": self.metrics, "receipt": self.receipt}
+        change.batch.updates.append({**row, "sha256": self.digest, "bytes": self.size, **told, "stored": True})
 
 
 async def accept_evaluation(
@@ -213,28 +233,17 @@ async def accept_evaluation(
 
 
 @dataclass(frozen=True)
-class _Evaluation:
-    """An evaluation, to be entered."""
+class _Evaluation(Answer):
+    kind = "evaluate"
+    entered = "evaluation-entered"
 
-    federation: str
-    client: Client
-    task_id: str
-    digest: str
     body: dict[str, Any]
 
-    def enter(self, change: Change) -> bool:
-        """As of an update."""
-        task = task_in(change, self.client, self.task_id)
-        if decided(change.federation, task, "evaluate", self.digest):
-            return False
-        row = {"task_id": task.id, "digest": self.digest, "body": self.body, "received_at": clock.now()}
-        change.batch.evaluations.append(row)
-        change.send(events.Answered(self.client.name, clock.monotonic()))
-        point("evaluation-entered")
-        return True
+    def store(self, change: Change, row: dict[str, Any]) -> None:
+        change.batch.evaluations.append({**row, "digest": self.digest, "body": self.body})
 
 
-def task_in(change: Change, client: Client, task_id: str) -> AskedTask:
+def _task_in(change: Change, client: Client, task_id: str) -> AskedTask:
     task = change.federation.tasks.get(client.name)
     if task is None or task.id != task_id:
         change.flush()  # Its answer may have been entered in this very group.
@@ -246,7 +255,7 @@ def accept_failure(
 ) -> None:
     """Note that a client cannot carry out its task; saying so again changes nothing."""
     with registry.change(federation.id) as change:
-        task = task_in(change, client, task_id)
+        task = _task_in(change, client, task_id)
         if task.status == "failed":
             return
         if task.accepted is not None:
