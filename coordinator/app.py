@@ -20,17 +20,14 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.api import (
     clients,
     events,
-    exports,
     health,
     insights,
-    methods,
     operators,
     page,
     partial_updates,
     privacy,
-    replays,
+    public,
     results,
-    signing_key,
     tasks,
 )
 from promptfed.coordinator.api import federations as federations_api
@@ -61,19 +58,16 @@ from promptfed.shared.privacy.noise import Noise
 log = logging.getLogger("promptfed.coordinator")
 
 ROUTERS = (
-    methods,
+    public,
     federations_api,
     clients,
     tasks,
     partial_updates,
     results,
-    exports,
-    replays,
     privacy,
     insights,
     events,
     operators,
-    signing_key,
     health,
     page,
 )

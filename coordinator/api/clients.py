@@ -19,6 +19,7 @@ from promptfed.coordinator.api.deps import (
     Limit,
     Operated,
     RegistryOf,
+    answered,
 )
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import audit
@@ -87,9 +88,7 @@ async def post_client(
     """Enrol under a name, with a secret of the client's own making; from then on it is its bearer token."""
     registry.committer.notice()
     receipt, new = await take_enrolment(connection, registry, federation, token, request)
-    if not new:
-        response.status_code = status.HTTP_200_OK
-    return receipt
+    return answered(response, new, receipt)
 
 
 async def take_enrolment(

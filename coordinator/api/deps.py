@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Path, Query, Request
+from fastapi import Depends, Path, Query, Request, Response, status
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from promptfed.coordinator.domain.federation import Client, Federation
@@ -19,6 +19,8 @@ from promptfed.coordinator.store.signing import Signer
 from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.api.access_schemas import LEVELS, OperatorRole
 
+Receipt = TypeVar("Receipt")
+
 
 # Asynchronous although they wait for nothing: the others would each be sent to a thread.
 def of_app(name: str) -> Callable[..., Awaitable[Any]]:
@@ -28,6 +30,13 @@ def of_app(name: str) -> Callable[..., Awaitable[Any]]:
         return getattr(request.app.state, name)
 
     return attribute
+
+
+def answered(response: Response, new: bool, receipt: Receipt) -> Receipt:
+    """``receipt`` of what was created, with the route's own status 201; with 200 if it is not new."""
+    if not new:
+        response.status_code = status.HTTP_200_OK
+    return receipt
 
 
 SignerOf = Annotated[Signer, Depends(of_app("signer"))]

@@ -1,35 +1,57 @@
-"""``.../rounds``, ``.../prompts``, ``.../metrics``: what has come of a federation. For operators."""
+"""``.../rounds``, ``.../prompts``, ``.../metrics``: reports, states, cards and replays. For operators."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path as FilePath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Path, Query, Response, status
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, status
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import After, Informed, Limit, Operated, RegistryOf, SignerOf, Viewed
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.engine import audit
 from promptfed.coordinator.http.blob_file import BlobFile
+from promptfed.coordinator.operations import replay
 from promptfed.coordinator.reports import generation, metrics, rounds
+from promptfed.coordinator.reports.export_checks import check_card
+from promptfed.coordinator.reports.exports import known_of
 from promptfed.coordinator.reports.pieces import json_pieces
+from promptfed.shared.api.access_schemas import CardSignature
 from promptfed.shared.api.api_schemas import GenerateRequest, MetricList, PromptsView, TensorView
+from promptfed.shared.api.export_card import Facts
+from promptfed.shared.api.replay_schemas import ReplayReport, ReplayRequest
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
-from promptfed.shared.signatures import SIGNATURE_HEADER, statement
-from promptfed.shared.tensors import Tensors, decode_place
+from promptfed.shared.signatures import SIGNATURE_HEADER, export_statement, statement
+from promptfed.shared.spec.spec_aggregation import AggregationSpec
+from promptfed.shared.tensors import Tensors, decode_place, encode
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
 
 WHOLE_BYTES = 64 << 10  # an answer up to here leaves in one piece, and with its length
 
+Round = Annotated[int, Path(ge=0, le=1_000_000)]
 RoundQuery = Annotated[str, Query(pattern=r"^(latest|\d{1,7})$", description="a round, or latest")]
 
 MOST_JSON_NUMBERS = 1_000_000
 TENSORS_TYPE = "application/octet-stream"
 TENSOR_TYPES = (TENSORS_TYPE, "application/vnd.safetensors", "application/*", "*/*")
+CARD_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "description": "`card.json`, byte for byte as the export holds it",
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    }
+}
+ONLY_THIS_PHASE = (
+    "only these phases are computed again, each from the state that was: had the state been another one, clients would "
+    "have trained differently afterwards"
+)
 
 
 def streamed(pieces: Iterator[bytes], media_type: str = "application/json") -> Response:
@@ -65,7 +87,7 @@ def list_rounds(registry: RegistryOf, federation: Informed, limit: Limit = 100, 
 
 
 @router.get("/rounds/{round}", response_model=RoundReport, responses=described.for_callers())
-def get_round(registry: RegistryOf, federation: Informed, round: Annotated[int, Path(ge=0, le=1_000_000)]) -> Response:
+def get_round(registry: RegistryOf, federation: Informed, round: Round) -> Response:
     """Report of one round: times, bytes, asked, answered, counted, verdicts, metrics, state hash."""
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
@@ -164,3 +186,91 @@ def get_metrics(
     if format == "csv":
         return streamed(metrics.as_csv(registry.database, federation), "text/csv; charset=utf-8")
     return streamed(metrics.as_json(registry.database, federation))
+
+
+async def _body(request: Request, _: Operated) -> bytes:
+    return await request.body()
+
+
+@router.get("/rounds/{round}/card", responses=described.for_callers(problems.NoState))
+def get_card(registry: RegistryOf, federation: Viewed, round: Round) -> Facts:
+    """The facts of the card of an export: all but its classes, its files and how to use them."""
+    return known_of(registry, federation, round).facts()
+
+
+@router.post(
+    "/rounds/{round}/card/signature",
+    responses=described.for_callers(problems.NoState, problems.ExportDiffers, problems.StorageFull),
+    openapi_extra=CARD_BODY,
+)
+def sign_card(
+    registry: RegistryOf,
+    signer: SignerOf,
+    federation: Operated,
+    round: Round,
+    body: Annotated[bytes, Depends(_body)],
+) -> CardSignature:
+    """Sign the card of an export whose every fact is the coordinator's; the card names every other file's digest."""
+    check_card(registry, federation, round, body)
+    with registry.exclusively(), registry.database.write() as session:
+        audit.note(session, "export-signed", federation, round=round, card_sha256=hashlib.sha256(body).hexdigest())
+    return CardSignature(signature=signer.sign(export_statement(body)), public_key=signer.public_key)
+
+
+@router.post(
+    "/rounds/{round}/replay",
+    response_model=ReplayReport,
+    responses={
+        200: {"content": {TENSORS_TYPE: {}}, "description": "the report, or the round's last state where Accept asks"},
+        **described.for_callers(
+            problems.NoState,
+            problems.NotAMean,
+            problems.TooFewUpdates,
+            problems.UpdatesGone,
+            problems.UpdatesMasked,
+            replay.PrivacyProtected,
+        ),
+    },
+)
+async def replay_round(
+    registry: RegistryOf,
+    federation: Operated,
+    round: Round,
+    request: ReplayRequest,
+    accept: Annotated[str, Header()] = "*/*",
+) -> ReplayReport | Response:
+    """Compute a completed round again from its kept updates. Changes nothing."""
+    without = tuple(sorted(set(request.without)))
+    what_if = replay.WhatIf(_aggregation(federation, request.aggregation), without)
+    as_tensors = accept.split(";")[0].strip().lower() == TENSORS_TYPE
+
+    def job() -> tuple[list[replay.Replayed], bytes | None]:
+        states = replay.replay(registry, federation, round, what_if)
+        return states, encode(states[-1].tensors) if as_tensors and states else None
+
+    states, content = await registry.compute(job)
+    if as_tensors and not states:
+        raise problems.NoState(f"{_note(round, states, what_if)}, so there are no tensors to answer with")
+    if content is not None:
+        headers = {"ETag": f'"{states[-1].report.replayed_hash}"', "Vary": "Accept"}
+        return Response(content, media_type=TENSORS_TYPE, headers=headers)
+    return ReplayReport(
+        round=round,
+        aggregation=what_if.aggregation or federation.spec.aggregation,
+        without=list(without),
+        states=[state.report for state in states],
+        note=_note(round, states, what_if),
+    )
+
+
+def _note(round: int, states: list[replay.Replayed], what_if: replay.WhatIf) -> str | None:
+    if not states:
+        why = "no update was aggregated in it" if what_if else "it has no state"
+        return f"nothing of round {round} was computed again: {why}"
+    return ONLY_THIS_PHASE if what_if else None
+
+
+def _aggregation(federation: Federation, given: AggregationSpec | None) -> AggregationSpec | None:
+    if given is None or "max_weight_share" in given.model_fields_set:
+        return given
+    return given.model_copy(update={"max_weight_share": federation.spec.aggregation.max_weight_share})

@@ -10,7 +10,7 @@ from fastapi.responses import FileResponse
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
-from promptfed.coordinator.api.deps import Calling, CallingClient, RegistryOf, TaskId
+from promptfed.coordinator.api.deps import Calling, CallingClient, RegistryOf, TaskId, answered
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
 from promptfed.coordinator.api.results import tensors_at
 from promptfed.coordinator.domain import clock
@@ -176,9 +176,7 @@ async def put_update(
     """Answer a training task. 201 means that it is on the disk and counts, unless the phase was already closed."""
     announced, uploads = announced_digest(content_digest), request.app.state.uploads
     receipt, new = await take_update(Incoming.of(request), uploads, registry, caller, task_id, announced)
-    if not new:
-        response.status_code = status.HTTP_200_OK
-    return receipt
+    return answered(response, new, receipt)
 
 
 async def take_update(
@@ -211,9 +209,7 @@ async def put_evaluation(
 ) -> Receipt:
     """Answer an evaluation task."""
     receipt, new = await take_evaluation(registry, caller, task_id, evaluation)
-    if not new:
-        response.status_code = status.HTTP_200_OK
-    return receipt
+    return answered(response, new, receipt)
 
 
 async def take_evaluation(
@@ -237,11 +233,7 @@ async def take_evaluation(
             problems.BodyTooLarge,
             problems.StorageFull,
             exchanges.NotSecure,
-            exchanges.BadExchange,
-            exchanges.BadSignature,
-            exchanges.WrongRoster,
-            exchanges.LooksUnmasked,
-            exchanges.BadShares,
+            *exchanges.REFUSALS.values(),
             problems.PrivacyMissing,
             problems.PrivacyMismatch,
         ),
@@ -262,9 +254,7 @@ async def put_exchange(
         async with uploads.receive(Incoming.of(request), exchanges.limit(caller.federation)) as upload:
             expect_digest(upload, announced)
             new = await exchanges.accept(registry, caller.federation, caller.client, task_id, upload)
-    if not new:
-        response.status_code = status.HTTP_200_OK
-    return UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256)
+    return answered(response, new, UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256))
 
 
 @router.post(

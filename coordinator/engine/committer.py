@@ -35,7 +35,7 @@ Outcome = bool | Exception
 """Whether the entry was new, or why it was refused or could not be written down."""
 
 
-class Entry(Protocol):
+class Submission(Protocol):
     """One answer that is to be stored."""
 
     @property
@@ -54,7 +54,7 @@ class RegistryClosed(Exception):
 class _Waiting:
     """An entry and the future of its outcome."""
 
-    entry: Entry
+    entry: Submission
     outcome: asyncio.Future[bool]
 
 
@@ -99,7 +99,7 @@ class Committer:
         finally:
             self._coming -= 1
 
-    async def submit(self, entry: Entry) -> bool:
+    async def submit(self, entry: Submission) -> bool:
         """Commit ``entry``; whether it was new.
 
         Raises:
@@ -186,7 +186,7 @@ class Committer:
         if self._loop is not None:
             self._go_on(self._loop)
 
-    def _commit(self, entries: Sequence[Entry]) -> list[Outcome]:
+    def _commit(self, entries: Sequence[Submission]) -> list[Outcome]:
         """The outcome of each."""
         try:
             return self._together(entries)
@@ -197,7 +197,7 @@ class Committer:
             # Nothing of it is stored. Whichever of them brought it about shall spoil no other.
             return [outcome for entry in entries for outcome in self._commit([entry])]
 
-    def _together(self, entries: Sequence[Entry]) -> list[Outcome]:
+    def _together(self, entries: Sequence[Submission]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         with self._changes() as changes:
             for entry in entries:

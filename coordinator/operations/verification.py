@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Any
 
 from pydantic import ValidationError
@@ -43,7 +43,7 @@ Reading = Callable[[Session, Blobs], Iterator[str]]
 def verify(settings: Settings) -> int:
     """Check the store of the settings, and print a line for each damaged item; returns the exit code."""
     try:
-        with _opened(settings) as store:
+        with closing(open_to_look(settings)) as store:
             return _look(store)
     except DatabaseAway as error:
         print(f"coordinator: {error}", file=sys.stderr)
@@ -51,15 +51,6 @@ def verify(settings: Settings) -> int:
     except (CannotOpen, OSError) as error:
         print(f"coordinator: {error}", file=sys.stderr)
         return CANNOT_LOOK
-
-
-@contextmanager
-def _opened(settings: Settings) -> Iterator[Store]:
-    store = open_to_look(settings)
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 def _look(store: Store) -> int:
