@@ -1,4 +1,4 @@
-"""How far an update is from the payload that it was made of: what a client has changed, not what it was given."""
+"""Norms of clients' changes: the difference between an update and its payload."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST = 3  # updates: of two, nobody can say which is far from the other
 
 
 def change_norm(update: Mapping[str, Tensor], payload: Mapping[str, Tensor]) -> float:
-    """L2 norm of update - payload over all entries, in float64; what the payload does not have counts as it is."""
+    """L2 norm of update - payload over all entries, in float64. Tensors not in the payload count from zero."""
     total = 0.0
     for name, tensor in update.items():
         before = payload.get(name)
@@ -31,14 +31,14 @@ def change_norm(update: Mapping[str, Tensor], payload: Mapping[str, Tensor]) -> 
 def measured(
     updates: Iterable[ClientUpdate], payload_of: Callable[[str], Tensors], norms: dict[str, float]
 ) -> Iterator[ClientUpdate]:
-    """The updates, one by one; on the way each one's change goes into ``norms`` by client."""
+    """Pass the updates on one by one, and store the norm of each change in ``norms`` by client."""
     for update in updates:
         norms[update.client] = change_norm(update.tensors, payload_of(update.client))
         yield update
 
 
 def far_off(norms: Mapping[str, float]) -> dict[str, float]:
-    """Of those whose change is over ``FAR`` times the median: how many times. Empty where too few can be compared."""
+    """Ratios to the median of the changes that are over ``FAR`` times the median; empty for too few clients."""
     if len(norms) < LEAST:
         return {}
     middle = median(norms.values())

@@ -1,4 +1,4 @@
-"""What FLAME needs beside the other rules: who is in the one cluster, and noise that nobody outside can compute.
+"""FLAME's clustering, and its noise, which cannot be computed without the federation's key.
 
 Source: Nguyen et al., "FLAME: Taming Backdoors in Federated Learning", USENIX Security 2022, Algorithm 1. Its HDBSCAN
 asks for clusters of more than half of all updates, so that no split of the tree of clusters can be one: what it accepts
@@ -41,7 +41,7 @@ def accepted(distances: Tensor) -> list[int]:
 
 
 def _join(members: list[list[int]], one: int, other: int) -> list[int]:
-    """The components of two rows are one from now on, which is returned."""
+    """Join the components of two rows; returns the joint one."""
     small, large = sorted((members[one], members[other]), key=len)
     if small is not large:
         large.extend(small)
@@ -51,7 +51,7 @@ def _join(members: list[list[int]], one: int, other: int) -> list[int]:
 
 
 def noise(seed: bytes, size: int) -> Tensor:
-    """``(size,)`` draws from N(0, 1) in float64, of a stream that only who has ``seed`` can compute (SHAKE-256).
+    """``(size,)`` draws from N(0, 1) in float64, of a stream that follows from the secret ``seed`` (SHAKE-256).
 
     A statistical generator would not do: torch's is started with 32 bits, which can be tried out.
     """
@@ -60,7 +60,7 @@ def noise(seed: bytes, size: int) -> Tensor:
 
 
 def noise_blocks(seed: bytes, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """The same in blocks, and where each belongs."""
+    """The same in blocks, each with its slice of columns."""
     for number, start in enumerate(range(0, size, BLOCK)):
         pairs = (min(BLOCK, size - start) + 1) // 2
         stream = hashlib.shake_256(seed + number.to_bytes(8, "little")).digest(2 * pairs * BYTES)
@@ -78,7 +78,7 @@ def seed_of(key: str, round: int, phase: str) -> bytes:
 
 
 class Directions:
-    """The models, or the updates, of length 1 in the form that distances are taken from."""
+    """The models or the updates, normalised, as rows for distances."""
 
     def __init__(self, rows: Rows, of: str):
         self._rows, self._models, self.count = rows, of == "models", rows.count

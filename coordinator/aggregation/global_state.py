@@ -1,4 +1,4 @@
-"""Global states, computed from what is stored: what is committed once, and what a replay computes again.
+"""Global states, computed from stored tensors, for a commit or for a replay.
 
 Nothing here writes. The same inputs give the same bytes: the number of threads is the spec's, the updates come in
 order of client name.
@@ -34,12 +34,12 @@ Counted = tuple[str, float, str]
 
 
 def use_threads(federation: Federation) -> None:
-    """Compute with the spec's number of threads: sums over several may come out in another order."""
+    """Set torch to the spec's number of threads: the order of sums, and so their bits, depends on it."""
     torch.set_num_threads(federation.spec.training.threads)
 
 
 def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) -> Tensors:
-    """The state of round 0: made, or the supplied one fitted to the clients of ``context``.
+    """The state of round 0: the method's, or the supplied one adapted to the clients of ``context``.
 
     Raises:
         NeedsBackbone, MethodError, TensorError: there is none for these clients and this backbone.
@@ -62,7 +62,7 @@ def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) 
 
 
 def adopted(federation: Federation, supplied: Tensors, context: ServerContext) -> Tensors:
-    """The supplied state of round 0, fitted to the clients of ``context``."""
+    """The supplied state of round 0, adapted to the clients of ``context``."""
     method = federation.method
     return method.adopt(supplied, context) if isinstance(method, AdoptsStates) else supplied
 
@@ -81,7 +81,7 @@ def joined(federation: Federation, state: Tensors, roster: Sequence[str], newcom
 
 
 def forgotten(federation: Federation, state: Tensors, client: str, context: ServerContext) -> Tensors:
-    """The state without what it keeps of ``client`` alone; the same object where it keeps nothing."""
+    """The state without the client's own part; the same object if there is none."""
     own = method_part(state)
     if not isinstance(federation.method, ForgetsClients):
         return state
@@ -96,7 +96,7 @@ def forgotten(federation: Federation, state: Tensors, client: str, context: Serv
 def rule_of(
     federation: Federation, before: Mapping[str, Tensor], round: int, phase: str, spec: AggregationSpec | None = None
 ) -> Rule:
-    """The rule of a phase, or what another ``spec`` would make of it, on the state ``before`` that it began with.
+    """The rule of a phase, by the federation's spec or another ``spec``; ``before``: the state that it began with.
 
     Its noise, if it has any, follows from the federation's key, which only the coordinator has.
     """
@@ -129,13 +129,13 @@ def after_phase(
 
 
 def common_payload(federation: Federation, state: Tensors, phase: Phase, context: ServerContext) -> Tensors:
-    """What all clients of ``phase`` are given, by a method that has one payload for all."""
+    """The payload of all clients in ``phase``, for a method with one payload for all."""
     anybody = next(iter(federation.clients.values())).info()
     return federation.method.payload(method_part(state), phase, anybody, context)
 
 
 def after_mean(federation: Federation, state: Tensors, phase: Phase, mean: Tensors, context: ServerContext) -> Tensors:
-    """The state after ``phase`` whose ``mean`` is known already: of a secure sum, or of a noised one."""
+    """The state after ``phase`` from a known ``mean``: of a secure sum, or a noised one."""
     optimizer = ServerOptimizer(federation.spec.aggregation.server, state)
     combine = optimizer.wrap(lambda updates: dict(mean))
     made = federation.method.aggregate(method_part(state), phase, (), combine, context)
@@ -145,7 +145,7 @@ def after_mean(federation: Federation, state: Tensors, phase: Phase, mean: Tenso
 def _whole(
     federation: Federation, state: Tensors, made: Tensors, optimizer: ServerOptimizer, context: ServerContext
 ) -> Tensors:
-    """What the method has made, with the server optimizer's moments. Raises as `check_state`."""
+    """The method's state with the server optimizer's moments, checked. Raises as `check_state`."""
     after = made | server_part(state) | optimizer.moments
     check_state(federation, after, context)
     return after
@@ -178,7 +178,7 @@ def _shape(spec: TensorSpec, tensor: Tensor | None, dims: Mapping[str, int]) -> 
 
 
 def counted(session: Session, phase_id: int) -> list[Counted]:
-    """The updates of a phase that count, in order of client name."""
+    """The counted updates of a phase, in order of client name."""
     rows = session.execute(
         select(TaskRow.client, TaskRow.weight, UpdateRow.sha256)
         .join(UpdateRow, UpdateRow.task_id == TaskRow.id)
@@ -198,7 +198,7 @@ def no_longer_kept(session: Session, phase_id: int) -> set[str]:
 
 
 def stored_updates(blobs: Blobs, updates: Iterable[Counted]) -> Iterator[ClientUpdate]:
-    """The updates themselves, read some at a time. Raises DamagedBlob where one is not what was accepted."""
+    """Read the updates, some at a time. Raises DamagedBlob."""
     wanted = list(updates)
     for begin in range(0, len(wanted), READ_AT_ONCE):
         some = wanted[begin : begin + READ_AT_ONCE]

@@ -1,4 +1,4 @@
-"""The mean of clipped changes with noise, by which a whole client is protected: central differential privacy.
+"""The mean of clipped changes with noise: central differential privacy, which protects whole clients.
 
 New tensors are base + (Σ_k Δ_k·min(1, S/‖Δ_k‖) + z·S·ξ)/K̄ with ξ ~ N(0, I): DP-FedAvg with a fixed denominator (McMahan
 et al., "Learning Differentially Private Recurrent Language Models", 2018, its estimator f_f). Δ_k is an update minus
@@ -27,7 +27,7 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class NoiseTerms:
-    """What one phase is noised with. ``key``: 32 secret bytes that its noise follows from, and nothing else does."""
+    """Terms of one phase's noise. ``key``: 32 secret bytes, used for this noise alone."""
 
     clip: float
     noise_multiplier: float
@@ -53,7 +53,7 @@ class PrivateMean:
 def private_mean(
     updates: Iterable[ClientUpdate], payload: Mapping[str, Tensor], shapes: Mapping[str, Shape], terms: NoiseTerms
 ) -> PrivateMean:
-    """The mean of ``updates``, which were made from ``payload``, as tensors of ``shapes``."""
+    """The clipped and noised mean of ``updates``, which started from ``payload``, as tensors of ``shapes``."""
     names = sorted(shapes)
     size = sum(math.prod(shapes[name]) for name in names)
     base = _base(payload, shapes, names)
@@ -78,7 +78,7 @@ def _next_clip(terms: NoiseTerms, stream: NoiseStream, lengths: Mapping[str, flo
 
 
 def _base(payload: Mapping[str, Tensor], shapes: Mapping[str, Shape], names: list[str]) -> Vector:
-    """What clients were given; what the payload does not have begins at zero."""
+    """The tensors that clients started from; zeros for tensors that the payload does not have."""
     given: Tensors = {}
     for name in names:
         before = payload.get(name)

@@ -1,4 +1,4 @@
-"""A phase's updates as the rows of a matrix, which robust rules go through in blocks of columns."""
+"""A phase's updates as the rows of a matrix, which robust rules process in blocks of columns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Combined = tuple[Tensor, Tensor]
 
 
 class Room(Protocol):
-    """Gives a tensor of a shape, to be filled: in memory (``torch.empty``) or in a file."""
+    """Allocates a tensor of a shape, in memory (``torch.empty``) or in a file."""
 
     def __call__(self, size: Shape, /, *, dtype: torch.dtype = torch.float32) -> Tensor: ...
 
@@ -56,7 +56,7 @@ class Rows:
         else:
             laid = [_Laid(update.tensors, self._shapes) for update in updates]
             below = _Laid(begun, self._shapes)
-            self._read = lambda start, stop: torch.stack([one.part(start, stop) for one in laid])
+            self._read = lambda start, stop: torch.stack([row.part(start, stop) for row in laid])
             self._read_base = lambda start, stop: below.part(start, stop).double()
         self.factors = torch.ones(self.count, dtype=torch.float64)
         if clip_norm is not None:
@@ -73,7 +73,7 @@ class Rows:
             yield slice(start, min(start + width, self.size))
 
     def vector(self) -> Tensor:
-        """Room for a vector ``(D,)`` in float64."""
+        """Allocate a vector ``(D,)`` in float64."""
         return self._room((self.size,), dtype=torch.float64)
 
     def median_length(self) -> float:
@@ -86,7 +86,7 @@ class Rows:
         self.factors = torch.where(norms > most, most / norms, torch.ones_like(norms))
 
     def models(self) -> Iterator[tuple[slice, Tensor]]:
-        """What was sent, base and all, in blocks of columns ``(K, n)``, float64."""
+        """The updates as sent, including the base, in blocks of columns ``(K, n)``, float64."""
         for columns, values in self.blocks(clipped=False):
             yield columns, values + self._read_base(columns.start, columns.stop)
 
@@ -102,7 +102,7 @@ class Rows:
         return self.combined(lambda values: weights @ values)
 
     def combined(self, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """``(D,)`` of what ``make`` gives ``(n,)`` of each block ``(K, n)``."""
+        """``(D,)``: the results ``(n,)`` of ``make`` on each block ``(K, n)``."""
         combined = self.vector()
         for columns, values in self.blocks():
             combined[columns] = make(values)
@@ -124,7 +124,7 @@ class Rows:
         return products
 
     def tensors(self, point: Tensor) -> Tensors:
-        """``point (D,)`` as tensors of the updates' shapes, float32, where the base is added again."""
+        """``point (D,)`` as tensors of the updates' shapes, float32, with the base added."""
         tensors, start = {}, 0
         for name, shape in self._shapes.items():
             tensors[name] = self._room(tuple(shape))
@@ -136,7 +136,7 @@ class Rows:
 
 
 class _Laid:
-    """Tensors one behind the other, as they lie in files: only what is asked for is read; zeros where there is none."""
+    """Tensors in files, as one vector. Only requested entries are read; missing tensors are zeros."""
 
     def __init__(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]):
         self._tensors: list[Tensor | None] = []

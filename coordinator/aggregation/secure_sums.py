@@ -1,4 +1,4 @@
-"""One attempt at a secure sum as it is stored: what each step tells its clients, and the sum that comes of it."""
+"""One attempt at a secure sum, from the database: the payloads of its steps, and the sum."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ class Attempt:
 
     @property
     def roster(self) -> Roster:
-        """Whose keys are there."""
+        """The clients that sent keys."""
         return self._made[0]
 
     def place(self, client: str) -> int:
-        """Where ``client`` stands in the roster."""
+        """The index of ``client`` in the roster."""
         return self._made[2][client]
 
     @cached_property
     def shares(self) -> dict[int, SharesAnswer]:
-        """The shares that were dealt, and the commitments to them, by the places of those who dealt them."""
+        """The dealt shares and the commitments to them, by the dealer's index in the roster."""
         return {self.place(c): SharesAnswer.model_validate_json(body) for c, body in self._answers(SHARE).items()}
 
     @cached_property
     def confirm(self) -> ConfirmJob:
-        """Who has shared, and whose masked vectors are there of these."""
+        """The clients that dealt shares, and which of them sent masked vectors."""
         with self._database.read() as session:
             masked = queries.counted_clients(session, self._id, self._round, self._first + MASK)
         return opening.confirm_job(list(self.shares), [self.place(client) for client in masked])
@@ -76,7 +76,7 @@ class Attempt:
         return {self.place(c): ConfirmAnswer.model_validate_json(body) for c, body in self._answers(CONFIRM).items()}
 
     def told(self, client: str, kind: TaskKind) -> bytes:
-        """What the step ``kind`` tells ``client``, as JSON."""
+        """The payload of step ``kind`` for ``client``, as JSON."""
         place = self.place(client)
         if kind == "share":
             return self.roster.message(self._made[1], place).model_dump_json().encode()
@@ -87,17 +87,17 @@ class Attempt:
         return opening.unmask_job(self.roster, place, self._confirmed).model_dump_json().encode()
 
     def can_open(self, clients: list[str]) -> bool:
-        """Whether the shares of ``clients`` open every secret that the sum needs."""
+        """Whether the shares of ``clients`` suffice to open every secret that the sum needs."""
         return opening.can_open(self.roster, self.shares, {self.place(client) for client in clients})
 
     @property
     def weight(self) -> float:
-        """Σ a of those whose vectors are in the sum; exact, being 65,536ths."""
+        """Σ a over the clients in the sum; exact, since weights are multiples of 1/65,536."""
         return sum(self.roster.weights[place] for place in self.confirm.alive)
 
     @property
     def has_seeded_noise(self) -> bool:
-        """Whether somebody's part of the noise was simulated, by its own word: a guarantee to nobody."""
+        """Whether a client reports simulated noise, which protects nobody."""
         with self._database.read() as session:
             rows = _answers(session, self._id, self._round, self._first + MASK, ExchangeRow.metrics)
             return any((row.metrics or {}).get("privacy_seeded") for row in rows)
@@ -140,12 +140,12 @@ def _answers(
 
 
 def shapes(federation: Federation, phase: Phase) -> dict[str, Shape]:
-    """The tensors of a phase's updates, which are one vector in order of name."""
+    """Shapes of the tensors of a phase's updates, which form one vector in order of name."""
     context = federation.context()
     dims = federation.method.dims(context)
     return {spec.name: spec.resolve(dims) for spec in phase.up}
 
 
 def size_of(tensors: dict[str, Shape]) -> int:
-    """How many numbers there are."""
+    """The number of entries of these shapes."""
     return sum(math.prod(shape) for shape in tensors.values())

@@ -1,4 +1,4 @@
-"""The two clocks: monotonic seconds for deadlines, UTC for what people read."""
+"""Two clocks: monotonic seconds for deadlines, UTC for people."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from datetime import UTC, datetime, timedelta
 
 
 def monotonic() -> float:
-    """Seconds that only ever go forward."""
+    """Monotonic seconds."""
     return time.monotonic()
 
 
 def utc() -> datetime:
-    """This moment by the wall clock, which an administrator can set forward or back."""
+    """The current time by the wall clock, which can be set forward or back."""
     return datetime.now(UTC)
 
 
 def now() -> str:
-    """This moment as RFC 3339 in UTC."""
+    """The current time as RFC 3339 in UTC."""
     return later(0.0)
 
 
 def later(seconds: float) -> str:
-    """The moment ``seconds`` from now as RFC 3339 in UTC."""
+    """The time ``seconds`` from now as RFC 3339 in UTC."""
     return _text(utc() + timedelta(seconds=seconds))
 
 
 def text(seconds: float) -> str:
-    """``seconds`` since 1970, as `time.time` tells them, as RFC 3339 in UTC."""
+    """``seconds`` since 1970, as of `time.time`, as RFC 3339 in UTC."""
     return _text(datetime.fromtimestamp(seconds, UTC))
 
 
@@ -36,12 +36,12 @@ def _text(moment: datetime) -> str:
 
 
 def parse(text: str) -> datetime:
-    """A moment from RFC 3339."""
+    """The time that RFC 3339 text gives."""
     return datetime.fromisoformat(text)
 
 
 def seconds_between(start: str | None, end: str | None) -> float | None:
-    """Seconds from ``start`` to ``end``; None where one of them has not been."""
+    """Seconds from ``start`` to ``end``; None if either is None."""
     if start is None or end is None:
         return None
     return round((parse(end) - parse(start)).total_seconds(), 3)

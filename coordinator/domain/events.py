@@ -1,4 +1,4 @@
-"""What may happen to a federation's run: the round machine's inputs.
+"""Events of a federation's run: the round machine's inputs.
 
 ``now`` is in seconds of a monotonic clock, ``name`` is a client's.
 """
@@ -40,7 +40,7 @@ class Enrolled(Event):
 
 
 class Start(_Timed):
-    """The operator starts; the initial state is at hand."""
+    """The operator starts; the initial state is stored."""
 
 
 class StartRefused(_Explained):
@@ -56,24 +56,24 @@ class Resume(_Timed):
 
 
 class Cancel(Event):
-    """The operator ends it for good."""
+    """The operator cancels it."""
 
 
 class Fail(_Explained):
-    """The method cannot go on."""
+    """The method has failed."""
 
 
 class Damaged(_Explained):
-    """Stored bytes that are needed to go on are not what they were; ``reason`` says which."""
+    """Stored bytes that the run needs are damaged; ``reason`` says which."""
 
 
 class Mended(_Timed):
-    """They are what they were again."""
+    """The damaged bytes are repaired."""
 
 
 @dataclass(frozen=True)
 class Withdraw(Event):
-    """The operator takes a client out; ``discard`` drops its accepted update of the open stage too."""
+    """The operator withdraws a client; ``discard``: also drops its accepted answer to the open stage."""
 
     name: str
     discard: bool

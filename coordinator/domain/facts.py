@@ -1,4 +1,4 @@
-"""What follows from an event and has to be written down: the round machine's outputs."""
+"""Consequences of an event that are stored: the round machine's outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Moved(Fact):
 
 @dataclass(frozen=True)
 class Opened(Fact):
-    """A stage opened and asks ``names``. ``expected``: K̄, how many are expected to count."""
+    """A stage opened and asks ``names``. ``expected``: K̄, the expected number of counted answers."""
 
     round: int
     step: int
@@ -40,26 +40,26 @@ class Opened(Fact):
 
 
 class Asked(_OfClients):
-    """The open stage asks ``names`` too."""
+    """The open stage asks ``names`` in addition."""
 
 
 @dataclass(frozen=True)
 class Extended(Fact):
-    """The open stage missed its quorum and got its one extension (or lost it again, at a resume)."""
+    """The open stage missed its quorum and is extended once (or a resume has reset that)."""
 
     extended: bool
 
 
 @dataclass(frozen=True)
 class DeadlineSet(Fact):
-    """The open stage has ``seconds`` from now."""
+    """The open stage has ``seconds`` left from now."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Settled(Fact):
-    """A client's part of the open stage is over."""
+    """A client's task in the open stage is settled."""
 
     name: str
     status: AskStatus
@@ -67,7 +67,7 @@ class Settled(Fact):
 
 @dataclass(frozen=True)
 class Closed(Fact):
-    """The open stage closed; ``counted`` are the clients whose answers count, in order of name."""
+    """The open stage closed. ``counted``: the clients whose answers count, in order of name."""
 
     counted: tuple[str, ...]
     sample_size: int
@@ -79,14 +79,14 @@ class Reopened(Fact):
 
 @dataclass(frozen=True)
 class AttemptFailed(Fact):
-    """Too few answered a step of a secure sum: what was sent for this attempt is of no use, another one begins."""
+    """Too few clients answered a step of a secure sum: the attempt has failed, and the next one begins."""
 
     attempt: int
 
 
 class Completed(Fact):
-    """The closed stage is done with: its state is committed, or it was an evaluation."""
+    """The closed stage is complete: its state is committed, or it was an evaluation."""
 
 
 class Joined(_OfClients):
-    """The state knows these clients now."""
+    """The state includes these clients now."""

@@ -1,4 +1,4 @@
-"""A federation as it stands in memory: what every request needs without asking the database."""
+"""A federation in memory: what requests need, without queries to the database."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Client:
 
     @property
     def units(self) -> int | None:
-        """What is protected at level sample, its records or groups, as it was enrolled; None: it did not say."""
+        """The number of protected records or groups that the client enrolled with; None if it gave none."""
         return self.protection.units if self.protection is not None else None
 
     def info(self) -> ClientInfo:
-        """The client as a method sees it: one object, however often it is asked for."""
+        """The client as a method sees it; always the same object."""
         return self._info
 
     @cached_property
@@ -63,7 +63,7 @@ class Client:
 
 @dataclass(frozen=True)
 class EnrolmentToken:
-    """What an enrolment token allows. ``uses`` is None for those of before there was a number of them.
+    """An enrolment token. ``uses``: how many clients may enrol with it; None: any number (of older versions).
 
     ``client``: the one reset name that it is for. ``closed``: nobody new comes in by it any more.
     ``expired``: it was seen to have expired, whatever the clock says now.
@@ -81,13 +81,13 @@ class EnrolmentToken:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether as many clients as it is for have enrolled with it."""
+        """Whether the allowed number of clients have enrolled with it."""
         return self.uses is not None and self.used >= self.uses
 
 
 @dataclass(frozen=True)
 class OpenTask:
-    """A task of the open stage that waits for its answer; without a payload it is not served yet."""
+    """An unanswered task of the open stage. It is served once it has a payload."""
 
     id: str
     client: str
@@ -100,32 +100,32 @@ class OpenTask:
 
 
 class LastContext:
-    """The context that was made last, and the objects that it was made of, which are replaced whenever they change."""
+    """A cache of the last context, by the identity of the objects that it was made of: these are immutable."""
 
     def __init__(self) -> None:
         self._last: tuple[tuple[object, ...], ServerContext] | None = None
 
     def get(self, made_of: tuple[object, ...]) -> ServerContext | None:
-        """The context, if it was made of these very objects."""
+        """The context, if it was made of the same objects."""
         last = self._last
         if last is None or any(one is not other for one, other in zip(last[0], made_of, strict=True)):
             return None
         return last[1]
 
     def set(self, made_of: tuple[object, ...], context: ServerContext) -> None:
-        """Keep ``context``. Whoever is last has the last word: all are right."""
+        """Cache ``context``. Simultaneous calls give equal contexts, so any of them may win."""
         self._last = made_of, context
 
 
 @dataclass(frozen=True)
 class Federation:
-    """One federation at one moment. Replaced as a whole after each commit, so that readers see one whole step.
+    """One federation after a commit. Each commit replaces the whole object, so that readers see a consistent state.
 
-    ``starting``: its initial state is being made for the clients that there are; others come in once it is there.
-    ``resend``: closed tasks whose updates the disk has damaged, by client: whoever kept its update sends it again.
-    ``common_payload``: the digest of the open stage's payloads, where they are all the same.
-    ``noise_key``: what the noise of rules follows from, told to nobody; None of those of before there was one.
-    ``sampling_key``: the secret of Poisson sampling, which is never told.
+    ``starting``: its initial state is being computed for the enrolled clients; meanwhile no client can enrol.
+    ``resend``: closed tasks whose stored updates are damaged, by client: these clients send theirs again.
+    ``common_payload``: the digest of the open stage's payloads, if all are the same.
+    ``noise_key``: the secret of the noise of rules, never disclosed; None for federations of older versions.
+    ``sampling_key``: the secret of Poisson sampling, never disclosed.
     ``named``: the different classes that clients have named, which have ``named_bytes`` of text.
     """
 
@@ -156,21 +156,21 @@ class Federation:
 
     @property
     def unreadable(self) -> bool:
-        """Whether what is stored of it cannot be read, which ``absent`` tells."""
+        """Whether its stored data cannot be read; ``absent`` says why."""
         return isinstance(self.method, UnreadableFederation)
 
     @property
     def absent(self) -> str | None:
-        """Why the federation's method cannot be had here; None where it can."""
+        """Why the federation's method is not available; None if it is."""
         return self.method.why if isinstance(self.method, AbsentMethod) else None
 
     @property
     def privacy(self) -> PrivacySpec | None:
-        """What is to be protected; None where nothing is."""
+        """The privacy settings; None at level ``none``."""
         return self.spec.privacy if self.spec.privacy.level != "none" else None
 
     def training_terms(self) -> TrainingTerms:
-        """What training goes by, as clients are offered it and as every task repeats it."""
+        """The terms of training, as offered to clients and repeated in every task."""
         known = {"fingerprint": self.fingerprint, "shape": self.shape}
         return TrainingTerms.of(self.spec, backbone=self.spec.backbone.model_copy(update=known))
 
@@ -180,7 +180,7 @@ class Federation:
         return self.run.stage.name if self.run.stage is not None else None
 
     def context(self, names: list[str] | None = None) -> ServerContext:
-        """What the method's server half may look at; the roster is ``names``, or all whom the state knows."""
+        """The context of the method's server half. Its clients are ``names``, or all that the state includes."""
         if names is not None:
             return self._context(names)
         # One object as long as it would come out the same: each update of a phase is looked at beside it.
@@ -193,7 +193,7 @@ class Federation:
 
     @property
     def update_limit(self) -> int:
-        """How many bytes an update may have: where the spec leaves it open, as many as the method's have."""
+        """The maximum size of an update in bytes: the spec's, or what follows from the method."""
         if self.shape is None:
             return self.spec.admission.max_bytes
         return update_limit(self.spec, self.method, self.context())
@@ -210,22 +210,22 @@ class Federation:
         )
 
     def drawing_with(self, secret: str | None) -> Federation:
-        """This federation with who is asked following from ``secret``; None: from its spec's seed."""
+        """This federation with sampling from ``secret``; None: from its spec's seed."""
         draw = self.spec.seed if secret is None else secret
         return replace(self, draw_secret=secret, rules=replace(self.rules, draw=draw))
 
     def sampling_with(self, key: str | None, budget_rounds: int | None) -> Federation:
-        """This federation with Poisson sampling by ``key`` (None: fixed), and rounds until its privacy budget ends."""
+        """This federation with Poisson sampling by ``key`` (None: fixed), and the rounds of its privacy budget."""
         rules = replace(self.rules, poisson_key=key, budget_rounds=budget_rounds)
         return replace(self, sampling_key=key, rules=rules)
 
     def _info(self, name: str) -> ClientInfo:
-        """A client as a method sees it now."""
+        """A client as a method sees it, with its current ``active``."""
         known, member = self.clients[name].info(), self.run.members.get(name)
         return known if member is None or member.active else replace(known, active=False)
 
     def peers(self) -> list[Peer]:
-        """The active clients that the state knows, in order of name."""
+        """The active clients that the state includes, in order of name."""
         return [
             self.clients[name].peer()
             for name, member in sorted(self.run.members.items())
@@ -239,12 +239,12 @@ class Federation:
         return self.method.phases(round, self.spec.rounds)[number]
 
     def with_named(self, class_names: Iterable[str]) -> Federation:
-        """This federation with ``class_names`` among those that clients have named."""
+        """This federation with ``class_names`` added to those that clients have named."""
         new = set(class_names) - self.named
         return replace(self, named=self.named | new, named_bytes=self.named_bytes + text_bytes(new)) if new else self
 
     def recounted(self) -> Federation:
-        """This federation with nothing among its named classes but what its active clients have named."""
+        """This federation with only the classes that its active clients have named."""
         named: set[str] = set()
         for client in self.clients.values():
             if self.run.members[client.name].active:
@@ -270,7 +270,7 @@ def text_bytes(names: Iterable[str]) -> int:
 
 
 def rules_of(spec: FederationSpec, method: Method) -> Rules:
-    """What the round machine needs of a spec."""
+    """The rules of the round machine for a spec."""
     part = spec.participation
 
     def phases(round: int) -> tuple[PhasePlan, ...]:
@@ -300,7 +300,7 @@ def _refuse(self: AbsentMethod, *arguments: object, **named: object) -> NoReturn
 
 
 class AbsentMethod(Method):
-    """Stands in for a method whose package is not installed here any more, or is broken: nothing is done with it."""
+    """Replaces a method whose package is missing or broken. Its federation stands still."""
 
     name = "absent"
     aggregate = classifier = dims = initial_state = phases = state_tensors = train = _refuse
@@ -311,11 +311,11 @@ class AbsentMethod(Method):
 
 
 class UnreadableFederation(AbsentMethod):
-    """Stands in where what is stored of a federation cannot be read: nothing is done with it, others go on."""
+    """Replaces the method of a federation whose stored data cannot be read. It stands still; others continue."""
 
 
 def kept_method(spec: FederationSpec) -> Method:
-    """The method of a federation that there is already: an absent one keeps nobody from the other federations."""
+    """The method of an existing federation; an `AbsentMethod` if it is not available."""
     try:
         return method_for(spec)
     except SpecError as error:
@@ -325,7 +325,7 @@ def kept_method(spec: FederationSpec) -> Method:
 
 
 def new_federation(id: str, spec: FederationSpec) -> Federation:
-    """A federation that nobody has enrolled with."""
+    """A new federation, without clients."""
     return federation_of(id, spec, method_for(spec))
 
 

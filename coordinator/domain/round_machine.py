@@ -30,7 +30,7 @@ from promptfed.shared.messages import ENDED, FederationState, Role, TaskKind
 
 
 class WrongMoment(Exception):
-    """The event does not fit the state that the federation is in."""
+    """The event is not allowed in the federation's state."""
 
 
 class NotEnoughTrainers(Exception):
@@ -43,7 +43,7 @@ class NotEnoughTrainers(Exception):
 
 
 def step(rules: Rules, run: Run, event: events.Event) -> tuple[Run, tuple[facts.Fact, ...]]:
-    """The run after ``event``, and what has to be written down.
+    """The run after ``event``, and the facts to store.
 
     Raises:
         WrongMoment: the event does not fit the run's state; nothing has changed.
@@ -55,7 +55,7 @@ def step(rules: Rules, run: Run, event: events.Event) -> tuple[Run, tuple[facts.
 
 
 class Machine:
-    """Any number of steps from a run: the same as ``step`` after ``step``, without a copy of all asks for each.
+    """Any number of steps from a run: as repeated calls of ``step``, without copying all asks in each.
 
     ``run`` is the run as it has become. One that was read before a later ``advance`` is not to be used any more: both
     share the open stage's asks. The run that the machine was made of stays as it is.
@@ -68,7 +68,7 @@ class Machine:
         self._asks: dict[str, AskStatus] | None = None  # our own copy of the open stage's
 
     def advance(self, event: events.Event) -> tuple[facts.Fact, ...]:
-        """One step; what has to be written down. Raises as ``step`` does; after any other error use another machine."""
+        """One step; returns the facts to store. Raises as ``step`` does; after any other error use a new machine."""
         self.facts = []
         self._take(event)
         return tuple(self.facts)
@@ -147,7 +147,7 @@ class Machine:
         self._go_on(now)
 
     def _damaged(self, reason: str) -> None:
-        """Wait, without an end: whoever has the bytes may bring them again. Nothing that clients did is lost."""
+        """Pause until the damaged bytes are repaired or sent again. Clients' answers are kept."""
         if self.run.state not in ("enrolling", "running"):
             raise WrongMoment(self.run.state)
         self._move("paused" if self.run.state == "running" else "enrolling", DAMAGED + reason)
@@ -174,7 +174,7 @@ class Machine:
         self._go_on(now)
 
     def _reopen(self, name: str) -> None:
-        """Take an answer out of a closed stage that waits for its aggregate; it closes again when resumed."""
+        """Remove an answer from a closed stage that waits for its aggregate; it closes again when resumed."""
         self._settle(name, "discarded")
         self._set_stage(closed=False)
         self._set(due_job=None)
@@ -215,7 +215,7 @@ class Machine:
     # How a federation goes on
 
     def _go_on(self, now: float) -> None:
-        """Move until something has to be waited for: an answer, a deadline, tensor work or the operator."""
+        """Advance until the run waits for an answer, a deadline, tensor work or the operator."""
         while self.run.state == "running" and self.run.due_job is None:
             stage = self.run.stage
             moved = self._open_next(now) if stage is None else self._close_if_due(stage, now)
@@ -285,7 +285,7 @@ class Machine:
         return True
 
     def _close_secure(self, stage: Stage, step: SecureStep, now: float) -> None:
-        """Go on to the next step with enough answers, else to the next attempt. After a reveal there is none.
+        """Go to the next step if there are enough answers, else to the next attempt. After a reveal there is none.
 
         Step unmask closes with the answer that opens the sum (`AnsweredLast`), never here.
         """

@@ -1,4 +1,4 @@
-"""A federation's run as plain values: its rules, and where it stands."""
+"""A federation's run as plain values: its rules and its state."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ DueJob = Literal["join", "aggregate"]
 QUORUM_MISSED = "quorum_missed"
 BUDGET_SPENT = "privacy_budget"
 DAMAGED = "damaged: "
-"""How the reason begins for which a federation waits until stored bytes are again what they were."""
+"""Prefix of the reason of a federation that waits until damaged bytes are repaired."""
 GROWN = "grown: "
-"""How the reason begins for which a federation waits: the closed phase would make a state that is far too large."""
+"""Prefix of the reason of a federation that waits since the closed phase gives a far too large state."""
 ACCEPTED = "grown state accepted"
-"""The reason of a running federation whose operator resumed it all the same, until that state is committed."""
+"""The reason of a federation whose operator has resumed it nevertheless, until that state is committed."""
 EVALUATION = "evaluation"
 MOST_CLIENTS = 1024  # of a secure sum, which is exact up to so many
 
@@ -43,7 +43,7 @@ class SecureStep:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """A phase as the method declares it: whom it asks if it is not the round's first; or one step of its secure sum.
+    """A phase of the method, or one step of its secure sum. ``ask``: its clients, if it is not the round's first.
 
     ``seconds``: its own deadline, where it has one.
     """
@@ -56,7 +56,7 @@ class PhasePlan:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether it asks whom an earlier step of its secure sum says, and nobody is added."""
+        """Whether an earlier step of its secure sum determines its clients."""
         return self.secure is not None and (self.secure.index > 0 or self.secure.attempt > 1)
 
 
@@ -99,7 +99,7 @@ class Rules:
         return size if self.secure is None else min(size, MOST_CLIENTS)
 
     def seconds(self, plan: PhasePlan | None) -> float:
-        """How long a stage may take: its own deadline, or the spec's."""
+        """The time limit of a stage: its own, or the spec's."""
         return self.deadline_seconds if plan is None or plan.seconds is None else plan.seconds
 
     def plan(self, round: int, step: int) -> PhasePlan | None:
@@ -110,7 +110,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Member:
-    """An enrolled client. ``joined``: the state knows it; a newcomer joins when a round opens."""
+    """An enrolled client. ``joined``: the state includes it; newcomers join when a round opens."""
 
     role: Role
     active: bool = True
@@ -130,13 +130,13 @@ class Stage:
     closed: bool = False
 
     def having(self, *statuses: AskStatus) -> list[str]:
-        """Names of those asked that have one of ``statuses``, in order of name."""
+        """Names of the asked clients with one of ``statuses``, sorted."""
         return sorted(name for name, status in self.asks.items() if status in statuses)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Where a federation stands. ``step`` counts a round's phases from 0; the last step is its evaluation.
+    """The state of a run. ``step`` counts a round's phases from 0; the last step is its evaluation.
 
     Of a secure sum: ``cohort`` sent keys for the latest attempt, ``previous`` answered its last step.
     """
@@ -156,12 +156,12 @@ class Run:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether it waits for stored bytes to be again what they were."""
+        """Whether it waits for the repair of damaged bytes."""
         return self.reason is not None and self.reason.startswith(DAMAGED)
 
     @property
     def has_grown(self) -> bool:
-        """Whether it waits because the state of the closed phase is far too large."""
+        """Whether it waits since the state of the closed phase is far too large."""
         return self.reason is not None and self.reason.startswith(GROWN)
 
     def trainers(self) -> list[str]:
@@ -169,9 +169,9 @@ class Run:
         return sorted(name for name, member in self.members.items() if member.active and member.role == "trainer")
 
     def eligible(self) -> list[str]:
-        """Active trainers that the state knows, in order of name."""
+        """Active trainers that the state includes, in order of name."""
         return [name for name in self.trainers() if self.members[name].joined]
 
     def newcomers(self) -> tuple[str, ...]:
-        """Active clients of any role that the state does not know yet, in order of name."""
+        """Active clients of any role that the state does not include yet, in order of name."""
         return tuple(sorted(name for name, member in self.members.items() if member.active and not member.joined))

@@ -1,4 +1,4 @@
-"""Whom a round asks, and how many of them have to answer.
+"""The clients that a round asks, and how many must answer.
 
 Fixed: K of the eligible, in an order that follows from the draw. Poisson: each eligible client by itself with
 probability q, which is what the accountant of privacy at client level assumes; so nobody is added later, an empty
@@ -26,7 +26,7 @@ def poisson_sample(key: str, round: int, names: Iterable[str], q: float) -> list
 
 
 def first_asked(rules: Rules, round: int, eligible: Sequence[str]) -> tuple[list[str], int, float]:
-    """Whom a round's first phase asks, its K, and how many are expected to count (K̄)."""
+    """The clients that a round's first phase asks, its K, and the expected number of counted answers (K̄)."""
     poisson = rules.poisson_key
     if poisson is not None:
         names = poisson_sample(poisson, round, eligible, rules.fraction)
@@ -36,7 +36,7 @@ def first_asked(rules: Rules, round: int, eligible: Sequence[str]) -> tuple[list
 
 
 def present(rules: Rules, run: Run, stage: Stage) -> int:
-    """K without those who were withdrawn and not replaced: the operator has said that nobody waits for them."""
+    """K minus the clients that were withdrawn and not replaced."""
     least = rules.min_clients if run.step == 0 else 1
     if rules.poisson_key is not None:
         least = 0  # min_clients gates the start alone
@@ -46,11 +46,11 @@ def present(rules: Rules, run: Run, stage: Stage) -> int:
 
 
 def needed(rules: Rules, run: Run, stage: Stage) -> int:
-    """How many answers close the stage; none where Poisson sampling has asked nobody, or nobody is left of these."""
+    """The number of answers that close the stage; 0 if Poisson sampling asks no client, or all were withdrawn."""
     there = present(rules, run, stage)
     return 0 if there == 0 else max(1, ceil_fraction(rules.quorum, there))
 
 
 def size_when_closed(rules: Rules, run: Run, stage: Stage) -> int:
-    """The K that a closed stage is recorded with; at client level it stays what it was: the divisor is fixed."""
+    """The recorded K of a closed stage. With a fixed divisor (level ``client``) it does not change."""
     return stage.sample_size if rules.fixed_divisor else present(rules, run, stage)

@@ -1,4 +1,4 @@
-"""A phase that is summed securely, as steps of the round machine: train, share, mask, confirm, unmask; in attempts.
+"""A securely summed phase as steps of the round machine: train, share, mask, confirm, unmask; in attempts.
 
 Each attempt has its own step numbers, so that a round's stages stay in one order: attempt 2 of a phase follows attempt
 1, and where an attempt succeeds the others are passed over.
@@ -18,7 +18,7 @@ TRAIN, SHARE, MASK, CONFIRM, UNMASK = range(5)
 
 
 def steps_of(phases: Iterable[PhasePlan], spec: SecureAggregationSpec) -> tuple[PhasePlan, ...]:
-    """The round's stages where each of the method's ``phases`` is summed securely."""
+    """The round's stages if each of the method's ``phases`` is summed securely."""
     plans: list[PhasePlan] = []
     for number, phase in enumerate(phases):
         begin = len(plans)
@@ -35,7 +35,7 @@ def steps_of(phases: Iterable[PhasePlan], spec: SecureAggregationSpec) -> tuple[
 
 
 def needed(spec: SecureAggregationSpec, step: SecureStep, cohort: int) -> int:
-    """How many must answer ``step``, of an attempt that ``cohort`` clients have sent keys for."""
+    """How many clients must answer ``step`` of an attempt for which ``cohort`` clients have sent keys."""
     threshold = max(2, ceil_fraction(spec.threshold, cohort))
     if step.index == TRAIN:
         return spec.minimum

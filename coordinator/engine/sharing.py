@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
 
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
@@ -31,7 +30,7 @@ class Sharing:
         self._work = threading.Event()
         self._warned = ""
         self._threads = [
-            threading.Thread(target=self._repeat, args=(self.renew,), name="leases", daemon=True),
+            threading.Thread(target=self._renew_all, name="leases", daemon=True),
             threading.Thread(target=self._take_all, name="takeover", daemon=True),
         ]
 
@@ -77,9 +76,9 @@ class Sharing:
                 self._registry.lose(id)
         return look.free
 
-    def _repeat(self, once: Callable[[], None]) -> None:
+    def _renew_all(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
-            once()
+            self.renew()
 
     def _take_all(self) -> None:
         while not self._ended.is_set():

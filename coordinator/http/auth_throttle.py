@@ -28,14 +28,14 @@ GUESSES = 100  # times the failures: so many different wrong tokens no broken sc
 
 @dataclass
 class _Bucket:
-    """How many failures are left to an address, as of ``at`` (monotonic seconds)."""
+    """The failures that an address has left, as of ``at`` (monotonic seconds)."""
 
     left: float
     at: float
 
 
 class AuthThrottle:
-    """Failures of each address, ``per_minute`` of them at once and in each minute. For one thread, the event loop's.
+    """Failures by address: ``per_minute`` at once, and per minute. Used on the event loop only.
 
     All tables are bounded; the least recently used entries go first.
     """
@@ -48,7 +48,7 @@ class AuthThrottle:
         self._trusted: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def check_wrong(self, address: str, token_digest: str) -> None:
-        """Note a wrong token, once. Raises TooManyFailures where the address has failed too often."""
+        """Count a wrong token, once. Raises TooManyFailures if the address has failed too often."""
         key = _network(address)
         if (key, token_digest) not in self._wrong:
             _take(self._guesses, key, self._most * GUESSES)
@@ -56,18 +56,18 @@ class AuthThrottle:
         self._expect_left(self._failures, address, self._most)
 
     def check_right(self, address: str, token_digest: str) -> None:
-        """Raises TooManyFailures for a right token, new to an address from which somebody is guessing."""
+        """Raises TooManyFailures for a valid token that is new to an address which guesses tokens."""
         if (_network(address), token_digest) not in self._trusted:
             self._expect_left(self._guesses, address, self._most * GUESSES)
 
     def failed(self, address: str) -> None:
-        """A call was refused for its token: one failure less is left to the address."""
+        """Count a call that was refused for its token."""
         key = _network(address)
         if _take(self._failures, key, self._most) < 1:
             log.warning("wrong tokens from %s: more of them are refused for now", key)
 
     def succeeded(self, address: str, token_digest: str) -> None:
-        """A token was right: this address is not kept from using it again."""
+        """Remember a valid token: this address may always use it again."""
         _remember(self._trusted, (_network(address), token_digest))
 
     def _expect_left(self, buckets: OrderedDict[str, _Bucket], address: str, most: float) -> None:
@@ -79,7 +79,7 @@ class AuthThrottle:
 
 
 def _take(buckets: OrderedDict[str, _Bucket], key: str, most: float) -> float:
-    """Take one out of an address's bucket, unless it is empty. What is left."""
+    """Take one failure out of an address's bucket, unless it is empty; returns how many are left."""
     bucket = buckets.setdefault(key, _Bucket(most, clock.monotonic()))
     buckets.move_to_end(key)
     bucket.left, bucket.at = max(0.0, _filled(bucket, most) - 1), clock.monotonic()
@@ -101,7 +101,7 @@ def _remember(pairs: OrderedDict[tuple[str, str], None], pair: tuple[str, str]) 
 
 @lru_cache(maxsize=1024)
 def _network(address: str) -> str:
-    """An IPv6 caller has a whole /64 of addresses."""
+    """The address, or the /64 network of an IPv6 address, all of which one caller may have."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:

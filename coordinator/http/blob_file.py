@@ -1,4 +1,4 @@
-"""Large blobs as answers: mapped, not read.
+"""Large blobs as answers, memory-mapped.
 
 The framework reads a file 64 KB at a time, each time in a thread: for a payload of 5 MB that costs several times what
 sending it does. ASGI's ``http.response.pathsend`` extension hands the path over instead, and is answered here. A blob
@@ -21,7 +21,7 @@ PART = 256 << 10  # bytes that are handed over at once; the next ones once the c
 
 
 def first_byte(asked: str | None) -> int:
-    """Where the range of a Range header begins, of the only kind that clients ask for; else 0."""
+    """The first byte of a header ``Range: bytes=N-``, the only form that clients send; else 0."""
     match = _FROM.fullmatch(asked or "")
     return int(match[1]) if match else 0
 

@@ -39,14 +39,14 @@ class JsonBodies:
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, with its body as it may be read."""
+        """Pass the request on, with a limited body."""
         if scope["type"] == "http" and not scope["path"].endswith(TENSOR_PATHS):
             receive = JsonBody(scope, receive, self._seconds)
         await self._app(scope, receive, send)
 
 
 class JsonBody:
-    """One request's body. Nobody is looked up before somebody asks for it: most requests have none."""
+    """One request's body. The caller is looked up only when the body is read: most requests have none."""
 
     def __init__(self, scope: Scope, receive: Receive, seconds: float, known: bool = False):
         """``scope`` and ``receive`` are the request's; ``known``: the caller is known to be allowed."""
@@ -60,7 +60,7 @@ class JsonBody:
         self._whole = False
 
     async def __call__(self) -> Message:
-        """The next part. Raises HTTPException where it comes too late, or is too much."""
+        """The next part. Raises HTTPException if it arrives too late or exceeds the limit."""
         if self._whole:  # What comes now is that the caller has gone.
             return await self._receive()
         if self._until is None:
@@ -81,7 +81,7 @@ class JsonBody:
 
 
 async def _may_call(scope: Scope) -> bool:
-    """Whether the request's token opens its route. The route checks again, and refuses a caller who may not."""
+    """Whether the request's token is valid for its route. The route checks again, and refuses."""
     connection = HTTPConnection(scope)
     scheme, token = get_authorization_scheme_param(connection.headers.get("authorization"))
     if scheme.lower() != "bearer" or not token:
@@ -96,7 +96,7 @@ async def _may_call(scope: Scope) -> bool:
 
 
 def _schemes(dependant: Dependant) -> Iterator[str]:
-    """The names of the security schemes that a route's dependencies ask for."""
+    """The names of the security schemes among a route's dependencies."""
     if isinstance(dependant.call, HTTPBearer):
         yield dependant.call.scheme_name
     for inner in dependant.dependencies:

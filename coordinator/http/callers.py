@@ -1,4 +1,4 @@
-"""Who may do what: bearer tokens, whose hashes are compared in constant time."""
+"""Authentication by bearer tokens, whose hashes are compared in constant time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST_ADMIN = "operator.token"
 
 @dataclass(frozen=True)
 class OperatorCaller:
-    """An operator: by name, or whoever holds the token of the data folder, who is the first admin.
+    """An operator with a name, or the holder of the data folder's token, who is the first admin.
 
     ``expires``: when an issuer's token ends; ``token``: the digest of one of our own, which can be taken back.
     """
@@ -37,7 +37,7 @@ class OperatorCaller:
     token: str | None = None
 
     def seconds_left(self, registry: Registry) -> float:
-        """For how long the token is good still: 0 once it has ended, or was taken back."""
+        """How long the token is still valid; 0 if it has expired or was revoked."""
         expires = self.expires
         if self.token is not None:
             known = registry.operators.get(self.token)
@@ -49,7 +49,7 @@ class OperatorCaller:
 
 @dataclass(frozen=True)
 class EnrollingCaller:
-    """Whoever holds an enrolment token of a federation, known by its digest."""
+    """The holder of a federation's enrolment token; ``token``: its digest."""
 
     federation: str
     token: str
@@ -81,7 +81,7 @@ def is_let_in(caller: Caller, scheme: str, asked: str | None, registry: Registry
 
 
 async def authenticate(request: HTTPConnection, registry: Registry, token: str | None) -> Caller:
-    """Who calls with ``token``; whether it was right counts for the address. Raises as ``look_up`` does."""
+    """The caller with this ``token``. Counts for the throttle of its address. Raises as ``look_up`` does."""
     if registry.away:
         raise StoreAway
     if token is None:
@@ -97,13 +97,13 @@ async def authenticate(request: HTTPConnection, registry: Registry, token: str |
 
 
 def trust(connection: HTTPConnection, token: str) -> None:
-    """Note a right token of the caller's address."""
+    """Record that a valid token came from the caller's address."""
     auth_throttle: AuthThrottle = connection.app.state.auth_throttle
     auth_throttle.succeeded(address_of(connection), digest(token))
 
 
 async def look_up(connection: HTTPConnection, registry: Registry, token: str) -> Caller:
-    """Who calls with ``token``. Raises StoreAway, TooManyFailures, Unauthorized, TokenExpired."""
+    """The caller with this ``token``. Raises StoreAway, TooManyFailures, Unauthorized, TokenExpired."""
     if not may_be_foreign(connection, token):
         return look_up_own(connection, registry, token)
     if registry.away:
@@ -145,14 +145,14 @@ def look_up_own(connection: HTTPConnection, registry: Registry, token: str) -> C
 
 
 def _asked_first(registry: Registry, asked: str | None) -> Iterator[Federation]:
-    """All federations, that with this id or name first: a site may use one secret with several federations."""
+    """All federations, the one with this id or name first: a site may use the same secret in several of them."""
     federations = registry.federations.values()
     yield from (federation for federation in federations if asked in (federation.id, federation.name))
     yield from (federation for federation in federations if asked not in (federation.id, federation.name))
 
 
 def address_of(connection: HTTPConnection) -> str:
-    """Where the call comes from."""
+    """The caller's address."""
     return connection.client.host if connection.client is not None else "no address"
 
 

@@ -1,4 +1,4 @@
-"""Clients' certificates: which names the caller at the other end of a connection has shown one for."""
+"""Clients' certificates: the names in the certificate of a connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN = "promptfed.certificate_names"
 
 
 def names_shown(transport: asyncio.BaseTransport) -> frozenset[str]:
-    """The common name and the DNS names of the caller's certificate, which TLS has checked; empty where it has none."""
+    """The common name and the DNS names of the caller's certificate, which TLS has verified; empty without one."""
     ssl_object: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
     certificate: dict[str, Any] | None = ssl_object.getpeercert() if ssl_object is not None else None
     if not certificate:
@@ -27,7 +27,7 @@ def names_shown(transport: asyncio.BaseTransport) -> frozenset[str]:
 
 
 class WithCertificate:
-    """The application as one connection reaches it: requests carry the names that the certificate is for."""
+    """The application for one connection: adds the certificate's names to each request."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str]):
         self._app = app
@@ -40,7 +40,7 @@ class WithCertificate:
 
 
 def check_certificate(connection: HTTPConnection, name: str | None) -> None:
-    """Refuse a client that has shown no certificate, or none for ``name``, where clients are asked for one.
+    """Refuse a client without a certificate for ``name`` (None: any), if the settings require certificates.
 
     Raises:
         OtherCertificate: it has not.

@@ -1,4 +1,4 @@
-"""Operators who come with a token of an OpenID Connect issuer's, as a hospital or university has one.
+"""Operators' tokens from an OpenID Connect issuer, such as that of a hospital or university.
 
 A token is a JWT that the issuer has signed. It is believed where its signature is by one of the issuer's published
 keys, with an asymmetric algorithm that fits this key, and it says that it is the issuer's, meant for us, in force,
@@ -41,7 +41,7 @@ Keys = dict[str | None, jwt.PyJWK]
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The issuer's own address is trusted, and none that it may be made to point to."""
+    """Refuses redirects: only the issuer's own address is trusted."""
 
     def redirect_request(self, *_: Any) -> None:
         """Follow nothing."""
@@ -77,7 +77,7 @@ class Issuer:
         return token.count(".") == 2
 
     async def identify(self, token: str) -> tuple[str, OperatorRole, datetime]:
-        """Whose token it is, which role it gives, and until when.
+        """The token's owner, role, and end.
 
         Raises:
             Unauthorized, TokenExpired: it is not to be believed, or not any more.
@@ -144,7 +144,7 @@ class Issuer:
         return key
 
     async def _fetch(self) -> Keys:
-        """The keys, within ``FETCH_SECONDS``. A fetch that still hangs then keeps its thread, and no other begins."""
+        """The keys, within ``FETCH_SECONDS``. A fetch that takes longer keeps its thread, and no other is started."""
         try:
             if self._fetching is None or self._fetching.done():
                 self._fetching = _keys_of(self._url)
@@ -161,13 +161,13 @@ class Issuer:
 
 
 def _look_at(fetching: asyncio.Future[Keys]) -> None:
-    """Take note of a fetch's error: nobody waits for one that ends after the deadline, and asyncio would log it."""
+    """Retrieve a fetch's error, which asyncio would log if the fetch ends after the deadline."""
     if not fetching.cancelled():
         fetching.exception()
 
 
 def _end_of(exp: object) -> datetime:
-    """When a token ends, of its claim ``exp``: seconds since 1970. Raises PyJWTError for anything else."""
+    """The time of the claim ``exp``, which must be seconds since 1970. Raises PyJWTError."""
     if isinstance(exp, bool) or not isinstance(exp, int | float):
         raise jwt.DecodeError("exp is no number of seconds")
     try:
@@ -177,7 +177,7 @@ def _end_of(exp: object) -> datetime:
 
 
 def _keys_of(issuer: str) -> Future[Keys]:
-    """The issuer's keys, fetched by a thread that keeps no process from ending."""
+    """Fetch the issuer's keys in a daemon thread."""
     fetched: Future[Keys] = Future()
 
     def fetch() -> None:

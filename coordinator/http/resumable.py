@@ -1,7 +1,7 @@
-"""Uploads that go on where they were cut off, after the IETF's draft-ietf-httpbis-resumable-upload.
+"""Uploads that continue where they were cut off, after the IETF's draft-ietf-httpbis-resumable-upload.
 
 The upload resource is the task's update itself, so nothing has to be created first. What arrives is written as it
-comes, also of a request that is cut off, and the next request goes on behind it.
+comes, also of a request that is cut off, and the next request continues there.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _INTEGER = re.compile(r"[0-9]{1,15}")
 
 @dataclass(frozen=True)
 class Announced:
-    """What a request says of the whole body: its digest and length."""
+    """The digest and length of the whole body, as a request announces them."""
 
     digest: str
     length: int
 
     @classmethod
     def of(cls, headers: Mapping[str, str], limit: int) -> Announced:
-        """Of its headers. Raises DigestMissing, BadUploadHeaders, BodyTooLarge."""
+        """From the request's headers. Raises DigestMissing, BadUploadHeaders, BodyTooLarge."""
         try:
             digest = announced_digest(headers.get("repr-digest"))
         except problems.DigestMissing:
@@ -52,14 +52,14 @@ class Announced:
 
 @dataclass(frozen=True)
 class AnnouncedPart:
-    """Where a request's bytes belong, and whether they are the last."""
+    """The offset of a request's bytes, and whether they are the last."""
 
     offset: int
     is_last: bool
 
     @classmethod
     def of(cls, headers: Mapping[str, str], whole: Announced, size: int | None) -> AnnouncedPart:
-        """Of its headers; ``size``: its Content-Length. Raises BadUploadHeaders, InconsistentLength."""
+        """From the request's headers; ``size``: its Content-Length. Raises BadUploadHeaders, InconsistentLength."""
         offset, complete = _number(headers, OFFSET), headers.get(COMPLETE.lower())
         if complete not in (YES, NO):
             raise problems.BadUploadHeaders(f"{COMPLETE} says {YES} with the last part, {NO} before")
@@ -80,7 +80,7 @@ def _number(headers: Mapping[str, str], name: str) -> int:
 async def receive(
     body: Incoming, part: AnnouncedPart, partial: PartialUpload, partials: PartialUploads, uploads: Uploads
 ) -> int:
-    """Add a request's bytes to what has arrived; how much that is now, durably.
+    """Append a request's bytes to the received part; returns how many bytes are durably stored now.
 
     Raises:
         MismatchingOffset, InconsistentLength, StorageFull: nothing of it was taken, or nothing behind the length.
@@ -109,7 +109,7 @@ def _mismatch(provided: int, expected: int) -> problems.MismatchingOffset:
 
 
 def _make_room(partial: PartialUpload, partials: PartialUploads) -> None:
-    """Before the first bytes: the task's earlier body goes, and the disk has to hold this one."""
+    """Remove other bodies of the task, and check the disk, before the first bytes are written."""
     for other in partials.others(partial):
         other.unlink(missing_ok=True)
     if shutil.disk_usage(partials.folder).free < partial.length:
@@ -117,7 +117,7 @@ def _make_room(partial: PartialUpload, partials: PartialUploads) -> None:
 
 
 async def _take(body: Incoming, offset: int, partial: PartialUpload, least_seconds: float) -> int:
-    """Write the parts as they come; where that ends too early, what has come is written all the same."""
+    """Write the bytes as they arrive, also those of a request that is cut off."""
     seconds = max(least_seconds, min(body.length or 0, partial.length) / BYTES_PER_SECOND)
     written, waiting, held, writing = offset, list[bytes](), 0, None
     try:
@@ -152,7 +152,7 @@ async def _take(body: Incoming, offset: int, partial: PartialUpload, least_secon
 
 
 def digest_of_file(partial: PartialUpload) -> str | None:
-    """``sha256:<hex>`` of what has arrived; None where it is gone."""
+    """``sha256:<hex>`` of the received part; None if it was removed."""
     try:
         with partial.path.open("rb") as file:
             return PREFIX + hashlib.file_digest(file, "sha256").hexdigest()

@@ -47,17 +47,17 @@ class Incoming:
 
     @classmethod
     def of(cls, request: Request) -> Incoming:
-        """The body of a request of which nothing is read yet."""
+        """The body of a request, before anything of it is read."""
         length = announced_length(request.headers.get("content-length"))
         return cls(request.receive, length, getattr(request.state, "client", None))
 
     @property
     def held(self) -> int:
-        """How much of it may lie in memory while it waits."""
+        """The maximum number of bytes in memory while the body waits."""
         return HELD_BYTES if self.length is None else min(self.length, HELD_BYTES)
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Its parts as they come. Raises ClientDisconnect."""
+        """The parts as they arrive. Raises ClientDisconnect."""
         more = True
         while more:
             message = await self.receive()
@@ -69,7 +69,7 @@ class Incoming:
 
 
 class _ClientPlaces:
-    """The places that one client may take; ``bodies`` are under way or wait."""
+    """The places of one client; ``bodies``: how many of its bodies are being received or wait."""
 
     def __init__(self, most: int):
         self.places = asyncio.Semaphore(most)
@@ -77,7 +77,7 @@ class _ClientPlaces:
 
 
 class Uploads:
-    """The uploads under way."""
+    """The current uploads, and those that wait."""
 
     def __init__(self, registry: Registry, most: int, timeout: float, wait_seconds: float):
         self._registry = registry
@@ -91,7 +91,7 @@ class Uploads:
 
     @asynccontextmanager
     async def receive(self, body: Incoming, limit: int) -> AsyncIterator[Upload]:
-        """The body in memory or on disk, where it is removed at the end of the block unless somebody took it.
+        """Receive a body, in memory or in a file. The file is removed at the end of the block unless it was moved.
 
         A body in memory gives its place to the next one at once; it counts as waiting until the end of the block.
 
@@ -138,7 +138,7 @@ class Uploads:
             del self._by_client[body.client]
 
     def _enter(self, body: Incoming) -> _ClientPlaces:
-        """The places of the body's client, which has one body more."""
+        """Count the body; returns the places of its client. Raises TooManyUploads."""
         client, held = body.client, body.held
         most = self._most if client is None else max(1, self._most // SHARE)
         own = self._by_client.get(client) or _ClientPlaces(most)
@@ -149,7 +149,7 @@ class Uploads:
         return own
 
     async def _take_places(self, own: _ClientPlaces, held: int) -> None:
-        """Wait for a place of the client's own and one of all."""
+        """Wait for one of the client's places, and for one of all places."""
         self._waiting_bytes += held
         try:
             if own.places.locked() or self._places.locked():
@@ -214,7 +214,7 @@ class Uploads:
 
 
 class _File:
-    """A body on its way to a file, in the parts that it came in: copies of long ones cost as much as their digest."""
+    """A body that is written to a file. Its parts are not joined: copying costs as much as hashing."""
 
     def __init__(self, path: Path):
         self.digest = hashlib.sha256()
@@ -242,7 +242,7 @@ class _File:
 
 
 def announced_length(header: str | None) -> int | None:
-    """What a Content-Length header says, if it is a number."""
+    """The number in a Content-Length header; None if there is none."""
     return int(header) if header is not None and header.isdecimal() else None
 
 
@@ -259,6 +259,6 @@ def announced_digest(header: str | None) -> str:
 
 
 def expect_digest(upload: Upload, announced: str) -> None:
-    """Refuse a body that is not what was announced. One that was cut off at the limit cannot be compared."""
+    """Refuse a body with another digest than announced. A body over the limit is not compared."""
     if not upload.too_large and upload.sha256 != announced:
         raise DigestMismatch(f"the body has digest {upload.sha256}; {announced} was announced: send it again")

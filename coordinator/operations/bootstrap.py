@@ -1,4 +1,4 @@
-"""``--bootstrap``: a federation that is there from the first start on, and a token for those who are to join."""
+"""``--bootstrap``: creates a federation at the first start, and an enrolment token for its clients."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from promptfed.shared.api.access_schemas import TokenRequest
 
 
 class BootstrapFailed(Exception):
-    """The spec cannot be read or run; the text says why."""
+    """The spec cannot be read or run."""
 
 
 def bootstrap(registry: Registry, settings: Settings) -> None:
-    """Create the settings' federation if it is absent, and write an enrolment token where there is no good one.
+    """Create the settings' federation if it does not exist, and write an enrolment token unless there is a valid one.
 
-    It is for as many clients as the settings say, or the spec's ``min_clients``, less those who have enrolled.
+    The token is for as many clients as the settings say, or the spec's ``min_clients``, minus the enrolled ones.
     """
     if settings.bootstrap is None:
         return

@@ -1,4 +1,4 @@
-"""What operators do with clients: find, withdraw and reset them, delete what they sent. Also their refused requests."""
+"""Operators' actions on clients: withdraw, reset, delete updates. Also records clients' refused requests."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def client_name(federation: Federation, id_or_name: str) -> str:
 
 
 def _is_summed(federation: Federation) -> bool:
-    """Whether the open stage's masked vectors are there: none of them can be taken out of the sum any more."""
+    """Whether the masked vectors have arrived: then none can be removed from the sum."""
     stage = federation.run.stage
     return stage is not None and stage.kind in ("confirm", "unmask")
 
 
 def expect_discardable(federation: Federation) -> None:
-    """Raise UpdatesMasked where an accepted update could not be dropped."""
+    """Raise UpdatesMasked if an accepted update cannot be dropped."""
     if _is_summed(federation):
         text = f"the masked vectors of round {federation.run.round} are there, and none can be taken out of their sum"
         raise problems.UpdatesMasked(f"{text}: withdraw without discard, or wait for the next round")
 
 
 def withdraw(registry: Registry, id: str, client: str, discard: bool) -> None:
-    """Take a client out; doing it again changes nothing.
+    """Withdraw a client. Repeating it changes nothing.
 
     Raises:
         NotFound, WrongState: there is no such client, or the federation has ended.
@@ -67,15 +67,15 @@ def withdraw(registry: Registry, id: str, client: str, discard: bool) -> None:
 
 
 async def delete_updates(registry: Registry, id: str, client: str) -> None:
-    """Delete the tensors that a client has sent, in all rounds, and what the state keeps of it alone from now on.
+    """Delete the tensors that a client sent in all rounds, and the client's own part of the current state.
 
-    What the reports say of it stays.
+    Reports stay.
 
     Raises:
-        NotFound, WrongState: there is no such client, it still takes part, or an update of its is yet to be counted.
+        NotFound, WrongState: there is no such client, it still takes part, or one of its updates awaits aggregation.
     """
     name = await asyncio.to_thread(_name_of_deletable, registry, id, client)
-    # Where all tensor work is done, so that no aggregate is made of the state before.
+    # On the thread for tensor work, so that no aggregate is computed from the earlier state.
     await registry.compute(lambda: jobs.forget(registry, id, name))
     await asyncio.to_thread(_delete_updates, registry, id, client)
 
@@ -107,9 +107,9 @@ def _delete_updates(registry: Registry, id: str, client: str) -> None:
 
 
 def reset(registry: Registry, id: str, client: str) -> None:
-    """Free a client's name for a new secret; the old secret is void, the identity stays. Raises NotFound.
+    """Void a client's secret, so that its name can enrol again with a new one. Raises NotFound.
 
-    Who enrols under it needs a token that is minted for this name.
+    The client keeps its id. Enrolling again takes a token that was created for this name.
     """
     with registry.change(id) as change:
         name = client_name(change.federation, client)
@@ -121,9 +121,9 @@ def reset(registry: Registry, id: str, client: str) -> None:
 
 
 def record_refusal(registry: Registry, id: str, name: str, refusal: problems.Refusal, path: str) -> None:
-    """Count a client's refused request, and keep the last one; nothing else changes.
+    """Count a client's refused request, and store the last one.
 
-    That a federation has ended is how a client's asking for tasks always ends: it would hide the last real refusal.
+    Polls that are refused since the federation has ended are ignored: they would hide the last real refusal.
     """
     if isinstance(refusal, problems.Ended) and path.endswith("/task"):
         return
@@ -142,9 +142,9 @@ def record_refusal(registry: Registry, id: str, name: str, refusal: problems.Ref
 
 
 def _close_tokens(change: Change, client: str, token_id: str | None) -> None:
-    """Let nobody new in by the token that a withdrawn client came with, or that was minted for its name.
+    """Close the token that a withdrawn client enrolled with, or that was created for its name.
 
-    It knows the token, and could come again under another name.
+    The client knows the token, and could enrol again under another name.
     """
     closed = {
         key: replace(token, closed=True)

@@ -1,4 +1,4 @@
-"""How a client enters a federation."""
+"""Enrolment of clients."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.spec.spec import BackboneShape
 
-# All different names of a federation together, in UTF-8; ImageNet-21k's have 0.4 MB. They are kept in memory, go to
-# every client, and a text tower reads each.
+# Of all different class names of a federation in UTF-8; those of ImageNet-21k have 0.4 MB. They are kept in memory and
+# sent to every client, and a text tower encodes each.
 CLASS_NAME_BYTES = 1 << 20
 
 
 def enrolment_info(federation: Federation) -> EnrolmentInfo:
-    """What a client must know before it can enrol; the backbone's fingerprint may be the first enrolment's."""
+    """What a client must know before it enrols. The first enrolment may set the backbone's fingerprint."""
     spec = federation.spec
     return EnrolmentInfo(
         **dict(federation.training_terms()),
@@ -45,7 +45,7 @@ def enrolment_info(federation: Federation) -> EnrolmentInfo:
 
 
 async def enrol(registry: Registry, id: str, request: EnrolRequest, token_digest: str) -> tuple[Client, bool]:
-    """The client, and whether it is new (or back after its name was reset). Those who come together are one commit.
+    """The client, and whether it is new (or back after its name was reset). Simultaneous enrolments share a commit.
 
     Raises:
         A refusal of ``promptfed.coordinator.problems``: see ``_check`` and ``_check_token``.
@@ -58,7 +58,7 @@ async def enrol(registry: Registry, id: str, request: EnrolRequest, token_digest
 
 
 class IdentityMissing(problems.Refusal, status=422, title="The identity key is missing"):
-    """A client without an identity key, in a federation with secure sums."""
+    """A client without an identity key in a federation with secure sums."""
 
 
 class BadProof(problems.Refusal, status=422, kind="bad-signature", title="The signature is not the client's"):
@@ -75,7 +75,7 @@ class KeyTaken(problems.Refusal, status=409, title="Another client has this iden
 
 @dataclass(frozen=True)
 class _Enrolment:
-    """A client that asks to come in, to be entered; ``actor`` is whom the audit log names."""
+    """A request to enrol, for the committer. ``actor`` is named in the audit log."""
 
     federation: str
     request: EnrolRequest
@@ -83,7 +83,7 @@ class _Enrolment:
     actor: audit.Actor
 
     def enter(self, change: Change) -> bool:
-        """Let it in, or recognise it."""
+        """Enrol the client, or recognise it; returns whether it is new."""
         federation, request = change.federation, self.request
         known = federation.clients.get(request.name)
         _check_version_and_backbone(federation, request)
@@ -121,9 +121,9 @@ def _recognise(federation: Federation, known: Client, request: EnrolRequest) -> 
 def _check_token(
     federation: Federation, token_digest: str, request: EnrolRequest, known: Client | None
 ) -> EnrolmentToken:
-    """The token, which must let in just this client: once the rounds begin, or at once while clients gather."""
+    """The enrolment token, which must be valid for this client."""
     token = federation.tokens.get(token_digest)
-    if token is None:  # It was taken back between the door and here.
+    if token is None:  # It was revoked after the request was authenticated.
         raise problems.Unauthorized("this token is not known here")
     if federation.starting:
         raise problems.Starting(f"{federation.name} is just being started: send it again in a moment")
@@ -190,7 +190,7 @@ def _check(federation: Federation, request: EnrolRequest, newcomer: bool) -> Non
 
 
 def _check_peers(federation: Federation, name: str) -> None:
-    """Every task describes all active clients; the clients take no task that describes more than `MOST_PEERS`."""
+    """Every task describes all active clients, and clients refuse tasks that describe more than `MOST_PEERS`."""
     others = sum(member.active for known, member in federation.run.members.items() if known != name)
     if others >= MOST_PEERS:
         text = f"{federation.name} has {others:,} clients, and {federation.method.name} describes each to all others"
@@ -198,7 +198,7 @@ def _check_peers(federation: Federation, name: str) -> None:
 
 
 def _check_identity(federation: Federation, request: EnrolRequest) -> None:
-    """A client of secure sums signs: its key must be its own, and nobody else's."""
+    """In secure sums clients sign. The client must prove that the key is its own, and no other client may have it."""
     if federation.spec.secure_aggregation is None:
         return
     if request.identity_key is None or request.identity_proof is None:
@@ -213,7 +213,7 @@ def _check_identity(federation: Federation, request: EnrolRequest) -> None:
 
 
 def _check_protection(federation: Federation, request: EnrolRequest) -> None:
-    """What a trainer protects must be what the federation asks for: groups it has to count, records are its images."""
+    """A trainer's protection must match the federation's: it counts groups itself; records are its images."""
     privacy, given = federation.spec.privacy, request.protection
     if not privacy.protects_records or request.role != "trainer":
         if given is not None:
@@ -249,7 +249,7 @@ def _check_class_names(federation: Federation, request: EnrolRequest) -> None:
 
 
 def _check_method(federation: Federation, client: Client, shape: BackboneShape) -> None:
-    """The method must be able to run with the backbone that the first client brings, and to take this client."""
+    """The method must support the first client's backbone, and accept this client."""
     seen = federation if federation.shape is not None else replace(federation, shape=shape)
     try:
         if federation.shape is None:
@@ -273,14 +273,14 @@ def _check_method(federation: Federation, client: Client, shape: BackboneShape) 
 
 
 def _check_delta(federation: Federation, client: Client) -> None:
-    """One trainer more must leave δ below 1/N where whole clients are protected."""
+    """At level ``client``, δ must stay below 1/N with one more trainer."""
     if client.role == "trainer" and federation.spec.privacy.protects_clients:
         others = [name for name in federation.run.trainers() if name != client.name]
         check_clients(federation.spec, len(others) + 1)
 
 
 def _row(federation: Federation, request: EnrolRequest, id: str, token_id: str) -> Row:
-    """The client's row, but for what a client keeps that comes back."""
+    """The columns of the client's row that an enrolment sets, also when a client returns."""
     return {
         "id": id,
         "federation_id": federation.id,
@@ -309,7 +309,7 @@ def _store(change: Change, row: Row) -> None:
 
 
 def _keep_reference(change: Change, request: EnrolRequest) -> None:
-    """The first enrolment says what the spec left open about the backbone; ``start`` confirms it."""
+    """Take what the spec leaves open about the backbone from the first enrolment; ``start`` confirms it."""
     given, known = request.backbone_shape, change.federation.shape
     if known is not None:
         stated = {key: size for key, size in known.model_dump().items() if size is not None}

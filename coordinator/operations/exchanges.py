@@ -1,4 +1,4 @@
-"""Admission of answers to the steps of a secure sum: stored in the transaction that settles their task, or refused."""
+"""Admission of answers to the steps of a secure sum. Each is stored in the transaction that settles its task."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from promptfed.shared.secagg.messages import ConfirmAnswer, KeysAnswer, SharesAn
 from promptfed.shared.secagg.roster import is_entry_signed
 from promptfed.shared.tensors import TensorError, decode
 
-MOST_BYTES = 4 << 20  # of an answer that is no vector
+MOST_BYTES = 4 << 20  # of an answer without a vector
 
 
 class NotSecure(problems.Refusal, status=409, title="This federation has no secure sums"):
-    """An exchange in a federation without secure aggregation, or an update in the clear in one with it."""
+    """An exchange in a federation without secure aggregation, or an unmasked update in a federation with it."""
 
 
 class BadExchange(problems.Refusal, status=422, title="The answer is not what the step asks for"):
-    """An answer that is not what its step of a secure sum asks for."""
+    """An answer in another form than its step of the secure sum requires."""
 
 
 class BadSignature(problems.Refusal, status=422, title="The signature is not the client's"):
@@ -52,30 +52,30 @@ class WrongRoster(problems.Refusal, status=422, title="The answer is for another
 
 
 class LooksUnmasked(problems.Refusal, status=422, title="The vector is not masked"):
-    """A vector in the clear: nothing of it was stored."""
+    """An unmasked vector. Nothing of it was stored."""
 
 
 class BadShares(problems.Refusal, status=422, title="A share is not the one that was dealt"):
-    """A false share in step unmask: the client that sent it counts as failed, and others open the sum."""
+    """A false share in step ``unmask``. Its client counts as failed; the other clients open the sum."""
 
 
 REFUSALS = {kind.kind: kind for kind in (BadExchange, BadSignature, WrongRoster, LooksUnmasked, BadShares)}
 
 
 def limit(federation: Federation) -> int:
-    """The most bytes that an answer may have: a masked vector has twice those of an update."""
+    """The maximum size of an answer in bytes. A masked vector has twice the size of an update."""
     return max(MOST_BYTES, 2 * federation.spec.admission.max_bytes)
 
 
 def config_of(federation: Federation) -> TaskConfig:
     """The part of a task that is the same for all clients."""
-    # Where no method asks, sites need not know of each other; and a thousand of them would make every task long.
+    # Most methods do not need it, and a thousand descriptions would make every task long.
     peers = federation.peers() if federation.method.needs.domain_descriptions else []
     return TaskConfig(**dict(federation.training_terms()), peers=peers)
 
 
 async def accept(registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload) -> bool:
-    """Admit an answer; whether it is new."""
+    """Admit an answer; returns whether it is new."""
     admitted = await run_sync(_admit, registry, federation, client, task_id, upload)
     if admitted is None:
         return False
@@ -90,7 +90,7 @@ async def accept(registry: Registry, federation: Federation, client: Client, tas
 def _admit(
     registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload
 ) -> tuple[bytes, dict[str, float] | None] | None:
-    """What may be entered, with what it cost; None for the twin of what has been."""
+    """The checked body and its metrics; None if this answer was accepted before."""
     task = asked_task(registry.database, federation, client, task_id)
     if federation.spec.secure_aggregation is None:
         raise NotSecure(f"{federation.name} has no secure aggregation: its tasks want updates and evaluations")
@@ -114,7 +114,7 @@ def _admit(
 def _examine(
     registry: Registry, federation: Federation, client: Client, task: AskedTask, body: bytes
 ) -> dict[str, float] | None:
-    """What a masked vector cost its client, by its own word; None for other steps."""
+    """Check an answer; returns the privacy cost that a masked vector reports, None for other steps."""
     if task.kind == "train":
         _examine_keys(federation, client, task, KeysAnswer.model_validate_json(body))
         return None
@@ -159,7 +159,7 @@ def _examine_keys(federation: Federation, client: Client, task: AskedTask, answe
 def _examine_vector(
     federation: Federation, task: AskedTask, body: bytes, roster: str
 ) -> tuple[SpendReport | None, str | None]:
-    """What it says of its cost, or of the part of the noise that is in it."""
+    """Check a masked vector; returns its report of the privacy cost, and the kind of the noise in it."""
     try:
         tensors, about = decode(body)
     except TensorError as error:

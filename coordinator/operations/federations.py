@@ -1,4 +1,4 @@
-"""What operators do: create, steer and delete federations, supply a start, mint tokens, withdraw and reset clients."""
+"""Operators' actions on federations: create, start, pause, resume and cancel them, supply an initial state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from promptfed.shared.tensors import TensorError, check, decode, state_hash
 
 
 def resolve(raw: dict[str, Any]) -> FederationSpec:
-    """The spec with nothing left open. Raises InvalidSpec."""
+    """The complete spec, with the method's defaults. Raises InvalidSpec."""
     try:
         spec = resolve_spec(raw)
         _check_shape(spec)
@@ -44,7 +44,7 @@ def resolve(raw: dict[str, Any]) -> FederationSpec:
 
 
 def _check_shape(spec: FederationSpec) -> None:
-    """Where the spec says what the backbone looks like, the method must be able to run with it."""
+    """If the spec gives the backbone's shape, the method must support it."""
     if spec.backbone.shape is None:
         return
     federation = new_federation("", spec)
@@ -59,7 +59,7 @@ def _check_shape(spec: FederationSpec) -> None:
 
 @contextmanager
 def _offence_at(path: str) -> Iterator[None]:
-    """A block whose MethodError is an offence at ``path`` of the spec. Raises SpecError."""
+    """A block whose MethodError becomes a SpecError at ``path`` of the spec."""
     try:
         yield
     except MethodError as error:
@@ -67,7 +67,7 @@ def _offence_at(path: str) -> Iterator[None]:
 
 
 def _budgeted(federation: Federation, noise: Noise) -> Federation:
-    """With the key of its sampling, and the rounds that its privacy budget allows. Raises InvalidSpec."""
+    """The federation with its sampling key, and the rounds that its privacy budget allows. Raises InvalidSpec."""
     poisson = federation.spec.participation.sampling == "poisson"
     key = noise.key("sampling", federation.name).hex() if poisson else None
     try:
@@ -78,10 +78,10 @@ def _budgeted(federation: Federation, noise: Noise) -> Federation:
 
 
 def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> Federation:
-    """Create a federation, or find the one that this Idempotency-Key has created.
+    """Create a federation, or return the one that this Idempotency-Key has created.
 
     Raises:
-        InvalidSpec, NameTaken, KeyReused, StorageFull: it cannot.
+        InvalidSpec, NameTaken, KeyReused, StorageFull: it cannot be created.
     """
     request_digest = _digest_of(raw)
     with registry.exclusively():
@@ -109,7 +109,7 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
 
 
 def _expect_room(registry: Registry, federation: Federation) -> None:
-    """Refuse what the disk cannot hold, where the spec says what the backbone looks like; the start looks again."""
+    """Refuse a federation that does not fit on the disk, if the spec gives the shape; ``start`` checks again."""
     disk = disk_told(registry, federation)
     if disk is not None and disk.needed > disk.free:
         raise problems.StorageFull(no_room(disk))
@@ -120,7 +120,7 @@ def _taken(spec: FederationSpec) -> problems.NameTaken:
 
 
 def _flush_among_others(registry: Registry, session: Session, federation: Federation) -> None:
-    """Write the new row. Another coordinator may have one of this name, or of this key at the very same moment."""
+    """Write the new row. Another coordinator may write one with the same name or key at the same time."""
     try:
         session.flush()
     except IntegrityError:
@@ -135,7 +135,7 @@ def _digest_of(raw: dict[str, Any]) -> str:
     try:
         return hashlib.sha256(canonical_json(raw).encode()).hexdigest()
     except ValueError:
-        resolve(raw)  # It says where, but for what no spec has a place for.
+        resolve(raw)  # Its error names the place, except in unknown keys.
         detail = "holds NaN, infinity or text that is no Unicode"
         raise problems.InvalidSpec(detail, errors=[{"path": "(spec)", "detail": detail}]) from None
 
@@ -223,7 +223,7 @@ def supply_state(registry: Registry, id: str, body: bytes) -> str:
 
 
 def _check_supplied(federation: Federation, tensors: dict[str, Any]) -> None:
-    """All that can be said before the clients are known; the start checks the whole."""
+    """Check what does not depend on the clients; ``start`` checks the rest."""
     expected = {spec.name: spec for spec in federation.method.state_tensors()}
     for name, spec in expected.items():
         tensor = tensors.get(name)

@@ -1,4 +1,4 @@
-"""How a lexicon comes in: supplied once by whoever has the backbone, as often as there are new class names."""
+"""Lexicons: supplied by an operator who has the backbone, again whenever there are new class names."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ MOST_BYTES = 256 << 20
 
 
 def wanted_names(federation: Federation) -> list[str]:
-    """The class names that clients of the federation tell apart, each once, in order."""
+    """The class names of the clients' label spaces, each once, sorted."""
     spec_names = tuple(federation.spec.class_names) if federation.spec.class_names is not None else None
     spaces = (federation.method.label_space(spec_names, client.class_names) for client in federation.clients.values())
     return sorted({name for space in spaces for name in space})
 
 
 def supply(registry: Registry, id: str, upload: Upload) -> LexiconMetadata:
-    """Keep a lexicon, in the place of the one before.
+    """Store a lexicon; it replaces an earlier one.
 
     Raises:
-        WrongState: nobody has enrolled yet; or the refusal of a tensor or of the metadata.
+        WrongState: no client has enrolled yet. Refusals of tensors or metadata.
     """
     federation = registry.get(id)
     if federation.shape is None:

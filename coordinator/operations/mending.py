@@ -36,29 +36,29 @@ log = logging.getLogger("promptfed.coordinator")
 class _Use:
     """The use of a blob in its federation; ``needed``: the run cannot continue without it."""
 
-    what: str
+    name: str
     needed: bool
     help: str = "put it back from a backup, and it goes on by itself"
     resend: OpenTask | None = None
 
 
 def mend(registry: Registry, id: str) -> None:
-    """See to what was found damaged of a federation: a job for the thread for tensor work, done until it is whole.
+    """Repair a federation's damaged blob, on the thread for tensor work; repeated until the blob is intact.
 
-    Where it is whole again a federation that waited for it goes on; where it is not, and is needed, it pauses.
+    A federation that waits for the blob then continues. If a needed blob cannot be repaired, the federation pauses.
     """
     federation, error = registry.get(id), registry.damaged[id]
     with registry.database.read() as session:
         use = _use(session, federation, error.digest)
     if use is None:
-        _settle(registry, id)  # Nobody needs it any more.
+        _settle(registry, id)  # It is not needed any more.
         return
     if registry.blobs.is_intact(error.digest) or _remade(registry, federation, error.digest):
-        log.warning("%s (%s) is whole again", use.what, error.digest, extra=json_logs.where(federation))
+        log.warning("%s (%s) is whole again", use.name, error.digest, extra=json_logs.where(federation))
         _settle(registry, id)
         return
     if not use.needed:
-        log.error("%s (%s) %s", use.what, error.digest, error.why, extra=json_logs.where(federation))
+        log.error("%s (%s) %s", use.name, error.digest, error.why, extra=json_logs.where(federation))
         del registry.damaged[id]
         return
     if not federation.run.is_damaged:
@@ -66,7 +66,7 @@ def mend(registry: Registry, id: str) -> None:
 
 
 def _wait_for_it(registry: Registry, federation: Federation, use: _Use, error: DamagedBlob) -> None:
-    text = f"{use.what} ({error.digest}) {error.why}: {use.help}"
+    text = f"{use.name} ({error.digest}) {error.why}: {use.help}"
     if use.resend is not None:
         registry.note(federation.id, resend={use.resend.client: use.resend})
     with contextlib.suppress(WrongMoment), registry.change(federation.id) as change:
@@ -82,7 +82,7 @@ def _settle(registry: Registry, id: str) -> None:
 
 
 def take_again(registry: Registry, id: str, upload: Upload) -> None:
-    """Store an accepted update's bytes, which its client has sent again, where what was stored of them is damaged."""
+    """Store an accepted update again that its client has sent again, if the stored bytes are damaged."""
     if registry.blobs.is_intact(upload.sha256):
         return
     with registry.database.read() as session:
@@ -103,11 +103,11 @@ def _keep(registry: Registry, id: str, content: Upload | bytes) -> None:
     registry.wake([])
 
 
-# What it is
+# Use of a blob
 
 
 def _use(session: Session, federation: Federation, digest: str) -> _Use | None:
-    """What a federation's rows say of a blob; None where none names it."""
+    """The use of a blob by a federation; None if no row refers to it."""
     row = session.get_one(FederationRow, federation.id)
     last = queries.last_state(session, federation.id)
     state = session.scalars(queries.states(federation.id).where(StateRow.sha256 == digest, StateRow.stored)).first()
@@ -127,9 +127,9 @@ def _update_use(session: Session, federation: Federation, digest: str) -> _Use |
     if task_and_phase is None:
         return None
     task, phase = task_and_phase
-    what = f"the update of {task.client!r} in round {phase.round} ({phase.name})"
+    name = f"the update of {task.client!r} in round {phase.round} ({phase.name})"
     help = "its client is asked to send it again; or put it back from a backup, and it goes on by itself"
-    return _Use(what, phase.completed_at is None and task.counted, help, open_task(task, phase))
+    return _Use(name, phase.completed_at is None and task.counted, help, open_task(task, phase))
 
 
 def _payload_use(session: Session, federation: Federation, digest: str) -> _Use | None:
@@ -141,11 +141,11 @@ def _payload_use(session: Session, federation: Federation, digest: str) -> _Use 
     return _Use(f"the payload of round {phase.round} ({phase.name})", phase.completed_at is None)
 
 
-# Making it again
+# Repair
 
 
 def _remade(registry: Registry, federation: Federation, digest: str) -> bool:
-    """Whether it could be made again of what else is kept, which is mended first where it has to be."""
+    """Compute the blob again from other stored blobs, which are repaired first; returns whether it worked."""
     wanted = [digest]
     while wanted:
         try:
@@ -166,7 +166,7 @@ def _remade(registry: Registry, federation: Federation, digest: str) -> bool:
 
 
 def _made(registry: Registry, federation: Federation, digest: str) -> bytes | None:
-    """A state or an open task's payload, computed; None for what does not follow from anything else."""
+    """Compute a state, or an open task's payload; None for a blob that cannot be computed."""
     with registry.database.read() as session:
         row = session.scalars(queries.states(federation.id).where(StateRow.sha256 == digest)).first()
         steps = replay.steps_of(session, federation, row.round) if row is not None else []

@@ -1,4 +1,4 @@
-"""Operators by name: each has a role, and tokens of its own with an end."""
+"""Operators: each has a name, a role, and tokens that expire."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from promptfed.shared.api.access_schemas import MintedOperator, OperatorPage, Op
 
 
 def mint(registry: Registry, request: OperatorRequest) -> MintedOperator:
-    """A token for an operator; only here is its text shown."""
+    """Create a token for an operator. Only this answer contains the token itself."""
     token, expires = new_token(), clock.later(request.hours * 3600)
     row = OperatorRow(
         digest=digest(token),
@@ -45,7 +45,7 @@ def page(session: Session, limit: int, after: str | None) -> OperatorPage:
 
 
 def revoke(registry: Registry, operator: str) -> None:
-    """Take back the token of this id, or all tokens of the operator with this name. Raises NotFound."""
+    """Revoke the token with this id, or all tokens of the operator with this name. Raises NotFound."""
     with registry.exclusively():
         gone = {key: known for key, known in registry.operators.items() if operator in (known.id, known.name)}
         if not gone:

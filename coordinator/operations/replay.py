@@ -1,4 +1,4 @@
-"""Computes a round again from what is kept: to the same hashes, or as one phase would have been under other rules.
+"""Computes a round again from stored tensors: to the same hashes, or with other rules of aggregation.
 
 Each state of the round is computed from the state that was committed before it. Where every round gives its own
 hashes, the whole run does.
@@ -44,12 +44,12 @@ from promptfed.shared.tensors import Tensors, state_hash
 
 
 class PrivacyProtected(Refusal, status=409, title="A second release of the same updates"):
-    """Another aggregate of updates whose one release is all that the privacy budget has paid for."""
+    """A second aggregate of the same updates, for which the privacy budget does not pay."""
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Other rules for a phase: ``aggregation`` in the place of the spec's, and no update of the clients ``without``."""
+    """Other rules for a phase: ``aggregation`` replaces the spec's, and updates of clients ``without`` are left out."""
 
     aggregation: AggregationSpec | None = None
     without: tuple[str, ...] = ()
@@ -60,9 +60,9 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class CommittedStep:
-    """One committed state: how it came about, from which state, and whom the state knew then.
+    """One committed state, the state before it, and the clients that it knew.
 
-    ``gone``: clients of ``updates`` whose tensors are no longer kept. ``terms``: what its mean was noised with.
+    ``gone``: clients of ``updates`` whose tensors are no longer kept. ``terms``: the terms of its noise.
     """
 
     origin: str
@@ -80,18 +80,18 @@ class CommittedStep:
 
 @dataclass(frozen=True)
 class Replayed:
-    """One state, computed again: what the report says of it, and its tensors."""
+    """One state that was computed again: its part of the report, and its tensors."""
 
     report: ReplayedState
     tensors: Tensors
 
 
 def replay(registry: Registry, federation: Federation, round: int, what_if: WhatIf) -> list[Replayed]:
-    """Every state of a completed round, computed again; with ``what_if`` those of its phases. It takes its time.
+    """Compute every state of a completed round again; with ``what_if`` only those of its phases.
 
     Raises:
-        NoState, NotFound, NotAMean, TooFewUpdates, UpdatesGone, UpdatesMasked, PrivacyProtected: see each; nothing is
-            computed then.
+        NoState, NotFound, NotAMean, TooFewUpdates, UpdatesGone, UpdatesMasked, PrivacyProtected: before anything is
+            computed.
     """
     if what_if and federation.spec.privacy.level == "client":
         raise PrivacyProtected(
@@ -130,11 +130,11 @@ def _gone(federation: Federation, round: int) -> UpdatesGone:
     return UpdatesGone(f"tensors of round {round} are no longer kept ({why})")
 
 
-# What there is to compute
+# Committed steps
 
 
 def steps_of(session: Session, federation: Federation, round: int) -> list[CommittedStep]:
-    """How each state of a round came about so far. Raises UpdatesGone where one is no longer kept."""
+    """The steps that led to the states of a round. Raises UpdatesGone if a state is no longer kept."""
     rows = list(session.scalars(queries.states(federation.id).where(StateRow.round == round)))
     if not rows:
         return []
@@ -150,7 +150,7 @@ def steps_of(session: Session, federation: Federation, round: int) -> list[Commi
 
 
 def _with_noise(session: Session, federation: Federation, step: CommittedStep) -> CommittedStep:
-    """The step with what its mean was noised with, at client level. Raises UpdatesGone where that is not kept."""
+    """The step with the terms of its noise at level ``client``. Raises UpdatesGone if the noise key is deleted."""
     if not federation.spec.privacy.is_central or step.state.phase_id is None:
         return step
     phase = session.get_one(PhaseRow, step.state.phase_id)
@@ -160,13 +160,13 @@ def _with_noise(session: Session, federation: Federation, step: CommittedStep) -
 
 
 def _newcomers(session: Session, federation: Federation) -> dict[int, list[str]]:
-    """Who joined, by the id of the state that was made for it."""
+    """The clients that joined, by the id of the state that includes them."""
     made = _made_without_phase(session, federation, ("initial", "join"), "clients-joined")
     return {id: list(data["clients"]) for id, data in made}
 
 
 def _forgotten(session: Session, federation: Federation) -> dict[int, str]:
-    """Who was forgotten, by the id of the state that was made for it."""
+    """The client that was forgotten, by the id of the state without it."""
     made = _made_without_phase(session, federation, (FORGOTTEN,), "client-forgotten")
     return {id: str(data["client"]) for id, data in made}
 
@@ -174,7 +174,7 @@ def _forgotten(session: Session, federation: Federation) -> dict[int, str]:
 def _made_without_phase(
     session: Session, federation: Federation, origins: tuple[str, ...], kind: str
 ) -> Iterable[tuple[int, dict[str, Any]]]:
-    """Ids of the states of these origins, each with the data of the event of this kind that follows it."""
+    """Ids of the states with these origins, each with the data of its event of this ``kind``."""
     made = queries.states(federation.id).where(StateRow.origin.in_(origins), StateRow.phase_id.is_(None))
     told = select(EventRow.data).where(EventRow.federation_id == federation.id, EventRow.kind == kind)
     ids = (state.id for state in session.scalars(made))
@@ -200,7 +200,7 @@ def _step(
     return CommittedStep(row.origin, row, before, tuple(roster), (), phase.step, updates, gone, total=total)
 
 
-# Computing it
+# Computation
 
 
 def _again(registry: Registry, federation: Federation, step: CommittedStep, what_if: WhatIf) -> Replayed:
@@ -237,7 +237,7 @@ def computed(
     updates: Sequence[global_state.Counted],
     rule: Rule,
 ) -> Tensors:
-    """The state that a step makes of the one ``before`` it. Raises DamagedBlob."""
+    """Compute the state after a step from the state ``before`` it. Raises DamagedBlob."""
     context = federation.context([*step.roster, *step.newcomers])
     if step.before is None:
         return global_state.initial_state(registry.blobs, federation, context)

@@ -1,4 +1,4 @@
-"""Admission of answers: an update or evaluation is stored durably, or refused without any change but a counter."""
+"""Admission of answers: updates and evaluations are stored durably, or refused. A refusal is only counted."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.tensors import DTYPES, TensorError, Tensors, check
 
-# No prompt comes near it, and what methods make of such numbers (squares, products of several updates) may overflow
-# float32: the aggregate would be no state, and one update the end of the federation.
+# Norms of prompts are far smaller. Squares and products of such numbers may overflow float32; one update could then
+# end the federation.
 LARGEST_NORM = 1e9
 QUICK_HEADER_BYTES = 4096  # of a small update; a longer header may name thousands of tensors
 
 
 @dataclass(frozen=True)
 class AskedTask(OpenTask):
-    """A task of a client, open or over; ``accepted`` is the digest of the answer that it already has."""
+    """A client's task, open or over. ``accepted``: the digest of its accepted answer."""
 
     status: str = "open"
     payload_stored: bool = True
@@ -56,10 +56,10 @@ class AskedTask(OpenTask):
 
 
 def asked_task(session: Session | Database, federation: Federation, client: Client, task_id: str) -> AskedTask:
-    """The client's task. Raises NotFound for another's, or none."""
+    """The client's task. Raises NotFound if this client has no such task."""
     task = federation.tasks.get(client.name)
     if task is not None and task.id == task_id:
-        return AskedTask(**vars(task))  # No need to ask the database what memory holds.
+        return AskedTask(**vars(task))
     if isinstance(session, Database):
         with session.read() as reading:
             return asked_task(reading, federation, client, task_id)
@@ -84,7 +84,7 @@ def asked_task(session: Session | Database, federation: Federation, client: Clie
 def payload(
     registry: Registry, federation: Federation, client: Client, task_id: str, begin: int = 0
 ) -> tuple[str, bytes | Path]:
-    """Digest of a task's payload, and its bytes or its file; counted as served from byte ``begin`` on.
+    """Digest of a task's payload, and its bytes or its file. It counts as served from byte ``begin`` on.
 
     Raises NotFound, PayloadGone.
     """
@@ -94,7 +94,7 @@ def payload(
     if not task.payload_stored:
         raise problems.PayloadGone(f"round {task.round} is over, and the spec keeps only the last round")
     place = registry.blobs.place(task.payload_sha256)
-    # Small ones lie in no file, and come whole whatever is asked for.
+    # Small payloads are not files, and are always sent whole.
     size = task.payload_bytes - (begin if isinstance(place, Path) and begin < task.payload_bytes else 0)
     registry.last_seen.served(task.id, size)
     registry.metrics.bytes_down.inc(size)
@@ -104,7 +104,7 @@ def payload(
 async def accept_update(
     registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload
 ) -> bool:
-    """Admit an update; whether it is new. The refusals come in the order that the protocol gives."""
+    """Admit an update; returns whether it is new. The protocol defines the order of refusals."""
     if _is_quick(upload) and _is_remembered(registry, federation, client):
         examined = _admit(registry, federation, client, task_id, upload)
     else:
@@ -114,7 +114,7 @@ async def accept_update(
         return False
     with registry.blobs.hold() as held:
         if upload.content is None:
-            # Before the row that names it; the files of a group wait for the disk side by side.
+            # Before its row is written. The files of a group are synced in parallel.
             await run_sync(upload.keep, held)
         else:
             upload.keep(held)
@@ -126,7 +126,7 @@ async def accept_update(
 
 
 def expect_fitting(federation: Federation, client: Client, task: AskedTask, length: int) -> None:
-    """Refuse an update that is announced longer than what its phase asks for. Raises BodyTooLarge.
+    """Refuse an update that is announced as longer than its phase allows. Raises BodyTooLarge.
 
     An update in parts stays on the disk until its task is over, so the limit follows from the shapes and dtypes that
     the phase declares, with ``HEADER`` bytes for names and metadata. ``length`` is in bytes.
@@ -140,12 +140,12 @@ def expect_fitting(federation: Federation, client: Client, task: AskedTask, leng
 
 
 def _is_quick(upload: Upload) -> bool:
-    """Whether to look at it takes less time than to have a thread do so."""
+    """Whether checking the update takes less time than starting a thread for it."""
     return upload.content is not None and int.from_bytes(upload.content[:8], "little") <= QUICK_HEADER_BYTES
 
 
 def _is_remembered(registry: Registry, federation: Federation, client: Client) -> bool:
-    """Whether the client's open task and its payload are in memory: the change is measured against the payload."""
+    """Whether the client's open task and its payload, which the change is measured against, are in memory."""
     task = federation.tasks.get(client.name)
     return (
         task is not None
@@ -157,7 +157,7 @@ def _is_remembered(registry: Registry, federation: Federation, client: Client) -
 def _admit(
     registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload
 ) -> tuple[float, dict[str, Any], dict[str, Any] | None] | None:
-    """Norm, metrics and receipt of an update that may be entered; None for the twin of one that has been."""
+    """Norm, metrics and receipt of the checked update; None if this update was accepted before."""
     task = asked_task(registry.database, federation, client, task_id)
     if decided(federation, task, "train", None if upload.too_large else upload.sha256):
         return None
@@ -226,7 +226,7 @@ class _Update(Answer):
 async def accept_evaluation(
     registry: Registry, federation: Federation, client: Client, task_id: str, request: EvaluationRequest
 ) -> bool:
-    """Store a client's accuracies; whether they are new."""
+    """Store a client's accuracies; returns whether they are new."""
     body = request.model_dump(mode="json")
     digest = digest_of(canonical_json(body).encode())
     return await registry.committer.submit(_Evaluation(federation.id, client, task_id, digest, body))
@@ -246,14 +246,14 @@ class _Evaluation(Answer):
 def _task_in(change: Change, client: Client, task_id: str) -> AskedTask:
     task = change.federation.tasks.get(client.name)
     if task is None or task.id != task_id:
-        change.flush()  # Its answer may have been entered in this very group.
+        change.flush()  # Its answer may be in the same group.
     return asked_task(change.session, change.federation, client, task_id)
 
 
 def accept_failure(
     registry: Registry, federation: Federation, client: Client, task_id: str, request: FailureRequest
 ) -> None:
-    """Note that a client cannot carry out its task; saying so again changes nothing."""
+    """Record that a client cannot carry out its task. Repeating it changes nothing."""
     with registry.change(federation.id) as change:
         task = _task_in(change, client, task_id)
         if task.status == "failed":
@@ -267,9 +267,9 @@ def accept_failure(
 
 
 def decided(federation: Federation, task: AskedTask, kind: str | None, digest: str | None) -> bool:
-    """Whether just this answer has been accepted before; refuses what can no longer be one.
+    """Whether exactly this answer was accepted before. Refuses an answer that cannot be accepted any more.
 
-    ``kind`` None: an answer to a step of a secure sum, whose tasks take nothing else.
+    ``kind`` None: an answer to a step of a secure sum, whose tasks accept no other answers.
     """
     exchanged = federation.spec.secure_aggregation is not None and task.kind != "evaluate"
     if exchanged != (kind is None) or (kind is not None and task.kind != kind):
@@ -297,7 +297,7 @@ def _expect_open(federation: Federation, task: AskedTask) -> None:
 def _examine(
     blobs: Blobs, federation: Federation, client: Client, task: AskedTask, upload: Upload
 ) -> tuple[float, dict[str, Any], dict[str, Any] | None]:
-    """Norm, metrics and receipt of an update that is as it must be."""
+    """Check an update; returns its norm, metrics and receipt."""
     phase = federation.method_phase(task.round, task.step)
     try:
         tensors, metadata = upload.tensors()
@@ -323,7 +323,7 @@ def _examine(
 
 
 def _receipt(federation: Federation, task: AskedTask, about: UpdateMetadata) -> dict[str, Any] | None:
-    """The client's signature of the payload that it was served: others will be shown it, so it must be one."""
+    """The client's signature of its payload, which is verified, since it is shown to other clients."""
     receipt = about.receipt
     if receipt is None:
         return None
@@ -335,7 +335,7 @@ def _receipt(federation: Federation, task: AskedTask, about: UpdateMetadata) -> 
 
 
 def spent_metrics(federation: Federation, client: Client, spent: SpendReport | None) -> dict[str, float]:
-    """What the update cost its client, beside its metrics. The client's own word, held against the public terms."""
+    """The privacy cost that the client reports, as metrics. It must match the public terms."""
     privacy = federation.privacy
     at_client = privacy is not None and privacy.protects_records
     if not at_client and spent is None:
@@ -362,7 +362,7 @@ def spent_metrics(federation: Federation, client: Client, spent: SpendReport | N
 
 
 def _check_change(federation: Federation, tensors: Tensors, payload: Tensors) -> None:
-    """Refuse a change over the limit. What the client was given is not its doing, and may be long already."""
+    """Refuse a change over the limit. The payload, which may be long already, does not count."""
     numbers = sum(tensor.numel() for tensor in tensors.values())
     size, limit = change_norm(tensors, payload), change_limit(federation.spec, federation.method, numbers)
     if size <= limit:

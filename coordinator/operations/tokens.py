@@ -1,4 +1,4 @@
-"""Enrolment tokens: minted, listed, taken back, and closed where somebody who came by one is withdrawn."""
+"""Enrolment tokens: create, list and revoke them. Withdrawing a client also closes its token."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from promptfed.shared.api.access_schemas import MintedToken, TokenPage, TokenReq
 
 
 def mint(registry: Registry, id: str, request: TokenRequest, default_hours: float) -> MintedToken:
-    """A new enrolment token; only here is its text shown.
+    """Create an enrolment token. Only this answer contains the token itself.
 
     Raises:
-        NotFound: it is to be for a name that nobody has.
+        NotFound: it is for a name that no client has.
         NameTaken: another token of the federation has its name.
-        WrongState: it is to be for a name that was not reset.
+        WrongState: it is for a name that was not reset.
     """
     token, token_id = new_token(), "tok-" + secrets.token_hex(8)
     expires = clock.later((request.hours if request.hours is not None else default_hours) * 3600)
@@ -67,7 +67,7 @@ def _reset_name(federation: Federation, asked: str) -> str:
 
 
 def page(session: Session, federation: Federation, limit: int, after: str | None) -> TokenPage:
-    """Tokens in order of id, with who came by them."""
+    """Tokens in order of id, with the clients that enrolled with them."""
     query = select(TokenRow).where(TokenRow.federation_id == federation.id)
     shown, following = queries.page(session, query, TokenRow.id, limit, after)
     came: dict[str | None, list[str]] = {}
@@ -85,7 +85,7 @@ def _view(row: TokenRow, clients: list[str]) -> TokenView:
 
 
 def revoke(registry: Registry, id: str, token: str) -> None:
-    """Take a token back: from here on nobody knows it. Who came by it stays. Raises NotFound."""
+    """Revoke a token. Clients that enrolled with it stay. Raises NotFound."""
     with registry.change(id) as change:
         federation = change.federation
         keys = [key for key, known in federation.tokens.items() if token in (known.id, known.name)]

@@ -55,7 +55,7 @@ def verify(settings: Settings) -> int:
 
 def _look(store: Store) -> int:
     damaged = 0
-    for what, reading in CHECKS.items():
+    for name, reading in CHECKS.items():
         try:
             with store.database.read() as session:
                 for line in reading(session, store.blobs):
@@ -63,13 +63,13 @@ def _look(store: Store) -> int:
                     print(f"damaged: {line}", flush=True)
         except (SQLAlchemyError, ValueError) as error:
             damaged += 1
-            print(f"damaged: {what} cannot be read: {one_line(getattr(error, 'orig', None) or error)}", flush=True)
+            print(f"damaged: {name} cannot be read: {one_line(getattr(error, 'orig', None) or error)}", flush=True)
     place = store.database.backend.place
     print(f"{damaged} damaged in {place}" if damaged else f"all of {place} and its blobs is what was stored")
     return DAMAGED if damaged else WHOLE
 
 
-# Each looks at one kind of thing
+# Checks, each of one kind of data
 
 
 def _database(session: Session, blobs: Blobs) -> Iterator[str]:
@@ -98,12 +98,12 @@ def _states(session: Session, blobs: Blobs) -> Iterator[str]:
     query = select(FederationRow.name, StateRow.round, StateRow.sha256, StateRow.bytes, StateRow.state_hash)
     joined = query.join(FederationRow, FederationRow.id == StateRow.federation_id).where(StateRow.stored)
     for row in _rows(session, joined.order_by(StateRow.id)):
-        what = f"the state of round {row.round} of {row.name} ({row.sha256})"
+        blob = f"the state of round {row.round} of {row.name} ({row.sha256})"
         why = _why_not(blobs, row.sha256, row.bytes)
         if why is None and _state_hash(blobs, row.sha256) != row.state_hash:
             why = f"is another state than the recorded {row.state_hash}"
         if why is not None:
-            yield f"{what} {why}"
+            yield f"{blob} {why}"
 
 
 def _updates(session: Session, blobs: Blobs) -> Iterator[str]:
@@ -118,8 +118,8 @@ def _updates(session: Session, blobs: Blobs) -> Iterator[str]:
         .where(UpdateRow.stored)
     )
     for row in _rows(session, joined.order_by(TaskRow.phase_id, TaskRow.client)):
-        what = f"the update of {row.client!r} in round {row.round} ({row.phase}) of {row.name}"
-        yield from _damage(blobs, what, row.sha256, row.bytes)
+        blob = f"the update of {row.client!r} in round {row.round} ({row.phase}) of {row.name}"
+        yield from _damage(blobs, blob, row.sha256, row.bytes)
 
 
 def _payloads(session: Session, blobs: Blobs) -> Iterator[str]:
@@ -131,15 +131,15 @@ def _payloads(session: Session, blobs: Blobs) -> Iterator[str]:
         .where(TaskRow.payload_stored, TaskRow.payload_sha256.is_not(None))
     )
     for row in _rows(session, joined):
-        what = f"the payload of round {row.round} ({row.phase}) of {row.name}"
-        yield from _damage(blobs, what, row.payload_sha256, row.payload_bytes)
+        blob = f"the payload of round {row.round} ({row.phase}) of {row.name}"
+        yield from _damage(blobs, blob, row.payload_sha256, row.payload_bytes)
 
 
 def _supplied(session: Session, blobs: Blobs) -> Iterator[str]:
     for row in _rows(session, select(FederationRow.name, FederationRow.supplied_state, FederationRow.lexicon)):
-        for what, digest in (("supplied initial state", row.supplied_state), ("lexicon", row.lexicon)):
+        for kind, digest in (("supplied initial state", row.supplied_state), ("lexicon", row.lexicon)):
             if digest is not None:
-                yield from _damage(blobs, f"the {what} of {row.name}", digest)
+                yield from _damage(blobs, f"the {kind} of {row.name}", digest)
 
 
 def _evaluations(session: Session, blobs: Blobs) -> Iterator[str]:
@@ -175,15 +175,15 @@ def _rows(session: Session, query: Select[*tuple[Any, ...]]) -> Iterator[Row[Any
     yield from session.execute(query.execution_options(yield_per=AT_ONCE))
 
 
-def _damage(blobs: Blobs, what: str, digest: str, size: int | None = None) -> Iterator[str]:
+def _damage(blobs: Blobs, name: str, digest: str, size: int | None = None) -> Iterator[str]:
     """A line if the blob is damaged."""
     why = _why_not(blobs, digest, size)
     if why is not None:
-        yield f"{what} ({digest}) {why}"
+        yield f"{name} ({digest}) {why}"
 
 
 def _why_not(blobs: Blobs, digest: str, size: int | None = None) -> str | None:
-    """What is wrong with a blob; None where it is what was stored."""
+    """What is wrong with a blob; None if it is intact."""
     try:
         place = blobs.places([digest])[0]
     except DamagedBlob as error:

@@ -1,4 +1,4 @@
-"""Whether the card of an export says what the coordinator knows."""
+"""Checks an export's card against the coordinator's data."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from promptfed.shared.canonical import parse_json
 from promptfed.shared.spec.spec import SpecError
 
 SHOWN = 200  # letters of a value that a refusal names
-Differences = dict[str, str]  # what is wrong, by its place in the card
+Differences = dict[str, str]  # explanations by place in the card
 
 
 def check_card(registry: Registry, federation: Federation, round: int, body: bytes) -> None:
-    """Compare ``body``, the bytes of a ``card.json``, with everything that is known of the result after ``round``.
+    """Compare ``body``, the bytes of a ``card.json``, with the coordinator's data on the result after ``round``.
 
     A coordinator without a backbone cannot compute the class weights, the merged model, the backbone's files and
-    ``card.md``: their digests are the exporter's, and so are class names that the spec does not give.
+    ``card.md``: their digests are not checked, nor are class names that the spec does not give.
 
     Raises:
-        UnreadableBody: it is no JSON.
-        InvalidRequest: it is no card.
+        UnreadableBody: it is not JSON.
+        InvalidRequest: it is not a card.
         NoState: there is no state of that round, or it is no longer kept.
-        ExportDiffers: the card says something else than the store.
+        ExportDiffers: the card differs from the coordinator's data.
     """
     card = _parsed(body)
     known = known_of(registry, federation, round)
@@ -107,6 +107,6 @@ def _wrong_files(card: Card, known: Known) -> Differences:
 
 
 def _is_same(given: CardFile, known: CardFile) -> bool:
-    """Whether a file is the known one; its tensors' shapes, which follow from it, may be left out."""
+    """Whether a file is the known one. The shapes of its tensors may be left out."""
     shapes = known.tensors if given.tensors is not None else None
     return given == known.model_copy(update={"tensors": shapes})

@@ -1,4 +1,4 @@
-"""What the coordinator knows of an export: the facts of its card, from the rows and the stored state."""
+"""Facts of an export's card, from the database and the stored state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from promptfed.shared.tensors import Tensors, decode_place, encode, method_part,
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of the result after ``round``; ``state`` is the file that holds it in an export."""
+    """The coordinator's data on the result after ``round``; ``state``: its file in an export."""
 
     view: FederationView
     clients: list[ClientView]
@@ -38,7 +38,7 @@ class Known:
 
 
 def known_of(registry: Registry, federation: Federation, round: int) -> Known:
-    """Everything about the result after ``round``. Raises NoState."""
+    """The coordinator's data on the result after ``round``. Raises NoState."""
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
         stored = state_of(session, federation, round)

@@ -18,7 +18,7 @@ from promptfed.shared.messages import ENDED
 
 
 def federation_view(session: Session, federation: Federation) -> schemas.FederationView:
-    """One federation as it stands in memory, with its times and its newest state hash from the database."""
+    """One federation: its state in memory, with its times and its newest state hash from the database."""
     columns = (FederationRow.created_at, FederationRow.started_at, FederationRow.ended_at)
     row = session.execute(select(*columns).where(FederationRow.id == federation.id)).one()
     times = {name: _time(at) if federation.unreadable else at for name, at in row._mapping.items()}
@@ -63,7 +63,7 @@ def _time(stored: object) -> datetime | None:
 
 
 def without_participation(view: schemas.FederationView) -> schemas.FederationView:
-    """``view`` for those who are not to learn who takes part in the open phase, nor how many or when they answer."""
+    """``view`` without anything that tells who takes part in the open phase, how many, or when they answer."""
     told: dict[str, object] = {"disk": None, "stage": None, "asked": [], "answered": [], "failed": [], "awaited": []}
     return view.model_copy(update=told)
 
@@ -106,21 +106,12 @@ def _stage(federation: Federation) -> schemas.StageView | None:
 
 def client_view(row: ClientRow) -> schemas.ClientView:
     """One client, without its secret's digest and its class names."""
-    return schemas.ClientView.model_validate(
-        {
-            "client_id": row.id,
-            "name": row.name,
-            "role": row.role,
-            "status": "active" if row.active else "withdrawn",
-            "joined": row.joined,
-            "reset": row.secret_digest is None,
-            "num_samples": row.num_samples,
-            "num_classes": len(row.class_names),
-            "domain": row.domain,
-            "device": row.device,
-            "enrolled_at": row.enrolled_at,
-            "last_seen": row.last_seen,
-            "refusals": row.refusals,
-            "last_refusal": schemas.LastRefusal.model_validate(row.last_refusal) if row.last_refusal else None,
-        }
-    )
+    computed = {
+        "client_id": row.id,
+        "status": "active" if row.active else "withdrawn",
+        "reset": row.secret_digest is None,
+        "num_classes": len(row.class_names),
+        "last_refusal": schemas.LastRefusal.model_validate(row.last_refusal) if row.last_refusal else None,
+    }
+    stored = {name: getattr(row, name) for name in schemas.ClientView.model_fields if name not in computed}
+    return schemas.ClientView.model_validate(stored | computed)

@@ -1,4 +1,4 @@
-"""Prompts made by a learned generator from class names' text features, which the caller's backbone has computed."""
+"""Prompts of a learned generator, from text features of class names that the caller's backbone has computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from promptfed.shared.tensors import decode, method_part
 
 
 def generate(registry: Registry, federation: Federation, request: GenerateRequest, round: int | None) -> PromptsView:
-    """What the generator in the state after ``round`` (None: the latest) makes for the classes of ``request``.
+    """Prompts for the classes of ``request``, by the generator in the state after ``round`` (None: the latest).
 
     Raises:
         NotAGenerator: the method learns none.

@@ -1,6 +1,6 @@
-"""What only prompt learning can show, computed from stored tensors on the computing thread and kept by round.
+"""Insights into learned prompts, computed from stored tensors on the thread for tensor work, and cached.
 
-Each piece is a job of its own, so that rounds are aggregated in between; what a committed state says never changes.
+Each piece is a separate job, so that rounds are aggregated in between. Results on a committed state never change.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _CountedPhase:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What there is to compute for a round: the last state of each round so far by digest, None where not kept."""
+    """Inputs for the insights of a round. ``history``: digest of each round's last state, None if not kept."""
 
     state: rounds.StoredState
     history: dict[int, str | None]
@@ -64,7 +64,7 @@ class _Plan:
 
 
 class Insights:
-    """Computes and remembers. All methods run on the event loop; none computes there."""
+    """Computes and caches insights. Methods run on the event loop; computations do not."""
 
     def __init__(self, registry: Registry):
         self._registry = registry
@@ -72,7 +72,7 @@ class Insights:
         self._turn = asyncio.Lock()
 
     async def of(self, federation: Federation, round: int | None) -> schemas.InsightsView:
-        """Everything about the state after ``round`` (None: the latest) and the way to it. Raises NoState."""
+        """All insights into the state after ``round`` (None: the latest) and the rounds before. Raises NoState."""
         plan = await asyncio.to_thread(_plan, self._registry, federation, round)
         missing: list[schemas.Missing] = []
         drift = await self._drift(federation, plan, missing)
@@ -141,7 +141,7 @@ class Insights:
         return similarities
 
     async def _once(self, key: Hashable, job: Callable[[], T]) -> T:
-        """What ``job`` gives, computed where tensor work is done unless it is known."""
+        """The cached result of ``job``, which is computed on the thread for tensor work if necessary."""
         async with self._turn:
             if key not in self._kept:
                 self._kept[key] = await self._registry.compute(job)
@@ -151,7 +151,7 @@ class Insights:
             return cast(T, self._kept[key])
 
 
-# What there is
+# Inputs
 
 
 def _plan(registry: Registry, federation: Federation, round: int | None) -> _Plan:
@@ -188,7 +188,7 @@ def _exchanges(session: Session, federation: Federation, round: int) -> list[_Co
     return exchanges
 
 
-# Computing it
+# Computation
 
 
 def _drift(

@@ -1,4 +1,4 @@
-"""Every number of every round, in order, as JSON or CSV."""
+"""All metrics of all rounds, in order, as JSON or CSV."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def as_json(database: Database, federation: Federation) -> Iterator[bytes]:
 
 
 def as_csv(database: Database, federation: Federation) -> Iterator[bytes]:
-    """The same as lines, under the names of the fields."""
+    """The same as CSV, with a header line."""
     lines: Iterator[tuple[object, ...]] = chain([FIELDS], _numbers(database, federation))
     for some in batches(lines):
         text = io.StringIO()
@@ -40,12 +40,12 @@ def as_csv(database: Database, federation: Federation) -> Iterator[bytes]:
 
 
 def _cell(value: object) -> object:
-    """Names that clients chose are never formulas to who opens the file; numbers stay numbers."""
+    """Escape text that a spreadsheet would read as a formula: clients choose names. Numbers stay numbers."""
     return csv_cell(value) if isinstance(value, str) else value
 
 
 def _numbers(database: Database, federation: Federation) -> Iterator[Number]:
-    """One round is read at a time, in a transaction of its own: a slow reader keeps none open."""
+    """Read one round at a time, each in its own transaction: slow readers keep no transaction open."""
     with database.read() as session:
         begun = rounds(session, federation.id)
     for number in begun:

@@ -1,4 +1,4 @@
-"""JSON in pieces: what is made of many rows leaves as it is made, and holds up nobody else meanwhile."""
+"""JSON in pieces: long answers are sent while they are made, and do not block other threads."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-AT_ONCE = 200  # rows that one piece is made of: a millisecond or two, in which no other thread runs
-FEW = 8  # a list that may hold long ones itself
+AT_ONCE = 200  # rows of one piece, which take a millisecond or two in which no other thread runs
+FEW = 8  # items of a list whose items may be long themselves
 
 T = TypeVar("T")
 
 
 def batches(rows: Iterable[T]) -> Iterator[list[T]]:
-    """``rows``, some at a time."""
+    """``rows`` in lists of at most ``AT_ONCE``."""
     rest = iter(rows)
     while some := list(islice(rest, AT_ONCE)):
         yield some
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """The JSON of a model, or of what one consists of."""
+    """The JSON of a model, or of a part of one."""
     if isinstance(value, BaseModel):
         yield from _members(_told(value))
     elif isinstance(value, dict) and len(value) > AT_ONCE:
@@ -37,7 +37,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
 
 
 def _told(model: BaseModel) -> Iterator[tuple[str, Any]]:
-    """The fields of ``model`` but for those that it leaves out of its JSON."""
+    """The fields of ``model`` that its JSON includes."""
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
         if field.exclude_if is None or not field.exclude_if(value):
@@ -53,7 +53,7 @@ def _members(members: Iterator[tuple[str, Any]]) -> Iterator[bytes]:
 
 
 def separated(parts: Iterable[Iterator[bytes]], begin: bytes, end: bytes) -> Iterator[bytes]:
-    """``parts`` with commas between and brackets around."""
+    """``parts`` separated by commas, between ``begin`` and ``end``."""
     before = begin
     for part in parts:
         yield before
@@ -63,5 +63,5 @@ def separated(parts: Iterable[Iterator[bytes]], begin: bytes, end: bytes) -> Ite
 
 
 def listed(parts: Iterable[bytes], begin: bytes, end: bytes) -> Iterator[bytes]:
-    """The same where each part is one piece."""
+    """The same for parts of one piece each."""
     return separated((iter((part,)) for part in parts), begin, end)

@@ -1,4 +1,4 @@
-"""Differential privacy of a federation: what its clients planned, spent and refused, and the cost of its own noise."""
+"""Differential privacy of a federation: planned and spent ε, refusals, and the cost of the coordinator's noise."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MOST_RECEIPTS = 256  # that one client is shown: more witnesses than any policy 
 
 
 def spends_of(session: Session, federation: Federation, client: Client) -> SpendList:
-    """What one client has spent, in the order in which it was sent."""
+    """The privacy cost that one client has reported, in order of its reports."""
     spends = _spends(session, federation, client.name).get(client.name, [])
     return SpendList(federation_id=federation.id, client=client.name, spends=spends)
 
 
 def _spends(session: Session, federation: Federation, client: str | None = None) -> dict[str, list[SpendView]]:
-    """By client, of all or of one."""
+    """By client: of all clients, or of one."""
     spends: dict[str, list[SpendView]] = {}
     for name, spend in (*_of_updates(session, federation, client), *_of_evaluations(session, federation, client)):
         spends.setdefault(name, []).append(spend)
@@ -39,7 +39,7 @@ def _spends(session: Session, federation: Federation, client: str | None = None)
 
 
 def _of_updates(session: Session, federation: Federation, client: str | None) -> Iterator[tuple[str, SpendView]]:
-    """Updates in the clear by their bytes, and masked ones, whose change nobody has seen."""
+    """Updates, and masked vectors, whose changes are not known."""
     plain = (UpdateRow.sha256.label("sent"), UpdateRow.metrics, UpdateRow.received_at)
     masked = (ExchangeRow.digest.label("sent"), ExchangeRow.metrics, ExchangeRow.received_at)
     for table, columns in ((UpdateRow, plain), (ExchangeRow, masked)):
@@ -61,7 +61,7 @@ def _event(federation: Federation, client: Client, metrics: dict[str, Any]) -> P
 
 
 def _of_evaluations(session: Session, federation: Federation, client: str | None) -> Iterator[tuple[str, SpendView]]:
-    """Noisy counts, whose evaluations say what they cost."""
+    """Evaluations with noisy counts, which report their privacy cost."""
     columns = (EvaluationRow.body, EvaluationRow.received_at)
     for row in _answers(session, federation, client, EvaluationRow, *columns):
         if row.body.get("privacy") is not None:
@@ -103,7 +103,7 @@ def _answers(session: Session, federation: Federation, client: str | None, table
 
 
 def privacy_view(session: Session, federation: Federation) -> PrivacyView:
-    """Of all clients together, with what the operator should know."""
+    """The figures of all clients together, with warnings for the operator."""
     given = federation.spec.privacy
     trainers = [client for _, client in sorted(federation.clients.items()) if client.role == "trainer"]
     protected = given.level == "sample"
@@ -182,9 +182,9 @@ def _warnings(federation: Federation, clients: list[ClientPrivacy]) -> list[str]
 
 
 def witnesses(session: Session, federation: Federation, round: int, phase: str) -> Witnesses:
-    """What the counted clients of a closed phase have signed; nothing of one that is open, or that there is not.
+    """Receipts that the counted clients of a closed phase have signed; none if the phase is open or does not exist.
 
-    Poisson samples are secret: their receipts would tell how many were drawn.
+    There are none with Poisson sampling: samples are secret, and receipts would tell their size.
     """
     receipts: list[Witness] = []
     if federation.spec.participation.model_dump().get("sampling", "fixed") == "fixed":
@@ -204,7 +204,7 @@ def witnesses(session: Session, federation: Federation, round: int, phase: str) 
 
 
 def spent_privacy(metrics: Mapping[str, float]) -> report_schemas.SpentPrivacy | None:
-    """What an update cost its client, as it is stored among its metrics; None where it was not protected."""
+    """The privacy cost of an update, which is stored among its metrics; None if it was not protected."""
     if "privacy_epsilon" not in metrics:
         return None
     noise: Literal["secret", "seeded"] = "seeded" if metrics["privacy_seeded"] else "secret"
@@ -218,7 +218,7 @@ def spent_privacy(metrics: Mapping[str, float]) -> report_schemas.SpentPrivacy |
 
 
 def central_privacy(session: Session, federation: Federation) -> CentralPrivacyView | None:
-    """What protecting whole clients costs, and how much its noise leaves; None where no noise protects them."""
+    """Privacy cost at level ``client``, and how the noise compares with the change; None at other levels."""
     given, rules = federation.spec.privacy, federation.rules
     if not given.protects_clients or federation.absent is not None:
         return None

@@ -1,4 +1,4 @@
-"""What tensors of prompts tell people: how far they moved, whether clients pull the same way, which words are near.
+"""Metrics of learned prompts: their drift, the similarity of clients' changes, and the nearest words.
 
 Pure functions of tensors; sums are in float64. Notation: ``K`` clients, ``V`` words, ``m`` context vectors, ``d_t``
 width of the text tower.
@@ -21,7 +21,7 @@ from promptfed.shared.tensors import norm
 
 COLUMNS = 1 << 16  # entries of all updates that are worked on together in float64
 Source = Path | bytes
-"""Safetensors: a file, or what one would hold."""
+"""Safetensors: a file, or its content."""
 
 SAMPLE = 256  # words whose nearest other word says how far apart words are
 
@@ -29,7 +29,7 @@ SAMPLE = 256  # words whose nearest other word says how far apart words are
 def drift(
     start: Mapping[str, Tensor], now: Mapping[str, Tensor], before: Mapping[str, Tensor] | None = None
 ) -> dict[str, TensorDrift]:
-    """The drift of each tensor that both have in one shape, and its step since ``before``.
+    """The drift of each tensor that both have in the same shape, and its step since ``before``.
 
     Rows that joined later have no start.
     """
@@ -53,7 +53,7 @@ def _distance(name: str, start: Mapping[str, Tensor], now: Mapping[str, Tensor])
 
 
 def cosines(updates: Sequence[Source], before: Mapping[str, Tensor]) -> list[list[float | None]]:
-    """Cosines ``(K, K)`` between what clients changed: their updates less the state ``before`` that they began with.
+    """Cosines ``(K, K)`` between clients' changes: their updates minus the state ``before`` that they began with.
 
     A tensor that the state does not have in the update's shape (such as pFedPG's ΔP) is a change by itself.
     Updates are safetensors, in files or as bytes, and read tensor by tensor. None beside a client that changed nothing.
@@ -80,7 +80,7 @@ def _cosine(product: float, lengths: float) -> float | None:
 
 
 def _float_names(updates: Sequence[Source]) -> list[str]:
-    """The float tensors that every update has in one shape."""
+    """The float tensors that every update has in the same shape."""
     shared: dict[str, list[int]] | None = None
     for update in updates:
         shapes = _float_shapes(update)
@@ -113,7 +113,7 @@ class Plane:
 
 
 def plane(vectors: Mapping[str, Tensor]) -> Plane | None:
-    """The two-dimensional PCA of ``vectors``, all of one length; None for fewer than two, which span no line.
+    """The two-dimensional PCA of ``vectors``, all of one length; None for fewer than two.
 
     Signs are chosen so that the largest entry of each component is positive: the same vectors give the same picture.
     """
@@ -134,7 +134,7 @@ def plane(vectors: Mapping[str, Tensor]) -> Plane | None:
 
 
 def nearest(vectors: Tensor, embeddings: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """For each of ``vectors (m, d_t)`` the rows of ``embeddings (V, d_t)`` at the least Euclidean distance, and it."""
+    """For each of ``vectors (m, d_t)`` the rows of ``embeddings (V, d_t)`` that are nearest (L2), and the distances."""
     distances = torch.cdist(vectors.float(), embeddings, compute_mode="donot_use_mm_for_euclid_dist")
     least = distances.topk(min(count, len(embeddings)), largest=False)
     return [
@@ -144,7 +144,7 @@ def nearest(vectors: Tensor, embeddings: Tensor, count: int) -> list[list[tuple[
 
 
 def spacing(embeddings: Tensor) -> float | None:
-    """The median distance of a word to its nearest other word, over ``SAMPLE`` evenly chosen ones; None for one word.
+    """The median distance of a word to its nearest other word, over ``SAMPLE`` evenly chosen words; None for one word.
 
     It is the yardstick for a context's distances: a vector much farther from its nearest word than words are from
     each other is no word.

@@ -1,4 +1,4 @@
-"""Reports of rounds, from the rows: nothing here is computed from tensors."""
+"""Reports of rounds, from the database alone: nothing is computed from tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def state_of(session: Session, federation: Federation, round: int | None) -> Sto
 
 
 def _last_state(session: Session, federation: Federation, round: int | None) -> StateRow | None:
-    # A round without phases leaves the state of the round before.
+    # A round without phases keeps the state of the round before.
     until = () if round is None else (StateRow.round <= round,)
     return queries.last_state(session, federation.id, *until)
 
@@ -66,7 +66,7 @@ def rounds(session: Session, id: str) -> list[int]:
 
 
 def page(database: Database, federation: Federation, numbers: list[int], following: str | None) -> Iterator[bytes]:
-    """A ``RoundPage`` as JSON: one round after the other is read, each in a transaction of its own, and let go of."""
+    """A ``RoundPage`` as JSON. Rounds are read one after the other, each in its own transaction."""
 
     def report(number: int) -> Iterator[bytes]:
         with database.read() as session:
@@ -135,9 +135,9 @@ def _stage_report(stage: PhaseRow, tasks: list[Any]) -> dict[str, Any]:
 
 
 def _rows(session: Session, table: type[Base], *where: Any) -> list[Any]:
-    """All columns of the rows, in order of the client: a tenth of what objects of the same rows cost.
+    """All columns of the rows, in order of client name. This takes a tenth of the time of mapped objects.
 
-    They come some at a time, since while a driver hands over all at once no other thread may run.
+    Rows are fetched in batches, since other threads cannot run while the driver converts one.
     """
     query = select(table.__table__)
     if table is not TaskRow:
@@ -181,7 +181,7 @@ def _phase_report(session: Session, federation: Federation, stage: PhaseRow) -> 
 
 
 def _secure_report(session: Session, federation: Federation, stages: list[PhaseRow]) -> report_schemas.PhaseReport:
-    """One attempt at a secure sum: its training as a phase, the sum in the place of the updates."""
+    """The report of one attempt at a secure sum: as a phase, with the sum instead of updates."""
     first, last = stages[0], stages[-1]
     report = _phase_report(session, federation, first)
     state = session.scalar(select(StateRow.state_hash).where(StateRow.phase_id == last.id))
@@ -236,7 +236,7 @@ def _plain_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def _mean_metrics(parts: list[tuple[float, dict[str, float]]]) -> dict[str, float]:
-    """Weighted means of the metrics that every client has sent."""
+    """Weighted means of the metrics that all clients have sent."""
     if not parts:
         return {}
     common = set.intersection(*(set(metrics) for _, metrics in parts))
@@ -289,7 +289,7 @@ def _spent_counts(spent: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _mean_accuracy(clients: list[report_schemas.ClientEvaluation]) -> dict[str, dict[str, float]]:
-    """For each split the mean over the clients that have it, each counting once."""
+    """For each split the unweighted mean over the clients that have it."""
     means: dict[str, dict[str, float]] = {}
     for split in sorted({name for client in clients for name in client.splits}):
         own = [client.splits[split] for client in clients if split in client.splits]

@@ -1,4 +1,4 @@
-"""What a round's report tells of a secure sum: who answered each step, and the sum's own figures. No client has any."""
+"""A secure sum in a round's report: who answered each step, and figures of the sum. There are none by client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def attempts(federation: Federation, stages: Sequence[PhaseRow]) -> list[list[Ph
 
 
 def secure_report(session: Session, federation: Federation, stages: Sequence[PhaseRow]) -> report_schemas.SecureReport:
-    """One attempt; ``stages`` are those of its steps that have begun."""
+    """The report of one attempt; ``stages``: its steps that have begun."""
     plan = federation.rules.plan(stages[0].round, stages[0].step)
     assert plan is not None, "it is an attempt's first step"
     assert plan.secure is not None, "it is an attempt's first step"
@@ -46,14 +46,14 @@ def secure_report(session: Session, federation: Federation, stages: Sequence[Pha
 
 
 def _privacy(session: Session, stages: Sequence[PhaseRow]) -> dict[str, report_schemas.SpentPrivacy] | None:
-    """What its masked vector has cost each client that sent one; None where nothing was protected."""
+    """The privacy cost of each client that sent a masked vector; None if nothing is protected."""
     vectors = _masked_vectors(session, stages)
     spent = {task.client: spent_privacy(exchange.metrics or {}) for task, exchange in vectors}
     return {client: cost for client, cost in spent.items() if cost is not None} or None
 
 
 def _masked_vectors(session: Session, stages: Sequence[PhaseRow]) -> list[tuple[TaskRow, ExchangeRow]]:
-    """The tasks of an attempt's step mask and their answers, without these' bodies, in order of client name."""
+    """Tasks of an attempt's step ``mask`` with their answers (bodies deferred), in order of client name."""
     masks = [stage.id for stage in stages[MASK : MASK + 1]]
     query = select(TaskRow, ExchangeRow).join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
     answered = query.where(TaskRow.phase_id.in_(masks)).order_by(TaskRow.client)
@@ -71,7 +71,7 @@ def _step(session: Session, stage: PhaseRow) -> report_schemas.SecureStepReport:
 
 
 def central_privacy(stage: PhaseRow) -> report_schemas.CentralPrivacy | None:
-    """What the clients' noise in an attempt's sum, and in all before it, has cost; None where they added none."""
+    """The cumulative privacy cost of the sums up to this attempt; None if clients add no noise."""
     told = (stage.measured or {}).get("privacy")
     return None if told is None else report_schemas.CentralPrivacy.model_validate(told)
 
@@ -79,7 +79,7 @@ def central_privacy(stage: PhaseRow) -> report_schemas.CentralPrivacy | None:
 def troubles(
     session: Session, report: report_schemas.PhaseReport, stages: Sequence[PhaseRow]
 ) -> dict[str, list[report_schemas.FailureReport] | list[str]]:
-    """Who failed, and who was silent: in the training, which ``report`` is of, or in a later step."""
+    """Clients that failed or did not answer, in the training (``report``) or in a later step."""
     later = [stage.id for stage in stages[1:]]
     rows = session.execute(select(TaskRow.client, TaskRow.status, TaskRow.failure).where(TaskRow.phase_id.in_(later)))
     failed, silent = list(report.failed), set(report.expired)
@@ -93,7 +93,7 @@ def troubles(
 
 
 def counted(session: Session, stages: Sequence[PhaseRow]) -> list[report_schemas.CountedUpdate]:
-    """Whose masked vectors are in the sum, with their digests: of these bytes nothing of an update can be read."""
+    """The clients whose masked vectors are in the sum, with the digests of the vectors."""
     return [
         report_schemas.CountedUpdate(client=task.client, sha256=exchange.digest, weight=task.weight or 0.0)
         for task, exchange in _masked_vectors(session, stages)

@@ -75,10 +75,6 @@ class Leases:
         """The federation with this id or name, as of the last look."""
         return self._places.get(asked)
 
-    def places(self) -> set[str]:
-        """Ids and names of all federations, as of the last look."""
-        return set(self._places)
-
     def register(self) -> None:
         """Remove earlier coordinators at the same address. Raises SQLAlchemyError."""
         with self._session() as session:
