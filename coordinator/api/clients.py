@@ -1,4 +1,4 @@
-"""``.../enrolment`` and ``.../clients``: how clients come in, and how operators see and remove them."""
+"""``.../enrolment`` and ``.../clients``: enrolment of clients; operators list, withdraw and reset them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def post_client(
     request: EnrolRequest,
     response: Response,
 ) -> EnrolResponse:
-    """Enrol under a name, with a secret of the client's own making; from then on it is its bearer token."""
+    """Enrol under a name, with a secret that the client has created. The secret is its bearer token from then on."""
     registry.committer.notice()
     receipt, new = await take_enrolment(connection, registry, federation, token, request)
     return answered(response, new, receipt)
@@ -94,7 +94,7 @@ async def post_client(
 async def take_enrolment(
     connection: HTTPConnection, registry: Registry, federation: Federation, token: str, request: EnrolRequest
 ) -> tuple[EnrolResponse, bool]:
-    """Let a client in that comes with the token of this digest; the receipt, and whether it is new."""
+    """Enrol a client with the token of this digest; returns the receipt, and whether the client is new."""
     check_certificate(connection, request.name)
     client, new = await enrol(registry, federation.id, request, token)
     return EnrolResponse(client_id=client.id, federation_id=federation.id, name=client.name), new
@@ -102,7 +102,7 @@ async def take_enrolment(
 
 @router.get("/clients", responses=described.for_callers())
 def list_clients(registry: RegistryOf, federation: Informed, limit: Limit = 100, after: After = None) -> ClientPage:
-    """Who has enrolled, in order of name, with last-seen and last refusal."""
+    """The enrolled clients in order of name, with their last request and last refusal."""
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
         rows, following = queries.page(session, queries.clients(federation.id), ClientRow.name, limit, after)
@@ -120,7 +120,7 @@ def withdraw_client(
     client_id: ClientId,
     discard: Annotated[bool, Query(description="drop its accepted update of the open phase too")] = False,
 ) -> None:
-    """Take a client out: its open task is cancelled, it is not asked again, and it is refused from now on."""
+    """Withdraw a client: its open task is cancelled, it gets no further tasks, and its requests are refused."""
     if discard:
         clients.expect_discardable(federation)
     clients.withdraw(registry, federation.id, client_id, discard)
@@ -132,7 +132,7 @@ def withdraw_client(
     responses=described.for_callers(problems.Withdrawn, problems.WrongState, problems.StorageFull),
 )
 def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> None:
-    """Leave for good: as the operator's withdrawal, by the client; an update of the open phase does not count."""
+    """Leave the federation: a withdrawal by the client itself. Its update of the open phase does not count."""
     audit.actor.set(audit.Actor(caller.client.name, "client", address_of(request)))
     clients.withdraw(registry, caller.federation.id, caller.client.id, discard=True)
 
@@ -143,16 +143,16 @@ def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> 
     responses=described.for_callers(problems.WrongState, problems.StorageFull),
 )
 async def delete_updates(registry: RegistryOf, federation: Operated, client_id: ClientId) -> None:
-    """Delete the tensors that a client has sent, once it is withdrawn or all is over; reports keep their figures.
+    """Delete the tensors that a client has sent, after its withdrawal or the federation's end. Reports stay.
 
-    Where the state keeps a part of this client alone, it goes on without it.
+    If the state has a part for this client alone, the part is removed.
     """
     await clients.delete_updates(registry, federation.id, client_id)
 
 
 @router.post("/clients/{client_id}/reset", responses=described.for_callers(problems.StorageFull))
 def reset_client(registry: RegistryOf, federation: Operated, client_id: ClientId) -> ClientView:
-    """Free the client's name for a new secret, which enrols with a token for just this name; its identity stays."""
+    """Void the client's secret, so that its name can enrol again with a token for this name. Its id stays."""
     clients.reset(registry, federation.id, client_id)
     with registry.database.read() as session:
         return client_view(queries.client(session, federation.id, clients.client_name(federation, client_id)))

@@ -1,4 +1,4 @@
-"""What routes ask for in their signatures: the registry, who is calling, and which federation it is about."""
+"""Dependencies of the routes: the registry, the caller, and the federation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Receipt = TypeVar("Receipt")
 
 # Asynchronous although they wait for nothing: the others would each be sent to a thread.
 def of_app(name: str) -> Callable[..., Awaitable[Any]]:
-    """The dependency that gives an attribute of the application's state."""
+    """A dependency: an attribute of the application's state."""
 
     async def attribute(request: Request) -> Any:
         return getattr(request.app.state, name)
@@ -69,7 +69,7 @@ def _token(credentials: HTTPAuthorizationCredentials | None) -> str | None:
 
 
 def _who_may(role: OperatorRole, scheme: HTTPBearer) -> Callable[..., Awaitable[OperatorCaller]]:
-    """What finds out which operator calls, and refuses who has a lower role."""
+    """A dependency: the operator that calls. Refuses operators with a lower role."""
 
     async def operator(
         request: Request, registry: RegistryOf, credentials: HTTPAuthorizationCredentials | None = Depends(scheme)
@@ -95,7 +95,7 @@ async def _viewed(registry: RegistryOf, federation: FederationId, _: IsViewer) -
 
 
 async def _informed(registry: RegistryOf, federation: FederationId, caller: IsViewer) -> Federation:
-    """Refuse who may not learn who takes part in which round. It is on routes that tell of it in any way."""
+    """The federation, for routes that tell who takes part in which round; refuses viewers if that is secret."""
     informed = registry.find(federation)
     if informed.spec.participation.is_secret and not knows_who_takes_part(caller):
         text = f"{informed.name} samples its clients in secret, and this tells who took part"
@@ -104,7 +104,7 @@ async def _informed(registry: RegistryOf, federation: FederationId, caller: IsVi
 
 
 def knows_who_takes_part(caller: OperatorCaller) -> bool:
-    """Whether an operator of this role learns who takes part, where that is secret."""
+    """Whether an operator with this role may learn who takes part, even if that is secret."""
     return LEVELS[caller.role] >= LEVELS["operator"]
 
 
@@ -171,10 +171,10 @@ def _own(registry: Registry, asked: str, own_id: str) -> Federation:
 
 Viewed = Annotated[Federation, Depends(_viewed)]
 Informed = Annotated[Federation, Depends(_informed)]
-"""The viewer's federation; where sampling is secret, the operator's."""
+"""The federation for viewers; if participation is secret, only for operators."""
 Operated = Annotated[Federation, Depends(_operated)]
 OperatedAny = Annotated[Federation, Depends(_operated_any)]
-"""The operator's federation, also where its method is absent."""
+"""The federation for operators, also if its method is absent."""
 EnrollingAt = Annotated[Federation, Depends(_enrolling)]
 
 

@@ -1,4 +1,4 @@
-"""``.../events``: what happens, as server-sent events from a durable table. For operators."""
+"""``.../events``: server-sent events from a durable table. For operators."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ async def get_events(
     viewer: IsViewer,
     last_event_id: Annotated[int | None, Header(ge=0, le=1 << 62, description="go on after this event")] = None,
 ) -> AsyncIterator[ServerSentEvent]:
-    """Every event so far (after Last-Event-ID), then each as it happens. Ends after the federation's last event.
+    """All events so far (after Last-Event-ID), then each new one.
 
-    And when the token that it was asked for with ends, or is taken back.
+    The stream ends after the federation's last event, or when the caller's token expires or is revoked.
     """
     last = last_event_id or 0
     registry.metrics.streams.inc()

@@ -1,4 +1,4 @@
-"""``/v1/federations``: create, look at, steer, delete. For operators."""
+"""``/v1/federations``: create, list, start, pause, resume, cancel and delete federations. For operators."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def create(
     dry_run: Annotated[bool, Query(description="only check the spec")] = False,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=200)] = None,
 ) -> Any:
-    """Create a federation from a spec; what it leaves out takes the method's defaults."""
+    """Create a federation from a spec. Missing fields take the method's defaults."""
     if dry_run:
         return JSONResponse(DryRun(spec=federations.resolve(spec)).model_dump(mode="json"))
     federation = federations.create(registry, spec, idempotency_key)
@@ -88,7 +88,7 @@ def create(
 def _view(
     session: Session, registry: Registry, federation: Federation, caller: OperatorCaller | None = None
 ) -> FederationView:
-    """As ``caller`` may see it; None: whoever may steer it."""
+    """The view of a federation for ``caller``; None: an operator who may change it."""
     view = federation_view(session, federation)
     if caller is not None and federation.spec.participation.is_secret and not knows_who_takes_part(caller):
         return without_participation(view)
@@ -96,7 +96,7 @@ def _view(
 
 
 def _listed(session: Session, registry: Registry, federation: Federation, caller: OperatorCaller) -> FederationView:
-    """A federation's view. Damaged rows behind it are told in the view, and leave the list of the others whole."""
+    """A federation's view in a list. If its rows are damaged, the view says so, and the list stays complete."""
     try:
         return _view(session, registry, federation, caller)
     except recovery.DAMAGE as error:
@@ -118,7 +118,7 @@ def list_federations(registry: RegistryOf, caller: IsViewer, limit: Limit = 100,
 
 @router.get("/{federation}", responses=described.for_callers())
 def get_federation(registry: RegistryOf, federation: Viewed, caller: IsViewer) -> FederationView:
-    """One federation: resolved spec, state and reason, round and phase, who has answered, who is awaited until when."""
+    """One federation: resolved spec, state and reason, round and phase, clients that answered or are awaited."""
     with registry.database.read() as session:
         return _view(session, registry, federation, caller)
 
@@ -127,7 +127,7 @@ def get_federation(registry: RegistryOf, federation: Viewed, caller: IsViewer) -
     "/{federation}", status_code=status.HTTP_204_NO_CONTENT, responses=described.for_callers(problems.StorageFull)
 )
 def delete_federation(registry: RegistryOf, federation: OperatedAny) -> None:
-    """Delete it with all its data."""
+    """Delete a federation with all its data."""
     deletion.delete_federation(registry, federation.id)
 
 
@@ -149,25 +149,25 @@ def _steer(registry: RegistryOf, federation: Operated, verb: str) -> FederationV
     ),
 )
 def start(registry: RegistryOf, federation: Operated) -> FederationView:
-    """Start the rounds; confirms the backbone that the first client enrolled with."""
+    """Start the rounds. This confirms the backbone of the first enrolment."""
     return _steer(registry, federation, "start")
 
 
 @router.post("/{federation}/pause", responses=described.for_callers(problems.WrongState, problems.StorageFull))
 def pause(registry: RegistryOf, federation: Operated) -> FederationView:
-    """Ask nobody until it is resumed; updates of open tasks are still taken."""
+    """Pause: no new tasks until it is resumed. Updates of open tasks are still accepted."""
     return _steer(registry, federation, "pause")
 
 
 @router.post("/{federation}/resume", responses=described.for_callers(problems.WrongState, problems.StorageFull))
 def resume(registry: RegistryOf, federation: Operated) -> FederationView:
-    """Go on; an open phase gets its full deadline again. After a missed quorum, those who failed are asked again."""
+    """Resume: an open phase gets its full deadline again. After a missed quorum, failed clients are asked again."""
     return _steer(registry, federation, "resume")
 
 
 @router.post("/{federation}/cancel", responses=described.for_callers(problems.WrongState, problems.StorageFull))
 def cancel(registry: RegistryOf, federation: Operated) -> FederationView:
-    """End it for good."""
+    """End the federation; it cannot be resumed."""
     return _steer(registry, federation, "cancel")
 
 
@@ -177,7 +177,7 @@ def cancel(registry: RegistryOf, federation: Operated) -> FederationView:
     openapi_extra=TENSOR_BODY,
 )
 async def put_initial_state(request: Request, registry: RegistryOf, federation: Operated) -> SuppliedState:
-    """Supply the state of round 0, as safetensors; before the start, any number of times."""
+    """Supply the state of round 0 as safetensors. Before the start it can be replaced."""
     limit = federation.spec.admission.max_bytes
     async with request.app.state.uploads.receive(Incoming.of(request), limit) as upload:
         if upload.too_large:
@@ -195,13 +195,13 @@ async def put_initial_state(request: Request, registry: RegistryOf, federation: 
 def mint_token(
     registry: RegistryOf, settings: SettingsOf, federation: Operated, request: TokenRequest | None = None
 ) -> MintedToken:
-    """Mint a token with which clients enrol, one unless ``uses`` says more; any number of times."""
+    """Create an enrolment token for one client, or for ``uses`` clients."""
     return tokens.mint(registry, federation.id, request or TokenRequest(), settings.token_hours)
 
 
 @router.get("/{federation}/enrolment-tokens", responses=described.for_callers(), tags=["enrolment"])
 def list_tokens(registry: RegistryOf, federation: Viewed, limit: Limit = 100, after: After = None) -> TokenPage:
-    """Enrolment tokens, without their texts: what they allow, and who came by them."""
+    """Enrolment tokens without their secrets: their limits, and the clients that enrolled with them."""
     with registry.database.read() as session:
         return tokens.page(session, federation, limit, after)
 
@@ -213,5 +213,5 @@ def list_tokens(registry: RegistryOf, federation: Viewed, limit: Limit = 100, af
     tags=["enrolment"],
 )
 def revoke_token(registry: RegistryOf, federation: Operated, token_id: TokenId) -> None:
-    """Take an enrolment token back; who came by it stays."""
+    """Revoke an enrolment token. Clients that enrolled with it stay."""
     tokens.revoke(registry, federation.id, token_id)

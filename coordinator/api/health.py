@@ -1,4 +1,4 @@
-"""``/healthz``, ``/readyz``, ``/metrics``: for those who keep the coordinator running."""
+"""``/healthz``, ``/readyz``, ``/metrics``: for monitoring."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ router = APIRouter(tags=["health"])
 
 @router.get("/healthz", responses=documented())
 async def healthz() -> Health:
-    """Alive."""
+    """The process is alive."""
     return Health(status="ok")
 
 
 @router.get("/readyz", responses=documented(NotReady))
 def readyz(registry: RegistryOf) -> Health:
-    """The store can be read and written, and the engine runs."""
+    """Ready: the store can be read and written, and the engine runs."""
     if registry.away:
         raise NotReady("the database is away")
     try:

@@ -1,4 +1,4 @@
-"""``.../insights`` and ``.../lexicon``: what the prompts themselves tell. For operators."""
+"""``.../insights`` and ``.../lexicon``: insights into learned prompts. For operators."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ router = APIRouter(prefix="/v1/federations/{federation}", tags=["insights"])
 async def get_insights(
     federation: Informed, insights: Annotated[Insights, Depends(of_app("insights"))], round: RoundQuery = "latest"
 ) -> InsightsView:
-    """How far the prompts are from their start, whether clients agree, which words are near, clients in the plane."""
+    """Drift of the prompts, similarity of clients' changes, nearest words, and clients in a plane."""
     return await insights.of(federation, round_number(round))
 
 
 @router.get("/lexicon", responses=described.for_callers())
 async def get_lexicon(registry: RegistryOf, federation: Viewed) -> LexiconView:
-    """Which constants of the backbone are here, and which class names are wanted."""
+    """The size of the stored lexicon, and the class names that it should have."""
     return await asyncio.to_thread(_view, registry, federation)
 
 
 @router.put("/lexicon", responses=described.for_callers(problems.WrongState, *TENSORS), openapi_extra=TENSOR_BODY)
 async def put_lexicon(request: Request, registry: RegistryOf, federation: Operated) -> LexiconView:
-    """Supply word embeddings and class names' text features, as safetensors; any number of times."""
+    """Supply word embeddings and text features of class names as safetensors. It replaces an earlier lexicon."""
     async with request.app.state.uploads.receive(Incoming.of(request), lexicon.MOST_BYTES) as upload:
         if upload.too_large:
             raise problems.BodyTooLarge(

@@ -1,4 +1,4 @@
-"""``/v1/operators`` and ``/v1/audit-log``: who may operate this coordinator, and what was done. For admins."""
+"""``/v1/operators`` and ``/v1/audit-log``: operators' tokens and the audit log. For admins."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ router = APIRouter(prefix="/v1", tags=["operators"])
     responses=described.for_callers(problems.StorageFull),
 )
 def mint_operator(registry: RegistryOf, _: IsAdmin, request: OperatorRequest) -> MintedOperator:
-    """Give an operator a token; one that has another goes on with both."""
+    """Create a token for an operator. Earlier tokens of the operator stay valid."""
     return operators.mint(registry, request)
 
 
 @router.get("/operators", responses=described.for_callers())
 def list_operators(registry: RegistryOf, _: IsAdmin, limit: Limit = 100, after: After = None) -> OperatorPage:
-    """Operators' tokens, without their texts; the data folder's is not among them."""
+    """Operators' tokens without their secrets. The data folder's token is not listed."""
     with registry.database.read() as session:
         return operators.page(session, limit, after)
 
@@ -37,13 +37,13 @@ def list_operators(registry: RegistryOf, _: IsAdmin, limit: Limit = 100, after: 
     responses=described.for_callers(problems.StorageFull),
 )
 def revoke_operator(registry: RegistryOf, _: IsAdmin, operator: OperatorId) -> None:
-    """Take back one token by its id, or all of an operator by his name."""
+    """Revoke one token by its id, or all tokens of an operator by name."""
     operators.revoke(registry, operator)
 
 
 @router.get("/audit-log", responses=described.for_callers())
 def get_audit_log(registry: RegistryOf, _: IsAdmin, limit: Limit = 100, after: After = None) -> AuditPage:
-    """What was done, by whom and from where, in order; it is kept when a federation is deleted."""
+    """Who did what, when and from where, in order. Entries of deleted federations are kept."""
     begin = int(after) if after is not None and after.isdecimal() else 0
     with registry.database.read() as session:
         entries = list(audit.entries(session, min(begin, 1 << 62), limit + 1))

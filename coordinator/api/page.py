@@ -1,4 +1,4 @@
-"""``/``: the operator's page. Anyone may load its files; what it shows comes from the API with the operator's token."""
+"""``/``: the operator's page. Its files need no token; its data come from the API with the operator's token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONTENT: dict[str, dict[str, str]] = {kind.split(";")[0]: {} for kind in MEDIA_T
     },
 )
 async def get_page(if_none_match: Annotated[str | None, Header()] = None) -> Response:
-    """The page with which an operator watches and steers federations."""
+    """The page on which operators watch and control federations."""
     return _answer("index.html", if_none_match)
 
 

@@ -1,4 +1,4 @@
-"""``.../privacy``, ``.../spends`` and ``.../receipts``: what protection cost, and that all were given the same."""
+"""``.../privacy``, ``.../spends`` and ``.../receipts``: privacy costs, and signed receipts of payloads."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ router = APIRouter(prefix="/v1/federations/{federation}", tags=["privacy"])
 
 @router.get("/privacy", responses=described.for_callers())
 def get_privacy(registry: RegistryOf, federation: Informed) -> PrivacyView:
-    """ε by client, spent and planned, by the clients' own word; refused tasks; the smallest secure sum; warnings."""
+    """Spent and planned ε by client, as clients report it; refused tasks; the smallest secure sum; warnings."""
     with registry.database.read() as session:
         return privacy.privacy_view(session, federation)
 
 
 @router.get("/spends", responses=described.for_clients())
 def get_spends(registry: RegistryOf, caller: Calling) -> SpendList:
-    """What this client has spent as far as the coordinator knows: a ledger that lacks any of it is an old copy."""
+    """The privacy cost that this client has reported. A ledger that lacks any of it is an old copy."""
     with registry.database.read() as session:
         return privacy.spends_of(session, caller.federation, caller.client)
 
@@ -36,6 +36,6 @@ def get_receipts(
     round: Annotated[int, Query(ge=0, le=100_000)] = 1,
     phase: Annotated[str, Query(max_length=100, pattern=NO_NUL)] = "train",
 ) -> Witnesses:
-    """Which payload the counted clients of a closed phase were given, each signed by its client."""
+    """The payloads of the counted clients of a closed phase, as receipts that the clients have signed."""
     with registry.database.read() as session:
         return privacy.witnesses(session, caller.federation, round, phase)

@@ -19,13 +19,13 @@ router = APIRouter(prefix="/v1")
 
 @router.get("/methods", responses=documented(), tags=["methods"])
 def list_methods() -> MethodList:
-    """All methods."""
+    """All methods of this coordinator."""
     return MethodList(methods=[MethodView.model_validate(methods.describe(name)) for name in sorted(methods.METHODS)])
 
 
 @router.get("/methods/{name}", responses=documented(NotFound), tags=["methods"])
 def get_method(name: Annotated[str, Path(max_length=100)]) -> MethodView:
-    """One method."""
+    """One method by its name."""
     try:
         return MethodView.model_validate(methods.describe(name))
     except SpecError as error:

@@ -55,7 +55,7 @@ ONLY_THIS_PHASE = (
 
 
 def streamed(pieces: Iterator[bytes], media_type: str = "application/json") -> Response:
-    """An answer that is sent as it is made. What goes wrong before its first bytes is still answered as a problem."""
+    """An answer that is sent while it is made. An error before its first bytes is still answered as a problem."""
     begun = bytearray()
     for piece in pieces:
         begun += piece
@@ -65,7 +65,7 @@ def streamed(pieces: Iterator[bytes], media_type: str = "application/json") -> R
 
 
 def _gathered(begun: bytearray, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Each one costs a way through a thread and back."""
+    """Join small pieces: each one costs a switch to a thread and back."""
     for piece in pieces:
         begun += piece
         if len(begun) >= WHOLE_BYTES:
@@ -138,7 +138,7 @@ def get_prompts(
 
 
 def tensors_at(place: bytes | FilePath, headers: dict[str, str]) -> Response:
-    """Tensors as they are kept, small ones whole: a file's way through four threads costs more than its bytes."""
+    """An answer with stored tensors: of a row in memory, or of a file."""
     if isinstance(place, bytes):
         return Response(place, media_type=TENSORS_TYPE, headers=headers)
     return BlobFile(place, media_type=TENSORS_TYPE, headers=headers)
@@ -169,7 +169,7 @@ def _as_json(state: rounds.StoredState, tensors: Tensors, headers: dict[str, str
 def generate(
     registry: RegistryOf, federation: Operated, request: GenerateRequest, round: RoundQuery = "latest"
 ) -> PromptsView:
-    """Prompts for classes, from their text features; for methods whose state holds a generator."""
+    """Prompts for classes from their text features, for methods with a prompt generator."""
     return generation.generate(registry, federation, request, round_number(round))
 
 
@@ -181,7 +181,7 @@ def generate(
 def get_metrics(
     registry: RegistryOf, federation: Informed, format: Annotated[Literal["json", "csv"], Query()] = "json"
 ) -> Response:
-    """Every metric by round: what clients measured, accuracies, bytes, seconds."""
+    """All metrics by round: clients' metrics, accuracies, bytes, seconds."""
     registry.last_seen.flush_if_possible()
     if format == "csv":
         return streamed(metrics.as_csv(registry.database, federation), "text/csv; charset=utf-8")
@@ -194,7 +194,7 @@ async def _body(request: Request, _: Operated) -> bytes:
 
 @router.get("/rounds/{round}/card", responses=described.for_callers(problems.NoState))
 def get_card(registry: RegistryOf, federation: Viewed, round: Round) -> Facts:
-    """The facts of the card of an export: all but its classes, its files and how to use them."""
+    """The facts of an export's card: everything except classes, files and their use."""
     return known_of(registry, federation, round).facts()
 
 
@@ -210,7 +210,7 @@ def sign_card(
     round: Round,
     body: Annotated[bytes, Depends(_body)],
 ) -> CardSignature:
-    """Sign the card of an export whose every fact is the coordinator's; the card names every other file's digest."""
+    """Sign an export's card if all its facts match the coordinator's. The card has the digests of the other files."""
     check_card(registry, federation, round, body)
     with registry.exclusively(), registry.database.write() as session:
         audit.note(session, "export-signed", federation, round=round, card_sha256=hashlib.sha256(body).hexdigest())

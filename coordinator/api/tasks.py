@@ -1,4 +1,4 @@
-"""``.../task`` and ``.../tasks``: what a client is asked, and what it answers."""
+"""``.../task`` and ``.../tasks``: clients' tasks, and their answers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def get_task(
     caller: Calling,
     wait_seconds: Annotated[float, Query(alias="wait", ge=0, le=60, description="seconds")] = 0,
 ) -> Response:
-    """The client's open task; waits for one."""
+    """The client's open task. Waits for one if there is none."""
     task = await next_task(registry, caller, wait_seconds)
     if task is None:
         return Response(status_code=status.HTTP_204_NO_CONTENT)
@@ -58,7 +58,7 @@ async def get_task(
 
 
 async def next_task(registry: Registry, caller: CallingClient, wait_seconds: float) -> str | None:
-    """The task as JSON; None where there is none within so many seconds. Raises as ``get_task`` describes."""
+    """The task as JSON; None if there is none within ``wait_seconds``. Raises as ``get_task`` describes."""
     key = (caller.federation.id, caller.client.name)
     until = clock.monotonic() + wait_seconds
     registry.metrics.waiting.inc()
@@ -142,7 +142,7 @@ def get_payload(
     task_id: TaskId,
     asked: Annotated[str | None, Header(alias="range", description="`bytes=N-`: of a large one, from there on")] = None,
 ) -> Response:
-    """What the client starts from: always the same bytes for one task."""
+    """The tensors that the client starts from: always the same bytes for one task."""
     digest, place = submissions.payload(registry, caller.federation, caller.client, task_id, first_byte(asked))
     return tensors_at(place, {"ETag": f'"{digest}"'})
 
@@ -262,6 +262,6 @@ async def put_exchange(
     responses=described.for_clients(problems.AlreadyAnswered, problems.PhaseClosed, problems.StorageFull),
 )
 def post_failure(registry: RegistryOf, caller: Calling, task_id: TaskId, failure: FailureRequest) -> Receipt:
-    """Say that the task cannot be carried out: nobody waits for it any longer."""
+    """Report that the client cannot carry out the task. The phase does not wait for it."""
     submissions.accept_failure(registry, caller.federation, caller.client, task_id, failure)
     return Receipt(task_id=task_id, status="failed")

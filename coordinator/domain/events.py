@@ -85,11 +85,11 @@ class Answered(_OfClient):
 
 
 class AnsweredLast(_OfClient):
-    """The same, and with it the secure sum can be opened: nobody else needs to answer."""
+    """As `Answered`; with this answer the secure sum can be opened, so that no other is needed."""
 
 
 class SumInvalid(_Explained):
-    """The secure sum that was opened cannot be one of honest clients; nobody can tell who spoilt it."""
+    """The opened secure sum cannot be one of honest clients. It is not known which client spoilt it."""
 
 
 class Grown(_Explained):
