@@ -1,15 +1,15 @@
-"""The one exception of the frozen backbone layer, and words for its text."""
+"""The exception of the frozen backbone layer, and helpers for its text."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class BackboneError(ValueError):
-    """A backbone cannot be loaded, or cannot do what it was asked; the message names what is wrong and what to do."""
+    """A backbone cannot be loaded or does not support an operation; the message gives the problem and a remedy."""
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """The names of `known` that look like `name`, as the end of a sentence."""
+    """The names of `known` that are similar to `name`, as the end of a sentence."""
     known = list(known)
     folded = {candidate.lower(): candidate for candidate in known}
     alike = [folded[match] for match in difflib.get_close_matches(name.lower(), folded, n=5, cutoff=0.5)]
@@ -19,6 +19,6 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text, short enough for one line."""
+    """The error's text, shortened to one line."""
     text = " ".join(str(error).split())
     return text[:300] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Identity of a frozen backbone: a digest of its weights and of everything else that decides its features."""
+"""Identity of a frozen backbone: a digest of its weights and of everything else that determines its features."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 def weights_fingerprint(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> str:
     """`sha256:<hex>` over name, dtype, shape and little-endian bytes of every tensor in name order, then `config`.
 
-    The config belongs to it because equal weights with another activation, preprocessing or tokenizer give other
+    The config is included because equal weights with another activation, preprocessing or tokenizer give other
     features.
     """
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Loading a backbone by name: what may be named freely, what needs the data owner's consent, and clear refusals."""
+"""Loading a backbone by name: which names are free, which need the data owner's consent, and clear refusals."""
 
 import logging
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from promptfed.shared.clip.weights.permissions import expect_permitted, expect_p
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 EMBEDDED = {tiny.MODEL: tiny, emoji.MODEL: emoji}
-PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "size", "mode", "fill_color")  # which a tag decides on
+PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "size", "mode", "fill_color")  # set by a tag
 
 
 def load_backbone(
@@ -33,18 +33,23 @@ def load_backbone(
     allow_unregistered: bool = False,
     weights_file: Path | None = None,
 ) -> Backbone:
-    """The frozen backbone `model` of open_clip, or of timm, with the weights `pretrained`.
+    """Load the frozen backbone `model` of open_clip or timm with the weights `pretrained`.
 
-    model: a name of open_clip's registry, or the one that such a model has on the Hugging Face hub, as in
-    `openai/clip-vit-base-patch16`, which brings its own weights; `promptfed-tiny` or `promptfed-emoji`; with
-    `allow_unregistered` also `hf-hub:owner/name` or `local-dir:path`, which bring their own, and `timm:name`, a plain
-    vision transformer without text.
-    pretrained: a tag of that model, `embedded` for promptfed's own, None or "random" for random weights (the same ones
-    every time); with `allow_unregistered` also a checkpoint file.
-    weights_file: a file, or a folder with one, that is read in the place of a download; open_clip's own or those of a
-    CLIP model of the transformers library.
-    precision: fp32, fp16 or bf16. Checkpoints are read as safetensors or with `weights_only`. BackboneError says what
-    is wrong.
+    Checkpoints are read as safetensors or with `weights_only`.
+
+    Args:
+        model: a name of open_clip's registry, or such a model's name on the Hugging Face hub, for example
+            `openai/clip-vit-base-patch16`, which includes its weights; `promptfed-tiny` or `promptfed-emoji`. With
+            `allow_unregistered` also `hf-hub:owner/name` or `local-dir:path`, which include their weights, and
+            `timm:name`, a plain vision transformer without text.
+        pretrained: a tag of that model, `embedded` for promptfed's own weights, None or "random" for random weights
+            (always the same); with `allow_unregistered` also a checkpoint file.
+        weights_file: a file, or a folder with one, that replaces a download. It holds weights of open_clip or of a CLIP
+            model of the transformers library.
+        precision: fp32, fp16 or bf16.
+
+    Raises:
+        BackboneError: the backbone cannot be loaded; the text gives the reason.
     """
     if precision not in PRECISIONS:
         raise BackboneError(f"Unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}.")
@@ -84,7 +89,7 @@ def _check_file(weights_file: Path | None, model: str) -> None:
 def _weights_of(
     model: str, pretrained: str | None, random: bool, allow_unregistered: bool
 ) -> tuple[str, str | None, dict[str, Any]]:
-    """The name that open_clip knows the model by, its weights where open_clip reads them, and options to build it."""
+    """open_clip's name of the model, its weights if open_clip reads them, and the options to build it."""
     if model in EMBEDDED:
         _check_embedded(model, pretrained, random)
         return model, None, {}
@@ -93,7 +98,7 @@ def _weights_of(
 
 
 def _with_file(model: str, pretrained: str | None) -> tuple[str, None, dict[str, Any]]:
-    """As `_weights_of`, where the weights come from a file: the tag says what else the features depend on."""
+    """As `_weights_of` for weights from a file; the tag determines the other influences on the features."""
     from open_clip import get_pretrained_cfg, list_models
 
     model = model.replace("/", "-")
@@ -126,7 +131,7 @@ def _check_embedded(model: str, pretrained: str | None, random: bool) -> None:
 
 
 def embedded_weights(model: str) -> dict[str, torch.Tensor]:
-    """All weights of an embedded model: those of its file, and those of promptfed-emoji that are promptfed-tiny's."""
+    """All weights of an embedded model, including those that promptfed-emoji shares with promptfed-tiny."""
     own = load_file(EMBEDDED[model].weights_path())
     if model == tiny.MODEL:
         return own
@@ -137,7 +142,7 @@ def embedded_weights(model: str) -> dict[str, torch.Tensor]:
 def _resolve(
     model: str, pretrained: str | None, random: bool, allow_unregistered: bool
 ) -> tuple[str | None, dict[str, Any]]:
-    """What open_clip is given as `pretrained`, and further options."""
+    """The argument `pretrained` for open_clip, and further options."""
     from open_clip import get_pretrained_cfg, is_pretrained_cfg, list_models, list_pretrained_tags_by_model
 
     if model.startswith(("hf-hub:", "local-dir:")):
@@ -174,7 +179,7 @@ def _create(
             model, pretrained=weights, precision=precision, device=device, pretrained_text=False, **options
         )
         if random and isinstance(built, open_clip.CoCa):
-            # The caption decoder's projection is left uninitialised; unused here, it would change the fingerprint.
+            # open_clip leaves the caption decoder's unused projection uninitialised: it would change the fingerprint.
             projection = built.text_decoder.text_projection
             torch.nn.init.normal_(projection, std=projection.shape[0] ** -0.5)
     return built
@@ -182,7 +187,7 @@ def _create(
 
 @contextmanager
 def _without_its_log() -> Iterator[None]:
-    """open_clip logs on the root logger, which also installs a handler there; what matters comes as an exception."""
+    """Silence open_clip, which logs on the root logger and installs a handler there; problems raise exceptions."""
     root, handler = logging.getLogger(), logging.NullHandler()
 
     def from_elsewhere(record: logging.LogRecord) -> bool:
@@ -198,7 +203,7 @@ def _without_its_log() -> Iterator[None]:
 
 
 def _config(model: str) -> dict[str, Any]:
-    """The model's configuration, without the keys that only say what to download."""
+    """The model's configuration without the keys that only determine downloads."""
     from open_clip import get_model_config
 
     try:

@@ -1,4 +1,4 @@
-"""What a backbone computed last: clients that share one in a process ask for the same tokens and the same prompts."""
+"""A small cache of recent results: clients that share a backbone request the same tokens and prompts."""
 
 import hashlib
 import threading
@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 class Recent(Generic[Value]):
-    """The `most` values that were asked for last, by key; from any thread."""
+    """The `most` recently used values by key; thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -21,7 +21,7 @@ class Recent(Generic[Value]):
         self._turn = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value under `key`; made where it is not there. Two threads may make it at once, and one is kept."""
+        """The value under `key`, made if missing. Two threads may make it at the same time; one value is kept."""
         with self._turn:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -35,7 +35,7 @@ class Recent(Generic[Value]):
 
 
 def content_key(tensor: Tensor | None) -> Hashable:
-    """Equal for tensors of equal shape, dtype and bytes."""
+    """A key that is equal for tensors of equal shape, dtype and bytes."""
     if tensor is None:
         return None
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""The sizes of a backbone by open_clip's own description of it: nothing is downloaded and nothing built."""
+"""The sizes of a backbone from open_clip's configuration; nothing is downloaded or built."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAIN_TEXT = {"context_length", "vocab_size", "width", "heads", "layers", "hf_to
 
 
 def shape_by_name(model: str) -> BackboneShape | None:
-    """The sizes of ``model``; None where the description does not say them, or lies outside open_clip's registry."""
+    """The sizes of ``model``; None if its configuration lacks them or is not in open_clip's registry."""
     if ":" in model:
         return None
     import open_clip
@@ -45,7 +45,7 @@ def _shape(d_e: int, text: dict[str, Any], vision: dict[str, Any]) -> BackboneSh
 
 
 def _inside(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, int]:
-    """What towers of the plain kind have inside; nothing of others, whose sizes only the model itself tells."""
+    """The inner sizes of plain towers; empty for other towers, whose sizes only the model itself determines."""
     if set(vision) - PLAIN_VISION or set(text) - PLAIN_TEXT:
         return {}
     width = vision["width"]

@@ -1,1 +1,1 @@
-"""Features and activations kept on the client's disk."""
+"""Caches of features and activations on the client's disk."""

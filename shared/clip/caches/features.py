@@ -1,4 +1,4 @@
-"""The kinds of rows that clients keep of their images: pooled features, features of patches, rows before a block."""
+"""The kinds of rows that clients cache of their images: pooled features, patch features, rows before a block."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +11,11 @@ from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.caches.rows import RowCache
 from promptfed.shared.clip.caches.slots import ImageSplit
 
-PATCHES, BLOCKS = "patches", "blocks"  # folders beside the pooled features'
+PATCHES, BLOCKS = "patches", "blocks"  # folders beside that of the pooled features
 
 
 class PatchCache(RowCache):
-    """Normalised patch features `(M, d_e)` in float16: 200 kB an image with ViT-B/16 (196 of 512 numbers)."""
+    """Normalised patch features `(M, d_e)` in float16: 200 kB per image with ViT-B/16 (196 × 512 numbers)."""
 
     def about(self) -> dict[str, str]:
         return {}
@@ -28,7 +28,7 @@ class PatchCache(RowCache):
 
 
 class BlockCache(RowCache):
-    """Rows `(S, d_v)` of each image before block ``start`` in float16, for methods that change nothing below it.
+    """Rows `(S, d_v)` of each image before block ``start`` in float16, for methods that change only later blocks.
 
     An image takes 2·S·d_v bytes: 303 kB with ViT-B/16, 77 kB with ViT-B/32.
     """
@@ -49,16 +49,16 @@ class BlockCache(RowCache):
 
 @torch.no_grad()
 def rows_before(backbone: Backbone, images: Tensor, start: int) -> Tensor:
-    """`(B, S, d_v)` of images `(B, 3, H, W)` before block ``start`` of the frozen tower, computed and not rounded."""
+    """Rows `(B, S, d_v)` of images `(B, 3, H, W)` before block ``start`` of the frozen tower, not rounded."""
     tower = backbone.vision_tower()
     return tower.blocks(tower.weights, tower.rows(tower.weights, backbone.image_input(images)), 0, start)
 
 
 class FeatureCache(RowCache):
-    """Pooled features in float32, normalised with their lengths `(d_e + 1,)`, and beside them the other kinds.
+    """Pooled features in float32, normalised and followed by their length `(d_e + 1,)`, and caches of the other kinds.
 
-    The other kinds are kept on the disk only with ``keep_patches``. The bound ``max_bytes`` is that of the pooled
-    features and that of the blocks' rows; ``patches`` has none.
+    The other kinds are kept on disk only with ``keep_patches``. ``max_bytes`` bounds the pooled features and,
+    separately, the blocks' rows; ``patches`` have no bound.
     """
 
     dtype = torch.float32
@@ -70,7 +70,7 @@ class FeatureCache(RowCache):
         self._keep_blocks, self._blocks = keep_patches, dict[int, BlockCache]()
 
     def blocks(self, start: int) -> BlockCache:
-        """The rows before block ``start``, within the same bound."""
+        """The cache of the rows before block ``start``, with the same bound."""
         if start not in self._blocks:
             root = self._root / BLOCKS
             self._blocks[start] = BlockCache(root, start, keep=self._keep_blocks, max_bytes=self._max_bytes)
@@ -88,11 +88,11 @@ class FeatureCache(RowCache):
         return torch.cat([F.normalize(raw, dim=-1), lengths], dim=1)
 
     def features(self, backbone: Backbone, split: ImageSplit, *, indices: Sequence[int] | None = None) -> Tensor:
-        """`(N, d_e)` normalised, on the CPU, of all images of the split or of those at ``indices``, in that order."""
+        """Normalised features `(N, d_e)` on the CPU of all images, or of those at ``indices`` in that order."""
         rows = self.rows(backbone, split, range(len(split)) if indices is None else indices)
         return rows[:, :-1].contiguous()
 
     def raw_features(self, backbone: Backbone, split: ImageSplit, *, indices: Sequence[int] | None = None) -> Tensor:
-        """The same features as the tower gives them, not normalised."""
+        """The same features without normalisation."""
         rows = self.rows(backbone, split, range(len(split)) if indices is None else indices)
         return rows[:, :-1] * rows[:, -1:]

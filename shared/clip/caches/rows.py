@@ -1,7 +1,7 @@
-"""Rows of images on the client's disk: the frozen tower, or a part of it, sees each image once.
+"""A cache of rows of images on the client's disk: the frozen tower, or a part of it, processes each image once.
 
-The same bits come whichever images are already kept (`slots`), and whether rows are computed or read: they are rounded
-to the type in which they are kept before their first use.
+The bits of a row do not depend on which images are already cached (`slots`), nor on whether the row is computed or
+read: rows are rounded to the stored type before their first use.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ SHARD_SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class CacheCost:
-    """What the rows that are still missing would take: images, bytes on disk, and bytes free there."""
+    """The cost of the missing rows: number of images, bytes on disk, and free bytes there."""
 
     images: int
     bytes: int
@@ -44,7 +44,7 @@ class CacheCost:
 
 @dataclass
 class _Folder:
-    """What this process knows of the rows of one backbone."""
+    """The rows of one backbone that this process knows."""
 
     path: Path
     files: dict[str, str] = field(default_factory=dict)  # image digest -> name of the file with its row
@@ -53,7 +53,7 @@ class _Folder:
     slots: list[int] | None = None
 
     def see_new_files(self) -> None:
-        """Note which rows other processes have written. A file that does not match its name is deleted."""
+        """Index the rows that other processes have written. A file that does not match its name is deleted."""
         for path in sorted(self.path.glob(f"*{SHARD_SUFFIX}")):
             if path.name in self.seen:
                 continue
@@ -70,7 +70,7 @@ class _Folder:
             self._note(path.name, digests)
 
     def read(self, digests: Iterable[str]) -> dict[str, Tensor]:
-        """The kept rows of ``digests``. Those whose file is gone are left out, and forgotten."""
+        """The cached rows of ``digests``. Rows whose file is gone are left out and removed from the index."""
         by_file: dict[str, list[str]] = {}
         for digest in digests:
             by_file.setdefault(self.files[digest], []).append(digest)
@@ -85,7 +85,7 @@ class _Folder:
         return rows
 
     def write(self, rows: dict[str, Tensor]) -> str:
-        """Write one file; its name."""
+        """Write one file and return its name."""
         data = save_tensors({digest: row.contiguous() for digest, row in rows.items()})
         name = hashlib.sha256(data).hexdigest() + SHARD_SUFFIX
         write_whole(self.path / name, data, mode=0o600)
@@ -93,7 +93,7 @@ class _Folder:
         return name
 
     def touch(self, digests: Iterable[str]) -> None:
-        """Mark the files of ``digests`` as used now."""
+        """Set the time of use of the files of ``digests`` to now."""
         for name in {self.files[digest] for digest in digests if digest in self.files}:
             try:
                 os.utime(self.path / name)
@@ -109,9 +109,9 @@ class RowCache(ABC):
     """One kind of row under ``root``, keyed by backbone, transform and image.
 
     A file holds one batch, is named by the digest of its bytes and appears by rename, so that several processes can
-    share the folder; a file that does not match its name is dropped and its images are computed again. With
-    ``max_bytes`` the files that were not used for longest are deleted first; the newest file stays. Without ``keep``
-    nothing is written and the tower runs whenever rows are asked for. `images_computed` counts what went through it.
+    share the folder. A file that does not match its name is deleted and its images are computed again. With
+    ``max_bytes`` the least recently used files are deleted; the newest file stays. Without ``keep`` nothing is written
+    and the tower runs on every request. `images_computed` counts the images that the tower has processed.
     """
 
     dtype = torch.float16
@@ -129,7 +129,7 @@ class RowCache(ABC):
 
     @abstractmethod
     def about(self) -> dict[str, str]:
-        """What a row is, beside what the backbone says: a part of the folder's identity."""
+        """The kind of row; together with the backbone it identifies the folder."""
 
     @abstractmethod
     def shape(self, backbone: Backbone) -> tuple[int, ...]:
@@ -137,10 +137,10 @@ class RowCache(ABC):
 
     @abstractmethod
     def encode(self, backbone: Backbone, images: Tensor) -> Tensor:
-        """A row for each of the images `(B, 3, H, W)`."""
+        """Compute a row for each of the images `(B, 3, H, W)`."""
 
     def rows(self, backbone: Backbone, split: ImageSplit, indices: Sequence[int]) -> Tensor:
-        """`(B, *shape)` float32 on the CPU, of the images at ``indices``, in that order."""
+        """Rows `(B, *shape)` float32 on the CPU of the images at ``indices``, in that order."""
         if not len(indices):
             return torch.zeros(0, *self.shape(backbone))
         with self._lock:
@@ -149,7 +149,7 @@ class RowCache(ABC):
             rows = {digest: folder.held[digest] for digest in wanted if digest in folder.held}
             rows |= self._compute(backbone, folder, split, self._missing(folder, _without(wanted, rows)))
             rows |= folder.read(_without(wanted, rows))
-            rows |= self._compute(backbone, folder, split, _without(wanted, rows))  # deleted or damaged meanwhile
+            rows |= self._compute(backbone, folder, split, _without(wanted, rows))  # deleted or damaged in the meantime
             if self.in_memory:
                 folder.held |= {digest: row.clone() for digest, row in rows.items() if digest not in folder.held}
             if self._max_bytes is not None:
@@ -157,7 +157,7 @@ class RowCache(ABC):
             return torch.stack([rows[split.digest(index)].float() for index in indices])
 
     def fill(self, backbone: Backbone, split: ImageSplit, indices: Sequence[int]) -> None:
-        """Compute what is missing of the images at ``indices``; nothing where rows are not kept."""
+        """Compute the missing rows of the images at ``indices``. Does nothing if rows are not kept."""
         if self._keep:
             with self._lock:
                 folder = self._folder(backbone)
@@ -165,7 +165,7 @@ class RowCache(ABC):
                 self._compute(backbone, folder, split, missing, hold=False)
 
     def cost(self, backbone: Backbone, splits: Iterable[ImageSplit]) -> CacheCost:
-        """What is still to be computed for all images of ``splits`` would take on disk."""
+        """The cost of the missing rows of all images of ``splits``."""
         with self._lock:
             folder = self._folder(backbone)
             missing = {
@@ -176,7 +176,7 @@ class RowCache(ABC):
         return CacheCost(count, count * each, shutil.disk_usage(folder.path).free, self._root)
 
     def _missing(self, folder: _Folder, wanted: dict[str, int]) -> dict[str, int]:
-        """Those of ``wanted`` that are not kept yet."""
+        """The images of ``wanted`` that are not cached yet."""
         if not self._keep:
             return wanted
         if _without(wanted, folder.files):
@@ -186,7 +186,7 @@ class RowCache(ABC):
     def _compute(
         self, backbone: Backbone, folder: _Folder, split: ImageSplit, missing: dict[str, int], hold: bool = True
     ) -> dict[str, Tensor]:
-        """Compute the missing rows, written batch by batch; returned where they are to be held."""
+        """Compute the missing rows and write them batch by batch; returns them if they are to be held in memory."""
         held: dict[str, Tensor] = {}
         encode = partial(self.encode, backbone)
         todo = list(missing)
@@ -213,7 +213,7 @@ class RowCache(ABC):
         return self._folders[name]
 
     def _shrink(self, newest: Path) -> None:
-        """Delete the files that were not used for longest until the rest, with ``newest``, fits ``max_bytes``."""
+        """Delete the least recently used files until the rest, including ``newest``, fits ``max_bytes``."""
         if self._max_bytes is None:
             return
         total, files = 0, []

@@ -1,10 +1,10 @@
-"""Batches of one size, of which only places that give the same bits are used: what the image caches compute with.
+"""Bit-reproducible batches for the image caches: batches of one size, of which only agreeing places are used.
 
-Promise 4 of the protocol asks for the same bits whichever images are already kept. Two things are done for it: every
-batch has the same size (missing rows are zero), since the kernels of a matrix product depend on its shape; and only
-those places of the batch are used at which the same image gives the same feature bit for bit (measured once per
-backbone), since a row's bits may depend on its place too. What else may change bits (device, torch version, threads)
-is part of the folder's name.
+Promise 4 of the protocol requires the same bits regardless of which images are already cached. For this, every batch
+has the same size (missing rows are zero), since the kernels of a matrix product depend on its shape. A row's bits may
+also depend on its place in the batch, so only those places are used at which the same image gives the same feature bit
+for bit (measured once per backbone). Other influences on the bits (device, torch version, threads) are part of the
+folder's name.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ Encode = Callable[[Tensor], Tensor]
 
 
 class ImageSplit(Protocol):
-    """What the cache needs of a data split."""
+    """The interface of a data split for the cache."""
 
     def __len__(self) -> int: ...
 
@@ -42,7 +42,7 @@ class ImageSplit(Protocol):
 
 
 def folder_name(backbone: Backbone, **more: str) -> str:
-    """The folder of what one backbone makes of images on one kind of machine; ``more`` says what a row is."""
+    """The folder for the rows of one backbone on one kind of machine; ``more`` names the kind of row."""
     identity = more | {
         "fingerprint": backbone.fingerprint,
         "transform": backbone.transform_id,
@@ -52,7 +52,7 @@ def folder_name(backbone: Backbone, **more: str) -> str:
 
 
 def kept_slots(folder: Path, backbone: Backbone, encode: Encode) -> list[int]:
-    """The largest set of places in a batch that agree bit for bit, measured once and kept in ``folder``."""
+    """The largest set of places in a batch that agree bit for bit, measured once and stored in ``folder``."""
     file = folder / SLOTS_FILE
     try:
         return [int(slot) for slot in json.loads(file.read_text())]
@@ -63,7 +63,7 @@ def kept_slots(folder: Path, backbone: Backbone, encode: Encode) -> list[int]:
 
 
 def agreeing_slots(backbone: Backbone, encode: Encode | None = None) -> list[int]:
-    """Places of a batch of 32 at which the same image gives the same bits: the largest such set.
+    """The largest set of places in a batch of 32 at which the same image gives the same bits.
 
     encode: by default the image tower.
     """
@@ -77,7 +77,7 @@ def agreeing_slots(backbone: Backbone, encode: Encode | None = None) -> list[int
 
 
 def encode_in_slots(images: Tensor, slots: list[int], encode: Encode) -> Tensor:
-    """`(k, ...)` rows of k images at the first k slots of a batch that is zero elsewhere."""
+    """Rows `(k, ...)` of k images at the first k slots of a batch that is zero elsewhere."""
     batch = torch.zeros(BATCH, *images.shape[1:])
     places = slots[: len(images)]
     batch[places] = images
@@ -85,7 +85,7 @@ def encode_in_slots(images: Tensor, slots: list[int], encode: Encode) -> Tensor:
 
 
 def _compute_identity(device: torch.device) -> dict[str, Any]:
-    """What, besides weights and image, may change the bits of a feature."""
+    """Everything besides weights and image that may change the bits of a feature."""
     identity: dict[str, Any] = {
         "torch": torch.__version__,
         "device": device.type,

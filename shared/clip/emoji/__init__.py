@@ -1,6 +1,6 @@
 """``promptfed-emoji``: the tiny backbone, trained further on emoji of several designers.
 
-Importing this does not import open_clip. Weights that did not change, such as the token table, are read from
+Importing this package does not import open_clip. Unchanged weights, such as the token table, are read from
 `promptfed.shared.clip.tiny`.
 """
 
@@ -23,7 +23,7 @@ _FOLDER = Path(__file__).parent
 
 
 def register() -> None:
-    """Make ``MODEL`` and the tiny one, whose tokens it has, known to open_clip. Doing it again changes nothing."""
+    """Register ``MODEL`` and the tiny model, whose tokens it shares, with open_clip. Repeated calls have no effect."""
     import open_clip
 
     tiny.register()
@@ -32,5 +32,5 @@ def register() -> None:
 
 
 def weights_path() -> Path:
-    """The weights in half precision, without those of `FROM_TINY`."""
+    """The file of the weights in half precision, without those of `FROM_TINY`."""
     return _FOLDER / "weights.safetensors"

@@ -18,9 +18,10 @@ CLASSIFIER = ("head.", "head_dist.")
 def load_timm(
     model: str, pretrained: str | None, *, precision: str, device: str, allow_unregistered: bool
 ) -> VisualBackbone:
-    """The backbone `timm:NAME` with the weights `pretrained`: a tag of that model, a checkpoint file, None or "random".
+    """Load the backbone `timm:NAME` with the weights `pretrained`: a tag, a checkpoint file, None or "random".
 
-    timm is not open_clip's registry, so the data owner must permit each by name. BackboneError says what is wrong.
+    timm is outside open_clip's registry, so the data owner must permit each model by name. BackboneError gives the
+    reason if the backbone cannot be loaded.
     """
     import timm
     from timm.data.config import resolve_model_data_config
@@ -51,7 +52,7 @@ def load_timm(
 
 
 def _expect_known(name: str) -> None:
-    """A bare name of timm's registry: its own prefixes would fetch code's arguments and weights from elsewhere."""
+    """Require a bare name of timm's registry; timm's prefixes would fetch arguments and weights from elsewhere."""
     import timm
 
     known = timm.list_models()
@@ -89,7 +90,7 @@ def _expect_plain(name: str, built: Any) -> None:
 
 
 def _read(path: str) -> dict[str, Tensor]:
-    """The weights of a checkpoint without its classifier, which a client's own head replaces."""
+    """The weights of a checkpoint without its classifier, which the client's head replaces."""
     from safetensors.torch import load_file
 
     if path.endswith(".safetensors"):

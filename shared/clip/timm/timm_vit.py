@@ -1,7 +1,7 @@
-"""A backbone without text: a plain vision transformer of timm, named `timm:vit_base_patch16_224` and the like.
+"""A backbone without text: a plain vision transformer of timm, such as `timm:vit_base_patch16_224`.
 
-It stands behind the same interface as a CLIP model; what needs a text tower is refused. Neither open_clip nor a
-tokenizer is loaded. Importing this module does not import timm.
+It has the interface of a CLIP model but refuses operations that need a text tower. Neither open_clip nor a tokenizer is
+loaded. Importing this module does not import timm.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ from promptfed.shared.clip.towers import functional_vision, vision
 class VisualBackbone(Backbone):
     """A frozen `timm.models.vision_transformer.VisionTransformer`, made by `load_backbone`.
 
-    The feature of an image is what timm hands to its classifier (pooled and normed), so d_e = d_v. There is no text
-    tower, hence no d_t, no temperature and no zero-shot prediction: `supports.text_prompts` and `has_text` are false,
-    and whatever needs a text raises BackboneError.
+    The feature of an image is the input of timm's classifier (pooled and normed), so d_e = d_v. There is no text tower,
+    hence no d_t, no temperature and no zero-shot prediction: `supports.text_prompts` and `has_text` are false, and
+    operations on texts raise BackboneError.
     """
 
     has_text = False
@@ -36,7 +36,7 @@ class VisualBackbone(Backbone):
         config: Mapping[str, Any],
         preprocess: Mapping[str, Any],
     ) -> None:
-        """config: what beside the weights decides the features; preprocess: timm's data configuration."""
+        """config: everything besides weights that determines the features; preprocess: timm's data configuration."""
         super().__init__(model, model_name=model_name, pretrained=pretrained, precision=precision, config=config)
         self._preprocess = dict(preprocess)
 
@@ -67,7 +67,7 @@ class VisualBackbone(Backbone):
 
     @property
     def patch_tokens(self) -> None:
-        """None: no text speaks to these patches."""
+        """None: without a text tower, patch features are not used."""
 
     def encode_patches(self, images: Tensor, *, normalize: bool = True) -> NoReturn:
         raise BackboneError(f"{self.model_name} gives no patch features: choose a CLIP model.")
@@ -80,22 +80,22 @@ class VisualBackbone(Backbone):
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, *, normalize: bool = True) -> Tensor:
-        """`(B, d_v)` for images `(B, 3, H, W)`: timm's features before the classifier."""
+        """Features `(B, d_v)` of images `(B, 3, H, W)`: timm's features before the classifier."""
         rows = self.model.forward_features(self.image_input(images))
         return finish(self.model.forward_head(rows, pre_logits=True), normalize)
 
     def encode_images_prompted(
         self, images: Tensor, prompts: Tensor, *, pooled: bool = False, normalize: bool = True
     ) -> Tensor:
-        """`(B, d_v)` for images `(B, 3, H, W)` and visual prompts `(depth, n, d_v)`; gradients flow to the prompts.
+        """Features `(B, d_v)` of images `(B, 3, H, W)` with visual prompts `(depth, n, d_v)`, which receive gradients.
 
-        prompts[0] enters beside [cls] and the patches, behind the positional embedding, prompts[i] replaces its slots
-        before block i. `pooled` changes nothing: this tower has no projection.
+        prompts[0] enters beside [cls] and the patches, after the positional embedding; prompts[i] replaces it before
+        block i. `pooled` has no effect: this tower has no projection.
         """
         return finish(_encode_prompted(self.model, self.image_input(images), prompts.to(self.device)), normalize)
 
     def vision_tower(self) -> functional_vision.VisionTower:
-        """The image tower as a function of weights; BackboneError where this one cannot be computed so."""
+        """The image tower as a function of its weights; BackboneError if that is not possible for this tower."""
         return functional_vision.timm_tower(self.model)
 
     @property

@@ -1,4 +1,4 @@
-"""The embedded backbone: a small CLIP that the project pre-trained itself, so that everything runs without a download.
+"""The embedded backbone: a small CLIP pre-trained by the project, so that everything runs without a download.
 
 Importing this package does not import open_clip; ``register`` does.
 """
@@ -17,7 +17,7 @@ _FOLDER = Path(__file__).parent
 
 
 def register() -> None:
-    """Make ``MODEL`` known to open_clip. Doing it again changes nothing."""
+    """Register ``MODEL`` with open_clip. Repeated calls have no effect."""
     import open_clip
 
     if MODEL not in open_clip.list_models():
@@ -25,5 +25,5 @@ def register() -> None:
 
 
 def weights_path() -> Path:
-    """The weights, in half precision; ``open_clip.create_model(MODEL, pretrained=str(path))`` reads them."""
+    """The file of the weights in half precision; ``open_clip.create_model(MODEL, pretrained=str(path))`` reads it."""
     return _FOLDER / "weights.safetensors"

@@ -1,4 +1,4 @@
-"""Parts of open_clip's standard residual attention block, for where not every row has to go through all of it."""
+"""Parts of open_clip's standard residual attention block, for computations that skip parts of it for some rows."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ QUERIES, KEYS_VALUES, ALL = slice(0, 1), slice(1, 3), slice(0, 3)  # parts of a 
 
 
 def is_standard_block(block: Any) -> bool:
-    """Whether a block is open_clip's default one, whose parts the functions below know."""
+    """Whether a block is open_clip's default block, which the functions below require."""
     from open_clip.transformer import ResidualAttentionBlock
 
     return type(block) is ResidualAttentionBlock and _is_standard_attention(block.attn)
@@ -26,7 +26,7 @@ def _is_standard_attention(attention: nn.MultiheadAttention) -> bool:
 
 
 def project(block: Any, normed: Tensor, parts: slice = ALL) -> Tensor:
-    """Queries (0), keys (1) and values (2) of normed rows, or some of them: `(..., d)` -> `(..., len(parts) * d)`."""
+    """Queries (0), keys (1) and values (2) of normed rows, as in parts: `(..., d)` -> `(..., len(parts) * d)`."""
     d = normed.shape[-1]
     weight, bias = block.attn.in_proj_weight, block.attn.in_proj_bias
     rows = slice(parts.start * d, parts.stop * d)
@@ -34,14 +34,14 @@ def project(block: Any, normed: Tensor, parts: slice = ALL) -> Tensor:
 
 
 def add_branches(block: Any, rows: Tensor, attended: Tensor) -> Tensor:
-    """The block after its attention, `(..., d)`: output projection, then the perceptron."""
+    """The part of the block after attention, `(..., d)`: output projection, then the MLP."""
     rows = rows + block.ls_1(block.attn.out_proj(attended))
     result: Tensor = rows + block.ls_2(block.mlp(block.ln_2(rows)))
     return result
 
 
 def first_row(block: Any, rows: Tensor) -> Tensor:
-    """The block's output for row 0 alone, `(B, S, d)` -> `(B, 1, d)`, where nothing reads the others (no mask)."""
+    """The block's output for row 0 only, `(B, S, d)` -> `(B, 1, d)`, without a mask."""
     heads = block.attn.num_heads
     normed = block.ln_1(rows)
     query = _heads(project(block, normed[:, :1], QUERIES), heads)

@@ -1,8 +1,9 @@
-"""A transformer block and its tower as functions of weights, for methods that train or change what is frozen elsewhere.
+"""A transformer block and its tower as functions of weights, for methods that train or change tower weights.
 
-Clients of one process share a backbone over threads, so no weight is ever put into a module, not even for a while:
-each computation is handed the weights that it is to use. Names are open_clip's, with "_" for "."; a block's begin with
-its number: ``3.in_proj_weight``. Notation: `B` images or texts, `S` rows of each, `d` the tower's width.
+Clients of one process share a backbone over threads. Therefore weights are never put into a module, not even
+temporarily: each computation receives its weights as arguments. Names are open_clip's, with "_" for "."; names of a
+block begin with its number: ``3.in_proj_weight``. Notation: `B` images or texts, `S` rows of each, `d` the tower's
+width.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ QKV = 3
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What of a tower's blocks is no weight; all of a tower's blocks have the same."""
+    """The settings of a tower's blocks that are not weights; all blocks of a tower share them."""
 
     layers: int
     width: int
@@ -50,9 +51,9 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class LowRank:
-    """Changes of rank r of one block's attention: W + scale·B·A for its first q of query, key, value and output.
+    """Changes of rank r to one block's attention: W + scale·B·A for the first q of query, key, value and output.
 
-    ``a (q, r, d)``, ``b (q, d, r)``. With ``dropout`` each matrix has a mask of its own, drawn from ``draws``.
+    ``a (q, r, d)``, ``b (q, d, r)``. With ``dropout`` each matrix has its own mask, drawn from ``draws``.
     """
 
     a: Tensor
@@ -62,14 +63,14 @@ class LowRank:
     draws: Generator | None = None
 
     def branch(self, index: int, rows: Tensor) -> Tensor:
-        """`scale·drop(x)·Aᵀ·Bᵀ` of matrix ``index`` for rows `(..., d)`; zero beyond the first q."""
+        """`scale·drop(x)·Aᵀ·Bᵀ` of matrix ``index`` for rows `(..., d)`; zero for matrices after the first q."""
         if self.dropout:
             kept = torch.rand(rows.shape, generator=self.draws).to(rows.device) >= self.dropout
             rows = rows * kept / (1 - self.dropout)
         return F.linear(F.linear(rows, self.a[index].to(rows.dtype)), self.b[index].to(rows.dtype)) * self.scale
 
     def change(self) -> Tensor:
-        """`(q, d, d)` scale·B·A, to be added to the weights where there is no dropout."""
+        """`(q, d, d)` scale·B·A, which can be added to the weights if there is no dropout."""
         return self.scale * (self.b @ self.a)
 
 
@@ -89,7 +90,7 @@ def run_block(
     adapter: Adapter | None = None,
     low_rank: LowRank | None = None,
 ) -> Tensor:
-    """One block of weights ``own`` (by kind) on rows `(B, S, d)`; ``first_only``: its output `(B, 1, d)` for row 0."""
+    """Run a block with weights ``own`` (by kind) on rows `(B, S, d)`; ``first_only``: only row 0, `(B, 1, d)`."""
     normed = layer_norm(rows, own["ln_1_weight"], own["ln_1_bias"], shape.eps)
     asking, kept = (normed[:, :1], rows[:, :1]) if first_only else (normed, rows)
     query, key, value = _projected(own, shape, asking, normed, first_only, low_rank)
@@ -107,7 +108,7 @@ def run_block(
 def _projected(
     own: Weights, shape: BlockShape, asking: Tensor, normed: Tensor, apart: bool, low_rank: LowRank | None
 ) -> list[Tensor]:
-    """Query, key and value, `(B, heads, R, d / heads)` each; ``apart``: the query has other rows than the others."""
+    """Query, key and value, `(B, heads, R, d / heads)` each; ``apart``: the query has different rows."""
     d, weight, bias = shape.width, own["in_proj_weight"], own.get("in_proj_bias")
     if apart:
         parts = [linear(asking, weight[:d], None if bias is None else bias[:d])]
@@ -123,9 +124,9 @@ def _projected(
 
 @dataclass(frozen=True)
 class Tower:
-    """The computation, and the frozen ``weights`` that it has in the backbone (no copies: never change one in place).
+    """The computation of a tower, and its frozen ``weights`` in the backbone (not copies: never change them in place).
 
-    Rows are `(B, S, d)`. ``causal``: a row sees itself and those before it.
+    Rows are `(B, S, d)`. ``causal``: a row sees itself and the rows before it.
     """
 
     blocks_shape: BlockShape
@@ -140,7 +141,7 @@ class Tower:
 
     @property
     def first_only(self) -> bool:
-        """Whether row 0 alone is read behind the last block."""
+        """Whether only row 0 is read after the last block."""
         return False
 
     def blocks(
@@ -153,9 +154,9 @@ class Tower:
         adapters: Mapping[int, Adapter] | None = None,
         low_rank: Mapping[int, LowRank] | None = None,
     ) -> Tensor:
-        """Rows `(B, S, d)` through the blocks from ``start`` up to ``stop`` (default: all that follow).
+        """Run rows `(B, S, d)` through the blocks from ``start`` up to ``stop`` (default: the last block).
 
-        ``adapters`` and ``low_rank`` by the block's number. Of the last block only the rows that are read.
+        ``adapters`` and ``low_rank`` are given by block number. The last block returns only the rows that are read.
         """
         stop = self.layers if stop is None else stop
         for number in range(start, stop):
@@ -172,12 +173,12 @@ class Tower:
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`(..., out)`; weights that are kept in another precision are cast to the rows'."""
+    """A linear layer `(..., out)`; weights in another precision are cast to that of the rows."""
     return F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
 
 
 def layer_norm(rows: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Of rows `(..., d)`; of half precision in float32, as open_clip does."""
+    """Layer norm of rows `(..., d)`; half precision is computed in float32, as in open_clip."""
     wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
     own = None if bias is None else bias.to(wide.dtype)
     return F.layer_norm(wide, (rows.shape[-1],), weight.to(wide.dtype), own, eps).to(rows.dtype)
@@ -188,10 +189,10 @@ def _scaled(rows: Tensor, gamma: Tensor | None) -> Tensor:
 
 
 def shape_of_blocks(tower: str, blocks: list[Any], eps: set[float]) -> BlockShape:
-    """What open_clip's standard blocks share; ``eps`` of the tower's other norms.
+    """The settings shared by open_clip's standard blocks; ``eps`` is that of the tower's other norms.
 
     Raises:
-        BackboneError: they do not share it.
+        BackboneError: the blocks differ.
     """
     first = blocks[0]
     shapes = {
@@ -211,7 +212,7 @@ def shape_of_blocks(tower: str, blocks: list[Any], eps: set[float]) -> BlockShap
 
 
 def expect_activation(tower: str, activation: nn.Module) -> None:
-    """BackboneError for another activation than GELU and QuickGELU."""
+    """Raise BackboneError for activations other than GELU and QuickGELU."""
     from open_clip.transformer import QuickGELU
 
     known = type(activation) in (nn.GELU, QuickGELU)
@@ -247,14 +248,14 @@ def timm_block(number: int, standard: Any) -> dict[str, Tensor]:
 
 
 def _named(number: int, own: Mapping[str, Tensor | None], first: nn.Module, second: nn.Module) -> dict[str, Tensor]:
-    """With the scales of layers, where ``first`` and ``second`` are such; in the order of `BLOCK_KINDS`."""
+    """The weights in the order of `BLOCK_KINDS`, with the layer scales ``first`` and ``second`` if there are any."""
     ordered = {kind: own.get(kind) for kind in BLOCK_KINDS}
     ordered |= {"ls_1": getattr(first, "gamma", None), "ls_2": getattr(second, "gamma", None)}
     return {f"{number}.{kind}": weight.detach() for kind, weight in ordered.items() if weight is not None}
 
 
 def weights_of(module: nn.Module, parts: Mapping[str, str]) -> dict[str, Tensor]:
-    """Weight and bias of each part of a module, as ``NAME_weight`` and ``NAME_bias``; what is not there is left out.
+    """Weight and bias of each part of a module, as ``NAME_weight`` and ``NAME_bias``; missing ones are left out.
 
     ``parts``: the part's path in the module, by name.
     """
@@ -269,6 +270,6 @@ def weights_of(module: nn.Module, parts: Mapping[str, str]) -> dict[str, Tensor]
 
 
 def expect(tower: str, right: bool, why: str) -> None:
-    """BackboneError, which says why a tower's weights cannot be changed, unless it is ``right``."""
+    """Raise BackboneError with the reason why a tower's weights cannot be changed, unless ``right``."""
     if not right:
         raise BackboneError(f"This backbone's {tower} tower cannot be computed with other weights than its own: {why}.")

@@ -21,7 +21,7 @@ from promptfed.shared.clip.towers.text import TextTower
 
 @dataclass(frozen=True)
 class FunctionalText(Tower):
-    """A tower that pools an end token under a causal mask: what follows the longest text's end is not computed."""
+    """A tower that pools an end token under a causal mask. Positions after the longest text's end are not computed."""
 
     dtype: torch.dtype
     ends_of: Callable[[Tensor], Tensor]
@@ -29,18 +29,18 @@ class FunctionalText(Tower):
     causal = True
 
     def ends(self, ids: Tensor) -> Tensor:
-        """`(C,)` the position whose output is the feature of each text, for ids `(C, L)`."""
+        """Positions `(C,)` whose output is the feature of each text, for ids `(C, L)`."""
         return self.ends_of(ids)
 
     def rows(self, weights: Weights, ids: Tensor) -> Tensor:
-        """`(C, S, d)` before the first block, of token ids `(C, L)`, up to the longest text's end."""
+        """Rows `(C, S, d)` before the first block, of token ids `(C, L)`, up to the longest text's end."""
         embedding = weights["token_embedding"]
         size = int(self.ends(ids).max()) + 1
         rows = embedding[ids[:, :size].to(embedding.device)].to(self.dtype)
         return rows + weights["positional_embedding"][:size].to(self.dtype)
 
     def pool(self, weights: Weights, rows: Tensor, ends: Tensor) -> Tensor:
-        """`(C, d_e)` features, not normalised, of the last block's rows and `ends (C,)`."""
+        """Features `(C, d_e)`, not normalised, from the last block's rows and `ends (C,)`."""
         pooled = rows[torch.arange(len(rows), device=rows.device), ends.to(rows.device)]
         pooled = layer_norm(pooled, weights["ln_final_weight"], weights.get("ln_final_bias"), self.blocks_shape.eps)
         if "text_projection" not in weights:
@@ -48,12 +48,12 @@ class FunctionalText(Tower):
         return linear(pooled, weights["text_projection"], weights.get("text_projection_bias"))
 
     def encode(self, weights: Weights, ids: Tensor) -> Tensor:
-        """`(C, d_e)` features, not normalised, of token ids `(C, L)`."""
+        """Features `(C, d_e)`, not normalised, of token ids `(C, L)`."""
         return self.pool(weights, self.blocks(weights, self.rows(weights, ids)), self.ends(ids))
 
 
 def text_tower(tower: TextTower) -> FunctionalText:
-    """The text tower of an open_clip model. BackboneError says why it has none that weights can be handed to."""
+    """The text tower of an open_clip model. BackboneError gives the reason if its weights cannot be replaced."""
     tower.require()
     expect("text", tower.flags.prefix, "its blocks, its mask or its pooling are not CLIP's")
     holder = tower.holder

@@ -1,6 +1,6 @@
-"""An image tower as a function of weights: of open_clip's vision transformers, and of timm's.
+"""Image towers as functions of weights, for the vision transformers of open_clip and timm.
 
-Weights that a tower lacks (``ln_pre`` of timm's, ``proj`` of those without a projection) are not in the mapping.
+Weights that a tower lacks are not in the mapping (``ln_pre`` with timm, ``proj`` without a projection).
 Notation: `B` images, `S` rows of each with [cls], `d` = d_v the tower's width.
 """
 
@@ -30,8 +30,8 @@ from promptfed.shared.clip.towers.functional import (
 class VisionTower(Tower):
     """An image tower.
 
-    ``pooling``: the feature is row 0, or the mean of the rows behind it (of all, without a class token);
-    ``norm_first``: the last norm stands before the pooling, not behind it.
+    ``pooling``: the feature is row 0, or the mean of the rows after it (of all rows without a class token).
+    ``norm_first``: the last norm comes before the pooling instead of after it.
     """
 
     patch_size: tuple[int, int]
@@ -43,7 +43,7 @@ class VisionTower(Tower):
         return self.pooling == "tok"
 
     def rows(self, weights: Weights, images: Tensor) -> Tensor:
-        """`(B, S, d)` before the first block, of images `(B, 3, H, W)` of the tower's dtype and device."""
+        """Rows `(B, S, d)` before the first block, of images `(B, 3, H, W)` of the tower's dtype and device."""
         conv, bias = weights["conv1_weight"], weights.get("conv1_bias")
         conv, bias = conv.to(images.dtype), None if bias is None else bias.to(images.dtype)
         rows = F.conv2d(images, conv, bias, stride=self.patch_size).flatten(2).transpose(1, 2)
@@ -56,9 +56,9 @@ class VisionTower(Tower):
         return layer_norm(rows, weights["ln_pre_weight"], weights.get("ln_pre_bias"), self.blocks_shape.eps)
 
     def pool(self, weights: Weights, rows: Tensor) -> Tensor:
-        """`(B, d)` pooled features of the last block's rows, before any projection."""
+        """Pooled features `(B, d)` of the last block's rows, before any projection."""
         if self.pooling == "tok":
-            rows = rows[:, :1]  # a norm looks at each row alone
+            rows = rows[:, :1]  # a norm processes each row separately
         if self.norm_first:
             rows = self._normed(weights, rows)
         behind = 1 if "class_embedding" in weights else 0
@@ -66,11 +66,11 @@ class VisionTower(Tower):
         return pooled if self.norm_first else self._normed(weights, pooled)
 
     def project(self, weights: Weights, pooled: Tensor) -> Tensor:
-        """`(B, d_e)` behind the projection; as they are where there is none."""
+        """Features `(B, d_e)` after the projection; unchanged if there is none."""
         return pooled @ weights["proj"].to(pooled.dtype) if "proj" in weights else pooled
 
     def encode(self, weights: Weights, images: Tensor, *, projected: bool = True) -> Tensor:
-        """`(B, d_e)` features, not normalised, of images `(B, 3, H, W)`; else `(B, d)`, before the projection."""
+        """Features of images `(B, 3, H, W)`, not normalised: `(B, d_e)`, or `(B, d)` before the projection."""
         pooled = self.pool(weights, self.blocks(weights, self.rows(weights, images)))
         return self.project(weights, pooled) if projected else pooled
 
@@ -81,7 +81,7 @@ class VisionTower(Tower):
 
 
 def vision_tower(visual: Any) -> VisionTower:
-    """The image tower of an open_clip model. BackboneError says why it has none that weights can be handed to."""
+    """The image tower of an open_clip model. BackboneError gives the reason if its weights cannot be replaced."""
     from open_clip.transformer import VisionTransformer
 
     expect("image", type(visual) is VisionTransformer, f"it is a {type(visual).__name__}")
@@ -106,7 +106,7 @@ def vision_tower(visual: Any) -> VisionTower:
 
 
 def timm_tower(model: Any) -> VisionTower:
-    """The same of a plain vision transformer of timm; its blocks' weights under open_clip's names."""
+    """The tower of a plain vision transformer of timm, with its blocks' weights under open_clip's names."""
     from timm.models.vision_transformer import Block
 
     expect("image", model.reg_token is None, "it has register tokens")

@@ -1,4 +1,4 @@
-"""Features of an image's patches in the joint space, from the frozen towers of open_clip that have them.
+"""Patch features in the joint space, from the frozen towers of open_clip that support them.
 
 Notation: `B` images, `M` patches, `d` width of the tower, `d_e` of the joint embedding.
 """
@@ -13,7 +13,7 @@ from promptfed.shared.clip.errors import BackboneError
 
 
 def refusal_of(visual: Any) -> str | None:
-    """Why an image tower gives no patch features, or None where it does."""
+    """The reason why an image tower gives no patch features; None if it does."""
     from open_clip.modified_resnet import ModifiedResNet
     from open_clip.transformer import VisionTransformer
 
@@ -29,7 +29,7 @@ def refusal_of(visual: Any) -> str | None:
 
 
 def patch_tokens(visual: Any) -> int | None:
-    """M, or None where the tower gives no patch features."""
+    """M; None if the tower gives no patch features."""
     if refusal_of(visual) is not None:
         return None
     pool = getattr(visual, "attnpool", None)  # of a ResNet
@@ -38,7 +38,7 @@ def patch_tokens(visual: Any) -> int | None:
 
 
 def encode_patches(visual: Any, images: Tensor) -> Tensor:
-    """`(B, M, d_e)` for images `(B, 3, H, W)`, not normalised. BackboneError where the tower has none."""
+    """Patch features `(B, M, d_e)` of images `(B, 3, H, W)`, not normalised. BackboneError if the tower has none."""
     from open_clip.transformer import VisionTransformer
 
     refusal = refusal_of(visual)
@@ -47,7 +47,7 @@ def encode_patches(visual: Any, images: Tensor) -> Tensor:
     if not isinstance(visual, VisionTransformer):
         return _resnet_patches(visual, images)
     rows = visual.transformer(visual._embeds(images))[:, 1:]
-    # Also where the tower norms after it has pooled: a patch is no mean, and the norm looks at each row alone.
+    # Also if the tower norms after pooling: patches are not pooled, and the norm processes each row separately.
     rows = visual.ln_post(rows)
     features: Tensor = rows if visual.proj is None else rows @ visual.proj
     return features
@@ -61,7 +61,7 @@ def _resnet_patches(visual: Any, images: Tensor) -> Tensor:
 
 
 def attend_from_everywhere(pool: Any, feature_map: Tensor) -> Tensor:
-    """`(B, 1 + H·W, d_e)`: open_clip's `AttentionPool2d`, which asks from position 0 alone, asking from all.
+    """`(B, 1 + H·W, d_e)`: open_clip's `AttentionPool2d` with queries from all positions instead of position 0 only.
 
     feature_map: `(B, d, H, W)`; position 0 is their mean.
     """

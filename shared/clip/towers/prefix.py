@@ -1,11 +1,11 @@
 """Prompted text encoding that computes the shared prefix `[SOS] ctx` once for all classes.
 
-In a causal tower the rows of the prefix do not depend on the class, so their keys and values serve every class; the
-tokens before the context do not even depend on the context, so theirs are constants of the backbone. What is left per
-class are its own tokens up to the end token. They stand packed one after the other, without padding, in one matrix
-`(N, m + T, d)`: the context's rows, then those of all classes, so that every linear layer is one product; only
-attention looks at one bucket of equally long classes at a time. In the first block the queries, keys and values of
-the classes' own tokens are constants, and in the last one only the end token's row goes on. All of it is exact.
+In a causal tower the rows of the prefix do not depend on the class, so all classes share their keys and values. The
+tokens before the context do not depend on the context either, so their keys and values are constants of the backbone.
+Only a class's own tokens up to the end token remain. They are packed without padding in one matrix `(N, m + T, d)`: the
+context's rows, then those of all classes. Every linear layer is then one product; only attention processes one bucket
+of equally long classes at a time. In the first block the queries, keys and values of the classes' own tokens are
+constants; in the last block only the end tokens' rows are computed. The result is exact.
 
 Notation as in `text.py`; `T` packed rows of all classes, `s` own tokens of a class, `P` prefix length, `H` heads of
 width `h`.
@@ -26,7 +26,7 @@ from promptfed.shared.clip.towers.tokens import ClassPrompts
 
 @dataclass(frozen=True)
 class _Constants:
-    """What depends on neither context nor deep prompts, for one set of class names."""
+    """Values for one set of class names that depend on neither context nor deep prompts."""
 
     key: tuple[torch.dtype, torch.device]
     buckets: tuple[ClassBucket, ...]
@@ -36,19 +36,19 @@ class _Constants:
     lead: list[Tensor]  # per block (start, 2d): keys and values of the tokens before the context
 
     def end_rows(self, packed: Tensor) -> Tensor:
-        """`(N, T, ...)` packed rows -> `(N, C, ...)` those of the end tokens."""
+        """Packed rows `(N, T, ...)` -> rows of the end tokens `(N, C, ...)`."""
         return torch.cat([bucket.of(packed, 1)[:, :, -1] for bucket in self.buckets], dim=1)
 
 
 class PrefixEncoder:
-    """Encodes contexts with a shared prefix in `tower`, which must allow it (`TextFlags.prefix`)."""
+    """Encodes contexts with a shared prefix in `tower`, which must support it (`TextFlags.prefix`)."""
 
     def __init__(self, tower: TextTower) -> None:
         self._tower = tower
         self._cache: WeakKeyDictionary[ClassPrompts, _Constants] = WeakKeyDictionary()
 
     def encode(self, context: Tensor, deep: Tensor | None, prompts: ClassPrompts) -> Tensor:
-        """`(N, C, d_e)` for context `(N, m, d)` and deep `(N, depth, m, d)` or None."""
+        """Features `(N, C, d_e)` for context `(N, m, d)` and deep `(N, depth, m, d)` or None."""
         tower, constants = self._tower, self._constants(prompts)
         context = context + tower.position(prompts.start, prompts.start + prompts.context_length)
         own = constants.rows.expand(context.shape[0], -1, -1)  # (N, T, d)
@@ -56,7 +56,7 @@ class PrefixEncoder:
         for number, block in enumerate(tower.blocks):
             if deep is not None and 1 <= number <= depth:
                 context = deep[:, number - 1]
-            # The context's rows end where nothing reads them any more: in the last block, and before fresh ones.
+            # The context's rows are dropped where nothing reads them: in the last block, and before new deep rows.
             goes_on = number != final and number >= depth
             layout = Layout(block.attn.num_heads, prompts.context_length, constants.buckets, goes_on, number == final)
             query, key_value = _queries_keys_values(block, number, layout, context, own, constants)
@@ -72,7 +72,7 @@ class PrefixEncoder:
         key = (self._tower.dtype, self._tower.device)
         held = self._cache.get(prompts)
         if held is None or held.key != key:
-            # Ordinary tensors even if the caller is in inference mode: a later training step uses them too.
+            # No inference tensors, even if the caller is in inference mode: a later training step uses them.
             with torch.inference_mode(False), torch.no_grad():
                 held = self._cache[prompts] = self._make_constants(key, prompts)
         return held
@@ -97,7 +97,7 @@ class PrefixEncoder:
         return _Constants(key, tuple(buckets), order, packed, qkv, self._lead_keys_values(lead))
 
     def _lead_keys_values(self, lead: Tensor) -> list[Tensor]:
-        """Per block `(start, 2d)`; lead: `(1, start, d)`, which sees only itself."""
+        """Keys and values per block `(start, 2d)`; lead: `(1, start, d)`, which sees only itself."""
         keys_values = []
         size = lead.shape[1]
         mask = torch.full((size, size), -torch.inf, dtype=lead.dtype, device=lead.device).triu(1)

@@ -2,9 +2,9 @@
 
 Rows are `(N, R, d)`: first the `m` context rows, then the `T` own rows of all classes (see `prefix.py`). A context row
 sees the prefix up to itself; an own row sees the whole prefix and the own rows of its class up to itself. The scores
-`(N, H, rows, P + widest)` hold the prefix in their first `P` columns and the own tokens in the rest, so that one
-softmax serves all; against the prefix there is one product for all classes. The gradient is written out because
-autograd would record dozens of small operations per block, an eighth of a training step's time.
+`(N, H, rows, P + widest)` have the prefix in their first `P` columns and the own tokens in the others, so that one
+softmax is enough; one product with the prefix serves all classes. The gradient is written out because autograd would
+record dozens of small operations per block, an eighth of the time of a training step.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class ClassBucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rows ask. `context`: the context rows too; `ends`: of the own rows only the last of each class."""
+    """The query rows. `context`: include the context rows; `ends`: only the last own row of each class."""
 
     heads: int
     m: int
@@ -45,7 +45,7 @@ class Layout:
         return max(bucket.size for bucket in self.buckets)
 
     def parts(self) -> Iterator[tuple[ClassBucket, slice, slice]]:
-        """Per bucket: its rows among the asking rows and among all rows."""
+        """For each bucket, its rows among the query rows and among all rows."""
         skip = self.m if self.context else 0
         for bucket in self.buckets:
             rows = slice(self.m + bucket.first, self.m + bucket.first + bucket.count * bucket.size)
@@ -56,10 +56,10 @@ class Layout:
 
 
 class PrefixAttention(torch.autograd.Function):
-    """`apply(query_rows, key_value_rows, lead, layout)` -> attended rows `(N, asking rows, d)`.
+    """`apply(query_rows, key_value_rows, lead, layout)` -> attended rows `(N, query rows, d)`.
 
-    query_rows: `(N, asking rows, d)`; key_value_rows: `(N, m + T, 2d)`; lead: `(start, 2d)`, the constant keys and
-    values of the tokens before the context. Gradients flow to the first two, once.
+    query_rows: `(N, query rows, d)`; key_value_rows: `(N, m + T, 2d)`; lead: `(start, 2d)`, the constant keys and
+    values of the tokens before the context. The first two receive gradients; second derivatives are not supported.
     """
 
     @staticmethod
@@ -131,7 +131,7 @@ def _split(rows: Tensor, bucket: ClassBucket) -> Tensor:
 
 
 def _hide_later(scores: Tensor) -> None:
-    """Causal mask `(..., queries, keys)` in place: the last query sees all keys, each one before it one key less."""
+    """Apply a causal mask `(..., queries, keys)` in place: the last query sees all keys, each earlier one fewer."""
     queries, keys = scores.shape[-2:]
     if queries > 1:
         hidden = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(keys - queries + 1)

@@ -1,4 +1,4 @@
-"""Prompted text encoding in an open_clip text tower: which ways its flags allow, and the plain and the short one.
+"""Prompted text encoding in an open_clip text tower: the supported paths, and the plain and the short path.
 
 Notation: `N` contexts in a batch, `C` classes, `m` context tokens, `L` text positions, `d` = d_t the tower's width.
 """
@@ -18,18 +18,18 @@ Path = Literal["prefix", "short", "plain"]
 
 @dataclass(frozen=True)
 class TextFlags:
-    """What the tower's construction allows. `refusal` says why prompts are impossible (None: they are possible)."""
+    """The paths that the tower supports. `refusal`: why prompts are impossible (None: they are possible)."""
 
     refusal: str | None
-    short: bool  # only the pooled row is read and no row sees a later one: nothing after it need be computed
-    prefix: bool  # and the blocks are open_clip's standard ones, whose keys and values `prefix.py` can share
+    short: bool  # only the pooled row is read and the mask is causal: rows after it need not be computed
+    prefix: bool  # and the blocks are open_clip's standard blocks, whose keys and values `prefix.py` can share
 
 
 class TextTower:
-    """A view on the text tower of a `CLIP`, `CustomTextCLIP` or `CoCa` model of open_clip; owns no weights."""
+    """A view of the text tower of a `CLIP`, `CustomTextCLIP` or `CoCa` model of open_clip, without its own weights."""
 
     def __init__(self, model: Any) -> None:
-        # CLIP holds the parts of its tower itself, the other classes keep a TextTransformer under `.text`.
+        # CLIP has the parts of its tower as attributes; the other classes have a TextTransformer under `.text`.
         self._inner: Any = getattr(model, "text", None)
         self._holder: Any = model if self._inner is None else self._inner
         self.flags = _flags(self._holder, self._inner)
@@ -38,7 +38,7 @@ class TextTower:
 
     @property
     def holder(self) -> Any:
-        """The module whose parts the tower is made of."""
+        """The module that holds the tower's parts."""
         return self._holder
 
     @property
@@ -51,7 +51,7 @@ class TextTower:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the blocks compute in."""
+        """The dtype in which the blocks compute."""
         dtype: torch.dtype = self._holder.transformer.get_cast_dtype()
         return dtype
 
@@ -61,7 +61,7 @@ class TextTower:
         return device
 
     def require(self) -> None:
-        """BackboneError where the tower cannot take prompts."""
+        """Raise BackboneError if the tower cannot take prompts."""
         if self.flags.refusal is not None:
             raise BackboneError(f"This backbone's text tower takes no prompts: {self.flags.refusal}.")
 
@@ -77,7 +77,7 @@ class TextTower:
         return rows
 
     def pooled_position(self, ids: Tensor) -> Tensor:
-        """`(C,)` the position that the tower pools for each row of ids, -1 where that does not depend on the ids."""
+        """The position `(C,)` that the tower pools for each row of ids; -1 if it does not depend on the ids."""
         self.require()
         kind = _pool_type(self._holder, self._inner)
         if kind == "argmax" and not _has_class_token(self._inner):
@@ -90,7 +90,7 @@ class TextTower:
         return torch.full((ids.shape[0],), -1)
 
     def project(self, rows: Tensor) -> Tensor:
-        """`(..., d)` pooled rows -> `ln_final` -> text projection `(..., d_e)`."""
+        """Pooled rows `(..., d)` -> `ln_final` -> text projection `(..., d_e)`."""
         rows = self._holder.ln_final(rows)
         projection = self._holder.text_projection
         if projection is None:
@@ -99,7 +99,7 @@ class TextTower:
         return projected
 
     def encode_plain(self, context: Tensor, deep: Tensor | None, prompts: ClassPrompts) -> Tensor:
-        """All positions of all classes through open_clip's own blocks, `(N, C, d_e)`.
+        """Features `(N, C, d_e)`: all positions of all classes through open_clip's blocks.
 
         context: `(N, 1 or C, m, d)`; deep: `(N, depth, m, d)` or None.
         """
@@ -112,7 +112,7 @@ class TextTower:
         return self._pool(rows, ids.repeat(n, 1)).reshape(n, c, -1)
 
     def encode_short(self, context: Tensor, deep: Tensor | None, prompts: ClassPrompts) -> Tensor:
-        """As `encode_plain`, but each bucket of equally long classes only up to its pooled position."""
+        """As `encode_plain`, but computes each bucket of equally long classes only up to its pooled position."""
         ids = prompts.ids.to(self.device)
         rows, mask = self._constant_rows(ids)
         n = context.shape[0]
@@ -128,7 +128,7 @@ class TextTower:
         return restore_order(torch.cat(features, dim=1), order)
 
     def _constant_rows(self, ids: Tensor) -> tuple[Tensor, Any]:
-        """Embedded ids with positions `(C, L, d)` (a class token appended where the tower has one), and the mask."""
+        """Embedded ids with positions `(C, L, d)`, with a class token at the end if the tower has one, and the mask."""
         with torch.inference_mode(False), torch.no_grad():
             if self._inner is None:
                 rows = self.embed(ids) + self._holder.positional_embedding.to(self.dtype)
@@ -137,7 +137,7 @@ class TextTower:
             return rows, mask
 
     def _with_context(self, rows: Tensor, context: Tensor, prompts: ClassPrompts) -> Tensor:
-        """`(N * C, L, d)`: constant rows with the context at its positions."""
+        """Constant rows with the context at its positions, `(N * C, L, d)`."""
         n, c, start = context.shape[0], rows.shape[0], prompts.start
         stop = start + prompts.context_length
         rows = rows.expand(n, *rows.shape)
@@ -145,7 +145,7 @@ class TextTower:
         return torch.cat([rows[:, :, :start], placed, rows[:, :, stop:]], dim=2).flatten(0, 1)
 
     def _run(self, rows: Tensor, mask: Any, deep: Tensor | None, prompts: ClassPrompts) -> Tensor:
-        """`(N * C, L, d)` through all blocks, the context's rows replaced by `deep` before blocks 1..depth."""
+        """Run rows `(N * C, L, d)` through all blocks; `deep` replaces the context's rows before blocks 1..depth."""
         start, stop = prompts.start, prompts.start + prompts.context_length
         depth = 0 if deep is None else deep.shape[1]
         for number, block in enumerate(self.blocks):
@@ -167,7 +167,7 @@ class TextTower:
 
 
 def restore_order(features: Tensor, order: list[int]) -> Tensor:
-    """`(N, C, d_e)` features in the order of `order` -> in the order of the classes."""
+    """Features `(N, C, d_e)` in the order of `order` -> in the order of the classes."""
     if order == list(range(len(order))):
         return features
     place = torch.empty(len(order), dtype=torch.long)

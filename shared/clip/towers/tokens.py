@@ -8,7 +8,7 @@ import torch
 
 from promptfed.shared.clip.errors import BackboneError
 
-# Stands in for a context token in the ids. Its embedding is always overwritten, so any ordinary word serves.
+# A placeholder for context tokens in the ids. Its embedding is always overwritten, so any ordinary word is suitable.
 PLACEHOLDER_WORD = "x"
 
 
@@ -16,9 +16,10 @@ PLACEHOLDER_WORD = "x"
 class ClassPrompts:
     """Tokenised class names of one backbone, with `context_length` free positions in front of each name.
 
-    ids: `(C, L)` token ids, a placeholder at the context positions; start: first context position (tokens before it,
-    such as `[SOS]`, are the same for all classes); end: `(C,)` the position whose output is the text feature, or -1
-    where the tower pools a fixed position; buckets: classes of equal `end`, as `(end, class indices)` by rising `end`.
+    ids: token ids `(C, L)` with placeholders at the context positions. start: first context position; tokens before it,
+    such as `[SOS]`, are the same for all classes. end: the position `(C,)` whose output is the text feature, or -1 if
+    the tower pools a fixed position. buckets: classes of equal `end`, as `(end, class indices)` in ascending order of
+    `end`.
     """
 
     names: tuple[str, ...]
@@ -33,7 +34,7 @@ class ClassPrompts:
 
 
 class PromptTokenizer:
-    """An open_clip tokenizer that reports what does not fit instead of cutting it off, and makes room for contexts.
+    """An open_clip tokenizer that refuses long texts instead of truncating them, and makes room for contexts.
 
     `length` is the number of text positions of the tower.
     """
@@ -41,7 +42,7 @@ class PromptTokenizer:
     def __init__(self, tokenizer: Any, length: int) -> None:
         self._tokenizer = tokenizer
         self._length = length
-        self._simple = not hasattr(tokenizer, "tokenizer")  # open_clip wraps those of transformers
+        self._simple = not hasattr(tokenizer, "tokenizer")  # open_clip wraps the tokenizers of transformers
         if self._simple:
             self._pad = 0
             self._lead = int(tokenizer.sot_token_id)
@@ -53,7 +54,7 @@ class PromptTokenizer:
             self._special = frozenset(int(i) for i in inner.all_special_ids) | {self._pad}
 
     def texts(self, texts: Sequence[str]) -> torch.Tensor:
-        """Token ids `(N, L)`. BackboneError for a text that is longer than the tower's positions."""
+        """Token ids `(N, L)`. BackboneError for a text that does not fit into the tower's positions."""
         if not texts:
             return torch.zeros(0, self._length, dtype=torch.long)
         if self._simple:
@@ -67,7 +68,7 @@ class PromptTokenizer:
         return ids
 
     def words(self, words: str) -> torch.Tensor:
-        """Token ids `(k,)` of words without any special token. BackboneError where there are none."""
+        """Token ids `(k,)` of words without special tokens. BackboneError if there are none."""
         if self._simple:
             ids = [int(i) for i in self._tokenizer.encode(words)]
         else:
@@ -101,7 +102,7 @@ class PromptTokenizer:
         return name, row
 
     def _insert(self, name: str, row: torch.Tensor, start: int, count: int, placeholder: int) -> torch.Tensor:
-        """Room for `count` tokens at `start`, taken from the last run of padding (a class token may follow it)."""
+        """Insert `count` tokens at `start` in place of padding at the end, which a class token may follow."""
         last = self._length
         while last and int(row[last - 1]) != self._pad:
             last -= 1
@@ -127,7 +128,7 @@ def make_class_prompts(
     suffix: str,
     pooled_position: Callable[[torch.Tensor], torch.Tensor],
 ) -> ClassPrompts:
-    """See `Backbone.class_prompts`; `pooled_position`: ids `(C, L)` -> positions `(C,)` that the tower reads."""
+    """See `Backbone.class_prompts`; `pooled_position`: ids `(C, L)` -> positions `(C,)` that the tower pools."""
     if isinstance(class_names, str) or not class_names:
         raise BackboneError("No class names were given: pass a list with at least one name.")
     if context_length < 1:

@@ -1,4 +1,4 @@
-"""Prompted image encoding in an open_clip `VisionTransformer` (visual prompt tuning; plan.txt, pfedpg.txt).
+"""Prompted image encoding in an open_clip `VisionTransformer` (VPT, Jia et al., 2022; as used by PLAN and pFedPG).
 
 Notation: `B` images, `n` prompt tokens, `d` = d_v the tower's width, `S` = 1 + patches.
 """
@@ -13,7 +13,7 @@ from promptfed.shared.clip.towers.blocks import first_row, is_standard_block
 
 
 def refusal_of(visual: Any) -> str | None:
-    """Why an image tower takes no visual prompts, or None where it does."""
+    """The reason why an image tower takes no visual prompts; None if it does."""
     from open_clip.transformer import VisionTransformer
 
     if not isinstance(visual, VisionTransformer):
@@ -34,15 +34,15 @@ def vision_width(visual: Any) -> int:
 
 
 def patch_size(visual: Any) -> int | None:
-    """Side of a vision transformer's patches in pixels; None where they are not square."""
+    """Side of a vision transformer's patches in pixels; None if they are not square."""
     height, width = visual.patch_size
     return int(height) if height == width else None
 
 
 def encode_prompted(visual: Any, images: Tensor, prompts: Tensor, *, pooled: bool) -> Tensor:
-    """`(B, d_e)` for images `(B, 3, H, W)` and prompts `(depth, n, d)`; `pooled`: the feature before the projection.
+    """Features `(B, d_e)` of images `(B, 3, H, W)` with prompts `(depth, n, d)`; `pooled`: before the projection.
 
-    The first prompts join [cls] and the patches after the positional embedding and before `ln_pre`, without a position.
+    The first prompts are added to [cls] and the patches after the positional embedding and before `ln_pre`.
     """
     refusal = refusal_of(visual)
     if refusal is not None:
@@ -61,7 +61,7 @@ def encode_prompted(visual: Any, images: Tensor, prompts: Tensor, *, pooled: boo
 
 
 def check_prompts(prompts: Tensor, layers: int, width: int) -> None:
-    """BackboneError for visual prompts that are not `(depth, n, width)` with a depth of 1 to ``layers``."""
+    """Raise BackboneError unless visual prompts are `(depth, n, width)` with a depth of 1 to ``layers``."""
     if prompts.ndim != 3 or prompts.shape[2] != width or not 1 <= prompts.shape[0] <= layers:
         raise BackboneError(
             f"Visual prompts of shape {tuple(prompts.shape)} do not fit: the backbone takes (depth, n, {width}) "
@@ -70,11 +70,11 @@ def check_prompts(prompts: Tensor, layers: int, width: int) -> None:
 
 
 def run_prompted(blocks: Any, norm: Any, rows: Tensor, prompts: Tensor, *, only_first: bool = False) -> Tensor:
-    """`(B, S, d)` rows of [cls] and patches behind all blocks, with prompts `(depth, n, d)` beside them.
+    """Rows `(B, S, d)` of [cls] and patches after all blocks, with prompts `(depth, n, d)` beside them.
 
-    ``rows`` are behind ``norm``, which looks at each token alone and which the first prompts go through too; before
-    each further block the same slots get the next prompts. The slots stand last: attention does not see an order, and
-    what pools over tokens pools the image's own only. With ``only_first`` the last block gives `(B, 1, d)`, row 0.
+    ``rows`` are already normed by ``norm``, which is applied to the first prompts as well. Before each further block
+    the next prompts replace the previous ones. Prompts are placed after the image's tokens, since attention ignores the
+    order and pooling must cover only the image's tokens. With ``only_first`` the last block returns row 0, `(B, 1, d)`.
     """
     batch, tokens = rows.shape[:2]
     prompts = prompts.to(rows.dtype)

@@ -1,4 +1,4 @@
-"""Models by their names on the Hugging Face hub, and whether their weights are on this machine."""
+"""Models by their names on the Hugging Face hub, and a check whether their weights are on this machine."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from urllib.parse import urlsplit
 
 from promptfed.shared.clip.errors import BackboneError
 
-REACH_SECONDS = 3.0  # that a hub gets to answer anything at all
-# OpenAI's models as the transformers library knows them; open_clip takes the same weights from elsewhere.
+REACH_SECONDS = 3.0  # seconds for a first answer of the hub
+# OpenAI's models by transformers' names; open_clip downloads the same weights from another source.
 _OF_OPENAI = {
     "openai/clip-vit-base-patch32": "ViT-B-32",
     "openai/clip-vit-base-patch16": "ViT-B-16",
     "openai/clip-vit-large-patch14": "ViT-L-14",
     "openai/clip-vit-large-patch14-336": "ViT-L-14-336",
 }
-_UNSAID = (None, "random", "embedded")  # what stands in a spec that names no weights of its own
+_UNSAID = (None, "random", "embedded")  # values of `pretrained` in a spec that names no weights
 
 
 def known_as(model: str, pretrained: str | None) -> tuple[str, str | None]:
-    """A model and its weights as open_clip names them, where ``model`` is a name on the hub that open_clip knows."""
+    """open_clip's names of a model and its weights, if ``model`` is a name on the hub that open_clip knows."""
     if "/" not in model or ":" in model:
         return model, pretrained
     names = _names_on_the_hub()
@@ -54,7 +54,7 @@ def expect_at_hand(model: str, tag: str) -> None:
     """Refuse weights that are not on this machine and cannot be fetched, before a download tries for minutes.
 
     Raises:
-        BackboneError: what is missing, and how to bring it.
+        BackboneError: the weights are missing; the text says how to provide them.
     """
     from open_clip import get_pretrained_cfg
     from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
@@ -91,7 +91,7 @@ def _endpoint() -> str:
 
 
 def _unreachable(address: str) -> str | None:
-    """Why nothing comes from ``address``, None where something does. Looking up a name has no timeout of its own."""
+    """The reason why ``address`` does not answer; None if it does. Name resolution itself has no timeout."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return "is not asked (HF_HUB_OFFLINE)"
     answered: list[bool] = []

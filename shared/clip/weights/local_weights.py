@@ -1,6 +1,6 @@
-"""Weights from a local file: of open_clip, or of a CLIP model of the transformers library.
+"""Weights from a local file of open_clip or of a CLIP model of the transformers library.
 
-A federation identifies a backbone by its fingerprint, wherever the weights come from.
+A federation identifies a backbone by its fingerprint, regardless of the origin of the weights.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from promptfed.shared.clip.errors import BackboneError, near, one_line
 from promptfed.shared.clip.weights.permissions import CHECKPOINT_SUFFIXES
 
-# As open_clip and transformers call them in their folders, the safer kind first.
+# File names in folders of open_clip and transformers, the safer format first.
 IN_FOLDERS = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
 _OF_TRANSFORMERS = "text_model.embeddings.token_embedding.weight"
-_TOLD = 3  # tensors that do not fit, before only their number is told
+_TOLD = 3  # unfitting tensors that are listed; of further ones only the number
 
-# A name of transformers' CLIP -> open_clip's; what follows (weight, bias) stays. Linear maps without a bias are kept
+# Names of transformers' CLIP -> open_clip's; suffixes (weight, bias) stay. Linear maps without a bias are stored
 # transposed there.
 _PLACES = {
     r"text_model\.embeddings\.token_embedding\.weight": "token_embedding.weight",
@@ -45,11 +45,11 @@ _IN_BLOCKS = {
     "mlp.fc1": "mlp.c_fc",
     "mlp.fc2": "mlp.c_proj",
 }
-_PARTS = ("q_proj", "k_proj", "v_proj")  # which open_clip keeps in one tensor, in this order
+_PARTS = ("q_proj", "k_proj", "v_proj")  # open_clip stores these in one tensor, in this order
 
 
 def weights_in(path: Path) -> Path:
-    """The file of weights that ``path`` is, or that the folder ``path`` holds.
+    """The weights file ``path``, or the weights file in the folder ``path``.
 
     Raises:
         BackboneError: there is none.
@@ -68,12 +68,12 @@ def weights_in(path: Path) -> Path:
 
 
 def load_into(model: Any, path: Path, name: str) -> None:
-    """Put the weights of the file ``path`` into ``model``, open_clip's model ``name`` as it was built.
+    """Load the weights in the file ``path`` into ``model``, which is open_clip's model ``name``.
 
-    Nothing of a file is executed: it is read as safetensors or with ``weights_only``.
+    Code in a file is never executed: it is read as safetensors or with ``weights_only``.
 
     Raises:
-        BackboneError: it cannot be read, or holds the weights of another model.
+        BackboneError: the file cannot be read, or holds the weights of another model.
     """
     from open_clip.factory import load_checkpoint
 
@@ -85,7 +85,7 @@ def load_into(model: Any, path: Path, name: str) -> None:
             load_checkpoint(model, str(path), weights_only=True)
     except BackboneError:
         raise
-    except Exception as error:  # open_clip and torch raise many kinds for a file of another model
+    except Exception as error:  # open_clip and torch raise many kinds of errors for a file of another model
         raise BackboneError(f"The weights in {path} are not those of {name}: {_misfits(error)}.") from error
 
 
@@ -101,16 +101,16 @@ def _torch_load(path: Path) -> Mapping[str, Any]:
 
 
 def _misfits(error: Exception) -> str:
-    """The first of what torch lists: all tensors of a large model fill a screen."""
+    """The first few tensors of torch's error text, which lists all of them."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return one_line(Exception("; ".join(lines[1 : 1 + _TOLD]) if len(lines) > 1 else str(error)))
 
 
 def converted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a CLIP model of transformers under the names that open_clip has for them.
+    """The weights of a CLIP model of transformers under open_clip's names.
 
     Raises:
-        BackboneError: there is a tensor that a CLIP model has not.
+        BackboneError: a tensor does not belong to a CLIP model.
     """
     renamed: dict[str, Tensor] = {}
     split: dict[tuple[str, str], dict[str, Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Backbones that a coordinator may name, but that the data owner must permit."""
+"""Checks of backbones that a coordinator may name only with the data owner's permission."""
 
 import os
 
@@ -8,7 +8,7 @@ CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
 def expect_permitted(model: str, allow_unregistered: bool) -> None:
-    """Refuse a `model` of elsewhere that the data owner has not permitted."""
+    """Refuse a `model` outside open_clip's registry that the data owner has not permitted."""
     if not allow_unregistered:
         raise BackboneError(
             f"The backbone {model!r} is outside open_clip's registry: the data owner must permit it by "
@@ -17,7 +17,7 @@ def expect_permitted(model: str, allow_unregistered: bool) -> None:
 
 
 def expect_permitted_checkpoint(model: str, pretrained: str, tags: list[str], allow_unregistered: bool) -> None:
-    """Refuse a `pretrained` that is none of `tags` and no checkpoint file that the data owner has permitted."""
+    """Refuse a `pretrained` that is neither one of `tags` nor a checkpoint file that the data owner has permitted."""
     if not os.path.isfile(pretrained):
         hint = near(pretrained, tags) or "; it has none, use 'random' or a checkpoint (--allow-backbone)" * (not tags)
         raise BackboneError(f"The model {model} has no weights {pretrained!r}{hint}.")
