@@ -31,9 +31,14 @@ def test_without_poison_it_learns(clean: tuple[float, float]) -> None:
     assert clean[0] > clean[1] + 0.03
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", sorted(ATTACKS.keys() - {"noise"}))
 def test_the_mean_falls_far_below_zero_shot(bench: Bench, clean: tuple[float, float], attack: str) -> None:
     assert bench.accuracy(attack, "mean", seed=0)[0] < clean[1] - 0.2
+
+
+def test_under_noise_the_mean_loses_what_it_has_learned(bench: Bench, clean: tuple[float, float]) -> None:
+    """Random prompts classify about as well as the template: docs/explanation/reliability.md has 66 %, zero-shot 67 %."""
+    assert bench.accuracy("noise", "mean", seed=0)[0] < clean[1] + 0.02
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
