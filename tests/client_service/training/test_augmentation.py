@@ -100,7 +100,8 @@ def test_nothing_of_it_stands_in_a_spec_without_it() -> None:
 @pytest.mark.parametrize("method", [{"name": "promptfl", "m": 2}, {"name": "plan", "m": 1, "depth": 1}])
 def test_federations_train_on_crops(method: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     def run(**training: Any) -> str:
-        spec = {"name": "crops", "method": method, "rounds": 2, "training": training, "evaluation": {"every": 2}}
+        spec: dict[str, Any] = {"name": "crops", "method": method, "rounds": 2, "evaluation": {"every": 2}}
+        spec["training"] = {"batch_size": 8, **training}
         return simulate(spec, [Site("a", DATA)], features=tmp_path / "features").state_hash
 
     caplog.set_level(logging.INFO, logger="promptfed.client")
