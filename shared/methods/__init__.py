@@ -1,6 +1,6 @@
 """The methods by name, and the resolved form of a spec.
 
-Adding a method is adding its file here, or installing a package that brings one (`registry`).
+To add a method, add its file here, or install a package that provides one (`registry`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError,
 
 
 def _own_methods() -> dict[str, type[Method]]:
-    """The methods by name that the modules and packages of this folder define: subclasses with a name of their own."""
+    """The methods defined by the modules and packages of this folder, by name: subclasses that set a name."""
     kinds: list[type[Method]] = []
     for module in iter_modules(__path__, f"{__name__}."):
         members = vars(import_module(module.name)).values()
@@ -39,15 +39,15 @@ METHODS = MethodRegistry(_own_methods())
 
 
 class UnknownMethod(SpecError):
-    """Nobody brings a method of this name."""
+    """There is no method of this name."""
 
 
 def method_class(name: str) -> type[Method]:
     """The class of a method.
 
     Raises:
-        UnknownMethod: nobody brings a method of this name.
-        SpecError: a package brings one that cannot be used.
+        UnknownMethod: there is no method of this name.
+        SpecError: the package that provides the method cannot be used.
     """
     refusal: type[SpecError] = SpecError
     try:
@@ -90,13 +90,13 @@ def _runs(method: Method, context: ServerContext) -> bool:
     try:
         method.check_backbone(context.shape)
         method.dims(context)
-    except Exception:  # a MethodError of ours; a package's method may raise anything
+    except Exception:  # our methods raise MethodError; a package's method may raise anything
         return False
     return True
 
 
 def check_fits(method: Method, shape: BackboneShape) -> None:
-    """Raise MethodError, with the methods that can run, where a backbone of ``shape`` lacks what the method needs."""
+    """Raise MethodError if the method cannot run with a backbone of ``shape``; the text lists methods that can."""
     try:
         method.check_backbone(shape)
     except MethodError as error:
@@ -104,10 +104,10 @@ def check_fits(method: Method, shape: BackboneShape) -> None:
 
 
 def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
-    """A spec with nothing left open: what is omitted takes the method's defaults.
+    """Resolve a spec: omitted fields get the method's defaults.
 
     Raises:
-        SpecError: with a dotted path for every offence.
+        SpecError: the spec is invalid; each error has a dotted path.
     """
     spec, method = _parts(raw)
     resolved = spec.model_copy(update={"method": {"name": method.name, **method.hyper.model_dump()}})
@@ -135,7 +135,7 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
 
 
 def _parts(raw: dict[str, Any]) -> tuple[FederationSpec, Method]:
-    """The spec and its method. Raises SpecError with all that is wrong in the spec and the method's part."""
+    """The spec and its method. Raises SpecError with all errors of the spec and of the method's part."""
     named = raw.get("method")
     errors: list[dict[str, str]] = []
     refusal: type[SpecError] = SpecError
@@ -168,5 +168,5 @@ def _at_swept_rate(spec: FederationSpec, raw: dict[str, Any]) -> FederationSpec:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """What ``GET /v1/methods/{name}`` answers: summary, paper, phases with their tensors, hyperparameters, needs."""
+    """The answer of ``GET /v1/methods/{name}``: summary, paper, phases with tensors, hyperparameters and needs."""
     return description(method_class(name))

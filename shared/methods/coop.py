@@ -1,4 +1,4 @@
-"""CoOp: a context that each client trains for itself, from a common start, and never shares."""
+"""CoOp: each client trains its own context from a common start and never shares it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from promptfed.shared.tensors import Tensors, TensorSpec
 
 
 class CoOp(pf.ContextMethod):
-    """The local baseline: cross-entropy of cosine logits over a private context, nothing sent either way."""
+    """The local baseline: cross-entropy of cosine logits over a private context, without any exchange."""
 
     name = "coop"
     summary = "Each client trains a context of its own and never shares it."
@@ -27,7 +27,7 @@ class CoOp(pf.ContextMethod):
         return {}
 
     def current(self, context: pf.ClientContext, private: Tensors) -> Tensor:
-        """The client's context ``(m, d_t)``: what it has trained, or the start that all have in common."""
+        """The client's context ``(m, d_t)``: the trained one, or the common start."""
         if "context" in private:
             return private["context"]
         return self.start(context.backbone, initial_draws(context.seed))
@@ -38,5 +38,5 @@ class CoOp(pf.ContextMethod):
         return pf.TrainResult(update={}, private={"context": learned}, metrics={"loss": loss})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
-        """Classifies with the client's own context; an evaluator, which trains none, has the start."""
+        """Classifies with the client's context; evaluators, which do not train, use the common start."""
         return pf.TextPromptClassifier(context, self.current(context, private))

@@ -1,1 +1,1 @@
-"""What methods share: their interface, contexts, visual prompts, heads, losses and the training loop."""
+"""Common parts of methods: interface, contexts, visual prompts, heads, losses and the training loop."""

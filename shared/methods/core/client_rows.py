@@ -1,7 +1,7 @@
-"""What methods share whose coordinator keeps each client's last context: a row for every client that the state knows.
+"""Base of methods whose coordinator stores each client's last context in a row of the state.
 
-Notation: ``n`` clients in order of name, ``m`` context vectors, ``d_t`` width of the text tower. Rows are nobody's to
-download as they are; a method decides what others receive of them.
+Notation: ``n`` clients in order of name, ``m`` context vectors, ``d_t`` width of the text tower. Clients cannot
+download the rows themselves; a method decides what other clients receive.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ANSWERED = TensorSpec("answered", ("n",), dtype="int64", shared_with_clients=Fal
 
 
 class ClientRowsMethod(pf.ContextMethod):
-    """A context that all start from, and the last counted context of every client.
+    """A common start context, and the last counted context of every client.
 
-    ``answered`` is the round of a client's last counted answer, 0 before its first. A newcomer gets an empty row; a
-    withdrawn client's is handed to nobody from the next payload on, and emptied when its updates are deleted.
+    ``answered`` is the round of a client's last counted answer (0: none yet). A newcomer gets an empty row. A withdrawn
+    client's row is not used from the next payload on, and is emptied when its updates are deleted.
     """
 
-    one_payload = False  # what a client downloads is chosen or made for it
+    one_payload = False  # each client gets its own payload
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """The common context and the rows."""
@@ -44,11 +44,11 @@ class ClientRowsMethod(pf.ContextMethod):
         return self.adopt(super().initial_state(context, generator), context)
 
     def initial_state_with(self, backbone: Backbone, context: pf.ServerContext, generator: Generator) -> Tensors:
-        """The same, made where a backbone is at hand."""
+        """The initial state, made with a backbone."""
         return self.adopt(super().initial_state_with(backbone, context, generator), context)
 
     def adopt(self, state: Tensors, context: pf.ServerContext) -> Tensors:
-        """A supplied start with an empty row for each client that there is."""
+        """The supplied start, with an empty row for each client."""
         count, start = len(context.clients), state[pf.CONTEXT.name]
         empty = {
             ROWS.name: torch.zeros(count, *start.shape),
@@ -57,7 +57,7 @@ class ClientRowsMethod(pf.ContextMethod):
         return state | empty
 
     def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
-        """An empty row for the newcomer where its name stands."""
+        """Insert an empty row for the newcomer at the place of its name."""
         at, rows, answered = row_of(client.name, context), state[ROWS.name], state[ANSWERED.name]
         return state | {
             ROWS.name: torch.cat([rows[:at], rows.new_zeros(1, *rows.shape[1:]), rows[at:]]),
@@ -65,7 +65,7 @@ class ClientRowsMethod(pf.ContextMethod):
         }
 
     def forget(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
-        """The client's row emptied, as if it had never answered."""
+        """Empty the client's row, as if it had never answered."""
         at = row_of(client.name, context)
         if not int(state[ANSWERED.name][at]):
             return state
@@ -74,7 +74,7 @@ class ClientRowsMethod(pf.ContextMethod):
         return state | {ROWS.name: rows, ANSWERED.name: answered}
 
     def with_answers(self, state: Tensors, updates: pf.Updates, context: pf.ServerContext) -> Tensors:
-        """The rows of those counted are their contexts; the others stay."""
+        """Replace the rows of the counted clients by their contexts."""
         rows, answered = state[ROWS.name].clone(), state[ANSWERED.name].clone()
         round = int(answered.max()) + 1 if len(answered) else 1  # every round counts somebody
         for update in updates:
@@ -83,7 +83,7 @@ class ClientRowsMethod(pf.ContextMethod):
         return state | {ROWS.name: rows, ANSWERED.name: answered}
 
     def usable(self, state: Tensors, context: pf.ServerContext) -> list[int]:
-        """Rows of active trainers that have answered, in order of name; of an exported state, all that are filled."""
+        """Rows of active trainers that have answered, in order of name; for an exported state, all filled rows."""
         answered = state[ANSWERED.name].tolist()
         known = context.clients if len(context.clients) == len(answered) else None
         return [
@@ -95,7 +95,7 @@ class ClientRowsMethod(pf.ContextMethod):
     def client_vectors(
         self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]
     ) -> Tensors:
-        """The clients' last contexts; of a state that knows them all, since rows go by the roster."""
+        """The clients' last contexts. The state must include all clients, since rows follow the roster."""
         rows, answered = state.get(ROWS.name, torch.zeros(0)), state.get(ANSWERED.name, torch.zeros(0)).tolist()
         if len(rows) != len(context.clients):
             return {}
@@ -103,5 +103,5 @@ class ClientRowsMethod(pf.ContextMethod):
 
 
 def row_of(name: str, context: pf.ServerContext) -> int:
-    """Where the client's row stands: the roster is in order of name."""
+    """The index of the client's row; the roster is in order of name."""
     return [client.name for client in context.clients].index(name)

@@ -1,4 +1,4 @@
-"""What the CoOp family shares: a context of m vectors before the class name, its start, and its classifier."""
+"""Common parts of the CoOp family: a context of m vectors before the class name, its start and its classifier."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 INIT_STD = 0.02
 CONTEXT = TensorSpec("context", ("m", "d_t"))
-LEAST_TEXT = 3  # positions that a class needs beside its context: a start token, a name, an end token
+LEAST_TEXT = 3  # least positions of a class besides its context: start token, name, end token
 
 Penalty = Callable[[Tensor, Tensor], Tensor]
 """A term of the loss, of the trained context ``(m, d_t)`` and its text features ``(C, d_e)``."""
@@ -46,13 +46,13 @@ class ContextHyper(Hyperparameters):
 
 
 def cosine_logits(scale: float, features: Tensor, indices: Tensor, text: Tensor) -> Tensor:
-    """``(B, C)`` logits τ⁻¹·I(x)·T(y) of normalised ``features (N, d_e)`` at ``indices (B,)`` and ``text (C, d_e)``."""
+    """Logits ``(B, C)`` τ⁻¹·I(x)·T(y) of normalised ``features (N, d_e)`` at ``indices (B,)`` and ``text (C, d_e)``."""
     logits: Tensor = scale * features[indices.to(features.device)] @ text.T
     return logits
 
 
 class FeatureClassifier:
-    """Logits ``(B, C)`` of normalised image features ``(B, d_e)``, by a function that takes no gradients."""
+    """Classifies normalised image features ``(B, d_e)`` by a function to logits ``(B, C)`` without gradients."""
 
     def __init__(self, of: Callable[[Tensor], Tensor]):
         self._of = of
@@ -65,7 +65,7 @@ class FeatureClassifier:
 
 
 class TextFeatureClassifier:
-    """Logits τ⁻¹·I(x)·t of image features against one vector ``t`` for each class, ``text (C, d_e)``."""
+    """Logits τ⁻¹·I(x)·t of image features with one vector ``t`` for each class, ``text (C, d_e)``."""
 
     def __init__(self, scale: float, text: Tensor):
         self._scale, self._text = scale, text
@@ -75,12 +75,12 @@ class TextFeatureClassifier:
         return cosine_logits(self._scale, split.features(), indices, self._text)
 
     def weights(self) -> Tensors:
-        """The vectors as they are multiplied with."""
+        """The class vectors ``(C, d_e)``."""
         return {"class_weights": self._text}
 
 
 class TextPromptClassifier(TextFeatureClassifier):
-    """Cosine logits of image features against the text features of one context: τ⁻¹·I(x)·T(ctx, y)."""
+    """Cosine logits of image features and the text features of one context: τ⁻¹·I(x)·T(ctx, y)."""
 
     def __init__(self, context: ClientContext, vectors: Tensor):
         """vectors: the context ``(m, d_t)`` before the candidates' names."""
@@ -91,7 +91,7 @@ class TextPromptClassifier(TextFeatureClassifier):
 
 
 class ContextMethod(Method):
-    """Base of the methods that learn one context ``(m, d_t)`` which stands before every class name."""
+    """Base of methods that learn one context ``(m, d_t)``, which precedes every class name."""
 
     Hyper = ContextHyper
     hyper: ContextHyper
@@ -99,11 +99,11 @@ class ContextMethod(Method):
 
     @property
     def shared_length(self) -> int:
-        """Vectors of the context in the global state."""
+        """The number of context vectors in the global state."""
         return self.hyper.m
 
     def check(self, spec: FederationSpec) -> None:
-        """Words that start the context must be there."""
+        """Refuse an empty ``context_init``."""
         if self.hyper.context_init is not None and not self.hyper.context_init.strip():
             raise MethodError("context_init is empty: give words, or leave it out for a random start")
 
@@ -117,7 +117,7 @@ class ContextMethod(Method):
         return {"m": self.hyper.m, "d_t": text_width(self.name, self.hyper.m, context)}
 
     def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
-        """A context drawn from N(0, 0.02²); NeedsBackbone where it is to be made of words."""
+        """A context drawn from N(0, 0.02²); NeedsBackbone if it starts from words."""
         if self.hyper.context_init is not None:
             raise NeedsBackbone(
                 f"the context starts from the words {self.hyper.context_init!r}, which takes a backbone: create the "
@@ -127,11 +127,11 @@ class ContextMethod(Method):
         return {self.shared.name: torch.randn(self.shared_length, width, generator=generator) * INIT_STD}
 
     def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
-        """The start made where a backbone is at hand."""
+        """The initial state, made with a backbone."""
         return {self.shared.name: self.start(backbone, generator)}
 
     def start(self, backbone: Backbone, generator: Generator) -> Tensor:
-        """The state's context ``(m, d_t)``: its last vectors are the given words' embeddings, the others are random."""
+        """The state's context ``(m, d_t)``: its last vectors are embeddings of the given words, the others random."""
         words = torch.empty(0, backbone.d_t)
         if self.hyper.context_init is not None:
             words = backbone.embed_words(self.hyper.context_init).detach().float().cpu()
@@ -141,7 +141,7 @@ class ContextMethod(Method):
         return torch.cat([torch.randn(m - len(words), words.shape[1], generator=generator) * INIT_STD, words])
 
     def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
-        """The shared context, where the state has one."""
+        """The shared context, if the state has one."""
         return {name: tensor for name, tensor in state.items() if name == self.shared.name}
 
 
@@ -158,7 +158,7 @@ class SharedContextMethod(ContextMethod):
 
 
 def text_width(method: str, m: int, context: ServerContext) -> int:
-    """``d_t`` of a text tower that ``m`` context vectors fit into. Raises MethodError where there is none."""
+    """``d_t`` of a text tower with room for ``m`` context vectors. Raises MethodError if there is none."""
     shape = context.shape
     if shape.d_t is None:
         raise MethodError(f"{method} needs a text tower that prompts can enter; this backbone has none")
@@ -171,12 +171,12 @@ def text_width(method: str, m: int, context: ServerContext) -> int:
 
 
 def class_prompts(context: ClientContext, m: int) -> ClassPrompts:
-    """The tokenised names of the task's label space behind ``m`` context vectors."""
+    """The tokenised names of the task's label space after ``m`` context vectors."""
     return context.backbone.class_prompts(context.class_names, m)
 
 
 class BatchCrossEntropy:
-    """CE(τ⁻¹·I(x)·T(y)) over batches of a client's training images, on kept image features."""
+    """CE(τ⁻¹·I(x)·T(y)) over batches of a client's training images, on cached image features."""
 
     def __init__(self, context: ClientContext):
         self._scale = context.backbone.logit_scale
@@ -184,12 +184,12 @@ class BatchCrossEntropy:
         self._labels = context.train.labels.to(context.backbone.device)
 
     def __call__(self, indices: Tensor, text: Tensor) -> Tensor:
-        """The mean over the images at ``indices (B,)``, of normalised text features ``(C, d_e)``."""
+        """The mean loss of the images at ``indices (B,)`` under normalised text features ``(C, d_e)``."""
         logits = cosine_logits(self._scale, self._features, indices, text)
         return F.cross_entropy(logits, self._labels[indices.to(self._labels.device)])
 
     def each(self, indices: Tensor, texts: Tensor) -> Tensor:
-        """``(b,)``: of the image at each of ``indices (b,)`` under text features of its own, ``texts (b, C, d_e)``."""
+        """Losses ``(b,)`` of the images at ``indices (b,)``, each under its own text features ``texts (b, C, d_e)``."""
         some = indices.to(self._labels.device)
         logits = self._scale * torch.einsum("bd,bcd->bc", self._features[some.to(self._features.device)], texts)
         return F.cross_entropy(logits, self._labels[some], reduction="none")

@@ -1,4 +1,4 @@
-"""FedSR's head: a distribution behind the tower's feature, held near what its class alone would say.
+"""FedSR's head: a distribution of representations, regularised towards a reference distribution of each class.
 
 Source: Nguyen, Torr & Lim, "FedSR: A Simple and Effective Domain Generalization Method for Federated Learning",
 NeurIPS 2022. Notation: f (B, d_f) pooled features, z (B, d_z) the representation, y labels, C classes.
@@ -18,7 +18,7 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import SHARED_HEAD, LinearHead, head_start
 from promptfed.shared.tensors import Tensors, TensorSpec
 
-DRAWS = 20  # of z, whose probabilities are averaged where images are classified
+DRAWS = 20  # draws of z whose probabilities are averaged in classification
 
 MAPS = (*pf.layer("sr_mean", "d_z", "d_f", join="_"), *pf.layer("sr_scale", "d_z", "d_f", join="_"))
 REFERENCE = (
@@ -41,7 +41,7 @@ def start(seed: int, classes: int, width: int, size: int) -> Tensors:
 
 
 def reference(private: Mapping[str, Tensor], classes: int, size: int) -> Tensors:
-    """r, s and c as the client left them; before its first training r is zero, s and c one."""
+    """The client's r, s and c; before its first training r is zero, s and c are one."""
     start = {
         "sr_class_mean": torch.zeros(classes, size),
         "sr_class_scale": torch.ones(classes, size),
@@ -59,7 +59,7 @@ class Representation:
 
     @classmethod
     def of(cls, names: Sequence[str], given: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> Representation:
-        """From a payload and what the client kept. Raises MethodError where the payload has other classes."""
+        """From a payload and the client's private tensors. Raises MethodError if the payload has other classes."""
         head = LinearHead.shared(names, given)
         own = reference(private, len(head.names), given["head_weight"].shape[1])
         return cls(head.names, {spec.name: given[spec.name].float() for spec in SHARED} | own)
@@ -94,12 +94,12 @@ class Representation:
         return F.cross_entropy(self.logits(drawn), labels), length, divergence.mean()
 
     def among(self, class_names: Sequence[str]) -> Representation:
-        """With the head's rows of ``class_names``. Raises MethodError for a class that it was never trained for."""
+        """A copy with the head's rows of ``class_names``. Raises MethodError for a class without a trained row."""
         head = LinearHead(self.names, self.tensors["head_weight"], self.tensors["head_bias"]).among(class_names)
         return Representation(head.names, self.tensors | {"head_weight": head.weight, "head_bias": head.bias})
 
     def classified(self, features: Tensor, noise: Tensor) -> Tensor:
-        """``(B, C)`` log of the mean probabilities of the draws z = μ + σ·noise.
+        """Log ``(B, C)`` of the mean probabilities over the draws z = μ + σ·noise.
 
         ``noise (DRAWS, d_z)`` is the same for every image.
         """
@@ -109,19 +109,19 @@ class Representation:
 
 
 def draws_for_images(seed: int, size: int) -> Tensor:
-    """``(DRAWS, d_z)`` normal numbers, so that no image's scores depend on those that are scored beside it."""
+    """Fixed normal draws ``(DRAWS, d_z)``, so that an image's scores do not depend on other images."""
     return torch.randn(DRAWS, size, generator=pf.generator(seed, "fedsr", "classify"))
 
 
 def gaussian_divergence(mean: Tensor, scale: Tensor, other_mean: Tensor, other_scale: Tensor) -> Tensor:
-    """``(B,)`` KL of diagonal normal distributions ``(B, d)``, the first from the other."""
+    """KL divergence ``(B,)`` of the first from the second diagonal normal distribution ``(B, d)``."""
     ratio = (scale.square() + (mean - other_mean).square()) / (2 * other_scale.square())
-    # c may become negative on the way, and only its square has a meaning.
+    # c may become negative during training; only its square matters.
     return (other_scale.log() - scale.abs().clamp_min(1e-30).log() + ratio - 0.5).sum(1)
 
 
 def check_options(head: str, private: str) -> None:
-    """Raise MethodError where FedSR's head would not stand on what is shared."""
+    """Raise MethodError if FedSR's head would not use shared features."""
     if head != "linear":
         raise pf.MethodError("fedsr puts a linear head behind a distribution of its own: take head: linear with it")
     if private != "none":

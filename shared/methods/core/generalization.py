@@ -1,7 +1,7 @@
-"""FedDG-GA's weights: who is worse off with the mean than with its own update counts more in the next one.
+"""FedDG-GA's weights: a client whose loss is larger under the mean than under its own update gets a larger weight.
 
 Source: Zhang et al., "Federated Domain Generalization with Generalization Adjustment", CVPR 2023. Notation: n clients
-of the roster, a (n) their weights, gap_k the loss of the received state less that of the client's own last update.
+of the roster, a (n) their weights, gap_k the loss of the received state minus that of the client's own last update.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from promptfed.shared.tensors import Tensors, TensorSpec
 WEIGHTS = TensorSpec("ga_weights", ("n",), shared_with_clients=False)
 ROUND = TensorSpec("ga_round", (), dtype="int64", shared_with_clients=False)
 GAP = TensorSpec("gap", ())
-OWN_LOSS = "own_loss"  # of the client's last update, kept by it
+OWN_LOSS = "own_loss"  # loss of the client's last update, stored by the client
 STEP = 0.2  # d in the first round
-HELD_OUT = 10  # one image in so many
+HELD_OUT = 10  # one image out of this number
 
 
 def start(context: pf.ServerContext) -> Tensors:
-    """All alike, before the first round."""
+    """Equal weights, before the first round."""
     count = len(context.clients)
     return {WEIGHTS.name: torch.full((count,), 1 / max(1, count)), ROUND.name: torch.zeros((), dtype=torch.int64)}
 
 
 def joined(state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
-    """The state with a row for a newcomer, of the others' mean weight."""
+    """The state with a weight for a newcomer: the mean of the others."""
     at, weights = row_of(client.name, context), state[WEIGHTS.name]
     own = weights.mean().reshape(1) if len(weights) else torch.ones(1)
     grown = torch.cat([weights[:at], own, weights[at:]])
@@ -40,9 +40,9 @@ def joined(state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> 
 def adjusted(
     state: Mapping[str, Tensor], gaps: Mapping[str, float], context: pf.ServerContext, *, centred: bool
 ) -> tuple[Tensors, dict[str, float]]:
-    """The weights after this round's ``gaps`` by client, and each of these clients' share of the mean.
+    """The weights after this round's ``gaps`` by client, and each answering client's share of the mean.
 
-    a_k ← clip(a_k + d_r·gap_k/(n·max|gap|), 0, 1), then normalised, d_r = 0.2·(1 − (r − 1)/R), n those who answered.
+    a_k ← clip(a_k + d_r·gap_k/(n·max|gap|), 0, 1), then normalised. d_r = 0.2·(1 − (r − 1)/R); n clients answered.
     """
     names = sorted(gaps)
     given = torch.tensor([gaps[name] for name in names], dtype=torch.float64)
@@ -66,9 +66,9 @@ def _normalised(weights: Tensor) -> Tensor:
 
 
 def held_out(seed: int, client: str, count: int) -> tuple[Tensor, Tensor]:
-    """Indices of a tenth of ``count`` images, at least one, that is never trained on, and of the others.
+    """Indices of a tenth of ``count`` images (at least one), which are never trained on, and of the others.
 
-    Raises MethodError where nothing would be left to train on.
+    Raises MethodError if no training image would be left.
     """
     if count < 2:
         raise pf.MethodError(f"client {client!r} has {count} training images; weighting: ga holds one of them back")
@@ -78,7 +78,7 @@ def held_out(seed: int, client: str, count: int) -> tuple[Tensor, Tensor]:
 
 
 class Subset:
-    """Some images of a split."""
+    """A subset of a split's images."""
 
     def __init__(self, split: pf.Split, indices: Tensor):
         self._split, self._indices = split, indices

@@ -1,4 +1,4 @@
-"""What turns visual features into logits: the template's text, or a linear head that is private to a client."""
+"""Heads turn visual features into logits: the template's text features, or a linear head."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TextHead:
         return self
 
     def among(self, class_names: Sequence[str]) -> TextHead:
-        """Itself: it is made for the task's candidates."""
+        """The same head, which is made for the task's candidates."""
         return self
 
     def logits(self, features: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class TextHead:
         return self.scale * features @ self.text.T
 
     def private(self) -> Tensors:
-        """Nothing to keep: the backbone makes the text features again."""
+        """No tensors: the backbone can recompute the text features."""
         return {}
 
 
@@ -81,7 +81,7 @@ class LinearHead:
 
     @classmethod
     def start(cls, context: pf.ClientContext, width: int) -> LinearHead:
-        """The head before any training, over the label space of ``context.train``; ``width`` is that of its features.
+        """The untrained head over the label space of ``context.train``; ``width`` is the width of its features.
 
         W is uniform in ±1/√d, b zero. Every client of a federation draws the same W for the same number of classes.
         """
@@ -91,10 +91,10 @@ class LinearHead:
 
     @classmethod
     def shared(cls, class_names: Sequence[str] | None, tensors: Mapping[str, Tensor]) -> LinearHead:
-        """The head in a federation's state, whose rows are those of the spec's ``class_names``.
+        """The head in a federation's state; its rows belong to the spec's ``class_names``.
 
         Raises:
-            MethodError: the spec names no classes, or others than there are rows.
+            MethodError: the number of classes in the spec is not the number of rows.
         """
         names, weight = tuple(class_names or ()), tensors[WEIGHT]
         if len(names) != len(weight):
@@ -106,10 +106,10 @@ class LinearHead:
 
     @classmethod
     def of(cls, context: pf.ClientContext, private: Tensors, width: int) -> LinearHead:
-        """The client's own head: what it has trained, or the start.
+        """The client's own head: the trained one, or the start.
 
         Raises:
-            MethodError: the client trains none (an evaluator), or what it has trained was for other classes.
+            MethodError: the client is an evaluator and trains no head, or its head was trained for other classes.
         """
         if WEIGHT not in private:
             if len(context.train) == 0:
@@ -151,7 +151,7 @@ class LinearHead:
         """The head with the rows of ``class_names``, in that order.
 
         Raises:
-            MethodError: it was never trained for one of them.
+            MethodError: the head was never trained for one of the classes.
         """
         unknown = [name for name in class_names if name not in self.names]
         if unknown:
@@ -163,7 +163,7 @@ class LinearHead:
         return LinearHead(tuple(class_names), self.weight[rows], self.bias[rows])
 
     def private(self) -> Tensors:
-        """The tensors that the client keeps: ``head_classes (4,)`` is a digest of the names that the rows stand for."""
+        """The tensors that the client stores: ``head_classes (4,)`` is a digest of the class names of the rows."""
         return {WEIGHT: self.weight.detach().cpu(), BIAS: self.bias.detach().cpu(), CLASSES: _digest(self.names)}
 
 
@@ -171,12 +171,12 @@ Head = TextHead | LinearHead
 
 
 def head_groups(context: pf.ClientContext, parameters: Sequence[Tensor], rate: float | None) -> tuple[pf.Group, ...]:
-    """The optimizer's group of a new head's ``parameters``, at ``rate`` or the spec's; none without parameters."""
+    """The optimizer group of a new head's ``parameters`` with ``rate`` or the spec's rate; none without parameters."""
     return (pf.Group(parameters, rate or context.training.learning_rate),) if parameters else ()
 
 
 def check_head_rate(method: str, given: float | None, *, linear: bool, alone: bool) -> None:
-    """Raise MethodError for a ``given`` head_learning_rate where no new head is trained beside other numbers."""
+    """Raise MethodError for a ``given`` head_learning_rate if no new head is trained together with other tensors."""
     if given is None:
         return
     if not linear:
@@ -198,7 +198,7 @@ def head_start(seed: int, classes: int, width: int) -> Tensors:
 
 
 def shared_classes(method: str, class_names: Sequence[str] | None) -> int:
-    """How many rows a shared linear head has. Raises MethodError where the spec names no classes."""
+    """The number of rows of a shared linear head. Raises MethodError if the spec names no classes."""
     if not class_names:
         raise pf.MethodError(
             f"{method} shares a linear head, whose rows stand for classes: list the federation's class_names in the "
@@ -208,11 +208,11 @@ def shared_classes(method: str, class_names: Sequence[str] | None) -> int:
 
 
 def _digest(names: tuple[str, ...]) -> Tensor:
-    """``(4,)`` int64, of names and their order."""
+    """A digest ``(4,)`` int64 of names and their order."""
     digest = hashlib.sha256(canonical_json(list(names)).encode()).digest()
     return torch.tensor([int.from_bytes(digest[at : at + 8], "little", signed=True) for at in range(0, 32, 8)])
 
 
 def head_width(backbone: Backbone, projected: bool) -> int:
-    """Width of the features that a head stands on: d_v before the image tower's projection, d_e behind it."""
+    """Width of a head's input features: d_v before the image tower's projection, d_e after it."""
     return backbone.d_e if projected else backbone.d_v

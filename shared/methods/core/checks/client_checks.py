@@ -1,4 +1,4 @@
-"""Checks of ``privacy.level: client`` with noise at the coordinator, and what its noise costs."""
+"""Checks of ``privacy.level: client`` with noise at the coordinator, and the privacy cost of this noise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from promptfed.shared.spec.spec_section import ceil_fraction
 
 
 def check_central(method: Method, spec: FederationSpec) -> None:
-    """Raise MethodError where noise at the coordinator cannot give what ``spec`` asks for."""
+    """Raise MethodError if noise at the coordinator cannot provide the protection in ``spec``."""
     given, rule, part = spec.privacy, spec.aggregation, spec.participation
     check_one_mean(method, spec.rounds, "protect", "no noise fits them")
     check_client_level(spec)
@@ -32,7 +32,7 @@ def check_central(method: Method, spec: FederationSpec) -> None:
 
 
 def check_client_level(spec: FederationSpec) -> None:
-    """Raise MethodError where ``spec`` asks for what no noise at level client can protect."""
+    """Raise MethodError if ``spec`` has settings that noise at level client cannot protect."""
     given, rule = spec.privacy, spec.aggregation
     if given.clip is None:
         raise MethodError("give clip, the longest that one client's change may be, such as the median of plain rounds")
@@ -43,7 +43,7 @@ def check_client_level(spec: FederationSpec) -> None:
 
 
 def check_sampling(spec: FederationSpec) -> None:
-    """Raise MethodError for Poisson sampling without central noise, which is all that it serves."""
+    """Raise MethodError for Poisson sampling without central noise, its only purpose."""
     if spec.participation.sampling == "poisson" and not spec.privacy.is_central:
         raise MethodError("sampling poisson is for privacy.level client with central noise: leave it out")
 
@@ -54,7 +54,7 @@ def _rounds(method: Method, spec: FederationSpec) -> list[tuple[object, ...]]:
 
 
 def noised_phases(method: Method, rounds: int, total: int) -> int:
-    """How many noised sums the first ``rounds`` of ``total`` have."""
+    """The number of noised sums in the first ``rounds`` of ``total`` rounds."""
     return sum(1 for round in range(1, rounds + 1) for phase in method.phases(round, total) if phase.up)
 
 
@@ -62,7 +62,7 @@ def with_noise(method: Method, spec: FederationSpec) -> FederationSpec:
     """``spec`` with its δ and noise multiplier filled in; unchanged at any other level.
 
     Raises:
-        MethodError: δ does not suit the number of clients, or no noise is enough.
+        MethodError: δ does not suit the number of clients, or no noise multiplier is large enough.
     """
     given = spec.privacy
     if not given.is_central:
@@ -81,17 +81,17 @@ def with_noise(method: Method, spec: FederationSpec) -> FederationSpec:
 
 
 def adapted(spec: FederationSpec, expected: float) -> AdaptedClip:
-    """The adaptive clip of a phase in which ``expected`` clients are."""
+    """The adaptive clip of a phase with ``expected`` clients."""
     given = spec.privacy.adaptive_clip
     assert given is not None
     return AdaptedClip(given.quantile, given.rate, given.count_noise or expected / 20)
 
 
 def allowed_rounds(method: Method, spec: FederationSpec) -> int | None:
-    """Rounds that the privacy budget allows; None if it allows all of them.
+    """The number of rounds that the privacy budget allows; None if it allows all.
 
     Raises:
-        MethodError: not even one.
+        MethodError: the budget does not allow a single round.
     """
     given = spec.privacy
     if not given.is_central or given.epsilon is None:
@@ -107,10 +107,10 @@ def allowed_rounds(method: Method, spec: FederationSpec) -> int | None:
 
 
 def spent(spec: FederationSpec, phases: int) -> float:
-    """ε of ``phases`` noised sums at the spec's δ, for zero-out neighbours, if it is known who took part.
+    """ε of ``phases`` noised sums at the spec's δ for zero-out neighbours, if the participants are known.
 
-    Poisson sampling does not amplify here, since timing, traffic and the operator's pages reveal who took part.
-    Calibration and budgets use this ε too.
+    Poisson sampling does not amplify here, since timing, traffic and the operator's pages reveal the participants.
+    Calibration and budgets also use this ε.
     """
     given = spec.privacy
     if phases == 0:
@@ -125,8 +125,8 @@ def spent(spec: FederationSpec, phases: int) -> float:
 def costs(spec: FederationSpec, phases: int) -> dict[str, float | None]:
     """ε of ``phases`` noised sums by the names that reports use.
 
-    ``epsilon``: as `spent`. ``epsilon_replace_one``: of replace-one neighbours. ``epsilon_if_secret``: of zero-out
-    neighbours under Poisson sampling, against who learns nothing of who took part; None where nothing is amplified.
+    ``epsilon``: as `spent`. ``epsilon_replace_one``: for replace-one neighbours. ``epsilon_if_secret``: for zero-out
+    neighbours under Poisson sampling, against attackers who do not know the participants; None without amplification.
     """
     given, part = spec.privacy, spec.participation
     spending: dict[str, float | None] = {"epsilon": spent(spec, phases), "epsilon_if_secret": None}
@@ -134,7 +134,7 @@ def costs(spec: FederationSpec, phases: int) -> dict[str, float | None]:
         return spending | {"epsilon_replace_one": 0.0, "epsilon_if_secret": 0.0 if part.is_secret else None}
     assert given.noise_multiplier is not None
     assert given.delta is not None
-    if given.is_distributed:  # twice the distance is four times ρ
+    if given.is_distributed:  # twice the distance means four times ρ
         rho = 4 * partial_noise(spec).rho(MOST_NUMBERS)
         return spending | {"epsilon_replace_one": epsilon_of_sums(rho, phases, given.delta)}
     spending["epsilon_replace_one"] = accounting.replace_one_epsilon(
@@ -147,13 +147,13 @@ def costs(spec: FederationSpec, phases: int) -> dict[str, float | None]:
 
 
 def honest_parts(spec: FederationSpec) -> int:
-    """h: the least number of noise parts in a secure sum that the operator's side does not know."""
+    """h: the least number of noise parts in a secure sum that are unknown to the operator and colluding clients."""
     assert spec.secure_aggregation is not None
     return spec.secure_aggregation.minimum - spec.privacy.colluding
 
 
 def partial_noise(spec: FederationSpec) -> PartialNoise:
-    """One client's part of the noise of a resolved spec. Raises PrivacyError where it cannot be."""
+    """One client's part of the noise of a resolved spec. Raises PrivacyError if it is impossible."""
     given = spec.privacy
     assert given.clip is not None
     assert given.noise_multiplier is not None
@@ -161,7 +161,7 @@ def partial_noise(spec: FederationSpec) -> PartialNoise:
 
 
 def expected_clients(spec: FederationSpec, clients: int) -> float:
-    """K̄, the expected participants of ``clients`` trainers: q·N under Poisson sampling, else those a round asks."""
+    """K̄, the expected participants among ``clients`` trainers: q·N with Poisson sampling, else the sampled number."""
     part = spec.participation
     if part.sampling == "poisson":
         return part.fraction * clients
@@ -169,7 +169,7 @@ def expected_clients(spec: FederationSpec, clients: int) -> float:
 
 
 def drowned(method: Method, spec: FederationSpec, context: ServerContext, clients: int) -> Drowned:
-    """How the noise compares with a mean over ``clients`` trainers. Raises MethodError as ``dims`` does."""
+    """Compare the noise with a mean over ``clients`` trainers. Raises MethodError as ``dims``."""
     dims = method.dims(context)
     phases = distinct_phases(method, spec.rounds)
     numbers = max(sum(math.prod(tensor.resolve(dims)) for tensor in phase.up) for phase in phases)
@@ -177,12 +177,12 @@ def drowned(method: Method, spec: FederationSpec, context: ServerContext, client
     if spec.privacy.adaptive_clip is not None:
         z = adapted(spec, expected).noise_of_changes(z)
     if spec.privacy.is_distributed:
-        z *= math.sqrt(expected / honest_parts(spec))  # each of them adds a part, and fewer would be enough
+        z *= math.sqrt(expected / honest_parts(spec))  # every client adds a part, although fewer parts would be enough
     return Drowned(z, numbers, expected, noised_phases(method, spec.rounds, spec.rounds))
 
 
 def check_hopeless(method: Method, spec: FederationSpec, context: ServerContext, clients: int) -> None:
-    """Raise MethodError where the noise exceeds all that ``clients`` could learn in all rounds."""
+    """Raise MethodError if the noise exceeds the largest possible change by ``clients`` in all rounds."""
     if not spec.privacy.protects_clients or spec.privacy.accept_noise:
         return
     ratio = drowned(method, spec, context, clients)
@@ -192,7 +192,7 @@ def check_hopeless(method: Method, spec: FederationSpec, context: ServerContext,
 
 
 def check_clients(spec: FederationSpec, clients: int) -> None:
-    """Raise MethodError where δ is too large: with δ = 1/N the data of one of N trainers may be published."""
+    """Raise MethodError if δ is too large: with δ = 1/N the data of one of N trainers may be published."""
     if not spec.privacy.protects_clients:
         return
     assert spec.privacy.delta is not None

@@ -11,7 +11,7 @@ from promptfed.shared.spec.spec_section import ceil_fraction
 
 
 def check_distributed(spec: FederationSpec) -> None:
-    """Raise MethodError where the clients' noise in a sum cannot give what ``spec`` asks for."""
+    """Raise MethodError if the clients' noise in a sum cannot provide the protection in ``spec``."""
     given = spec.privacy
     if spec.secure_aggregation is None:
         raise MethodError("noise: distributed is enough only where nobody sees its parts: give secure_aggregation")
@@ -29,11 +29,11 @@ def check_distributed(spec: FederationSpec) -> None:
 def with_parts(method: Method, spec: FederationSpec) -> FederationSpec:
     """``spec`` with its least sum, δ and noise multiplier filled in; unchanged for any other noise.
 
-    The least sum is the threshold's share of the fewest clients with which a first attempt continues. Every sum has at
-    least so many parts of the noise, since clients refuse smaller sums.
+    The least sum is the threshold's share of the smallest number of clients with which a first attempt continues. Every
+    sum has at least this number of noise parts, since clients refuse smaller sums.
 
     Raises:
-        MethodError: no part is secret, δ does not suit the number of clients, or no noise is enough.
+        MethodError: no part is secret, δ does not suit the number of clients, or no noise multiplier is large enough.
     """
     given, secure = spec.privacy, spec.secure_aggregation
     if not given.is_distributed or secure is None:

@@ -1,4 +1,4 @@
-"""Whether what clients send has one mean, as sums and noise need it."""
+"""Checks whether a method's updates have one mean, which secure sums and noise require."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from promptfed.shared.methods.core.interface.base import Method, MethodError, Ph
 
 
 def distinct_phases(method: Method, rounds: int) -> list[Phase]:
-    """The different phases that a first, a second and a last round have."""
+    """The distinct phases of a first, a second and a last round."""
     return list(dict.fromkeys(phase for round in (1, 2, rounds) for phase in method.phases(round, rounds)))
 
 
 def check_one_mean(method: Method, rounds: int, nothing: str, so: str) -> None:
-    """Raise MethodError where the updates of a phase are not summed to one mean of real numbers.
+    """Raise MethodError unless the updates of each phase are combined to one mean of real numbers.
 
-    ``nothing`` and ``so`` end the messages: what there is nothing to do for, and what follows.
+    ``nothing`` and ``so`` are the ends of the messages: the purpose that is void, and the consequence.
     """
     phases = distinct_phases(method, rounds)
     if not any(phase.up for phase in phases):

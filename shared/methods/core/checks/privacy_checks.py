@@ -12,11 +12,11 @@ from promptfed.shared.spec.spec import FederationSpec
 
 
 def check_privacy(method: Method, spec: FederationSpec) -> None:
-    """Raise MethodError where ``spec.privacy`` asks for a protection that ``method`` or this version cannot give."""
+    """Raise MethodError if ``method`` or this version cannot provide the protection in ``spec.privacy``."""
     given = spec.privacy
     check_sampling(spec)
     if given.level == "none":
-        # Of secure sums the section says what accuracies leave a site.
+        # With secure sums the section determines the form in which accuracies leave a site.
         alone = PrivacySpec(evaluation=given.evaluation) if spec.secure_aggregation is not None else PrivacySpec()
         if given != alone:
             raise MethodError("the level is none, and something else is asked for: give level: sample, or leave it out")
@@ -48,10 +48,10 @@ def _check_of_this_level(given: PrivacySpec) -> None:
 
 
 def training_loops(method: Method, rounds: int) -> int:
-    """The most protected training loops that a federation of ``rounds`` asks of a client.
+    """The largest number of protected training loops of a client in a federation of ``rounds``.
 
     Raises:
-        PrivacyError: none at all.
+        PrivacyError: there is no protected loop.
     """
     loops = sum(1 for round in range(1, rounds + 1) for phase in method.phases(round, rounds) if phase.up)
     if not loops:

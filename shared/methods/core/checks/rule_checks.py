@@ -11,15 +11,15 @@ from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
 
 LEAST_FLAME = 3
-ROUNDING = 1e-9  # of a share times a number
+ROUNDING = 1e-9  # tolerance for a share times a number
 
 
 def check_rule(method: Method, spec: FederationSpec) -> None:
-    """Raise MethodError where the rule of ``spec.aggregation`` does not suit the method or the number of updates."""
+    """Raise MethodError if the rule of ``spec.aggregation`` does not suit the method or the number of updates."""
     check_means(method, spec)
     least = spec.participation.least_answers
     try:
-        # With f = floor(tolerate * K) what holds for the fewest updates holds for more.
+        # With f = floor(tolerate * K), a condition that holds for the fewest updates holds for more.
         check_krum(spec.aggregation, least)
         check_flame(spec.aggregation, least)
     except MethodError as error:
@@ -29,13 +29,13 @@ def check_rule(method: Method, spec: FederationSpec) -> None:
 
 
 def check_flame(given: AggregationSpec, count: int) -> None:
-    """Raise MethodError where ``count`` updates are too few for a majority that agrees."""
+    """Raise MethodError if ``count`` updates are too few for a majority cluster."""
     if given.rule == "flame" and count < LEAST_FLAME:
         raise MethodError(f"flame needs at least {LEAST_FLAME} updates")
 
 
 def check_flame_noise(given: AggregationSpec, method: Method, rounds: int, dims: Mapping[str, int]) -> None:
-    """Raise MethodError where FLAME's default noise, λ·√D medians long, would be longer than the updates."""
+    """Raise MethodError if FLAME's default noise, of length λ·√D medians, would be longer than the updates."""
     if given.rule != "flame" or given.flame_noise is not None:
         return
     for phase in distinct_phases(method, rounds):
@@ -49,7 +49,7 @@ def check_flame_noise(given: AggregationSpec, method: Method, rounds: int, dims:
 
 
 def check_means(method: Method, spec: FederationSpec) -> None:
-    """Raise MethodError where ``spec.aggregation`` is not the plain mean and the method's phases are no means."""
+    """Raise MethodError if ``spec.aggregation`` is not the plain mean but the method's phases are no means."""
     given = spec.aggregation
     if given.is_plain_mean and given.server.optimizer == "none":
         return
@@ -69,7 +69,7 @@ def check_means(method: Method, spec: FederationSpec) -> None:
 
 
 def check_krum(given: AggregationSpec, count: int) -> None:
-    """Raise MethodError where ``count`` updates are too few for Krum: K < 2f + 3 (Blanchard et al., 2017), or f = 0."""
+    """Raise MethodError if ``count`` updates are too few for Krum: K < 2f + 3 (Blanchard et al., 2017), or f = 0."""
     if given.rule not in ("krum", "multi_krum"):
         return
     tolerate = given.tolerate

@@ -10,7 +10,7 @@ MOST_CLIENTS = 1024
 
 
 def check_secure(method: Method, spec: FederationSpec) -> None:
-    """Raise MethodError where ``spec`` needs more than the sums that the coordinator sees."""
+    """Raise MethodError if ``spec`` needs more than the sums that the coordinator sees."""
     given = spec.secure_aggregation
     if given is None:
         return

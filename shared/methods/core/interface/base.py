@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 
 class MethodError(ValueError):
-    """A method cannot run in these circumstances; the text says what is wrong and what to do."""
+    """A method cannot run under these conditions; the text gives the problem and a remedy."""
 
 
 class NeedsBackbone(MethodError):
-    """The initial state needs a backbone (a context made of words): the command makes it and PUTs it."""
+    """The initial state needs a backbone (a context made of words). The command creates it and PUTs it."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method needs, and what it allows.
+    """The requirements of a method.
 
-    ``patch_tokens``: the features of an image's patches, which cost hundreds of times the disk that pooled ones do.
-    ``domain_descriptions``: of every trainer. ``join_when_extended``: newcomers may join when a round's first phase
-    gets its second deadline; False where the shape of an update depends on who takes part, since others have trained.
+    ``patch_tokens``: patch features, which need hundreds of times more disk space than pooled features.
+    ``domain_descriptions``: every trainer must describe its domain. ``join_when_extended``: newcomers may join when a
+    round's first phase gets its second deadline; False if the shape of an update depends on the participants.
     """
 
     text_tower: bool = True
@@ -64,9 +64,9 @@ class Needs:
 class Phase:
     """One exchange of a round: tensors ``down`` to clients, tensors ``up`` to the coordinator.
 
-    ``ask``: whom a later phase asks: those whose answer to the first phase was counted, or all active trainers.
-    The first phase of a round always asks the sampled clients. ``mean``: the state after it holds the mean of the
-    updates and no other trace of them, so that a robust rule may take the mean's place.
+    ``ask``: the clients of a later phase: those whose answer to the first phase was counted, or all active trainers.
+    The first phase of a round always asks the sampled clients. ``mean``: the state after the phase depends on the
+    updates only through their mean, so that a robust rule may replace the mean.
     """
 
     name: str
@@ -89,13 +89,13 @@ class ClientInfo:
 
 
 def without_text(shape: BackboneShape) -> bool:
-    """Whether ``shape`` describes an image tower alone: a CLIP model's text tower has at least positions."""
+    """Whether ``shape`` describes only an image tower; a CLIP model's text tower has at least positions."""
     return shape.d_v is not None and shape.d_t is None and shape.context_length is None
 
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What the server half is given besides the state. ``clients`` are in order of name."""
+    """The inputs of the server half besides the state. ``clients`` are in order of name."""
 
     training: TrainingSpec
     shape: BackboneShape
@@ -120,13 +120,13 @@ Combine = Callable[[Updates], Tensors]
 
 @dataclass(frozen=True)
 class ClientContext:
-    """What the client half is given for one task.
+    """The inputs of the client half for one task.
 
-    ``terms``: what the owner of the data agreed to. ``class_names`` are the candidates: in training the label space of
-    ``train``, in an evaluation those of the test set that a classifier is made for. ``label_space`` is always that of
-    ``train``: empty means the same names. ``template``: the federation's, or that of the client's data.
-    ``count_trained`` receives how many numbers each training loop optimises. With ``protection`` training is
-    differentially private.
+    ``terms``: the terms to which the data owner agreed. ``class_names`` are the candidate classes: the label space of
+    ``train`` in training, the classes of the test set in an evaluation. ``label_space`` is always that of ``train``;
+    empty means ``class_names``. ``template``: the federation's, or that of the client's data. ``count_trained``
+    receives the number of values that each training loop optimises. With ``protection`` training is differentially
+    private.
     """
 
     backbone: Backbone
@@ -165,39 +165,39 @@ class ClientContext:
         return self.terms.class_descriptions or {}
 
     def with_terms(self, **changes: Any) -> ClientContext:
-        """The same task with other terms, for a method that trains a part with settings of its own."""
+        """The same task with other terms, for methods that train a part with their own settings."""
         return replace(self, terms=self.terms.model_copy(update=changes))
 
     def for_training(self) -> ClientContext:
-        """The same task with the label space of ``train`` as candidates, for classifiers that still learn."""
+        """The same task with the label space of ``train`` as candidates, for classifiers that are tuned first."""
         return replace(self, class_names=self.label_space or self.class_names)
 
     def expect_images(self) -> None:
-        """Raise MethodError where there is nothing to train on."""
+        """Raise MethodError if there are no training images."""
         if len(self.train) == 0:
             raise MethodError(f"client {self.client!r} has no training images")
 
     def among_candidates(self, labels: Tensor) -> Tensor:
-        """Where the classes of ``labels (N,)`` of ``train`` stand among the candidates ``(N,)``; -1: nowhere."""
+        """Indices ``(N,)`` of the classes of ``labels (N,)`` of ``train`` among the candidates; -1: not a candidate."""
         names, place = self.label_space or self.class_names, {name: at for at, name in enumerate(self.class_names)}
         return torch.tensor([place.get(names[label], -1) for label in labels.tolist()], dtype=torch.int64)
 
     def trained_rows(self) -> list[int]:
-        """Where each candidate stands among the classes of ``train``; -1: nowhere."""
+        """The index of each candidate among the classes of ``train``; -1: not trained."""
         place = {name: row for row, name in enumerate(self.label_space or self.class_names)}
         return [place.get(name, -1) for name in self.class_names]
 
     def for_tuning(self, epochs: int, rate: float) -> ClientContext:
-        """`for_training`, for so many epochs at a constant rate: a copy is tuned before it classifies."""
+        """`for_training` with a number of epochs at a constant rate, to tune a copy before it classifies."""
         settings = {"epochs": epochs, "learning_rate": rate, "schedule": "constant"}
         return self.for_training().with_terms(training=self.training.model_copy(update=settings))
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """``update`` goes to the coordinator, ``private`` stays on the client's disk, ``metrics`` go into the report.
+    """``update`` is sent to the coordinator, ``private`` stays on the client's disk, ``metrics`` appear in the report.
 
-    Tensors may be given as they were trained: the result holds them detached and on the CPU.
+    Tensors may require gradients or be on any device; the result stores them detached and on the CPU.
     """
 
     update: Tensors
@@ -212,8 +212,8 @@ class TrainResult:
 class Method(ABC):
     """One federated method with its hyperparameters ``hyper``.
 
-    What few methods need is optional: `core.interface.hooks` has the hooks for clients that join, leave or differ, and
-    `core.interface.insights` what reports and the operator's page can show.
+    Rare features are optional: `core.interface.hooks` has the hooks for clients that join, leave or differ, and
+    `core.interface.insights` the data for reports and the operator's page.
     """
 
     name: ClassVar[str]
