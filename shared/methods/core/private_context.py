@@ -1,7 +1,7 @@
-"""What methods share in which each client trains a context of its own beside the one that all have in common.
+"""Base of methods in which each client trains a private context and a shared one (FedOTP, PromptFolio, FedPHA).
 
-Both are trained on the client's images, the common one is sent and averaged, the private one stays: FedOTP,
-PromptFolio, FedPHA. They differ in the loss and in how they classify.
+Both are trained on the client's images. The shared context is sent and averaged; the private one stays. The methods
+differ in the loss and in the classifier.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 LOCAL = "local_context"
-MOST_VECTORS = 64  # of any context: a private one starts with the first rows of one draw of so many
+MOST_VECTORS = 64  # rows of the common draw; a private context starts with its first rows
 
 
 @dataclass(frozen=True)
 class PairLoss:
-    """The loss of one task, and what the task is reported with beside it after training.
+    """The loss of one task, and the metrics reported after training.
 
     ``of`` takes indices ``(B,)``, the shared context ``(m, d_t)`` and the private one ``(m_l, d_t)``.
     """
@@ -34,9 +34,9 @@ class PairLoss:
 class PrivateContextMethod(pf.SharedContextMethod):
     """A shared context that is averaged, and a private one ``local_context (m_l, d_t)`` that never leaves its client.
 
-    The private one starts from one draw for all clients, N(0, 0.02²), seeded by the federation's seed and the method's
-    name. Who has not trained yet classifies with that start; an evaluator, which has no private context, with the
-    shared one alone, and trainers are measured so besides (``global``).
+    The private context starts from a common draw N(0, 0.02²), seeded by the federation's seed and the method's name.
+    Trainers that have not trained yet classify with that start. Evaluators have no private context and classify with
+    the shared one alone; trainers are also measured in this way (``global``).
     """
 
     personal = True
@@ -47,7 +47,7 @@ class PrivateContextMethod(pf.SharedContextMethod):
         return self.hyper.m
 
     def local_context(self, context: pf.ClientContext, private: Tensors) -> Tensor:
-        """The client's ``(m_l, d_t)``: what it has trained, or the start that all have in common."""
+        """The client's private context ``(m_l, d_t)``: the trained one, or the common start."""
         if LOCAL in private:
             return private[LOCAL]
         drawn = torch.randn(MOST_VECTORS, context.backbone.d_t, generator=pf.generator(context.seed, self.name))
@@ -74,14 +74,14 @@ class PrivateContextMethod(pf.SharedContextMethod):
         return pf.TrainResult({self.shared.name: shared}, {LOCAL: local}, {"loss": final} | batch_loss.metrics())
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
-        """With both contexts; with the shared one alone where there is nothing to train on."""
+        """Classifies with both contexts; with the shared one alone if there are no training images."""
         shared = payload[self.shared.name]
         if private or len(context.train):
             return self.personal_classifier(context, shared, self.local_context(context, private))
         return self.global_classifier(context, shared)
 
     def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
-        """``global``: a trainer's data under an evaluator's classifier."""
+        """``global``: the evaluators' classifier on a trainer's data."""
         if not private and not len(context.train):
             return {}
         return {"global": self.global_classifier(context, payload[self.shared.name])}

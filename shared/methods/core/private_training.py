@@ -1,4 +1,4 @@
-"""Differentially private gradients: each unit's own, clipped over all trained tensors together, summed, with noise.
+"""Differentially private gradients: clipped for each unit over all trained tensors together, summed and noised.
 
 One step of DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", CCS 2016) is
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from promptfed.shared.methods.core.interface.protection import Objective, Protection
 
-TEXTS_AT_ONCE = 512  # copies times classes: bounds memory, never the result
+TEXTS_AT_ONCE = 512  # copies times classes; bounds memory and does not affect the result
 NUMBERS_AT_ONCE = 1 << 22  # copies times trained numbers
-WITHIN = 1 - 1e-6  # of the clip: what rounding to float32 may add to a norm
+WITHIN = 1 - 1e-6  # factor of the clip: rounding to float32 may add this to a norm
 
 
 class PrivateGradients:
@@ -45,7 +45,7 @@ class PrivateGradients:
         self._most = max(1, min(TEXTS_AT_ONCE // max(1, classes), NUMBERS_AT_ONCE // max(1, self._size)))
 
     def step(self) -> None:
-        """Leave ḡ + ∇R with the parameters."""
+        """Set the parameters' gradients to ḡ + ∇R."""
         given, q = self._protection, self.event.q
         chosen = torch.from_numpy(given.stream.poisson_sample(given.units, q))
         total = torch.zeros(self._size, dtype=torch.float64)
@@ -72,7 +72,7 @@ class PrivateGradients:
         return means
 
     def _gradients(self, rows: Tensor) -> Tensor:
-        """``(b, d)`` float64 on the CPU: each image's gradient of its own loss; without an objective all rows' one."""
+        """``(b, d)`` float64 on the CPU: each image's gradient of its loss; without an objective one for all rows."""
         count = len(rows)
         if self._objective is None:
             given = torch.autograd.grad(self._loss(rows), self._parameters, allow_unused=True)
@@ -86,7 +86,7 @@ class PrivateGradients:
         return flat([_there(part, like) for part, like in zip(given, copies, strict=True)], count)
 
     def _leave(self, mean: Tensor) -> None:
-        """Give each parameter its part of ``mean (d,)``, plus R's gradient."""
+        """Set each parameter's gradient to its part of ``mean (d,)`` plus R's gradient."""
         parts = torch.split(mean, [parameter.numel() for parameter in self._parameters])
         common = self._common()
         for parameter, part, own in zip(self._parameters, parts, common, strict=True):

@@ -27,7 +27,7 @@ Gradients = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are trained at a rate of their own, which the spec's cosine scales unless it is ``constant``."""
+    """Tensors with their own learning rate, which the spec's cosine scales unless it is ``constant``."""
 
     parameters: Sequence[Tensor]
     learning_rate: float
@@ -36,10 +36,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Reparameterisation:
-    """Tensors of which gradients are taken in place of the trained ones, renewed before each step.
+    """Tensors that replace the trained ones in the gradient computation, renewed before each step.
 
-    tensors: leaves that the loss reads. renew: sets them to what the trained tensors are now; it may read nothing else
-    that depends on data. gradients: from the gradients of ``tensors`` one for each trained tensor.
+    tensors: leaves that the loss reads. renew: sets them from the current trained tensors; it must not read anything
+    else that depends on data. gradients: maps the gradients of ``tensors`` to one gradient for each trained tensor.
     """
 
     tensors: Sequence[Tensor]
@@ -48,7 +48,7 @@ class Reparameterisation:
 
 
 class TaskCancelled(Exception):
-    """The client was told to stop in the middle of training; nothing of the task is kept."""
+    """The client was told to stop during training; the task's results are discarded."""
 
 
 def leaf(start: Tensor, backbone: Backbone) -> Tensor:
@@ -95,10 +95,10 @@ def train(
 ) -> float:
     """Minimise ``loss(indices (B,))`` over ``parameters``, which are changed in place.
 
-    ``epochs`` overrides the spec's; ``groups`` are trained beside ``parameters``, or alone where these are none.
-    Returns the mean loss over the samples of the last epoch. Where the task is protected, gradients are private, of
-    ``objective``'s units or, without one, of ``loss`` for one image at a time, which must then read that image alone;
-    NaN is returned.
+    ``epochs`` overrides the spec's; ``groups`` are trained in addition to ``parameters``, which may be empty. Returns
+    the mean loss over the samples of the last epoch. If the task is protected, gradients are private and NaN is
+    returned. They are those of ``objective``'s units or, without one, of ``loss`` for one image at a time, which must
+    then read only that image.
 
     Raises:
         UnprotectedError: the task is protected, and this would be trained without.
@@ -118,7 +118,7 @@ def train(
 
 
 def train_by(context: ClientContext, parameters: Sequence[Tensor], gradients: Gradients) -> float:
-    """As `train`, by gradients of the method's own: momentum and weight decay act on these.
+    """As `train`, with the method's own gradients; momentum and weight decay act on these.
 
     Raises:
         MethodError: the client has no training images, or the loss is no longer finite.
@@ -137,10 +137,10 @@ def train_by(context: ClientContext, parameters: Sequence[Tensor], gradients: Gr
 def train_through(
     context: ClientContext, parameters: Sequence[Tensor], loss: Loss, objective: Objective, through: Reparameterisation
 ) -> float:
-    """As `train`, by gradients of ``through.tensors``, which ``through.gradients`` turns into ``parameters``'.
+    """As `train`, with gradients of ``through.tensors``, which ``through.gradients`` maps to those of ``parameters``.
 
-    Where the task is protected, the gradients of ``through.tensors`` are the private ones. Their clip and noise come
-    before ``through.gradients``, which is then post-processing.
+    If the task is protected, the gradients of ``through.tensors`` are private. They are clipped and noised before
+    ``through.gradients``, which is then post-processing.
 
     Raises:
         UnprotectedError: the task is protected, and this would be trained without.
@@ -195,7 +195,7 @@ def _protected(
     groups: Sequence[Group],
     through: Reparameterisation | None = None,
 ) -> float:
-    """The same loop over private gradients. Nothing else in it depends on data, so it does not check the loss."""
+    """The same loop with private gradients. Nothing else in it depends on data, so it does not check the loss."""
     assert context.protection is not None
     if epochs is not None:
         raise UnprotectedError("a training loop of other epochs than the spec's was not accounted for")
@@ -220,7 +220,7 @@ def _protected(
 def _optimizer(
     context: ClientContext, parameters: Sequence[Tensor], groups: Sequence[Group]
 ) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """A fresh optimizer, and all that it trains. Raises MethodError without images."""
+    """A new optimizer and its parameters. Raises MethodError without images."""
     training = context.training
     context.expect_images()
     everything = [*parameters, *(parameter for group in groups for parameter in group.parameters)]

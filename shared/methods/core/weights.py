@@ -1,7 +1,7 @@
-"""What the methods share that train the weights of the image tower itself, or a part of them.
+"""Base of methods that train weights of the image tower, or a part of them.
 
 Notation: W the tower's weights, Δ their change from the frozen backbone, f(x) the feature of an image, H the head. The
-state is Δ (and a shared H); clients receive it and send what they have changed: changes keep their digits in 16 bits,
+state is Δ (and a shared H). Clients receive it and send their changes, because changes stay precise in 16 bits and
 weights do not.
 """
 
@@ -23,7 +23,7 @@ from promptfed.shared.methods.core.trained_tower import TowerHyper, TrainedTower
 from promptfed.shared.methods.core.visual import ImageClassifier, VisualHyper, check_kept_blocks
 from promptfed.shared.tensors import Tensors, TensorSpec
 
-CHANGE = "change."  # before the names of what a client sends
+CHANGE = "change."  # prefix of the tensors that a client sends
 HEAD = tuple(spec.name for spec in heads.SHARED_HEAD)
 
 
@@ -93,20 +93,20 @@ class WeightMethod(pf.Method):
 
     @property
     def private_kinds(self) -> tuple[str, ...]:
-        """Those of them that never leave a client."""
+        """The trained kinds that never leave a client."""
         if getattr(self.hyper, "private", "none") == "none":
             return ()
         return tuple(kind for kind in self.kinds if kind in trained_tower.NORMS)
 
     @property
     def shared_kinds(self) -> tuple[str, ...]:
-        """Those of them that travel."""
+        """The trained kinds that are exchanged."""
         private = self.private_kinds
         return tuple(kind for kind in self.kinds if kind not in private)
 
     @property
     def disclosures(self) -> tuple[pf.Disclosed, ...]:
-        """More than a prompt tells."""
+        """Weights reveal more than a prompt."""
         if not self.state_tensors():
             return ()
         text = "changes to the image tower, up to 86 million numbers (ViT-B): images are easier to rebuild from them"
@@ -144,7 +144,7 @@ class WeightMethod(pf.Method):
             raise pf.MethodError(f"{text}: take precision fp32, with autocast: bf16 to save memory")
 
     def check_backbone(self, shape: pf.BackboneShape) -> None:
-        """And a tower whose sizes are known: a ResNet has batch norms, whose running means are no weights."""
+        """Also requires a tower with known sizes. A ResNet has batch norms, whose running means are not weights."""
         super().check_backbone(shape)
         if shape.mlp_width is None or shape.positions is None:
             raise pf.MethodError(
@@ -153,7 +153,7 @@ class WeightMethod(pf.Method):
             )
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
-        """All that travels."""
+        """All exchanged tensors."""
         return self.travelling()
 
     def travelling(self) -> tuple[TensorSpec, ...]:
@@ -162,7 +162,7 @@ class WeightMethod(pf.Method):
         return tuple(trained_tower.tensor_spec(kind) for kind in self.shared_kinds) + head
 
     def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
-        """One exchange a round: Δ down, what was changed up."""
+        """One exchange per round: Δ down, the client's changes up."""
         down = tuple(replace(spec, dtype=self.hyper.transport) for spec in self.travelling())
         up = tuple(replace(spec, name=CHANGE + spec.name) for spec in down)
         return (pf.Phase("train", down=down, up=up, mean=bool(up)),)
@@ -199,11 +199,11 @@ class WeightMethod(pf.Method):
     def aggregate(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
-        """Δ + the mean of the changes; nothing where nothing travels."""
+        """Δ plus the mean of the changes; empty if nothing is exchanged."""
         if not phase.up:
             return state
         changes = combine(updates)
-        # In place: what `combine` made is nobody else's, and may be hundreds of megabytes in a file.
+        # In place: the result of `combine` has no other user, and may be a file of hundreds of megabytes.
         return {spec.name: changes[CHANGE + spec.name].add_(state[spec.name]) for spec in self.travelling()}
 
     def prompts(self, state: Tensors) -> Tensors:
@@ -213,7 +213,7 @@ class WeightMethod(pf.Method):
     # Client half
 
     def tower(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TrainedTower:
-        """With what has been learned."""
+        """The tower with the learned changes."""
         return TrainedTower.of(context.backbone, self.hyper, self.changes(context, payload, private))
 
     def merged(self, context: pf.ClientContext, payload: Tensors) -> MergedTowers:
@@ -221,7 +221,7 @@ class WeightMethod(pf.Method):
         return MergedTowers(visual=self.tower(context, payload, {}).weights())
 
     def changes(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> Tensors:
-        """Δ by kind, float32: the shared part as received, the client's own as it was left, or zero."""
+        """Δ by kind, float32: the received shared part and the client's stored private part, or zero."""
         shared = {kind: payload[kind].float() for kind in self.shared_kinds}
         own = self.private_kinds
         if own and own[0] not in private:
@@ -243,16 +243,16 @@ class WeightMethod(pf.Method):
         return TextHead.of(context)
 
     def head_groups(self, context: pf.ClientContext, parameters: Sequence[Tensor]) -> tuple[pf.Group, ...]:
-        """What is new behind the tower, at a rate of its own; at the spec's where the tower is not trained."""
+        """The new head with its own rate, or with the spec's rate if the tower is not trained."""
         rate = None if self.hyper.trainable == "none" else self.hyper.head_learning_rate or heads.HEAD_RATE
         return heads.head_groups(context, parameters, rate)
 
     def features(self, tower: TrainedTower, inputs: Tensor) -> Tensor:
-        """What the head takes: normalised ``(B, d_e)``, or pooled as they are."""
+        """The head's input: normalised features ``(B, d_e)``, or pooled features without normalisation."""
         return tower.features(inputs, projected=self.uses_projection, normalize=not self.is_linear)
 
     def fixed_features(self, context: pf.ClientContext, tower: TrainedTower) -> Tensor:
-        """``(N, d)`` of all training images where no weight of the tower changes meanwhile; computed once."""
+        """Features ``(N, d)`` of all training images, computed once if no weight of the tower is trained."""
         with torch.no_grad():
             parts = torch.split(torch.arange(len(context.train)), visual.CHUNK)
             return torch.cat([self.features(tower, tower.read(context.train, part)) for part in parts])
@@ -287,7 +287,7 @@ class WeightMethod(pf.Method):
         return pf.train(context, parameters, loss, epochs=epochs, groups=groups)
 
     def sent(self, tower: TrainedTower, head: Head | None = None, begun: Head | None = None) -> Tensors:
-        """What goes up: the changes of all kinds that travel, and those of a shared ``head`` since ``begun``."""
+        """The update: the changes of all exchanged kinds, and those of a shared ``head`` since ``begun``."""
         changes = tower.changes()
         update = {CHANGE + kind: changes[kind] for kind in self.shared_kinds}
         if self.shares_head and head is not None:
@@ -302,7 +302,7 @@ class WeightMethod(pf.Method):
         return None
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
-        """E epochs from the received weights; sends what they have changed."""
+        """E epochs from the received weights; sends their changes."""
         tower = self.tower(context, payload, private).trainable()
         begun = self.start_head(context, payload, private)
         head = begun.trainable(context.backbone.device)
@@ -310,13 +310,13 @@ class WeightMethod(pf.Method):
         return pf.TrainResult(self.sent(tower, head, begun), self.kept(tower, head), {"loss": loss})
 
     def kept(self, tower: TrainedTower, head: Head) -> Tensors:
-        """What stays with the client: changes of its own, and a linear head that is not shared."""
+        """The client's private tensors: changes of private kinds, and a linear head that is not shared."""
         changes = tower.changes() if self.private_kinds else {}
         own = {kind: tower.start[kind] + changes[kind] for kind in self.private_kinds}
         return own if self.shares_head else own | head.private()
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
-        """Classifies with the global weights (and the client's own norms) and the head of all."""
+        """Classifies with the global weights (and the client's own norms) and the shared head."""
         head = self.start_head(context, payload, private)
         return self.classify(self.tower(context, payload, private), head, context)
 

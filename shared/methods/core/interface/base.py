@@ -220,17 +220,17 @@ class Method(ABC):
     summary: ClassVar[str]
     paper: ClassVar[str]
     Hyper: ClassVar[type[Hyperparameters]]
-    needs: Needs = Needs()  # of the method; of one with particular hyperparameters where they change it
-    defaults: ClassVar[dict[str, Any]] = {}  # laid under the spec: rounds, training, aggregation, participation
-    personal: bool = False  # whether classifiers hold private state, so that each client's is another one
+    needs: Needs = Needs()  # of the method, or of its instance if hyperparameters change it
+    defaults: ClassVar[dict[str, Any]] = {}  # defaults for the spec: rounds, training, aggregation, participation
+    personal: bool = False  # whether classifiers use private state, so that they differ by client
     takes_evaluators: bool = True  # whether a client that trains nothing has a classifier
-    one_payload: bool = True  # whether all clients of a phase, and all of an evaluation, are given the same tensors
-    metrics: ClassVar[tuple[str, ...]] = ("loss",)  # patterns of the metrics that `train` reports: no other is sent
+    one_payload: bool = True  # whether all clients of a phase, and of an evaluation, get the same tensors
+    metrics: ClassVar[tuple[str, ...]] = ("loss",)  # patterns of the metrics that `train` reports; others are not sent
     protects: ClassVar[bool] = False  # whether `train` can be differentially private for every record of a client
     fine_tunes: ClassVar[bool] = False  # whether classifiers are trained once more, without noise, on a client's images
-    unprotected: ClassVar[str] = "its training has not been looked at for this"  # why not, one clause
-    Own: ClassVar[type[OwnOptions]] = OwnOptions  # what each client may choose for itself
-    change_per_number: ClassVar[float] = 10.0  # root mean square of a change that is admitted
+    unprotected: ClassVar[str] = "its training has not been looked at for this"  # the reason why not, as a clause
+    Own: ClassVar[type[OwnOptions]] = OwnOptions  # options that each client may choose
+    change_per_number: ClassVar[float] = 10.0  # largest admitted root mean square of a change
 
     def __init__(self, hyper: Hyperparameters):
         self.hyper = hyper
@@ -238,14 +238,14 @@ class Method(ABC):
 
     @classmethod
     def can_protect(cls) -> bool:
-        """Whether this class itself sets ``protects``: it is not inherited, since a subclass may train otherwise."""
+        """Whether this class itself sets ``protects``. It is not inherited, since a subclass may train differently."""
         return bool(vars(cls).get("protects", False))
 
     @property
     def disclosures(self) -> tuple[Disclosed, ...]:
-        """What the operator and other sites can learn about a client. Its owner reads this before it joins.
+        """What the operator and other sites can learn about a client. The data owner reads this before joining.
 
-        Override it where updates or payloads reveal more than an aggregate does.
+        Override it if updates or payloads reveal more than an aggregate.
         """
         phases = [phase for round in (1, 2) for phase in self.phases(round, 2)]
         return (AGGREGATE,) if any(phase.up for phase in phases) else ()
@@ -253,10 +253,10 @@ class Method(ABC):
     # Server half
 
     def check(self, spec: FederationSpec) -> None:  # noqa: B027 (most methods run with any spec)
-        """Raise MethodError where the method cannot run with this spec."""
+        """Raise MethodError if the method cannot run with this spec."""
 
     def check_backbone(self, shape: BackboneShape) -> None:
-        """Raise MethodError where a backbone of ``shape`` lacks a tower that the method needs."""
+        """Raise MethodError if a backbone of ``shape`` lacks a tower that the method needs."""
         if self.needs.text_tower and without_text(shape):
             raise MethodError(f"{self.name} needs a text tower; this backbone has none: choose a CLIP model")
         if self.needs.vision_transformer and shape.d_v is None:
@@ -271,7 +271,7 @@ class Method(ABC):
             )
 
     def check_classes(self, names: tuple[str, ...]) -> None:
-        """Raise MethodError where a softmax over ``names`` cannot be trained or means nothing."""
+        """Raise MethodError if a softmax over ``names`` cannot be trained or is meaningless."""
         if len(names) < 2:
             raise MethodError(
                 f"{names[0]!r} is the only class to choose from: give a label space of two classes or more"
@@ -286,33 +286,33 @@ class Method(ABC):
         """The tensors of the global state, with symbolic shapes."""
 
     def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """The phases of ``round`` (from 1). By default one: all tensors that clients may see go down and come up."""
+        """The phases of ``round`` (from 1). The default is one phase that exchanges all tensors clients may see."""
         shared = tuple(spec for spec in self.state_tensors() if spec.shared_with_clients)
         return (Phase("train", down=shared, up=shared, mean=bool(shared)),)
 
     @abstractmethod
     def dims(self, context: ServerContext) -> dict[str, int]:
-        """Numbers for the symbols in tensor shapes. Raises MethodError where the backbone lacks one."""
+        """Values of the symbols in tensor shapes. Raises MethodError if the backbone lacks one."""
 
     def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
         """The global state of round 0. By default every number is zero.
 
         Raises:
-            NeedsBackbone: where it can only be made with a backbone (``initial_state_with``).
+            NeedsBackbone: the state can only be made with a backbone (``initial_state_with``).
         """
         dims = self.dims(context)
         return {spec.name: torch.zeros(spec.resolve(dims), dtype=DTYPES[spec.dtype]) for spec in self.state_tensors()}
 
     def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
-        """The global state of round 0, made where a backbone is at hand."""
+        """The global state of round 0, made with a backbone."""
         return self.initial_state(context, generator)
 
     def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
-        """What ``client`` downloads in ``phase``, or for an evaluation (``phase`` is None): `payload_tensors`."""
+        """The download of ``client`` in ``phase`` or for an evaluation (``phase`` is None): `payload_tensors`."""
         return {spec.name: state[spec.name] for spec in self.payload_tensors(phase)}
 
     def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
-        """The tensors of `payload` in ``phase``, or in an evaluation (all shared ones). A client refuses any other."""
+        """The tensors of `payload` in ``phase``, or in an evaluation (all shared ones). Clients refuse others."""
         if phase is not None:
             return phase.down
         return tuple(spec for spec in self.state_tensors() if spec.shared_with_clients)
@@ -327,8 +327,8 @@ class Method(ABC):
     ) -> Tensors:
         """The state after ``phase``. By default the combined updates replace the tensors of the same names.
 
-        ``updates`` come one by one in client-name order. ``combine`` is the spec's aggregation rule, by default the
-        weighted mean, for methods whose phase is a mean.
+        ``updates`` are iterated in client-name order. ``combine`` is the spec's aggregation rule (by default the
+        weighted mean), for methods whose phase is a mean.
         """
         return state | combine(updates) if phase.up else state
 
@@ -336,24 +336,24 @@ class Method(ABC):
 
     @property
     def prompt_length(self) -> int:
-        """Learned vectors that stand before each class name, which must fit behind them; 0: none."""
+        """The number of learned vectors before each class name, which must leave room for the name; 0: none."""
         return 0
 
     def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
-        """Raise BackboneError where a class name is too long for the texts that this method makes of it."""
+        """Raise BackboneError if a class name is too long for this method's texts."""
         if self.needs.text_tower:
             template_features(backbone, template, class_names)
         if self.prompt_length:
             backbone.class_prompts(class_names, self.prompt_length)
 
     def label_space(self, federation: tuple[str, ...] | None, client: tuple[str, ...]) -> tuple[str, ...]:
-        """Class names over which training and local accuracy take their softmax (``hyper.label_space``)."""
+        """Class names of the softmax in training and local accuracy (``hyper.label_space``)."""
         return client if federation is None or self.hyper.label_space == "client" else federation
 
     @abstractmethod
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
-        """Carry out one training task. Starts from committed ``private`` state only."""
+        """Run one training task, starting only from committed ``private`` state."""
 
     @abstractmethod
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
-        """The classifier over ``context.class_names`` that this client is entitled to."""
+        """This client's classifier over ``context.class_names``."""

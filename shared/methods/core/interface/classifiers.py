@@ -1,4 +1,4 @@
-"""A client's images as a method sees them, and what a method makes for them: a classifier."""
+"""The interfaces of a client's images and of a method's classifier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Split(Protocol):
         """``(N, d_e)`` float32, L2-normalised, from the frozen image tower, on the backbone's device."""
 
     def raw_features(self) -> Tensor:
-        """The same, as the tower gives them: not normalised."""
+        """The same features without normalisation."""
 
     def images(self, indices: Tensor) -> Tensor:
         """``(B, 3, H, W)`` preprocessed images at ``indices (B,)``, on the backbone's device."""
@@ -30,14 +30,15 @@ class Split(Protocol):
     def patches(self, indices: Tensor) -> Tensor:
         """``(B, M, d_e)`` float32, L2-normalised features of the patches of the images at ``indices (B,)``.
 
-        From the client's disk, rounded to float16 there, on the backbone's device; for methods that need them.
+        They are cached on the client's disk in float16, for methods that need them, and returned on the backbone's
+        device.
         """
 
     def block_rows(self, indices: Tensor, start: int) -> Tensor:
         """``(B, S, d_v)`` float32 of the images at ``indices (B,)`` before block ``start`` of the frozen image tower.
 
-        From the client's disk, rounded to float16 there, on the backbone's device. Raises MethodError where images
-        change from step to step.
+        They are cached on the client's disk in float16 and returned on the backbone's device. Raises MethodError if
+        images change from step to step.
         """
 
 
@@ -50,20 +51,20 @@ class Classifier(Protocol):
 
 @runtime_checkable
 class Fixed(Protocol):
-    """A classifier whose text features no longer change: it can be used without promptfed."""
+    """A classifier with fixed text features, which can be used without promptfed."""
 
     def weights(self) -> Tensors | None:
-        """What plain code multiplies normalised image features I ``(B, d_e)`` of the frozen tower with.
+        """The weights for normalised image features I ``(B, d_e)`` of the frozen tower in plain code.
 
-        ``class_weights (C, d_e)`` W, logits τ⁻¹·I·Wᵀ; or ``class_weights (k, C, d_e)`` of k domains, of which an image
-        takes the one at the argmax of I·``domain_weight (k, d_e)``ᵀ + ``domain_bias (k,)``. None where texts depend
-        on the image in another way.
+        Either ``class_weights (C, d_e)`` W with logits τ⁻¹·I·Wᵀ; or ``class_weights (k, C, d_e)`` of k domains, where
+        an image uses the domain at the argmax of I·``domain_weight (k, d_e)``ᵀ + ``domain_bias (k,)``. None if texts
+        depend on the image in another way.
         """
 
 
 @runtime_checkable
 class Mixes(Protocol):
-    """A classifier that tells which domains an image looks like."""
+    """A classifier that estimates the domains of an image."""
 
     domain_names: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""What a method tells the operator and other sites of a client's data: shown to its owner before it joins."""
+"""Disclosures: what a method reveals about a client's data, shown to the data owner before joining."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Disclosed:
-    """What taking part tells of a client's data beyond the tensors' names: ``what``, a clause, and to whom."""
+    """Information about a client's data that participation reveals: ``what`` (a clause), and to whom."""
 
     to: Literal["operator", "sites"]
     what: str

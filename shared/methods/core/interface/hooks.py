@@ -1,6 +1,6 @@
-"""Optional hooks of a method: of clients that enrol, join, leave or choose, and of work before the training.
+"""Optional hooks of a method for clients that enrol, join, leave or choose options, and for work before training.
 
-A method offers a hook by having the member. Its one caller asks with ``isinstance``.
+A method implements a hook by defining the member. The caller checks with ``isinstance``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class AdoptsStates(Protocol):
-    """A method whose first state depends on the clients."""
+    """A method whose initial state depends on the clients."""
 
     def adopt(self, state: Tensors, context: ServerContext) -> Tensors:
         """The supplied ``state`` of round 0, fitted to the clients of ``context``."""
@@ -29,12 +29,12 @@ class AdoptsStates(Protocol):
 
 @runtime_checkable
 class ChoosesClients(Protocol):
-    """A method that not every client can take part in."""
+    """A method in which not every client can take part."""
 
     def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:
-        """Raise MethodError where ``client`` cannot enrol beside the active clients of ``context``.
+        """Raise MethodError if ``client`` cannot enrol in addition to the active clients of ``context``.
 
-        ``former``: what the state knows of the client if it comes back under its name after a reset.
+        ``former``: the client's earlier record if it returns under its name after a reset.
         """
 
 
@@ -43,7 +43,7 @@ class ChecksClients(Protocol):
     """A method that cannot start with every set of clients."""
 
     def check_clients(self, context: ServerContext) -> None:
-        """Raise MethodError where a federation cannot start with the clients of ``context``."""
+        """Raise MethodError if a federation cannot start with the clients of ``context``."""
 
 
 @runtime_checkable
@@ -56,21 +56,21 @@ class GrowsWithClients(Protocol):
 
 @runtime_checkable
 class ForgetsClients(Protocol):
-    """A method whose state keeps what a single client sent."""
+    """A method whose state stores data of single clients."""
 
     def forget(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
-        """The state without what it keeps of ``client`` alone, whose updates are deleted; the same object if nothing.
+        """The state without the data of ``client``, whose updates are deleted; the same object if there are none.
 
-        An aggregate that others have a part in stays as it is.
+        Aggregates to which other clients contributed stay unchanged.
         """
 
 
 @runtime_checkable
 class ReadsDomains(Protocol):
-    """A method that makes texts of a client's domain."""
+    """A method that uses a client's domain description in texts."""
 
     def check_domain(self, backbone: Backbone, class_names: tuple[str, ...], domain: Domain) -> None:
-        """Raise BackboneError where the words of the client's own ``domain`` are too long for these texts."""
+        """Raise BackboneError if the description of the client's ``domain`` is too long for these texts."""
 
 
 @runtime_checkable
@@ -78,12 +78,12 @@ class Prepares(Protocol):
     """A method whose clients compute something before their first training."""
 
     def prepare(self, context: ClientContext, private: Tensors) -> Tensors:
-        """Private state before training: made once, and again when the peers change."""
+        """Private state before training; computed once, and again when the peers change."""
 
 
 @runtime_checkable
 class Retargets(Protocol):
-    """A classifier that was tuned for itself, and serves other candidates without being tuned again."""
+    """A tuned classifier that can serve other candidate classes without being tuned again."""
 
     def among(self, context: ClientContext) -> Classifier:
         """The same classifier over ``context.class_names``."""
@@ -92,9 +92,9 @@ class Retargets(Protocol):
 def check_admission(
     method: Method, client: ClientInfo, former: ClientInfo | None, others: Callable[[], ServerContext]
 ) -> None:
-    """Raise MethodError where ``client`` cannot enrol beside the active clients of ``others()``.
+    """Raise MethodError if ``client`` cannot enrol in addition to the active clients of ``others()``.
 
-    ``others`` is called only for a method that looks at them: they may be many.
+    ``others`` is called only if the method needs them, since there may be many.
     """
     if client.role == "evaluator" and not method.takes_evaluators:
         raise MethodError(
@@ -106,7 +106,7 @@ def check_admission(
 
 
 def take_own_options(method: Method, given: Mapping[str, Any]) -> None:
-    """Set ``method.own`` to a client's own options. Raises MethodError where one is unknown or out of range."""
+    """Set ``method.own`` to a client's own options. Raises MethodError if one is unknown or out of range."""
     try:
         method.own = method.Own.model_validate(dict(given))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What a spec says to a method, what a method lays under a spec, and what a client may choose for itself."""
+"""Hyperparameters of methods, a method's defaults for a spec, and options that a client may choose."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Hyperparameters(BaseModel):
 
 
 class OwnOptions(BaseModel):
-    """Base of what a client may choose for itself: read from its own settings, never sent, unknown keys refused."""
+    """Base of a client's own options: read from its settings and never sent; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def option(default: Any, description: str, **bounds: Any) -> Any:
-    """A hyperparameter: its default, what the pages say of it, and pydantic's bounds, such as ``ge`` and ``le``."""
+    """A hyperparameter: its default, its documentation, and pydantic's bounds, such as ``ge`` and ``le``."""
     return Field(default=default, description=description, **bounds)
 
 
 def defaults(
     rounds: int | None = None, sections: Mapping[str, Any] | None = None, **training: float | str
 ) -> dict[str, Any]:
-    """A spec's ``rounds``, ``training`` and other ``sections``, such as aggregation; what is not given is left out."""
+    """A spec's ``rounds``, ``training`` and other ``sections``, such as aggregation; omitted ones are left out."""
     given = {"rounds": rounds, "training": training} | dict(sections or {})
     return {name: value for name, value in given.items() if value}

@@ -1,6 +1,6 @@
-"""What a method may offer besides learning, for reports and the operator's page. All of it is optional.
+"""Optional features of a method for reports and the operator's page.
 
-A method offers one of these by having the member; who wants it asks with ``isinstance``, as of `Fixed` and `Mixes`.
+A method implements one by defining the member; callers check with ``isinstance``, as for `Fixed` and `Mixes`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from promptfed.shared.tensors import Tensors
 
 @dataclass(frozen=True)
 class Measured:
-    """What the server half found out when it closed a phase: of the ``phase``, and of ``clients`` by name."""
+    """Numbers that the server half measured when it closed a phase: of the ``phase``, and of ``clients`` by name."""
 
     phase: dict[str, float] = field(default_factory=dict)
     clients: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Measured:
 
 @runtime_checkable
 class MeasuresPhases(Protocol):
-    """A method with numbers of its own in the reports of phases, such as PLAN's attention shares γ."""
+    """A method with its own numbers in the reports of phases, such as PLAN's attention shares γ."""
 
     def measure(self, before: Tensors, phase: base.Phase, after: Tensors, context: base.ServerContext) -> Measured:
         """Finite numbers for the report of ``phase``, from the states before and after it."""
@@ -33,7 +33,7 @@ class MeasuresPhases(Protocol):
 
 @runtime_checkable
 class MeasuresUpdates(Protocol):
-    """A method with numbers for reports that only the updates tell, such as FedLoRA's error of averaging factors."""
+    """A method with reported numbers that need the updates, such as FedLoRA's error of averaging factors."""
 
     def aggregate_measured(
         self,
@@ -45,42 +45,42 @@ class MeasuresUpdates(Protocol):
     ) -> tuple[Tensors, Measured]:
         """The state of `Method.aggregate`, and finite numbers for the report of ``phase``.
 
-        Asked only where the coordinator may read each update: not of a secure sum, nor where its mean is noised.
+        Called only if the coordinator may read each update: not for secure sums, nor if the mean is noised.
         """
 
 
 @runtime_checkable
 class ChoosesPrompts(Protocol):
-    """A method of whose state another part than all shared float tensors is what it learns."""
+    """A method that learns something other than all shared float tensors of its state."""
 
     def prompts(self, state: Tensors) -> Tensors:
-        """What is learned, by name, to be followed from its start."""
+        """The learned tensors by name, to be tracked from their start."""
 
 
 @runtime_checkable
 class LearnsContexts(Protocol):
-    """A method that learns vectors which stand where word embeddings do, so that words can be near them."""
+    """A method that learns vectors in the space of word embeddings, so that near words can be shown."""
 
     def contexts(self, state: Tensors, context: base.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """Vectors ``(m, d_t)`` by label.
 
-        ``class_features``: the normalised text feature ``(d_e,)`` of each bare class name, or of none.
+        ``class_features``: the normalised text features ``(d_e,)`` of the bare class names, if known.
         """
 
 
 @runtime_checkable
 class PlacesClients(Protocol):
-    """A method whose state tells clients apart, so that the page can draw which are alike."""
+    """A method whose state differs by client, so that the page can show which clients are alike."""
 
     def client_vectors(
         self, state: Tensors, context: base.ServerContext, class_features: Mapping[str, Tensor]
     ) -> Tensors:
-        """By client, what the state says of it or makes for it, in one shape for all; none where it says nothing."""
+        """A tensor for each client, all of one shape; clients without one are left out."""
 
 
 @runtime_checkable
 class GeneratesPrompts(Protocol):
-    """A method whose state holds a generator of prompts for any class names."""
+    """A method whose state contains a generator of prompts for any class names."""
 
     def generate(self, state: Tensors, text_features: Tensor, context: base.ServerContext) -> Tensors:
         """Prompts for classes with normalised ``text_features (C, d_e)``."""
@@ -88,14 +88,14 @@ class GeneratesPrompts(Protocol):
 
 @runtime_checkable
 class HasVariants(Protocol):
-    """A method whose clients can classify in further ways, which evaluations compare."""
+    """A method with additional classifiers, which evaluations compare."""
 
     def variants(self, context: base.ClientContext, payload: Tensors, private: Tensors) -> dict[str, base.Classifier]:
-        """Classifiers that are measured beside `Method.classifier`, by the name that reports give them."""
+        """Classifiers that are measured in addition to `Method.classifier`, by their names in reports."""
 
 
 def learned_prompts(method: base.Method, state: Tensors) -> Tensors:
-    """What ``method`` learns, by name: what it chooses, or all float tensors of ``state`` that clients may see."""
+    """The tensors that ``method`` learns, by name: its choice, or all float tensors of ``state`` visible to clients."""
     if isinstance(method, ChoosesPrompts):
         return method.prompts(state)
     shared = [spec for spec in method.state_tensors() if spec.shared_with_clients and spec.dtype == "float32"]

@@ -1,4 +1,4 @@
-"""What a protected training loop is told, and what a method offers to be trained so."""
+"""The inputs of a protected training loop, and the objective that a method provides for it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from promptfed.shared.privacy.noise import NoiseStream
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss taken apart: one part for each unit, and one that depends on no data.
+    """A loss in parts: one part for each unit, and one part that does not depend on data.
 
-    ``units``: from copies ``(b, *shape)`` of the parameters and indices ``(b,)`` the losses ``(b,)``, where loss i
-    reads copy i and unit i alone. ``common``: R of the parameters themselves; None: nothing.
+    ``units``: losses ``(b,)`` from copies ``(b, *shape)`` of the parameters and indices ``(b,)``; loss i reads only
+    copy i and unit i. ``common``: R of the parameters themselves (None: zero).
     """
 
     units: Callable[[Sequence[Tensor], Tensor], Tensor]
@@ -27,9 +27,8 @@ class Objective:
 class Protection:
     """One task's differential privacy: DP-SGD over ``units`` records, clipped at ``clip``, noise ``noise_multiplier``.
 
-    Everything but ``stream``, the attempt's secret draws, is public. It serves one training loop: a second would cost
-    what nobody has accounted for. ``rows``: of each unit the images that stand for it, where units are groups; a
-    unit's loss is then their mean.
+    Everything except ``stream``, the attempt's secret draws, is public. It serves one training loop, since only one is
+    accounted for. ``rows``: the images of each unit if units are groups; a unit's loss is then their mean.
     """
 
     clip: float
@@ -43,18 +42,18 @@ class Protection:
 
     @property
     def event(self) -> Event:
-        """What the loop is to the accountant."""
+        """The loop's event for the accountant."""
         return training_event(self.units, self.batch_size, self.epochs, self.noise_multiplier)
 
     def images_of(self, unit: int) -> Sequence[int]:
-        """The images that stand for a unit."""
+        """The images of a unit."""
         return (unit,) if self.rows is None else self.rows[unit]
 
     def begin(self, images: int) -> Event:
-        """The event of the loop over ``images`` that begins now.
+        """Begin the loop over ``images``; returns its event.
 
         Raises:
-            UnprotectedError: it is the second one, or the data have another number of units than was accounted for.
+            UnprotectedError: it is a second loop, or the number of units differs from the accounted number.
         """
         if self.used:
             raise UnprotectedError("a second training loop in one task: only one was accounted for")
@@ -68,4 +67,4 @@ class Protection:
 
 
 class UnprotectedError(ValueError):
-    """Something would have been trained without the protection that was promised; the text says what."""
+    """Training would have run without the promised protection; the text gives the reason."""
