@@ -37,18 +37,8 @@ from promptfed.shared.api.api_schemas import DryRun, FederationPage, FederationV
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
 
-SPEC_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/FederationSpec"}}},
-    }
-}
-TENSOR_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
+SPEC_BODY = described.body("application/json", {"$ref": "#/components/schemas/FederationSpec"})
+TENSOR_BODY = described.body("application/octet-stream", {"type": "string", "format": "binary"})
 TENSORS = (
     problems.BodyTooLarge,
     *problems.TENSOR_REFUSALS.values(),

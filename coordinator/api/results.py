@@ -6,7 +6,7 @@ import base64
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, status
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -41,13 +41,7 @@ RoundQuery = Annotated[str, Query(pattern=r"^(latest|\d{1,7})$", description="a 
 MOST_JSON_NUMBERS = 1_000_000
 TENSORS_TYPE = "application/octet-stream"
 TENSOR_TYPES = (TENSORS_TYPE, "application/vnd.safetensors", "application/*", "*/*")
-CARD_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "description": "`card.json`, byte for byte as the export holds it",
-        "content": {"application/json": {"schema": {"type": "object"}}},
-    }
-}
+CARD_BODY = described.body("application/json", {"type": "object"}, "`card.json`, byte for byte as the export holds it")
 ONLY_THIS_PHASE = (
     "only these phases are computed again, each from the state that was: had the state been another one, clients would "
     "have trained differently afterwards"
