@@ -26,7 +26,7 @@ def repository_of(address: str) -> str:
     """
     name = address.removeprefix(SCHEME)
     if not address.startswith(SCHEME) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise CommandError(f"{address!r} is no place on the hub: write hf:owner/name", Exit.BAD_INPUT)
+        raise CommandError(f"{address!r} is not a repository on the hub: write hf:owner/name", Exit.BAD_INPUT)
     return name
 
 

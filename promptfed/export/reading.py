@@ -99,7 +99,7 @@ def _pieces(folder: Path, name: str, most: int) -> Iterator[bytes]:
         with os.fdopen(handle, "rb") as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
-                raise CommandError(f"{folder}: {name} is no ordinary file", Exit.BAD_INPUT)
+                raise CommandError(f"{folder}: {name} is not a regular file", Exit.BAD_INPUT)
             read = 0
             while piece := file.read(PIECE):
                 read += len(piece)
@@ -108,7 +108,7 @@ def _pieces(folder: Path, name: str, most: int) -> Iterator[bytes]:
                     raise CommandError(f"{folder}: {name} is {known}longer than {most} bytes", Exit.BAD_INPUT)
                 yield piece
     except OSError as error:
-        raise CommandError(f"{folder} is no export of promptfed's ({name}: {error.strerror})", Exit.BAD_INPUT) from None
+        raise CommandError(f"{folder} is not a promptfed export ({name}: {error.strerror})", Exit.BAD_INPUT) from None
 
 
 def _expect_signature(folder: Path, body: bytes, key: str) -> None:
@@ -133,7 +133,7 @@ def _card(folder: Path, body: bytes) -> Card:
     try:
         raw = parse_json(body)
     except ValueError as error:
-        text = f"{folder} is no export of promptfed's ({JSON_FILE} cannot be read: {error})"
+        text = f"{folder} is not a promptfed export ({JSON_FILE} cannot be read: {error})"
         raise CommandError(text, Exit.BAD_INPUT) from None
     given = raw.get("format") if isinstance(raw, dict) else None
     if given is not None and given != FORMAT:

@@ -106,7 +106,7 @@ def _text_remark(opened: OpenedExport, weights: Tensors | None) -> str | None:
     text = markdown(card, snippet(card.backbone, weights) if weights is not None else None)
     if described(text.encode(), None) != card.files[MARKDOWN_FILE]:
         text = "it was changed before it was signed"
-        raise CommandError(f"{opened.folder}: {MARKDOWN_FILE} says something else than the card: {text}", Exit.REFUSED)
+        raise CommandError(f"{opened.folder}: {MARKDOWN_FILE} does not match the card: {text}", Exit.REFUSED)
     return None
 
 

@@ -156,7 +156,7 @@ def open_tracker(where: str) -> Tracker:
     """
     kind, _, place = where.partition(":")
     if kind not in TRACKERS or not place:
-        raise CommandError(f"{where!r} is no tracker: write tensorboard:FOLDER or mlflow:URI", Exit.BAD_INPUT)
+        raise CommandError(f"{where!r} is not a tracker: write tensorboard:FOLDER or mlflow:URI", Exit.BAD_INPUT)
     return TRACKERS[kind](place)
 
 

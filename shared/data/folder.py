@@ -69,7 +69,7 @@ def _grouped(items: list[_Item], options: Options) -> list[_Item]:
     try:
         pattern = re.compile(given)
     except re.error as error:
-        raise DataError(f"{options.uri}: group={given} is no regular expression ({error}).") from None
+        raise DataError(f"{options.uri}: group={given} is not a regular expression ({error}).") from None
     if pattern.groups < 1:
         raise DataError(f"{options.uri}: group={given} captures nothing; put the part that names the group in (...).")
     grouped = []
@@ -312,7 +312,7 @@ def _existing(body: str, options: Options, folder: bool = True) -> Path:
         raise DataError(f"{options.uri}: names no {kind}; write {kind}:/path.")
     path = Path(body).expanduser()
     if not folder and path.exists() and not path.is_file():
-        raise DataError(f"{options.uri}: {path} is no file that can be read.")
+        raise DataError(f"{options.uri}: {path} is not a readable file.")
     if not (path.is_dir() if folder else path.is_file()):
         raise DataError(f"{options.uri}: there is no {kind} {path}.")
     return path

@@ -84,6 +84,6 @@ def _split(dataset: Any, image: str, label: str, names: tuple[str, ...], options
             decoded: Image.Image = dataset[row][image].convert("RGB")
             return decoded
         except (OSError, SyntaxError, ValueError, AttributeError) as error:
-            raise DataError(f"row {row}: column {image} holds no image that can be read ({error}).") from error
+            raise DataError(f"row {row}: column {image} holds no readable image ({error}).") from error
 
     return Split(labels, read)

@@ -147,7 +147,7 @@ def _load(name: str, offers: list[EntryPoint]) -> type[Method]:
 def _check(kind: object, name: str, where: str, remedy: str, naming: str) -> None:
     """Raise ValueError, ending in ``remedy`` or ``naming``, where ``kind`` cannot be used as the method ``name``."""
     if not (isinstance(kind, type) and issubclass(kind, Method)):
-        raise ValueError(f"{where} is no subclass of {Method.__module__}.Method: {remedy}")
+        raise ValueError(f"{where} is not a subclass of {Method.__module__}.Method: {remedy}")
     if inspect.isabstract(kind):
         missing = ", ".join(sorted(kind.__abstractmethods__))
         raise ValueError(f"{where} does not define {missing}: {remedy}")

@@ -63,7 +63,7 @@ class Event:
         if not 0 < self.q <= 1 or (self.mechanism == "laplace" and self.q != 1):
             raise PrivacyError(f"a sampling probability of {self.q} is none of {self.mechanism}")
         if not (math.isfinite(self.z) and self.z > 0) or self.count < 1:
-            raise PrivacyError(f"noise of {self.z}, {self.count} times, is nothing that can be accounted for")
+            raise PrivacyError(f"noise of {self.z}, {self.count} times, cannot be accounted for")
         if self.mechanism == "gaussian":
             check_noise(self.z)
 

@@ -70,9 +70,7 @@ def agree(private: bytes, peer: bytes) -> bytes:
     try:
         return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(peer))
     except ValueError:
-        raise SecureError(
-            "bad-roster", f"{peer.hex()[:64]!r} is no X25519 key that a secret can be agreed with"
-        ) from None
+        raise SecureError("bad-roster", f"{peer.hex()[:64]!r} is not a valid X25519 key") from None
 
 
 def derive(secret: bytes, purpose: Derived, salt: bytes, first: bytes = b"", second: bytes = b"") -> bytes:

@@ -97,7 +97,7 @@ def expect_roster(roster: Roster, place: int, limits: Limits) -> None:
     """
     if roster.graph.neighbours is not None:
         if not limits.sparse:
-            raise SecureError("policy-sparse", "this site's policy takes no sparse graph (secure_aggregation.sparse)")
+            raise SecureError("policy-sparse", "this site's policy permits no sparse graph (secure_aggregation.sparse)")
         if limits.peers:
             text = "in a sparse graph a site does not see the keys of most members, and its policy lists peers"
             raise SecureError("policy-sparse", f"{text} (secure_aggregation.peers)")
@@ -156,7 +156,7 @@ def open_boxes(own: Secrets, roster: Roster, place: int, job: MaskJob, limits: L
     sharing = expect_set(roster, job.sharing, place, limits)
     wanted = [other for other in roster.neighbours(place) if other in sharing]
     if any([sender for sender, _ in given] != wanted for given in (job.boxes, job.commitments)):
-        raise SecureError("bad-shares", "the boxes are not just those of the neighbours that have shared")
+        raise SecureError("bad-shares", "the boxes are not exactly those of the neighbours that have shared")
     committed = dict(job.commitments)
     return {sender: _open(own, roster, sender, place, box, committed[sender]) for sender, box in job.boxes}
 

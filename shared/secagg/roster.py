@@ -56,7 +56,7 @@ class Roster:
         try:
             return self.hashes.index(entry.digest())
         except ValueError:
-            raise SecureError("bad-roster", "the own entry is not in the roster as it was signed") from None
+            raise SecureError("bad-roster", "this client's entry is not in the roster as it was signed") from None
 
     def message(self, signed: Mapping[int, KeysAnswer], place: int) -> RosterMessage:
         """The message for the client at ``place``."""

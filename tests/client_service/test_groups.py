@@ -82,7 +82,7 @@ def test_what_names_no_groups_is_refused(folder: Path, table: Path, tmp_path: Pa
         open_source(f"folder:{folder}?group=^(q)")
     with pytest.raises(DataError, match="captures nothing"):
         open_source(f"folder:{folder}?group=p")
-    with pytest.raises(DataError, match="is no regular expression"):
+    with pytest.raises(DataError, match="is not a regular expression"):
         open_source(f"folder:{folder}?group=(p")
     with pytest.raises(DataError, match=r"has no column doctor"):
         open_source(f"csv:{table}?group=doctor")

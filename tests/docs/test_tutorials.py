@@ -234,7 +234,7 @@ def test_a_method_that_is_none_or_named_as_another_is_refused(page: dict[str, An
     for kind, says in (
         (Nameless, "there is a method 'promptfl' already"),
         (Incomplete, "does not define"),
-        (int, "is no subclass"),
+        (int, "is not a subclass"),
     ):
         with pytest.raises(promptfed.CommandError, match=says):
             promptfed.run(kind, ["digits"])

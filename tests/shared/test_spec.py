@@ -127,7 +127,11 @@ def test_methods_whose_phases_are_means_take_any_rule() -> None:
             "aggregation",
             "at least 10 updates",
         ),
-        ({"aggregation": {"rule": "median"}, "method": {"name": "plan"}}, "aggregation", "plan makes of its updates"),
+        (
+            {"aggregation": {"rule": "median"}, "method": {"name": "plan"}},
+            "aggregation",
+            "plan does not combine its updates",
+        ),
         ({"aggregation": {"clip_norm": 1}, "method": {"name": "pfedpg"}}, "aggregation", "clip_norm cannot take"),
         ({"aggregation": {"rule": "krum"}, "method": {"name": "coop"}}, "aggregation", "coop sends nothing up"),
         ({"seed": -1}, "seed", "greater than or equal to 0"),

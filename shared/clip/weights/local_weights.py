@@ -63,7 +63,7 @@ def weights_in(path: Path) -> Path:
     if not path.is_file():
         raise BackboneError(f"There is no file {path} of weights.")
     if not str(path).endswith(CHECKPOINT_SUFFIXES):
-        raise BackboneError(f"The checkpoint {str(path)!r} is of no known kind: use {', '.join(CHECKPOINT_SUFFIXES)}.")
+        raise BackboneError(f"The checkpoint {str(path)!r} is of unknown type: use {', '.join(CHECKPOINT_SUFFIXES)}.")
     return path
 
 

@@ -26,4 +26,4 @@ def expect_permitted_checkpoint(model: str, pretrained: str, tags: list[str], al
             f"The checkpoint {pretrained!r} is a local file: the data owner must permit it by --allow-backbone."
         )
     if not pretrained.endswith(CHECKPOINT_SUFFIXES):
-        raise BackboneError(f"The checkpoint {pretrained!r} is of no known kind: use {', '.join(CHECKPOINT_SUFFIXES)}.")
+        raise BackboneError(f"The checkpoint {pretrained!r} is of unknown type: use {', '.join(CHECKPOINT_SUFFIXES)}.")

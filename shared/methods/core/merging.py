@@ -39,7 +39,7 @@ def checkpoint_of(backbone: Backbone, towers: MergedTowers) -> Tensors:
     """
     state: Tensors = {name: tensor.detach() for name, tensor in backbone.model.state_dict().items()}
     if not any(name.startswith("visual.") for name in state):
-        raise pf.MethodError("this backbone is no model of open_clip's: its changes stay in the state's own tensors")
+        raise pf.MethodError("this backbone is not an open_clip model: the changes stay in the state's own tensors")
     # A functional tower's frozen weights are the module's own tensors, seen under other names.
     places = {(tensor.data_ptr(), tensor.numel()): name for name, tensor in state.items() if tensor.numel()}
     changed: Tensors = {}
@@ -48,7 +48,7 @@ def checkpoint_of(backbone: Backbone, towers: MergedTowers) -> Tensors:
             continue
         name = places.get((frozen.data_ptr(), frozen.numel()))
         if name is None:
-            raise pf.MethodError("a changed weight has no place of its own in open_clip's model")
+            raise pf.MethodError("a changed weight does not exist in open_clip's model")
         own = state[name]
         # A projection may be kept transposed there.
         value = merged if merged.shape == own.shape else merged.T

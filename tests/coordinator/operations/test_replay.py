@@ -177,7 +177,7 @@ def test_a_method_that_takes_no_mean_can_do_without_a_client_but_not_without_its
     federation, _ = one_round(coordinator, method="two_phase", names="abc")
     refused = again(coordinator, federation, 1, status=409, aggregation={"rule": "median"})
     assert refused["type"].endswith("/not-a-mean")
-    assert "two_phase makes of its updates something else than a mean in its phase 'prompts'" in refused["detail"]
+    assert "two_phase does not combine its updates by a mean in its phase 'prompts'" in refused["detail"]
     found = again(coordinator, federation, 1, without=["b"])["states"]
     assert [one["origin"] for one in found] == ["prompts", "aggregators"]
     assert all(not one["same"] for one in found)

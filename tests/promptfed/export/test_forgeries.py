@@ -239,7 +239,7 @@ def test_verify_compares_the_cards_text_that_a_lying_exporter_had_signed(
     forge(exported, another_text)
     assert request_signature(coordinator, exported).status_code == 200
     refused = verify(exported, key)
-    assert (refused.exit_code, "card.md says something else than the card" in refused.stderr) == (Exit.REFUSED, True)
+    assert (refused.exit_code, "card.md does not match the card" in refused.stderr) == (Exit.REFUSED, True)
 
 
 def test_verify_computes_the_weights_again_that_a_lying_exporter_had_signed(

@@ -44,9 +44,9 @@ def refused(**changes: Any) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"method": {"name": "plan"}}, "plan makes of its updates something else than a mean in its phase"),
+        ({"method": {"name": "plan"}}, "plan does not combine its updates by a mean in its phase"),
         ({"method": {"name": "zero_shot"}}, "zero_shot sends nothing up: there is nothing to protect"),
-        ({"method": {"name": "pfedpg"}}, "pfedpg makes of its updates something else than a mean"),
+        ({"method": {"name": "pfedpg"}}, "pfedpg does not combine its updates by a mean"),
         ({"privacy": {"level": "client", "noise_multiplier": 1.0}}, "give clip, the longest that one client's change"),
         ({"privacy": {"level": "client", "clip": 0.5}}, "give noise_multiplier, or epsilon"),
         ({"aggregation": {"weighting": "samples"}}, "take aggregation.weighting uniform"),

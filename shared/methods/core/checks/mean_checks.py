@@ -20,9 +20,7 @@ def check_one_mean(method: Method, rounds: int, nothing: str, so: str) -> None:
         raise MethodError(f"{method.name} sends nothing up: there is nothing to {nothing}")
     others = [phase.name for phase in phases if not phase.mean]
     if others:
-        raise MethodError(
-            f"{method.name} makes of its updates something else than a mean in its phase {others[0]!r}: {so}"
-        )
+        raise MethodError(f"{method.name} does not combine its updates by a mean in its phase {others[0]!r}: {so}")
     if not method.one_payload:
         raise MethodError(f"{method.name} gives each client another payload, from which it trains: {so}")
     if type(method).expected_update is not Method.expected_update:

@@ -63,7 +63,7 @@ def check_means(method: Method, spec: FederationSpec) -> None:
     others = [phase.name for phase in phases if not phase.mean]
     if others:
         raise MethodError(
-            f"{wanted} cannot take the mean's place: {method.name} makes of its updates something else than a mean in "
+            f"{wanted} cannot take the mean's place: {method.name} does not combine its updates by a mean in "
             f"its phase {others[0]!r}; leave it out"
         )
 
