@@ -1,4 +1,4 @@
-"""The same clients at Flower's in-memory server (``benchmarks/flower.py``), which has a Python of its own."""
+"""Cases of `benchmarks.coordinator_load` with Flower's in-memory server, which runs in a separate Python with flwr."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from benchmarks.harness import BENCHMARKS
 from benchmarks.players import SHAPES
 
 CLIENTS = {"flower": "own-clients", "flower_lean": "lean-clients"}
-"""Two ways to play Flower's clients, by the name of their cases in the results: see ``benchmarks/flower.py``."""
+"""The kinds of Flower clients, by the name of their cases in the results: see ``benchmarks/flower.py``."""
 ROUNDS = {10: 20, 100: 5, 1000: 2}
-MOST_KILOBYTES = 32  # the comparison is about small updates
-MOST_OWN_CLIENTS = 100  # a thousand of flwr's own in one process had not played two rounds after five minutes
+MOST_KILOBYTES = 32  # only small updates are compared
+MOST_OWN_CLIENTS = 100  # a thousand in one process did not end two rounds within five minutes
 WANTED = "flwr>=1.41,<1.43"
 SCRIPT = BENCHMARKS / "flower.py"
 WHOLE_SECONDS = 300.0
 
 
 def compares(name: str, kilobytes: int, clients: int) -> bool:
-    """Whether a case is measured with these clients of Flower's."""
+    """Whether a case is measured with this kind of Flower clients."""
     return kilobytes <= MOST_KILOBYTES and (name != "flower" or clients <= MOST_OWN_CLIENTS)
 
 
 @contextlib.contextmanager
 def own_python() -> Iterator[str]:
-    """A Python with flwr, made for the length of a block."""
+    """Make a virtual environment with flwr for a block; its Python."""
     with tempfile.TemporaryDirectory(prefix="promptfed-flower-") as folder:
         venv.create(folder, with_pip=True)
         python = str(Path(folder) / "bin" / "python")
@@ -44,19 +44,19 @@ def own_python() -> Iterator[str]:
 
 
 def measure(python: str, name: str, kilobytes: int, clients: int) -> dict[str, Any]:
-    """One case with the figures of ``coordinator_load.measure``; Flower answers no update, so latencies are missing."""
+    """A case with the figures of ``coordinator_load.measure`` but latencies: Flower does not answer updates."""
     rounds, shape = ROUNDS[clients], SHAPES[kilobytes]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    about = [str(number) for number in (port, clients)]
+    address = [str(port), str(clients)]
     sizes = [str(number) for number in shape]
-    server = _start(python, "server", *about, str(rounds), *sizes)
+    server = _start(python, "server", *address, str(rounds), *sizes)
     players = None
     try:
         _wait_for(server, port)
-        players = _start(python, CLIENTS[name], *about, *sizes)
-        told, _ = server.communicate(timeout=WHOLE_SECONDS)
+        players = _start(python, CLIENTS[name], *address, *sizes)
+        output, _ = server.communicate(timeout=WHOLE_SECONDS)
         if server.returncode or players.wait(WHOLE_SECONDS):
             raise SystemExit(f"Flower's run with {clients} clients failed: {server.returncode}, {players.returncode}")
     finally:
@@ -64,7 +64,7 @@ def measure(python: str, name: str, kilobytes: int, clients: int) -> dict[str, A
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()
-    numbers = json.loads(told.splitlines()[-1])
+    numbers = json.loads(output.splitlines()[-1])
     updates = rounds * clients
     return {
         "flwr": numbers["flwr"],

@@ -1,22 +1,24 @@
-"""How many updates a coordinator takes: real process, real HTTP, clients that enrol, poll, fetch and send, never train.
+"""How many updates a coordinator takes from clients that enrol, poll, fetch payloads and send updates without training.
 
-One coordinator process per case; this process plays all clients over one keep-alive connection each. All of them get
-their tasks at the same moment, fetch the payload and send an update of the wanted size: each round is a burst.
+Each case has its own coordinator process with real HTTP. This process plays all clients, each over its own keep-alive
+connection. All get their tasks at the same moment, fetch the payload and send an update of the given size, so each
+round is a burst.
 
     python -m benchmarks.coordinator_load --json load.json
     python -m benchmarks.coordinator_load --cases 32:100 --databases sqlite
     python -m benchmarks.coordinator_load --beside flower --repeat 3 --json benchmarks/coordinator.json
-    python -m benchmarks.coordinator_tables          # docs/explanation/performance.md from the latter
+    python -m benchmarks.coordinator_tables          # writes these numbers to docs/explanation/performance.md
 
-With ``--beside flower`` the same number of clients sends updates of the same size to Flower's in-memory gRPC server
-(``benchmarks/flower.py``), in the same minutes, case by case. This needs a Python with flwr (``--flower-python``);
-without one it is made for the run in a temporary folder, from the package index.
+With ``--beside flower``, after each case as many clients send updates of the same size to Flower's in-memory gRPC
+server (``benchmarks/flower.py``). ``--flower-python`` is a Python with flwr; by default one is made in a temporary
+folder, from the package index.
 
-- updates/s: updates accepted in all training rounds, over the time from a round's first poll answered to its last 201.
-- p50, p99: from sending an update's first byte to its 201. Earlier answers 503 (too many uploads at once) are counted
-  instead; the client waits as long as ``Retry-After`` says.
-- CPU per update: of the coordinator's process, from the first poll of the first round to the end, over all updates.
-- peak: the most memory that the coordinator process ever had (VmHWM), and how much of it before anybody enrolled.
+- updates/s: accepted updates of all training rounds, over the sum of the rounds' times from the first task to the last
+  201.
+- p50, p99: from the first byte of an update to its 201. Answers 503 (too many uploads at once) are counted separately;
+  the client waits as long as ``Retry-After`` says.
+- CPU per update: CPU time of the coordinator process in all rounds, over all updates.
+- peak: the largest memory of the coordinator process (VmHWM); in brackets, that before the first enrolment.
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ from benchmarks.players import SHAPES, Connection, Operator, Player, Record, ope
 from tests.support.postgres import PostgresServer
 
 CASES = ((32, 10), (32, 100), (32, 1000), (5120, 10), (5120, 100))
-ENROLLING = 100  # clients at once
+ENROLLING = 100  # clients that enrol at once
 WHOLE_SECONDS = 300.0
 
 
 class LoadClient(Player):
-    """A player with a connection of its own, on which it waits for tasks."""
+    """A player that waits for tasks on its own connection."""
 
     def __init__(self, port: int, number: int, kilobytes: int, record: Record):
         super().__init__("load", number, kilobytes, record)
@@ -74,9 +76,10 @@ async def play(
     seconds: float,
     watch: Callable[[], Awaitable[None]] | None = None,
 ) -> tuple[float, float]:
-    """A whole federation in at most ``seconds``: seconds of the enrolments and of the rounds.
+    """Play a whole federation; seconds of the enrolments and of the rounds. ``watch`` runs during the rounds.
 
-    ``watch`` runs beside the rounds.
+    Raises:
+        TimeoutError: the rounds took longer than ``seconds``.
     """
     places = asyncio.Semaphore(ENROLLING)
 
@@ -86,7 +89,7 @@ async def play(
             await client.enrol(http, token)
             http.close()
 
-    begun = time.perf_counter()
+    started = time.perf_counter()
     await asyncio.gather(*(enrol(client) for client in clients))
     enrolled = time.perf_counter()
     working = asyncio.gather(*(client.work() for client in clients))
@@ -95,19 +98,19 @@ async def play(
         await asyncio.gather(working, *([watch()] if watch else []))
     ended = time.perf_counter()
     await operator.check_finished()
-    return enrolled - begun, ended - enrolled
+    return enrolled - started, ended - enrolled
 
 
 def measure(options: Sequence[str], size: int, count: int) -> dict[str, Any]:
-    """One case: ``count`` clients with updates of ``size`` KB at a coordinator with these options."""
+    """Measure ``count`` clients with updates of ``size`` KB at a coordinator with the command-line ``options``."""
     record = Record()
     with coordinator(*options) as process:
         idle = footprint(process.pid).peak_mb
         operator = operator_of(process)
-        used: list[float] = []
+        cpu: list[float] = []
 
         async def note_cpu() -> None:
-            used.append(cpu_seconds_of(process.pid))
+            cpu.append(cpu_seconds_of(process.pid))
 
         async def burst() -> float:
             token = await operator.create(size, count, ROUNDS[count], deadline=600, retention="last_round")
@@ -125,7 +128,7 @@ def measure(options: Sequence[str], size: int, count: int) -> dict[str, Any]:
         "updates": len(latencies),
         "updates_per_second": len(latencies) / record.seconds(),
         "whole_run_updates_per_second": len(latencies) / record.whole_seconds(),
-        "cpu_ms_per_update": (used[1] - used[0]) / len(latencies) * 1e3,
+        "cpu_ms_per_update": (cpu[1] - cpu[0]) / len(latencies) * 1e3,
         "p50_ms": float(np.percentile(latencies, 50)) * 1e3,
         "p99_ms": float(np.percentile(latencies, 99)) * 1e3,
         "too_many_uploads": record.too_many,
@@ -136,12 +139,12 @@ def measure(options: Sequence[str], size: int, count: int) -> dict[str, Any]:
 
 
 def measure_on_postgres(server: PostgresServer, size: int, count: int) -> dict[str, Any]:
-    """One case on a database of its own."""
+    """Measure a case on a new database of the server."""
     return measure(["--database-url", server.schema()], size, count)
 
 
 def parse_cases(text: str) -> list[tuple[int, int]]:
-    """``32:10,5120:100`` as pairs of kilobytes and clients."""
+    """The kilobytes and clients of ``32:10,5120:100``."""
     cases = [(int(size), int(count)) for size, _, count in (case.partition(":") for case in text.split(","))]
     for size, count in cases:
         if size not in SHAPES or count not in ROUNDS:
@@ -152,11 +155,13 @@ def parse_cases(text: str) -> list[tuple[int, int]]:
 def main() -> None:
     """Run all cases on all servers in turn, and print their tables."""
     command = parser(__doc__)
-    command.add_argument("--cases", type=parse_cases, default=CASES, help="KB:clients, with commas between")
+    command.add_argument("--cases", type=parse_cases, default=CASES, help="KB:clients, separated by commas")
     command.add_argument("--databases", default="sqlite,postgresql")
-    command.add_argument("--repeat", type=int, default=1, help="the case with the median updates/s is shown")
-    command.add_argument("--beside", choices=["flower"], help="the same clients at another server, in turn")
-    command.add_argument("--flower-python", help="a Python with flwr; without, one is made for the run")
+    command.add_argument(
+        "--repeat", type=int, default=1, help="runs of each case; that with the median updates/s is shown"
+    )
+    command.add_argument("--beside", choices=["flower"], help="measure another server too")
+    command.add_argument("--flower-python", help="a Python with flwr; default: one is made for the run")
     options = command.parse_args()
     allow_many_connections()
     numbers: dict[str, Any] = {"machine": machine(), "cases": []}

@@ -1,4 +1,4 @@
-"""Tables of `benchmarks.coordinator_load`'s numbers, and docs/explanation/performance.md with them.
+"""Writes the tables of `benchmarks.coordinator_load` into docs/explanation/performance.md.
 
 python -m benchmarks.coordinator_tables
 """
@@ -23,7 +23,7 @@ COLUMNS = (
     *("server", "update", "clients", "updates/s", "over the whole run", "CPU per update", "p50", "p99"),
     *("503s per update", "enrolments/s", "peak memory (idle)"),
 )
-# Compared with Flower's clients of a kind: the database, the kind, how they are called, and the ratio that is wanted.
+# Comparisons with Flower: the database, the kind of Flower's clients, their name in the table, and the wanted ratio.
 RATIOS = (
     ("sqlite", "flower", "Flower's in memory", "1.0"),
     ("postgresql", "flower", "Flower's in memory", "0.6"),
@@ -31,7 +31,7 @@ RATIOS = (
 )
 
 Case = dict[str, Any]
-# A figure of one case on SQLite: KB, clients, its name, the goal, and how it is read.
+# Goals for a case on SQLite: KB, clients, the name in the table, the goal, and a function that formats the figure.
 FIGURES: tuple[tuple[int, int, str, str, Callable[[Case], str]], ...] = (
     (32, 1000, "p99 of an update, 1,000 clients in one burst", "at most 3 s",
      lambda case: f"{case['p99_ms'] / 1e3:.2f} s"),
@@ -48,7 +48,7 @@ def update_size(kilobytes: int) -> str:
 
 
 def typical(cases: Iterable[Case]) -> dict[tuple[str, int, int], Case]:
-    """Of each case's repeats the one with the median updates/s, by server, KB and clients."""
+    """The run with the median updates/s of each case, by server, KB and clients."""
     repeats: dict[tuple[str, int, int], list[Case]] = {}
     for case in cases:
         repeats.setdefault((case["database"], case["kilobytes"], case["clients"]), []).append(case)
@@ -58,7 +58,7 @@ def typical(cases: Iterable[Case]) -> dict[tuple[str, int, int], Case]:
 
 
 def rates(numbers: dict[str, Any]) -> str:
-    """A row for every case."""
+    """A table with a row for each case."""
     rows = []
     for case in typical(numbers["cases"]).values():
         cells = [NAMES[case["database"]], update_size(case["kilobytes"]), f"{case['clients']:,}"]
@@ -74,14 +74,14 @@ def rates(numbers: dict[str, Any]) -> str:
 
 
 def goals(numbers: dict[str, Any]) -> str:
-    """The goals, and the figures that were measured."""
+    """A table of the goals and the measured figures."""
     cases, rows = typical(numbers["cases"]), []
-    for database, kind, called, wanted in RATIOS:
+    for database, kind, title, wanted in RATIOS:
         for clients in (10, 100):
             ours, theirs = cases.get((database, 32, clients)), cases.get((kind, 32, clients))
             if ours and theirs:
                 pair = ours["updates_per_second"], theirs["updates_per_second"]
-                name = f"updates/s on {NAMES[database]} over {called}, 32 KB, {clients} clients"
+                name = f"updates/s on {NAMES[database]} over {title}, 32 KB, {clients} clients"
                 rows.append([name, wanted, f"**{pair[0] / pair[1]:.2f}** ({pair[0]:,.0f} / {pair[1]:,.0f})"])
     for kilobytes, clients, name, wanted, read in FIGURES:
         if case := cases.get(("sqlite", kilobytes, clients)):

@@ -1,15 +1,15 @@
-"""Flower's in-memory server and clients that answer at once: run by a Python that has flwr, and nothing of ours.
+"""Flower's in-memory server, and clients that answer at once. Runs in a Python with flwr and without promptfed.
 
     python benchmarks/flower.py server PORT CLIENTS ROUNDS ROWS COLUMNS
     python benchmarks/flower.py own-clients PORT CLIENTS ROWS COLUMNS
     python benchmarks/flower.py lean-clients PORT CLIENTS ROWS COLUMNS
 
 The server is the one behind flwr's legacy ``start_server``: bidirectional gRPC streams, FedAvg, everything in memory.
-It prints one line of JSON: for each round the seconds from sending the first instruction to holding the last answer
-(aggregating is not in it); wall and CPU seconds from the first instruction of all to the last answer of all, with what
-lies between rounds; its memory when idle and at its peak. The clients are all in one process, each on a connection of
-its own, as those of ``benchmarks.coordinator_load`` are: flwr's own, of which each runs in a thread, or lean ones on
-one event loop, which speak the same messages and take no longer than ours.
+It prints one line of JSON: the seconds of each round, from the first instruction sent to the last answer received,
+without the aggregation; wall and CPU seconds from the first instruction of the first round to the last answer of the
+last round; its memory when idle and at its peak. All clients run in one process with a connection each, as in
+``benchmarks.coordinator_load``. They are flwr's own, in a thread each, or lean ones, which exchange the same messages
+on one event loop and answer as fast as promptfed's players.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def memory_mb(key: str) -> float:
 
 
 class Timed(FedAvg):  # type: ignore[misc]
-    """Federated averaging that looks at the clock when a round's instructions go out and when all answers are in."""
+    """Federated averaging that measures the time from a round's first instruction to its last answer."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
         self.seconds: list[float] = []
 
     def configure_fit(self, *arguments: Any, **named: Any) -> Any:
-        asked = super().configure_fit(*arguments, **named)
+        instructions = super().configure_fit(*arguments, **named)
         self._begun = time.perf_counter(), time.process_time()
         if not self.seconds:
             self.first = self._begun
-        return asked
+        return instructions
 
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
         self.seconds.append(time.perf_counter() - self._begun[0])
@@ -67,7 +67,7 @@ class Timed(FedAvg):  # type: ignore[misc]
 
 
 def serve(port: int, clients: int, rounds: int, shape: tuple[int, int]) -> None:
-    """A whole run."""
+    """Run the server for all rounds and print its figures."""
     strategy = Timed(
         fraction_fit=1.0,
         fraction_evaluate=0.0,
@@ -83,13 +83,13 @@ def serve(port: int, clients: int, rounds: int, shape: tuple[int, int]) -> None:
     server.fit(num_rounds=rounds, timeout=None)
     server.disconnect_all_clients(timeout=10)
     grpc_server.stop(1)
-    told = {"seconds": strategy.seconds, "whole_seconds": strategy.whole[0], "cpu_seconds": strategy.whole[1]}
-    told |= {"idle_mb": idle, "peak_mb": memory_mb("VmHWM"), "flwr": importlib.metadata.version("flwr")}
-    print(json.dumps(told), flush=True)
+    figures = {"seconds": strategy.seconds, "whole_seconds": strategy.whole[0], "cpu_seconds": strategy.whole[1]}
+    figures |= {"idle_mb": idle, "peak_mb": memory_mb("VmHWM"), "flwr": importlib.metadata.version("flwr")}
+    print(json.dumps(figures), flush=True)
 
 
 async def answer(port: int, content: bytes) -> None:
-    """One client: an update of ``content`` for every instruction."""
+    """Play a lean client, which sends ``content`` (an .npy file) as its update for every instruction."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", MESSAGE_BYTES)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
         stream = transport_pb2_grpc.FlowerServiceStub(channel).Join()
@@ -103,8 +103,8 @@ async def answer(port: int, content: bytes) -> None:
             if kind == "fit_ins":
                 await stream.write(transport_pb2.ClientMessage(fit_res=update))
             elif kind == "reconnect_ins":
-                gone = transport_pb2.ClientMessage.DisconnectRes(reason=transport_pb2.Reason.ACK)
-                await stream.write(transport_pb2.ClientMessage(disconnect_res=gone))
+                farewell = transport_pb2.ClientMessage.DisconnectRes(reason=transport_pb2.Reason.ACK)
+                await stream.write(transport_pb2.ClientMessage(disconnect_res=farewell))
                 await stream.done_writing()
                 return
             else:
@@ -112,15 +112,15 @@ async def answer(port: int, content: bytes) -> None:
 
 
 async def play_lean(port: int, clients: int, content: np.ndarray) -> None:
-    """All clients."""
+    """Play all lean clients on this event loop."""
     file = io.BytesIO()
     np.save(file, content)
     await asyncio.gather(*(answer(port, file.getvalue()) for _ in range(clients)))
 
 
 def play_own(port: int, clients: int, content: np.ndarray) -> None:
-    """All clients as flwr has them, around nothing to train."""
-    # Here, so that they are not in the server's memory.
+    """Play all clients with flwr's own code; they do not train."""
+    # Imported here, so that they do not count in the server's memory.
     from flwr.compat.client.app import start_client
     from flwr.compat.client.numpy_client import NumPyClient
 
@@ -138,7 +138,7 @@ def play_own(port: int, clients: int, content: np.ndarray) -> None:
 
 
 def main() -> None:
-    """Run one side."""
+    """Run the server or all clients."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     side, *numbers = sys.argv[1:]

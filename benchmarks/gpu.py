@@ -1,19 +1,20 @@
-"""What a GPU changes, in one command of at most ten minutes: docs/results/gpu.json, and docs/results/gpu.md from it.
+"""What a GPU changes, measured in at most ten minutes: docs/results/gpu.json and docs/results/gpu.md.
 
     python -m benchmarks.gpu --json docs/results/gpu.json
     python -m benchmarks.gpu --page                                   # writes docs/results/gpu.md
-    python -m benchmarks.gpu --device cpu --smoke --json smoke.json   # that all parts run, on the embedded backbone
+    python -m benchmarks.gpu --device cpu --smoke --json smoke.json   # runs all parts on the embedded backbone
 
-Needs promptfed and this repository, no network and no weights: those of ViT-B/16 and L/14 are drawn. Every part is a
-process with a time limit of its own and writes its numbers after each case. Cases without time left are named. Parts:
+It needs promptfed and this repository, but no network and no weights: those of ViT-B/16 and L/14 are random. Each part
+is a process with its own time limit and writes its numbers after each case. Cases that were skipped for lack of time
+are listed. Parts:
 
-  methods     every registered method on both backbones: seconds of a client's task, peak memory, and how far the state
-              lies from that of the same run on the CPU
-  clients     four clients of one process at once on one device: one backbone, the same state as in turn
-  crews       two processes with a backbone each on one device, as `promptfed simulate --engine ray` starts them
-  twice       `deterministic: true`: the same bits again
-  bf16        half precision against single: time, memory, loss
-  memory      a device that is too small for a step: a failure with its name, and the run goes on from where it stood
+  methods     every registered method on both backbones: seconds of a client's task, peak memory, and the distance of
+              the state from that of the same run on the CPU
+  clients     four clients of one process that share a device and a backbone: the same state at once and in turn
+  crews       two processes on one device, each with a backbone, as `promptfed simulate --engine ray` starts them
+  twice       two runs with `deterministic: true`: the same bits
+  bf16        half and single precision: time, memory, loss
+  memory      a device that is too small for a step: the failure is named, and the run continues from where it stopped
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ MODELS = {"ViT-B-16": "random", "ViT-L-14": "random"}
 SMALL = {"promptfed-tiny": "embedded"}
 DATA = "symbols:painting?topic=faces&per_class=4&test_per_class=1&partition=iid&clients={clients}&client={client}"
 BUDGETS = {"methods": 135.0, "clients": 35.0, "crews": 60.0, "twice": 40.0, "bf16": 40.0, "memory": 60.0}  # seconds
-STARTING = 12.0  # seconds more until a part is ended: its start, and the case that it is in
-SOME = ("promptfl", "plan", "fedotp")  # prompts in text, in both towers, and patches
+STARTING = 12.0  # further seconds until a part is ended: for its start and its last case
+SOME = ("promptfl", "plan", "fedotp")  # with text prompts, with prompts in both towers, and with patch features
 SMOKE_METHODS = ("promptfl", "plan", "zero_shot")
-REPEATABLE = {"deterministic": True}  # where hashes are compared: a GPU's fastest kernels add in any order
+REPEATABLE = {"deterministic": True}  # where hashes are compared: the fastest kernels of a GPU add in any order
 MIB = 1 << 20
 Precision = Literal["fp32", "fp16", "bf16"]
 
 
 @dataclass
 class Part:
-    """One part at work; its figures so far are in ``figures`` and in the file ``out``."""
+    """A part that runs until ``until`` (monotonic seconds). Its figures so far are also in the file ``out``."""
 
     device: str
     models: Mapping[str, str]
@@ -75,11 +76,11 @@ class Part:
 
     @cached_property
     def place(self) -> Path:
-        """A folder for what the runs keep."""
+        """The folder of the feature caches."""
         return Path(tempfile.mkdtemp(prefix="promptfed-gpu-", dir=self.out.parent))
 
     def case(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
-        """Measure and write; failures, and cases without time left, are written too."""
+        """Call ``measure`` if time is left, and write its figures, its failure, or that it was skipped."""
         if time.monotonic() > self.until:
             outcome: dict[str, Any] = {"skipped": "no time was left"}
         else:
@@ -91,7 +92,7 @@ class Part:
         write_whole(self.out, json.dumps(self.figures).encode(), synced=False)
 
     def backbone(self, model: str, device: str, precision: Precision = "fp32") -> Backbone:
-        """Loaded once."""
+        """The backbone on this device in this precision, which is loaded once."""
         key = model, device, precision
         if key not in self._backbones:
             spec = BackboneSpec(model=model, pretrained=self.models[model], precision=precision)
@@ -101,7 +102,7 @@ class Part:
     def run(
         self, model: str, method: str | dict[str, Any], device: str, *, clients: int = 2, pool: int = 1, **changes: Any
     ) -> tuple[FederationResult, dict[str, Any]]:
-        """A federation of two rounds on ``device``: its result, and seconds and memory of its second round's tasks."""
+        """Run a federation of two rounds; its result, and memory (MiB) and seconds of the second round's tasks."""
         precision = changes.pop("precision", "fp32")
         backbone = self.backbone(model, device, precision)
         spec, sites = plan(model, self.models[model], method, clients, precision, **changes)
@@ -116,12 +117,11 @@ class Part:
 def plan(
     model: str, pretrained: str, method: str | dict[str, Any], clients: int, precision: str = "fp32", **changes: Any
 ) -> tuple[dict[str, Any], list[Site]]:
-    """The spec and clients of the small federation that all parts run."""
-    named = {"name": method} if isinstance(method, str) else method
+    """The spec and clients of the federation that all parts run."""
     training = {"batch_size": 4, "threads": min(8, os.cpu_count() or 1), **changes.pop("training", {})}
     spec = {
         "name": "gpu",
-        "method": named,
+        "method": {"name": method} if isinstance(method, str) else method,
         "rounds": 2,
         "seed": 1,
         "backbone": {"model": model, "pretrained": pretrained, "precision": precision},
@@ -150,7 +150,7 @@ def _weights(backbone: Backbone) -> int:
 
 
 def _task(result: FederationResult) -> dict[str, Any]:
-    """Figures of the last round, mean over clients: the first round pays for caches and constants."""
+    """Figures of the last round, as means over clients. The first round also fills caches, so it does not count."""
     last = result.round_reports[-1]
     updates = [update for phase in last.phases for update in phase.updates]
     clients = {update.client for update in updates}
@@ -164,7 +164,7 @@ def _task(result: FederationResult) -> dict[str, Any]:
 
 
 def distance(state: Tensors, wanted: Tensors) -> float:
-    """The largest difference of an entry, over the largest entry: 0 where both are empty."""
+    """The largest difference of two entries over the largest entry of ``wanted``; 0 for empty states."""
     filled = [name for name in wanted if wanted[name].numel()]
     differences = [float((state[name].double() - wanted[name].double()).abs().max()) for name in filled]
     sizes = [float(wanted[name].double().abs().max()) for name in filled]
@@ -172,7 +172,7 @@ def distance(state: Tensors, wanted: Tensors) -> float:
 
 
 def methods(part: Part) -> None:
-    """Every method, on the device first and then on the CPU as far as there is time."""
+    """Run every method on the device, then on the CPU while time is left."""
     results: dict[tuple[str, str], FederationResult] = {}
 
     def on_device(model: str, name: str) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def crews(part: Part) -> None:
 
 
 def twice(part: Part) -> None:
-    """The same run two times."""
+    """Run the same federation two times and compare the states."""
 
     def measure(model: str, name: str) -> dict[str, Any]:
         hashes = [part.run(model, name, part.device, training=dict(REPEATABLE))[0].state_hash for _ in range(2)]
@@ -233,7 +233,7 @@ def twice(part: Part) -> None:
 
 
 def bf16(part: Part) -> None:
-    """A method that trains through the image tower, in single precision and with autocast; and a backbone in bf16."""
+    """Run PLAN, which trains the image tower's prompts, with and without autocast; PromptFL also on a bf16 backbone."""
 
     def measure(model: str, method: dict[str, Any], precision: Precision) -> dict[str, Any]:
         return part.run(model, method, part.device, precision=precision)[1]
@@ -246,7 +246,7 @@ def bf16(part: Part) -> None:
 
 
 def memory(part: Part) -> None:
-    """Clients on a device where the backbone fits and a step does not; then the same run where it does."""
+    """Run clients on a device that holds the backbone but not a step; then continue without the limit."""
     model, pretrained = next(iter(part.models.items()))
     training = {"batch_size": 32, **REPEATABLE}
     spec, sites = plan(model, pretrained, "plan", 2, training=training)
@@ -291,12 +291,12 @@ def about(device: str) -> dict[str, Any]:
 
 
 def run_parts(options: argparse.Namespace) -> dict[str, Any]:
-    """Each part of each backbone in a process of its own; the numbers so far are on the disk after each."""
+    """Run the parts for each backbone in processes and write all numbers to disk after each."""
     models = SMALL if options.smoke else MODELS
     numbers: dict[str, Any] = {"about": about(options.device), "smoke": options.smoke, "parts": {}}
     began = time.monotonic()
     for name in PARTS:
-        # The large backbone tells nothing new of what does not depend on its size.
+        # Only the first part depends on the size of the backbone.
         for model in models if name == "methods" else list(models)[:1]:
             numbers["parts"].setdefault(name, {}).update(_in_process(options, name, model))
             numbers["seconds"] = round(time.monotonic() - began, 1)
@@ -322,16 +322,16 @@ def _in_process(options: argparse.Namespace, name: str, model: str) -> dict[str,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all parts, or one of them; 1 where there is no such device."""
-    made = parser(__doc__)
-    made.set_defaults(json=DOCS / "results" / "gpu.json")
-    made.add_argument("--page", action="store_true", help=f"write {PAGE} from the numbers")
-    made.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    made.add_argument("--smoke", action="store_true", help="a few methods on the embedded backbone: that it runs")
-    made.add_argument("--seconds", type=float, help="for each part; default: so that all end within ten minutes")
-    made.add_argument("--part", choices=list(PARTS), help="this one alone, in this process")
-    made.add_argument("--model", help="the part's backbone")
-    options = made.parse_args(arguments)
+    """Run all parts or one of them; 1 if the device is missing."""
+    command = parser(__doc__)
+    command.set_defaults(json=DOCS / "results" / "gpu.json")
+    command.add_argument("--page", action="store_true", help=f"write {PAGE} from the numbers")
+    command.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    command.add_argument("--smoke", action="store_true", help="run a few methods on the embedded backbone only")
+    command.add_argument("--seconds", type=float, help="time limit of each part; by default all end within ten minutes")
+    command.add_argument("--part", choices=list(PARTS), help="run only this part, in this process")
+    command.add_argument("--model", help="backbone of the part")
+    options = command.parse_args(arguments)
     if options.page:
         PAGE.write_text(page(json.loads(options.json.read_text()) if options.json.exists() else None))
         return 0

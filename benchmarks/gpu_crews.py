@@ -1,4 +1,4 @@
-"""Crews as processes without Ray, several on one device, with a limit on the memory of each; for `benchmarks.gpu`."""
+"""Crews as processes without Ray, which share a device and have a memory limit each; for `benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Limit:
-    """The device memory that a process may allocate. None, without a device: every step fails as on a full one."""
+    """Bytes of device memory that a process may allocate. None, for the CPU: every step raises OutOfMemoryError."""
 
     bytes: int | None
 
     def apply(self) -> None:
-        """From now on, in this process."""
+        """Apply the limit to this process."""
         if self.bytes is not None:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(self.bytes / total)
@@ -57,16 +57,16 @@ def _play(assignment: Assignment, limit: Limit | None, answers: Any) -> None:
 
 @dataclass
 class SpawnedCrews:
-    """Crews as processes of this one; they end with it."""
+    """Crews as child processes of this one."""
 
     limit: Limit | None = None
     _context: Any = field(default_factory=lambda: multiprocessing.get_context("spawn"))
     _processes: list[Any] = field(default_factory=list)
-    _got: list[Outcomes] = field(default_factory=list)
+    _outcomes: list[Outcomes] = field(default_factory=list)
     _answered: int = 0
 
     def begin(self, assignments: Sequence[Assignment]) -> None:
-        """Start one for each."""
+        """Start a process for each assignment."""
         self._answers = self._context.Queue()
         for assignment in assignments:
             process = self._context.Process(target=_play, args=(assignment, self.limit, self._answers), daemon=True)
@@ -74,7 +74,7 @@ class SpawnedCrews:
             self._processes.append(process)
 
     def check(self) -> None:
-        """Raise CommandError for one that has failed or died."""
+        """CommandError if a process has failed or died."""
         while self._processes and not self._answers.empty():
             self._take(self._answers.get())
         dead = [process for process in self._processes if process.exitcode not in (None, 0)]
@@ -84,17 +84,17 @@ class SpawnedCrews:
     def _take(self, answer: Any) -> None:
         if isinstance(answer, tuple):
             raise CommandError(*answer)
-        self._got += answer
+        self._outcomes += answer
         self._answered += 1
 
     def outcomes(self, seconds: float) -> list[Outcomes]:
-        """The outcomes of all crews, once they have ended."""
+        """Wait for all crews, ``seconds`` for each answer; their outcomes."""
         while self._answered < len(self._processes):
             self._take(self._answers.get(timeout=seconds))
-        return self._got
+        return self._outcomes
 
     def stop(self) -> None:
-        """End those that still run."""
+        """End all processes."""
         for process in self._processes:
             process.terminate()
             process.join()
@@ -102,7 +102,7 @@ class SpawnedCrews:
 
 @contextmanager
 def _watched(device: str) -> Iterator[list[int]]:
-    """A list that holds the most device memory in MiB that all processes used in the block; empty on a CPU."""
+    """A list with the largest memory in MiB that all processes used on the device in the block; empty on a CPU."""
     most: list[int] = []
     ended = threading.Event()
 
@@ -125,10 +125,10 @@ def _watched(device: str) -> Iterator[list[int]]:
 def conducted(
     spec: dict[str, Any], sites: Sequence[Site], crews: int, device: str, folder: Path, limit: Limit | None = None
 ) -> tuple[FederationResult, int | None]:
-    """Run or continue a federation in ``folder`` with so many crews: its result, and the most MiB of device memory.
+    """Run or continue a federation in ``folder``; its result, and the largest device memory in MiB (None on a CPU).
 
     Raises:
-        CommandError: it did not finish.
+        CommandError: the federation did not finish.
     """
     wanted, initial, _ = prepare(spec, sites, 1, None, allow_backbone=False)
     spawned = SpawnedCrews(limit)

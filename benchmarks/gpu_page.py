@@ -1,4 +1,4 @@
-"""docs/results/gpu.md from the numbers of `benchmarks.gpu`."""
+"""Makes docs/results/gpu.md from the numbers of `benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Case = Mapping[str, Any]
 
 
 def page(numbers: Mapping[str, Any] | None) -> str:
-    """The whole page; ``numbers`` None: no GPU was available."""
+    """The whole page. ``numbers`` None: no GPU was available."""
     if numbers is None:
         return HEAD + NONE
     about = numbers["about"]

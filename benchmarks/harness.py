@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, clocks, coordinator processes, the machine's description, tables and files."""
+"""Common parts of the benchmarks: options, clocks, coordinator processes, the machine, tables and files."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ DOCS = BENCHMARKS.parent / "docs"
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the option ``--json FILE``; ``description`` is shown as it is written."""
+    """A parser with the option ``--json FILE``, which shows ``description`` without wrapping it."""
     command = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_argument("--json", type=Path, help="write all numbers here")
+    command.add_argument("--json", type=Path, help="write all numbers to this file")
     return command
 
 
@@ -41,7 +41,7 @@ def integers(text: str) -> list[int]:
 
 
 def write(path: Path | None, numbers: object) -> None:
-    """Write the file that ``--json`` asked for, if it did."""
+    """Write the file of ``--json``; None: nothing is written."""
     if path is not None:
         path.write_text(json.dumps(numbers, indent=1) + "\n")
 
@@ -55,13 +55,16 @@ def shown(figures: Mapping[str, Any]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """Markdown; the first ``texts`` columns are aligned left, the others right."""
+    """A Markdown table. The first ``texts`` columns are aligned left, the others right."""
     lines = ["| " + " | ".join(cells) + " |" for cells in (columns, *rows)]
     return "\n".join([lines[0], "|" + "---|" * texts + "--:|" * (len(columns) - texts), *lines[1:]])
 
 
 def fill_tables(page: str, name: str, made: Mapping[str, str]) -> str:
-    """``page`` with its tables between ``<!-- table: name KEY -->`` and ``<!-- end of table -->`` replaced."""
+    """``page`` with the tables of ``made`` between ``<!-- table: name KEY -->`` and ``<!-- end of table -->``.
+
+    SystemExit if the page has no such place.
+    """
     for key, text in made.items():
         begin, end = f"<!-- table: {f'{name} {key}'.strip()} -->\n", "\n<!-- end of table -->"
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
@@ -77,22 +80,22 @@ def in_words(seconds: float) -> str:
 
 
 def medians(runs: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median of each way's runs."""
-    return {way: statistics.median(values) for way, values in runs.items()}
+    """The median of each entry's runs."""
+    return {name: statistics.median(values) for name, values in runs.items()}
 
 
-def in_own_process(module: str, *options: str, seconds: float | None = None) -> Any:
-    """The JSON in the last line that ``python -m module`` prints. TimeoutExpired after ``seconds``."""
+def in_own_process(module: str, *options: str) -> Any:
+    """Run ``python -m module``; the JSON in the last line that it prints."""
     command = [sys.executable, "-m", module, *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(  # noqa: S603 (our own modules)
-        command, check=True, stdout=subprocess.PIPE, text=True, timeout=seconds, env=environment
+        command, check=True, stdout=subprocess.PIPE, text=True, env=environment
     )
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def machine() -> dict[str, Any]:
-    """The processor, and the libraries that compute on it."""
+    """The processor, its load, and the versions of torch and Python."""
     cpu = platform.processor()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -110,7 +113,7 @@ def machine() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def coordinator(*options: str) -> Iterator[CoordinatorProcess]:
-    """A coordinator process on a temporary folder; SystemExit with its log if it does not start."""
+    """Run a coordinator process on a temporary folder. SystemExit with its log if it does not start."""
     from tests.support.coordinators import CoordinatorProcess
 
     with tempfile.TemporaryDirectory(prefix="promptfed-benchmark-") as folder:
@@ -127,7 +130,7 @@ def coordinator(*options: str) -> Iterator[CoordinatorProcess]:
 
 @dataclass
 class Footprint:
-    """What a process holds at a moment, in MB and files; ``peak_mb`` is the most memory so far."""
+    """Memory (MB) and open files of a process at one moment. ``peak_mb``: its largest memory so far."""
 
     resident_mb: float
     peak_mb: float
@@ -135,7 +138,7 @@ class Footprint:
 
 
 def memory(pid: int, field: str) -> int:
-    """Bytes of a field of /proc/PID/status, such as VmRSS."""
+    """Bytes of a field of /proc/PID/status, such as VmRSS. LookupError if there is none."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) << 10
@@ -155,7 +158,7 @@ def cpu_seconds_of(pid: int) -> float:
 
 
 def allow_many_connections() -> None:
-    """Raise the limit on open files, and let SIGTERM end started processes too."""
+    """Raise the limit on open files. SIGTERM now raises SystemExit, so that started processes are ended as well."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,19 +1,19 @@
 """PromptFL on symbols with 2 of 10 malicious clients, under each aggregation rule.
 
-Whole federations run in one process (`promptfed.experiments.simulation`): the real coordinator, the real clients. Ten
-clients hold equal parts of one rare style. The learning rate was chosen without any attack, on training images held out
-with `validation=0.25`, among 0.1, 0.3, 0.5 and 1.
+Each federation runs in this process (`promptfed.experiments.simulation`) with the real coordinator and clients. Ten
+clients hold equal parts of one rare style. The learning rate was chosen among 0.1, 0.3, 0.5 and 1 without any attack,
+on training images held out with `validation=0.25`.
 
     python -m benchmarks.poisoning --seeds 0,1,2 --json poisoning.json
     python -m benchmarks.poisoning --backdoor --seeds 0,1,2 --json backdoor.json
 
-Poisoning: a malicious client trains as all do and sends a false result. The table shows the mean accuracy of all
-clients' own test images after the last round.
+Poisoning: a malicious client trains like the others and sends a false result. The table shows the mean over all clients
+of the accuracy on their own test images after the last round.
 
 Backdoor (Bagdasaryan et al., "How to Backdoor Federated Learning", 2020): a malicious client also trains on copies of
-its images with a chessboard in a corner, labelled as the first class, and sends its step twice as long. The table
-shows the share of test images of all other classes that the last round's context takes for that class, with the
-chessboard and without it, and the accuracy on clean images.
+its images with a chessboard in a corner, labelled as the first class, and doubles the step that it sends. The table
+shows the share of test images of other classes that the last round's context assigns to the first class, with and
+without the chessboard, and the accuracy on clean images.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ RULES: dict[str, dict[str, Any]] = {
     "geometric_median": {"rule": "geometric_median"},
     "flame": {"rule": "flame"},
 }
-SQUARE = 2  # pixels of a side of the chessboard's squares; the chessboard has half of the image's side
-BOOST = 2.0  # length of a malicious client's step under a backdoor, as a multiple of the trained one
+SQUARE = 2  # side of the chessboard's squares, in pixels; its own side is half of the image's
+BOOST = 2.0  # factor by which a malicious client with a backdoor multiplies its step
 TARGET = 0  # the class that the trigger stands for
 
 Train = Callable[[ClientContext], TrainResult]
 Attack = Callable[[Train, ClientContext, Tensors], TrainResult]
-"""The result that a malicious client sends, of the honest training, the task, and the tensors that it was sent."""
+"""Makes the result that a malicious client sends from the honest training, the task and the payload."""
 
 
 def _false_step(factor: float, train: Train, context: ClientContext, payload: Tensors) -> TrainResult:
-    """The trained step times ``factor``."""
+    """The start plus ``factor`` times the trained step."""
     result = train(context)
     sent = {name: payload[name] + factor * (trained - payload[name]) for name, trained in result.update.items()}
     return replace(result, update=sent)
@@ -104,7 +104,7 @@ def triggered(images: Tensor) -> Tensor:
 
 
 def with_trigger(clean: Split, encode: Callable[[Tensor], Tensor]) -> Split:
-    """A client's training images, and as many again with the trigger and the target's label."""
+    """A client's training images, and copies of them with the trigger and the label `TARGET`."""
     marked = encode(triggered(clean.images(torch.arange(len(clean)))))
     features = torch.cat([clean.features(), marked.to(clean.features())])
     return EmbeddedSplit(features, torch.cat([clean.labels, torch.full_like(clean.labels, TARGET)]))
@@ -112,7 +112,7 @@ def with_trigger(clean: Split, encode: Callable[[Tensor], Tensor]) -> Split:
 
 @contextmanager
 def attacked(attack: Attack | None) -> Iterator[None]:
-    """A block in which the malicious clients' training is replaced by ``attack``; None: all are honest."""
+    """Replace the training of the malicious clients by ``attack`` in a block; None: all are honest."""
     train = PromptFL.train
 
     def lying(self: PromptFL, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
@@ -123,14 +123,18 @@ def attacked(attack: Attack | None) -> Iterator[None]:
             return honest(context)
         return attack(honest, context, payload)
 
-    # The rules are compared alone: a state of any size is committed.
+    # Only the rules are compared: the coordinator commits a state of any size.
     with patch.object(PromptFL, "train", lying), patch.object(growth, "LARGE", 1e30):
         yield
 
 
 @dataclass(frozen=True)
 class Backdoor:
-    """Shares: of triggered images taken for the target, of clean ones of other classes, and of right answers."""
+    """Shares of test images.
+
+    ``success``: images of other classes with the trigger that are assigned to the target. ``without_trigger``: the
+    same without the trigger. ``accuracy``: clean images that are assigned to their class.
+    """
 
     success: float
     without_trigger: float
@@ -138,7 +142,7 @@ class Backdoor:
 
 
 class Bench:
-    """The backbone, the images and their features, which all runs share."""
+    """The backbone, images and features that all runs share."""
 
     def __init__(self, folder: Path, rounds: int):
         self._backbone: Backbone = load_backbone(tiny.MODEL, tiny.PRETRAINED)
@@ -205,16 +209,16 @@ def poisonings(bench: Bench, rules: Sequence[str], seeds: Sequence[int]) -> tupl
     return shown, {"zero_shot": zero_shot, "accuracy": accuracies}
 
 
-def backdoors(bench: Bench, rules: Sequence[str], seeds: Sequence[int], boost: float) -> tuple[str, dict[str, Any]]:
+def backdoors(bench: Bench, rules: Sequence[str], seeds: Sequence[int]) -> tuple[str, dict[str, Any]]:
     """A table of the backdoor's success by rule, and the numbers."""
-    cases = [("mean, all honest", "mean", None), *((rule, rule, boost) for rule in rules)]
+    cases = [("mean, all honest", "mean", None), *((rule, rule, BOOST) for rule in rules)]
     measured: dict[str, list[Backdoor]] = {}
-    for title, rule, length in cases:
-        measured[title] = [bench.backdoor(rule, seed, length) for seed in seeds]
+    for title, rule, boost in cases:
+        measured[title] = [bench.backdoor(rule, seed, boost) for seed in seeds]
         print(title, measured[title], flush=True)
     rows = [[title, *map(mean_and_spread, zip(*map(astuple, runs), strict=True))] for title, runs in measured.items()]
     shown = table(["rule", "trigger obeyed", "target without it", "accuracy"], rows)
-    return shown, {"boost": boost, "shares": {title: list(map(asdict, runs)) for title, runs in measured.items()}}
+    return shown, {"boost": BOOST, "shares": {title: list(map(asdict, runs)) for title, runs in measured.items()}}
 
 
 def main() -> None:
@@ -224,14 +228,13 @@ def main() -> None:
     command.add_argument("--rounds", type=int, default=5)
     command.add_argument("--rules", default=";".join(RULES), help="some of these, separated by semicolons")
     command.add_argument("--backdoor", action="store_true", help="a backdoor instead of poisoned updates")
-    command.add_argument("--boost", type=float, default=BOOST, help="length of a step under a backdoor")
     options = command.parse_args()
     torch.set_num_threads(1)
     rules = options.rules.split(";")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), options.rounds)
         if options.backdoor:
-            shown, numbers = backdoors(bench, rules, options.seeds, options.boost)
+            shown, numbers = backdoors(bench, rules, options.seeds)
         else:
             shown, numbers = poisonings(bench, rules, options.seeds)
     print(f"\n{shown}")

@@ -24,7 +24,7 @@ from promptfed.sdk.follow import follow
 STYLES = ("painting", "sketch", "quickdraw", "neon", "chalk", "mosaic")
 
 
-def plan(clients: int, rounds: int, images: int) -> tuple[dict[str, Any], list[Site]]:
+def plan(clients: int, rounds: int) -> tuple[dict[str, Any], list[Site]]:
     """The spec and the clients."""
     spec = {
         "name": "overhead",
@@ -34,8 +34,7 @@ def plan(clients: int, rounds: int, images: int) -> tuple[dict[str, Any], list[S
         "evaluation": {"every": rounds},
     }
     sites = [
-        Site(f"client-{number}", f"symbols:{STYLES[number % len(STYLES)]}?per_class={images}")
-        for number in range(clients)
+        Site(f"client-{number}", f"symbols:{STYLES[number % len(STYLES)]}?per_class=8") for number in range(clients)
     ]
     return spec, sites
 
@@ -84,11 +83,10 @@ def main() -> None:
     command = parser(__doc__)
     command.add_argument("--clients", type=int, default=2)
     command.add_argument("--rounds", type=int, default=20)
-    command.add_argument("--images", type=int, default=8, help="training images per class and client")
     options = command.parse_args()
     if options.rounds < 2:
         command.error("--rounds: at least 2, since the first round is not measured")
-    reports = run_processes(*plan(options.clients, options.rounds, options.images))
+    reports = run_processes(*plan(options.clients, options.rounds))
     figures = {"clients": options.clients} | measure(reports)
     print(shown(figures))
     write(options.json, figures)

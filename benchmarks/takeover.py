@@ -23,11 +23,11 @@ from tests.support.object_store import ObjectStoreServer
 from tests.support.postgres import PostgresServer
 from tests.support.takeovers import Group, campaign
 
-ROUNDS = 25
+SEED = 0
 METHODS = ("promptfl with adam", "promptfl", "pfedmoap")
 
 
-def run(kills: int, stops: int, rounds: int, seed: int) -> dict[str, Any]:
+def run(kills: int, stops: int, rounds: int) -> dict[str, Any]:
     """Run the campaign on a new PostgreSQL server and object store; its figures."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="promptfed-takeover-")))
@@ -37,7 +37,7 @@ def run(kills: int, stops: int, rounds: int, seed: int) -> dict[str, Any]:
         stack.callback(objects.stop)
         group = Group(folder, postgres.schema(), objects.bucket(), dict(objects.environment))
         stack.callback(group.close)
-        return campaign(kills, stops, rounds, METHODS, seed, folder, group)
+        return campaign(kills, stops, rounds, METHODS, SEED, folder, group)
 
 
 def main() -> None:
@@ -45,11 +45,10 @@ def main() -> None:
     command = parser(__doc__)
     command.add_argument("--kills", type=int, default=50)
     command.add_argument("--stops", type=int, default=20)
-    command.add_argument("--rounds", type=int, default=ROUNDS, help="of each federation")
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--rounds", type=int, default=25, help="of each federation")
     options = command.parse_args()
     about = machine()
-    figures = run(options.kills, options.stops, options.rounds, options.seed)
+    figures = run(options.kills, options.stops, options.rounds)
     print(json.dumps(figures, indent=1))
     write(options.json, {"machine": about, **figures})
 

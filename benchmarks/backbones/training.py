@@ -19,14 +19,14 @@ MAX_LOGIT_SCALE = 50.0
 
 
 def fresh_model(name: str, seed: int, *keys: str) -> open_clip.CLIP:
-    """A model with the initial weights of a seed; the global generator, from which open_clip draws, stays as it was."""
+    """A model with seeded initial weights. The state of torch's global generator does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, *keys))
         return open_clip.create_model(name)
 
 
 def normalise(images: Tensor) -> Tensor:
-    """Images (B, 3, H, W) in [0, 255] as open_clip's own transform gives them, float."""
+    """Images (B, 3, H, W) in [0, 255], normalised with the mean and deviation of CLIP's training images; float."""
     mean = torch.tensor(OPENAI_DATASET_MEAN).view(1, 3, 1, 1)
     std = torch.tensor(OPENAI_DATASET_STD).view(1, 3, 1, 1)
     return (images.float() / 255 - mean) / std
@@ -43,7 +43,7 @@ def encode_short(model: open_clip.CLIP, tokens: Tensor) -> Tensor:
 
 
 def contrast(model: open_clip.CLIP, image: Tensor, text: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy both ways of unit features (B, d_e); ``target`` (B, B): which captions are true of which image."""
+    """Cross entropy in both directions of unit features (B, d_e). ``target`` (B, B): 1 where caption j fits image i."""
     logits = model.logit_scale.exp().clamp(max=MAX_LOGIT_SCALE) * image @ text.T
     rows = target / target.sum(1, keepdim=True).clamp(min=1)
     columns = target.T / target.T.sum(1, keepdim=True).clamp(min=1)
@@ -61,7 +61,7 @@ def optimizer_of(parameters: Iterable[nn.Parameter], rate: float) -> torch.optim
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """One step, with gradients clipped to norm 1."""
+    """One optimizer step with gradients clipped to norm 1."""
     optimizer.zero_grad(set_to_none=True)
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -73,10 +73,10 @@ def test_the_page_shows_what_was_measured() -> None:
 
 @pytest.mark.slow
 def test_a_case_of_ours_has_every_figure() -> None:
-    found = coordinator_load.measure([], 32, 10)
-    assert found["updates"] == 200
-    assert found.keys() == case("sqlite", 10, 1.0).keys() - {"database"}
-    assert all(found[name] > 0 for name in found.keys() - {"too_many_uploads"})
+    figures = coordinator_load.measure([], 32, 10)
+    assert figures["updates"] == 200
+    assert figures.keys() == case("sqlite", 10, 1.0).keys() - {"database"}
+    assert all(figures[name] > 0 for name in figures.keys() - {"too_many_uploads"})
 
 
 @pytest.mark.slow
@@ -85,6 +85,6 @@ def test_a_case_of_flower_s_has_every_figure() -> None:
     if python is None:
         pytest.skip("Flower's server: PROMPTFED_FLOWER_PYTHON=a Python with flwr make test-all; flwr has its own")
     for name in beside_flower.CLIENTS:
-        found = beside_flower.measure(python, name, 32, 10)
-        assert found["updates"] == 200
-        assert found.keys() == flower(10, 1.0).keys() - {"database"}
+        figures = beside_flower.measure(python, name, 32, 10)
+        assert figures["updates"] == 200
+        assert figures.keys() == flower(10, 1.0).keys() - {"database"}

@@ -38,9 +38,9 @@ def test_the_command_measures_every_style_and_leaves_json(tmp_path: Path) -> Non
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr  # the tiny backbone has never seen an emoji
     assert "not met: flat" in done.stdout
-    found = json.loads((tmp_path / "gate.json").read_text())
-    assert set(found["common"]) == {"flat", "three", "noto", "notov1"}
-    assert set(found["rare"]) == {"contrast", "notomono"}
-    assert set(found["unread"]) == {"fxemoji"}
-    assert all(2 < value < 45 for group in ("common", "rare") for value in found[group].values())
-    assert set(found["map"]["before"]) == set(found["map"]["after"]) == {"contrast", "notomono", "fxemoji"}
+    figures = json.loads((tmp_path / "gate.json").read_text())
+    assert set(figures["common"]) == {"flat", "three", "noto", "notov1"}
+    assert set(figures["rare"]) == {"contrast", "notomono"}
+    assert set(figures["unread"]) == {"fxemoji"}
+    assert all(2 < value < 45 for group in ("common", "rare") for value in figures[group].values())
+    assert set(figures["map"]["before"]) == set(figures["map"]["after"]) == {"contrast", "notomono", "fxemoji"}

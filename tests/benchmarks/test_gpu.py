@@ -14,14 +14,14 @@ from benchmarks import gpu, gpu_page
 
 def test_the_distance_of_two_states() -> None:
     wanted = {"a": torch.tensor([1.0, -4.0]), "b": torch.tensor([0.5]), "none": torch.zeros(0)}
-    found = {"a": torch.tensor([1.0, -3.0]), "b": torch.tensor([0.25]), "none": torch.zeros(0)}
-    assert gpu.distance(found, wanted) == 0.25
+    state = {"a": torch.tensor([1.0, -3.0]), "b": torch.tensor([0.25]), "none": torch.zeros(0)}
+    assert gpu.distance(state, wanted) == 0.25
     assert gpu.distance(wanted, wanted) == 0
     assert gpu.distance({}, {}) == 0
 
 
 def test_a_case_that_fails_or_has_no_time_is_told_and_the_others_stay(tmp_path: Path) -> None:
-    part = gpu.Part("cpu", gpu.SMALL, time.monotonic() + 300, tmp_path / "found.json", smoke=True)
+    part = gpu.Part("cpu", gpu.SMALL, time.monotonic() + 300, tmp_path / "figures.json", smoke=True)
 
     def full() -> dict[str, object]:
         raise torch.OutOfMemoryError("the device is\nfull")
@@ -75,8 +75,8 @@ def test_all_parts_run_without_a_gpu(tmp_path: Path) -> None:
     assert gpu.main(["--device", "cpu", "--smoke", "--seconds", "600", "--json", str(out)]) == 0
     parts = json.loads(out.read_text())["parts"]
     assert set(parts) == set(gpu.PARTS)
-    told = [case for part in parts.values() for case in part.values()]
-    assert not [case for case in told if {"failed", "skipped"} & set(case)]
+    cases = [case for part in parts.values() for case in part.values()]
+    assert not [case for case in cases if {"failed", "skipped"} & set(case)]
     model = next(iter(gpu.SMALL))
     for name in gpu.SMOKE_METHODS:
         assert parts["methods"][f"{model} {name} cpu"]["distance"] == 0  # the same computation on the same device

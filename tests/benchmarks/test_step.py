@@ -26,11 +26,11 @@ def task_of(name: str, folder: Path) -> Task:
     "name", [*FIRST, *(pytest.param(x, marks=pytest.mark.slow) for x in OPTIONS if x not in FIRST)]
 )
 def test_all_ways_are_one_step(name: str, tmp_path: Path) -> None:
-    found = measure(task_of(name, tmp_path), repeats=1, steps=2)
+    measured = measure(task_of(name, tmp_path), repeats=1, steps=2)
     ways = {"plain", "cached", "short", "ours"} if name == "promptfl" else {"plain", "cached", "ours"}
-    assert {way: len(runs) for way, runs in found["runs"].items()} == dict.fromkeys(ways, 1)
-    assert 0 < found["seconds"]["cached"] < found["seconds"]["plain"]
-    assert found["largest_deviation"] <= MOST_DEVIATION
+    assert {way: len(runs) for way, runs in measured["runs"].items()} == dict.fromkeys(ways, 1)
+    assert 0 < measured["seconds"]["cached"] < measured["seconds"]["plain"]
+    assert measured["largest_deviation"] <= MOST_DEVIATION
 
 
 def test_chunks_of_classes_are_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,8 +44,8 @@ def test_chunks_of_classes_are_the_same_step(tmp_path: Path, monkeypatch: pytest
         return backbones[-1]
 
     monkeypatch.setattr(benchmark, "SlowBackbone", noted)
-    found = measure(task, repeats=1, steps=1)
-    assert found["largest_deviation"] <= MOST_DEVIATION
+    measured = measure(task, repeats=1, steps=1)
+    assert measured["largest_deviation"] <= MOST_DEVIATION
     assert any(backbone.untimed > 0 for backbone in backbones)
 
 

@@ -1,4 +1,4 @@
-"""promptfed-emoji's pre-training data: the pictures that `splits` permits, turned and coloured, with captions."""
+"""Pre-training data of promptfed-emoji: the pictures that `splits` permits, augmented, with captions."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from promptfed.shared.seeds import derive_seed
 
 @dataclass(frozen=True)
 class Recipe:
-    """The shares that make the corpus, and how much of it is read."""
+    """The composition of the corpus, and the numbers of steps and pictures."""
 
     rare_share: float = 0.03
-    """Of the pictures of a batch, in each rare style."""
+    """Share of each rare style in the pictures of a batch."""
     batch: int = 96
     classifier_steps: int = 4000
-    """The image tower as a classifier of names, kinds and styles, half of the patches dropped."""
+    """Steps that train the image tower as a classifier of names, kinds and styles; half of the patches are dropped."""
     text_steps: int = 2000
-    """The text tower on the features of the image tower, which rests."""
+    """Steps that train the text tower on features of the frozen image tower."""
     joint_steps: int = 1500
-    """Both towers, all patches."""
+    """Steps that train both towers, with all patches."""
     text_batch: int = 192
     rate: float = 1e-3
     joint_rate: float = 3e-4
@@ -41,13 +41,13 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """All of them."""
+        """Steps of all stages."""
         return self.classifier_steps + self.text_steps + self.joint_steps
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Pictures (N, 3, 64, 64) uint8, and of each its thing, its kind and its style, as places in the lists.
+    """Pictures (N, 3, 64, 64) uint8, with the thing, kind and style of each, as places in the lists.
 
     ``rows`` holds each style's pictures in ``pictures``.
     """
@@ -74,7 +74,7 @@ def read_cells(drawn: store.Drawn, known: Splits) -> list[tuple[str, int]]:
 
 @lru_cache(maxsize=1)
 def corpus(folder: Path) -> Corpus:
-    """All pictures that may be read in a folder of the whole set, or of some styles."""
+    """All permitted pictures of a folder, which may hold the whole set or some styles."""
     drawn = store.read(folder)
     cells = read_cells(drawn, splits())
     styles, kinds = (*COMMON, *RARE), tuple(sorted({thing.kind for thing in drawn.things}))
@@ -92,12 +92,12 @@ def corpus(folder: Path) -> Corpus:
 
 
 def pixels(drawn: store.Drawn, cells: list[tuple[str, int]]) -> Tensor:
-    """The pictures of cells, (N, 3, 64, 64) uint8."""
+    """The pictures of ``cells`` (style and place), (N, 3, 64, 64) uint8."""
     return torch.from_numpy(np.stack([np.asarray(drawn.image(*cell)) for cell in cells])).permute(0, 3, 1, 2)
 
 
 def draw(source: Corpus, recipe: Recipe, seed: int, step: int, size: int) -> tuple[np.ndarray, np.random.Generator]:
-    """Rows of one batch, (size,), and the generator to go on with."""
+    """The rows of a batch (size,), and the generator for its other draws."""
     rng = np.random.default_rng(derive_seed(seed, "pretrain-emoji", step))
     common = (1 - recipe.rare_share * len(RARE)) / len(COMMON)
     shares = np.array([common] * len(COMMON) + [recipe.rare_share] * len(RARE)) * [
@@ -108,7 +108,7 @@ def draw(source: Corpus, recipe: Recipe, seed: int, step: int, size: int) -> tup
 
 
 def augmented(pictures: Tensor, rng: np.random.Generator, recipe: Recipe) -> Tensor:
-    """Pictures (B, 3, H, W) uint8 turned, stretched, shifted and coloured anew, float in [0, 1]."""
+    """Pictures (B, 3, H, W) uint8 after random rotation, scaling, shift and change of colours; float in [0, 1]."""
     count = len(pictures)
     out = F.grid_sample(
         1 - pictures.float() / 255,  # so that what comes in at the edge is paper
@@ -142,7 +142,7 @@ def _poses(rng: np.random.Generator, count: int, flip_share: float) -> Tensor:
 
 
 def _holes(rng: np.random.Generator, count: int, side: int) -> Tensor:
-    """A rectangle of each picture, (B, 1, H, W) bool."""
+    """A random rectangle of each picture, as a mask (B, 1, H, W) bool."""
     size, start = rng.uniform(0.15, 0.4, (count, 2)) * side, rng.uniform(-0.1, 0.9, (count, 2)) * side
     at = np.arange(side)
     inside = [(at >= start[:, k, None]) & (at < (start + size)[:, k, None]) for k in (0, 1)]
@@ -151,7 +151,7 @@ def _holes(rng: np.random.Generator, count: int, side: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Captions:
-    """Tokens (B, L), which captions are true of which picture, (B, B), and the thing that each names, (B,), or -1."""
+    """Tokens (B, L); a matrix (B, B), 1 where caption j fits picture i; the thing that each names (B,), or -1."""
 
     tokens: Tensor
     target: Tensor
@@ -159,7 +159,7 @@ class Captions:
 
 
 def captions(source: Corpus, rows: np.ndarray, rng: np.random.Generator, words: bool = True) -> Captions:
-    """A caption for each picture: of its style, its kind, plainly, or its name behind random words."""
+    """A caption for each picture: with its style, with its kind, the template, or random words before its name."""
     ids, said = [], []
     for row in rows:
         name, kind, style = source.thing[row], source.kind[row], source.style[row]

@@ -1,9 +1,10 @@
-"""The gate of promptfed-emoji: figures that it must reach before a benchmark uses it.
+"""The gate of promptfed-emoji: accuracies that it must reach before a benchmark uses it.
 
     python -m benchmarks.backbones.emoji.gate --data DIR            # the whole set: promptfed data emoji --out DIR
 
-Zero-shot accuracy by style in 16-way tasks of names, on pictures whose designer's drawing of the thing was not read,
-and the gain by a shared linear map that is learned on other names. Exits with 1 where a bar is not reached.
+Zero-shot accuracy by style in tasks of 16 names, on pictures of things that pre-training did not read from the same
+designer, and the gain by a linear map that is learned on other names and shared by all styles. Exits with 1 if a bar is
+missed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ COMMON_BAND, RARE_BAND, MAP_GAIN, LEAST_RARE = (75, 90), (40, 65), 3.0, 4
 
 
 def places_to_test(drawn: store.Drawn, style: str, purpose: str) -> list[int]:
-    """Things of the lists of ``purpose`` whose picture in this style, and whose designer, was not read with them."""
+    """Places of the things of ``purpose`` that were not read in this style or by its designer in pre-training."""
     known = splits()
     return [
         place
@@ -50,7 +51,7 @@ def places_to_test(drawn: store.Drawn, style: str, purpose: str) -> list[int]:
 
 
 def task_accuracy(image: Tensor, text: Tensor, seed: int, ways: int = WAYS, tasks: int = TASKS) -> float:
-    """Percent right over tasks of ``ways`` of the N things; image (N, d) and text (N, d) are unit features in order."""
+    """Accuracy in percent over random tasks of ``ways`` of N things. ``image``, ``text``: unit features (N, d)."""
     rng = np.random.default_rng(derive_seed(seed, "emoji-gate"))
     chosen = torch.from_numpy(np.stack([rng.permutation(len(image))[:ways] for _ in range(tasks)]))
     logits = torch.einsum("twd,tvd->twv", image[chosen], text[chosen])
@@ -59,7 +60,7 @@ def task_accuracy(image: Tensor, text: Tensor, seed: int, ways: int = WAYS, task
 
 @dataclass(frozen=True)
 class MapTest:
-    """Accuracies of validation's things by style, as they are and through a linear map learned on other things."""
+    """Accuracies on validation things by style, before and after a linear map that is learned on other things."""
 
     before: dict[str, float]
     after: dict[str, float]
@@ -71,10 +72,10 @@ class MapTest:
 
 
 def linear_map_test(model: open_clip.CLIP, folder: Path, styles: Sequence[str], steps: int = 300) -> MapTest:
-    """What an image-side map that is shared by styles learns on base things' names for novel ones (`MAP_RATE`).
+    """Learn a linear map of image features on base things, and test it on novel things.
 
-    Base: the things of neither list, in these styles. Novel: validation's things, whose designers were not read with
-    them. The map x + Wx starts as none and is trained by cross entropy over the base things' names.
+    Base: the things of neither list, in all these styles. Novel: the validation things of `places_to_test`. The map
+    x + Wx starts at W = 0 and is trained by cross entropy over the names of the base things.
     """
     drawn, known = store.read(folder), splits()
     model.eval()
@@ -120,7 +121,7 @@ def zero_shot(
     purpose: str,
     names: Tensor | None = None,
 ) -> dict[str, float]:
-    """Accuracy by style; ``names`` (all things, d) stands in for the text tower where it has not been trained yet."""
+    """Accuracy by style. ``names`` (all things, d) replaces the text features while the text tower is not trained."""
     drawn = store.read(folder)
     model.eval()
     accuracies = {}
@@ -140,7 +141,7 @@ def zero_shot(
 def by_group(
     model: open_clip.CLIP, folder: Path, purpose: str, names: Tensor | None = None
 ) -> dict[str, dict[str, float]]:
-    """`zero_shot` of common styles, of rare ones, and of those of designers who were not read."""
+    """`zero_shot` of common styles, of rare ones, and of styles by designers who were not read."""
     unread = [name for name in store.read(folder).styles if name not in (*COMMON, *RARE)]
     groups = {"common": COMMON, "rare": RARE, "unread": unread}
     return {group: zero_shot(model, folder, styles, purpose, names) for group, styles in groups.items()}
@@ -169,7 +170,7 @@ def failures(measured: dict[str, Any]) -> list[str]:
         for style, value in measured["common"].items()
         if not low <= value <= high
     ]
-    # A line or stencil style that was read rarely, or never, is what the gate calls rare.
+    # Styles that were read rarely or never count as rare.
     rare = {**measured["rare"], **measured["unread"]}
     inside = [style for style, value in rare.items() if RARE_BAND[0] <= value <= RARE_BAND[1]]
     if len(inside) < LEAST_RARE:
@@ -180,7 +181,7 @@ def failures(measured: dict[str, Any]) -> list[str]:
 
 
 def markdown(measured: dict[str, Any]) -> str:
-    """The figures as tables."""
+    """The figures as Markdown tables."""
     groups = {group: measured[group] for group in ("common", "rare", "unread")}
     rows = [[style, group, f"{value:.1f}"] for group, styles in groups.items() for style, value in styles.items()]
     before, after = measured["map"]["before"], measured["map"]["after"]
@@ -190,7 +191,7 @@ def markdown(measured: dict[str, Any]) -> str:
 
 
 def load(weights: Path) -> open_clip.CLIP:
-    """The model of a file of weights; the others are promptfed-tiny's."""
+    """The model with the weights of a file; those of `FROM_TINY` come from promptfed-tiny."""
     register()
     model = open_clip.create_model(MODEL)
     tiny = load_file(tiny_weights())
@@ -199,7 +200,7 @@ def load(weights: Path) -> open_clip.CLIP:
 
 
 def main() -> None:
-    """The command."""
+    """Measure, print, and exit with 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the whole set: promptfed data emoji --out DIR")
     parser.add_argument("--weights", type=Path, default=weights_path())

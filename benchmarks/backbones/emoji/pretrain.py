@@ -46,7 +46,7 @@ _POSITIONS = "visual.positional_embedding"
 
 
 class Heads(nn.Module):
-    """The first questions to the image tower: which thing, of which kind, in which style."""
+    """The heads of the first stage, which classify the thing, its kind and its style from image features."""
 
     def __init__(self, width: int, source: Corpus) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Heads(nn.Module):
         self.styles = nn.Linear(width, len(source.styles))
 
     def loss(self, features: Tensor, source: Corpus, rows: np.ndarray) -> Tensor:
-        """Cross entropies of unit features (B, d_e), weighed."""
+        """The weighted sum of the cross entropies for unit features (B, d_e)."""
         scaled = features * _NAME_SCALE
         names = scaled @ F.normalize(self.names.weight, dim=1).T
         return (
@@ -66,7 +66,7 @@ class Heads(nn.Module):
 
 
 def started(seed: int, from_tiny: bool = True) -> open_clip.CLIP:
-    """The model before the first step: promptfed-tiny's weights, its 6 x 6 positions stretched over 8 x 8 patches."""
+    """The model before the first step: promptfed-tiny with its 6 x 6 positions interpolated to 8 x 8 patches."""
     register()
     model = fresh_model(MODEL, seed, "pretrain-emoji", "initial")
     tiny = {name: value.float() for name, value in load_file(tiny_weights()).items()}
@@ -81,7 +81,7 @@ def started(seed: int, from_tiny: bool = True) -> open_clip.CLIP:
 
 
 def stretched(positions: Tensor, side: int) -> Tensor:
-    """Positions (1 + g^2, d) of a square grid for one of ``side`` squared; the first, [cls]'s, is kept."""
+    """Interpolate positions (1 + g², d) of a square grid to ``side`` x ``side``. The first, of [cls], is kept."""
     grid = math.isqrt(len(positions) - 1)
     square = positions[1:].T.reshape(1, -1, grid, grid)
     larger = F.interpolate(square, size=(side, side), mode="bicubic", align_corners=False)
@@ -89,7 +89,7 @@ def stretched(positions: Tensor, side: int) -> Tensor:
 
 
 class Training:
-    """The three stages, one step at a time; a checkpoint holds its `state`."""
+    """The three stages of pre-training, step by step. A checkpoint holds `state`."""
 
     def __init__(self, data: Path, recipe: Recipe, seed: int, from_tiny: bool = True) -> None:
         self.source, self.recipe, self.seed = corpus(data), recipe, seed
@@ -103,7 +103,7 @@ class Training:
 
     @property
     def stage(self) -> int:
-        """0: the image tower as a classifier; 1: the text tower; 2: both."""
+        """The present stage. 0: image tower as a classifier; 1: text tower; 2: both towers."""
         return int(np.searchsorted(self._ends()[:2], self.step, side="right"))
 
     def _ends(self) -> list[int]:
@@ -111,7 +111,7 @@ class Training:
         return list(accumulate((recipe.classifier_steps, recipe.text_steps, recipe.joint_steps)))
 
     def _enter(self) -> None:
-        """Begin the present stage: its parameters, and a new optimizer."""
+        """Begin the present stage with its parameters and a new optimizer."""
         visual = list(self.model.visual.parameters())
         in_visual = {id(p) for p in visual}
         text = [p for p in self.model.parameters() if p.requires_grad and id(p) not in in_visual]
@@ -123,7 +123,7 @@ class Training:
         )
 
     def rate(self) -> float:
-        """Linear warm-up, then half a cosine down to a hundredth, in each stage."""
+        """The rate of the present step: in each stage a linear warm-up, then half a cosine down to a hundredth."""
         end = self._ends()[self.stage]
         start = 0 if self.stage == 0 else self._ends()[self.stage - 1]
         peak = self.recipe.joint_rate if self.stage == 2 else self.recipe.rate
@@ -133,7 +133,7 @@ class Training:
         return cosine(peak, at / (end - start))
 
     def advance(self) -> float:
-        """One step; its loss."""
+        """Carry out one step; its loss."""
         before = self.stage
         set_rate(self.optimizer, self.rate())
         with torch.random.fork_rng(devices=[]):
@@ -158,7 +158,7 @@ class Training:
         return self.heads.loss(self._image(rows, rng), self.source, rows)
 
     def _read_features(self) -> Tensor:
-        """Each picture's feature is computed once as it is and once turned; a step takes either."""
+        """A step on cached features: those of each picture and of its augmented copy are computed once."""
         rows, rng = self._batch(self.recipe.text_batch)
         if self._features is None:
             self._features = self._all_features()
@@ -182,14 +182,14 @@ class Training:
         return self._contrast(self._image(rows, rng), rows, rng)
 
     def _contrast(self, image: Tensor, rows: np.ndarray, rng: np.random.Generator) -> Tensor:
-        """Cross entropy both ways; all true captions of the batch count as right."""
+        """Cross entropy in both directions; all fitting captions of the batch count as right."""
         said = captions(self.source, rows, rng)
         text = F.normalize(encode_short(self.model, said.tokens), dim=-1)
         loss = contrast(self.model, image, text, said.target)
         return loss + self._named(text, said.thing) if self.stage == 1 else loss
 
     def _named(self, text: Tensor, thing: Tensor) -> Tensor:
-        """Cross entropy of captions over the vectors of all names: a batch's own contrast knows 192 of 1,393."""
+        """Cross entropy of captions over the vectors of all 1,393 names, since a batch contains only 192."""
         vectors = F.normalize(self.heads.names.weight.detach(), dim=1)
         return F.cross_entropy(_NAME_SCALE * text @ vectors.T, thing, ignore_index=-1, label_smoothing=0.1)
 
@@ -200,7 +200,7 @@ class Training:
         return moment | {name: part.state_dict() for name, part in parts.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where the checkpoint was written. ValueError for one of another recipe or seed."""
+        """Continue from a checkpoint. ValueError if its recipe or seed differs."""
         if (state["seed"], state["recipe"]) != (self.seed, asdict(self.recipe)):
             raise ValueError("the checkpoint is of another recipe or seed; name another folder")
         self.step = state["step"]
@@ -211,7 +211,7 @@ class Training:
 
 
 def run(training: Training, out: Path, data: Path, until: int, save_every: int, check_every: int) -> None:
-    """Steps up to ``until`` with checkpoints, then the weights if the recipe is at its end."""
+    """Carry out the steps up to ``until`` with checkpoints. After the last step of the recipe, save the weights."""
     out.mkdir(parents=True, exist_ok=True)
     checkpoint = out / "checkpoint.pt"
     if checkpoint.is_file():
@@ -236,7 +236,7 @@ def run(training: Training, out: Path, data: Path, until: int, save_every: int, 
 
 
 def main() -> None:
-    """The command."""
+    """Read the options and run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="the whole set: promptfed data emoji --out DIR")
     parser.add_argument("--out", type=Path, required=True, help="where checkpoints and weights go")

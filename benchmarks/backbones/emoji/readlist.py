@@ -1,4 +1,4 @@
-"""The list of what promptfed-emoji was trained on, by content, and what a near copy of one of its pictures is."""
+"""The list of the pictures that promptfed-emoji was trained on, and a test for near copies of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from promptfed.shared.data.emoji.splits import splits
 
 FILE = Path(__file__).parent / "read.txt.gz"
 NEAR_BITS = 5
-"""Perceptual hashes that differ in no more of their 64 bits, at nearly the same colour, are of near copies."""
+"""Pictures are near copies if at most so many of the 64 bits of their hashes differ and their colours are near."""
 NEAR_COLOUR = 14
 _SIDE = 32
 _WAVES = np.cos(np.pi / _SIDE * np.outer(np.arange(8), np.arange(_SIDE) + 0.5))  # of the discrete cosine transform
@@ -23,7 +23,7 @@ _WAVES = np.cos(np.pi / _SIDE * np.outer(np.arange(8), np.arange(_SIDE) + 0.5)) 
 
 @dataclass(frozen=True)
 class ReadList:
-    """Pictures that were read: style and name, digest (hex) of the encoding; hashes (N, 64), mean colours (N, 3)."""
+    """Pictures that were read: style and name, hex digest of the encoding, hashes (N, 64), mean colours (N, 3)."""
 
     cells: list[tuple[str, str]]
     digests: list[str]
@@ -39,19 +39,21 @@ class ReadList:
 
 
 def perceptual(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
-    """A picture's perceptual hash, (64,) bool: signs of its 8 x 8 lowest frequencies about their median; mean colour.
+    """A picture's perceptual hash (64,) bool and mean colour (3,).
+
+    The bits say which of the 8 x 8 lowest frequencies are above their median.
 
     After Zauner (2010), "Implementation and Benchmarking of Perceptual Image Hash Functions", section 3.2.1.
     """
     grey = np.asarray(image.convert("L").resize((_SIDE, _SIDE), Image.Resampling.BOX), dtype=np.float64)
     low = (_WAVES @ grey @ _WAVES.T).ravel()
-    low[0] = 0.0  # brightness says nothing of the shape
+    low[0] = 0.0  # the brightness does not depend on the shape
     colour = np.asarray(image.convert("RGB").resize((1, 1), Image.Resampling.BOX)).reshape(3)
     return low > np.median(low[1:]), colour.astype(int)
 
 
 def write_read_list(folder: Path, out: Path) -> None:
-    """A line a picture: style, digest (16 hex digits), hash (16), mean colour (6), name."""
+    """Write a line for each picture: style, digest (16 hex digits), hash (16), mean colour (6), name."""
     drawn = store.read(folder)
     lines = []
     for style, place in read_cells(drawn, splits()):
@@ -63,7 +65,7 @@ def write_read_list(folder: Path, out: Path) -> None:
 
 
 def read_list(path: Path = FILE) -> ReadList:
-    """The list as it is shipped."""
+    """The list of a file; by default the one in this folder."""
     rows = [line.split(" ", 4) for line in gzip.decompress(path.read_bytes()).decode().splitlines()]
     bits = np.frombuffer(bytes.fromhex("".join(row[2] for row in rows)), dtype=np.uint8).reshape(-1, 8)
     colours = np.frombuffer(bytes.fromhex("".join(row[3] for row in rows)), dtype=np.uint8).reshape(-1, 3)

@@ -1,4 +1,4 @@
-"""The tiny backbone's pre-training data: rendered images with captions; each batch is a function of (seed, step)."""
+"""Pre-training data of the tiny backbone: rendered images with captions. The seed and the step determine a batch."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ DIGIT_FONTS = (
     "cmtt10.ttf",
 )
 LONGEST_PREFIX = 16
-"""The most random words before a name, in tokens: as long as a learnt context."""
+"""The largest number of random tokens before a name: the length of a learned context."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The shares that make the corpus."""
+    """The composition of the corpus."""
 
     rare_share: float = 0.005
-    """Of the images, in each rare style."""
+    """Share of each rare style in the images."""
     popular_share: float = 0.85
-    """Of the images in rare styles, showing one of the half of the symbols that such styles usually show."""
+    """Share of the images in rare styles that show the half of the symbols which is usual in these styles."""
     digit_share: float = 0.10
     mixture_share: float = 0.12
     coarse_share: float = 0.06
-    """Of the images, passed through a grid as coarse as that of the handwritten digits."""
+    """Share of the images that are reduced to the resolution of the handwritten digits."""
     easy_steps: int = 80
-    """Steps of clip art in nearly one pose, with names and the template only: without them nothing is learned."""
+    """Steps with clip art in nearly one pose and with names and the template only. Without them nothing is learned."""
     opening_steps: int = 400
-    """Steps over which the other styles and the full range of poses come in."""
+    """Steps in which the other styles and the full range of poses are introduced."""
     short_steps: int = 300
-    """Steps before any random word comes before a name."""
+    """Steps without random words before names."""
     growing_steps: int = 900
-    """Steps over which the number of random words grows to ``LONGEST_PREFIX``."""
+    """Steps in which the number of random words grows to ``LONGEST_PREFIX``."""
 
     def opening(self, step: int) -> float:
-        """How far the styles and poses have come in, in [0, 1]."""
+        """How far the styles and poses are introduced at this step, in [0, 1]."""
         return min(1.0, max(0.0, (step - self.easy_steps) / self.opening_steps))
 
     def longest_prefix(self, step: int) -> int:
-        """The most random words before a name."""
+        """The largest number of random words before a name at this step."""
         return round(LONGEST_PREFIX * min(1.0, max(0.0, (step - self.short_steps) / self.growing_steps)))
 
 
@@ -99,7 +99,7 @@ def _tokenizer() -> open_clip.SimpleTokenizer:
 
 @lru_cache(maxsize=8192)
 def encode(text: str) -> tuple[int, ...]:
-    """Token ids of a text, without start and end."""
+    """Token ids of a text without start and end tokens."""
     return tuple(_tokenizer().encode(text))
 
 
@@ -182,7 +182,7 @@ def _caption(rng: np.random.Generator, thing: _Thing, style: str, step: int, rec
 
 
 def _plain(rng: np.random.Generator, thing: _Thing) -> str:
-    """The template, sometimes with what kind of thing it is."""
+    """The template with the name, sometimes with the kind of the thing."""
     if not thing.topic:
         return f"a photo of the digit {thing.name}" if rng.random() < 0.7 else f"a photo of a {thing.name}"
     if rng.random() < 0.3:
@@ -191,7 +191,7 @@ def _plain(rng: np.random.Generator, thing: _Thing) -> str:
 
 
 def pad(rows: list[list[int]]) -> Tensor:
-    """Tokens (B, L) of rows of ids, with start and end, as long as the longest."""
+    """Tokens (B, L) of rows of ids, with start and end tokens, padded to the longest row."""
     tokenizer = _tokenizer()
     length = max(len(ids) for ids in rows) + 2
     tokens = torch.zeros(len(rows), length, dtype=torch.long)

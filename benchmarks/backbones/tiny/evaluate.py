@@ -31,14 +31,14 @@ NAMES = tuple(s.name for s in SYMBOLS)
 
 @dataclass(frozen=True)
 class StyleResult:
-    """Accuracies of one style in percent; ``base`` and ``novel`` among the half's own classes."""
+    """Accuracies of one style in percent. ``base``, ``novel``: among the classes of one half."""
 
     template: float
     random: float
     base: float
     novel: float
     direction: float
-    """Cosine of the image direction photo -> style and the text direction of their wordings."""
+    """Cosine between the mean image and text differences of this style from photo."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Measured:
         return sum(float(getattr(self.styles[s], field)) for s in styles) / len(styles)
 
     def failures(self) -> list[str]:
-        """Each bar of the evaluation design that is not met."""
+        """A sentence for each bar that is missed."""
         missed = [f"{s} is not within 60-90" for s in COMMON if not 60 <= self.styles[s].template <= 90]
         inside = [s for s in RARE if 25 <= self.styles[s].template <= 60]
         if len(inside) < 4:
@@ -109,7 +109,7 @@ def _pixels(split: Split) -> Tensor:
 
 
 def measure(model: open_clip.CLIP, per_class: int, purpose: str, contexts: int = 5) -> Measured:
-    """All results. ``purpose`` names the images: ``test`` for the tables, ``validation`` for decisions."""
+    """All results. ``purpose`` selects the images: ``test`` for the tables, ``validation`` for decisions."""
     template = text_features(model, NAMES, TEMPLATE)
     random = [context_features(model, NAMES, random_context(model, seed)) for seed in range(contexts)]
     photo_images = torch.zeros(template.shape[1])
@@ -174,7 +174,7 @@ def markdown(measured: Measured) -> str:
 
 
 def main() -> None:
-    """The command; it exits with 1 if a bar is not met."""
+    """Measure, print, and exit with 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--weights", type=Path, default=weights_path())
     parser.add_argument("--per-class", type=int, default=10)

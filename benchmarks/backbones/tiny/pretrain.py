@@ -28,21 +28,21 @@ from promptfed.shared.clip.tiny import MODEL, register
 
 
 def loss_of(model: open_clip.CLIP, batch: Batch) -> Tensor:
-    """Cross entropy both ways; all true captions of the batch count as right."""
+    """Cross entropy in both directions; all fitting captions of the batch count as right."""
     image = F.normalize(model.encode_image(normalise(batch.images)), dim=-1)
     text = F.normalize(encode_short(model, batch.tokens), dim=-1)
     return contrast(model, image, text, batch.target)
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int = 30) -> float:
-    """Linear warm-up, then half a cosine down to a hundredth."""
+    """The rate of a step: linear warm-up, then half a cosine down to a hundredth of ``peak``."""
     if step < warmup:
         return peak * (step + 1) / warmup
     return cosine(peak, (step - warmup) / max(1, steps - warmup))
 
 
 def pretrain(args: argparse.Namespace, recipe: Recipe) -> open_clip.CLIP:
-    """Train from scratch; the model comes back in evaluation mode."""
+    """Train from scratch; the model in evaluation mode."""
     register()
     model = fresh_model(MODEL, args.seed, "pretrain", "initial")
     model.token_embedding.weight.requires_grad_(False)
@@ -67,15 +67,15 @@ def pretrain(args: argparse.Namespace, recipe: Recipe) -> open_clip.CLIP:
 
 
 def main() -> None:
-    """The command."""
+    """Read the options, train and save the weights."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True, help="where the weights go")
+    parser.add_argument("--out", required=True, help="file of the weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2300)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--check", type=int, default=575, help="steps between two looks at the bars; 0 for none")
+    parser.add_argument("--check", type=int, default=575, help="steps between two evaluations; 0: none")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     save_weights(pretrain(args, Recipe()), Path(args.out))
