@@ -23,9 +23,9 @@ def given_settings(settings: type[BaseSettings], program: str, arguments: list[s
     source: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
         settings,
         cli_prog_name=program,
-        cli_parse_args=True if arguments is None else arguments,
         cli_implicit_flags=True,
         cli_kebab_case=True,
         formatter_class=SettingsHelp,
     )
-    return source()
+    source.env_ignore_empty = False  # An option without a value is given, unlike an empty variable.
+    return source(args=True if arguments is None else arguments)()
