@@ -1,10 +1,10 @@
-"""DiPrompT, a reconstruction: a global prompt, one for each candidate domain, and one that tells domains apart.
+"""DiPrompT, a reconstruction: a global prompt, a prompt for each candidate domain, and one that identifies domains.
 
 Bai et al., "DiPrompT: Disentangled Prompt Tuning for Multiple Latent Domain Generalization in Federated Learning", CVPR
-2024, has no code, and its equations could not be read. What is known of it: these three prompts, two alignments by
-which a sample finds its domain without labels, as many domains as one likes, a moving average of the domain prompts,
-an ensemble. What is here fits that; nothing is claimed about the paper's figures. Notation: ``M`` candidate domains, G
-``(m, d_t)``, D_j, Q the prompts, I(x) an image's normalised feature.
+2024, has no code, and its equations could not be read. Known are these three prompts, two alignments by which a sample
+finds its domain without labels, a free number of domains, a moving average of the domain prompts, and an ensemble. This
+implementation follows that description and does not claim to reproduce the paper's figures. Notation: ``M`` candidate
+domains, G ``(m, d_t)``, D_j, Q the prompts, I(x) an image's normalised feature.
 """
 
 from __future__ import annotations

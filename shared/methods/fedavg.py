@@ -1,4 +1,4 @@
-"""FedAvg: the image tower itself is fine-tuned by every client in turn, and the changes averaged."""
+"""FedAvg: every client fine-tunes the image tower itself, and the changes are averaged."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class FedAvg(WeightMethod):
 
     @property
     def adjusts(self) -> bool:
-        """Whether weights follow gaps in loss."""
+        """Whether aggregation weights follow the gaps in loss."""
         return self.hyper.weighting == "ga"
 
     @property
     def disclosures(self) -> tuple[pf.Disclosed, ...]:
-        """And the gap."""
+        """Also discloses the gap."""
         if not self.adjusts:
             return super().disclosures
         text = "how much worse the shared model does than your own last update, on a tenth of your training images"
@@ -70,33 +70,33 @@ class FedAvg(WeightMethod):
     # Server half
 
     def check(self, spec: pf.FederationSpec) -> None:
-        """And FedSR without a linear head."""
+        """Also refuses FedSR without a linear head."""
         if self.hyper.fedsr:
             fedsr.check_options(self.hyper.head, self.hyper.private)
         super().check(spec)
 
     def travelling(self) -> tuple[TensorSpec, ...]:
-        """And FedSR's."""
+        """Also FedSR's tensors."""
         return super().travelling() + (fedsr.MAPS if self.hyper.fedsr else ())
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
-        """And the clients' weights, which nobody is told."""
+        """Also the clients' aggregation weights, which no client receives."""
         return super().state_tensors() + ((WEIGHTS, ROUND) if self.adjusts else ())
 
     def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
-        """And the gap; the state is then no mean by the spec's weights."""
+        """Also sends the gap; the state is then not a mean with the spec's weights."""
         [phase] = super().phases(round, rounds)
         return (replace(phase, up=(*phase.up, GAP), mean=False),) if self.adjusts else (phase,)
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
-        """And FedSR's: its head stands on z."""
+        """Also FedSR's dimensions, whose head has the input z."""
         dims = super().dims(context)
         if self.hyper.fedsr:
             dims |= {"d_f": dims["d_h"], "d_z": self.hyper.d_z, "d_h": self.hyper.d_z}
         return dims | ({"n": len(context.clients)} if self.adjusts else {})
 
     def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
-        """And FedSR's start, and equal weights."""
+        """Also FedSR's start, and equal weights."""
         state, dims = super().initial_state(context, generator), self.dims(context)
         if self.hyper.fedsr:
             state |= fedsr.start(context.seed, dims["classes"], dims["d_f"], dims["d_z"])
@@ -107,7 +107,7 @@ class FedAvg(WeightMethod):
         return state | (generalization.start(context) if self.adjusts else {})
 
     def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
-        """A newcomer counts as the others do on average."""
+        """A newcomer gets the mean weight of the others."""
         return generalization.joined(state, client, context) if self.adjusts else state
 
     def aggregate(

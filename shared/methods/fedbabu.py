@@ -24,7 +24,7 @@ class FedBABUHyper(TowerHyper):
 
 
 class FedBABU(PrivateHeadMethod):
-    """The head is the seeded start for ever, so only the tower trains and travels.
+    """The head stays at its seeded start, so only the tower is trained and exchanged.
 
     Each client classifies with a copy of tower and head that it fine-tunes on its own training images and does not
     keep; one fine-tuning serves all label spaces. Source: Oh et al., "FedBABU", ICLR 2022.
@@ -38,11 +38,11 @@ class FedBABU(PrivateHeadMethod):
 
     @property
     def tuning(self) -> Tuning:
-        """Tower and head, or the head."""
+        """The parts to tune: tower and head, or only the head."""
         return Tuning(self.hyper.finetune, self.hyper.finetune_epochs, self.hyper.finetune_learning_rate)
 
     def check(self, spec: pf.FederationSpec) -> None:
-        """And a rate for a tower that is not fine-tuned."""
+        """Also refuses a rate for a tower that is not fine-tuned."""
         super().check(spec)
         if self.hyper.finetune == "head" and self.hyper.finetune_learning_rate is not None:
             raise pf.MethodError(
@@ -51,7 +51,7 @@ class FedBABU(PrivateHeadMethod):
             )
 
     def start_head(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> LinearHead:
-        """The same for every client with as many classes, and for ever."""
+        """The fixed head, equal for all clients with the same number of classes."""
         return LinearHead.start(context, head_width(context.backbone, self.hyper.projected))
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
@@ -61,5 +61,5 @@ class FedBABU(PrivateHeadMethod):
         return pf.TrainResult(self.sent(tower), {}, {"loss": loss})
 
     def kept(self, tower: TrainedTower, head: Head) -> Tensors:
-        """Nothing."""
+        """No private tensors."""
         return {}

@@ -53,7 +53,7 @@ class FedPLOT(pf.SharedContextMethod):
 
     @property
     def plans(self) -> Transport:
-        """How plans are made."""
+        """The settings of the transport plans."""
         hyper = self.hyper
         return Transport(hyper.transport, 1.0, hyper.epsilon, hyper.iterations, hyper.threshold, hyper.pooled_weight)
 

@@ -220,7 +220,7 @@ class PFedPG(pf.Method):
         return PARAMETERS[self.hyper.generator]
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
-        """Generator, basis, descriptors and their optimizer's state; clients see none of it."""
+        """Generator, basis, descriptors and their optimizer's state; clients receive none of them."""
         shapes: dict[str, tuple[str, ...]] = dict(self._learned)
         if self.hyper.generator_optimizer == "adam":
             shapes |= {kind + name: shape for kind in (MEAN, SQUARE) for name, shape in self._learned.items()}
@@ -280,7 +280,7 @@ class PFedPG(pf.Method):
         return moments | steps
 
     def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
-        """A row for the newcomer where its name stands: the mean descriptor, and no optimizer steps yet."""
+        """Insert a row for the newcomer at the place of its name: the mean descriptor, without optimizer steps."""
         at = row_of(client.name, context)
         rows = {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] == DESCRIPTORS}
         joined = {}

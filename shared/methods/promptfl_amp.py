@@ -1,4 +1,4 @@
-"""Prompt+AMP: each client gets a mixture of all contexts, in which those like its own count most (FedAMP, for prompts).
+"""Prompt+AMP: each client gets a mixture of all contexts, weighted by similarity to its own (FedAMP for prompts).
 
 Source: Huang et al., "Personalized Cross-Silo Federated Learning on Non-IID Data" (FedAMP, HeurFedAMP), AAAI 2021.
 Notation: w_i the last context of client i as one vector, u_i the mixture that it is sent, ``a`` contexts in all.

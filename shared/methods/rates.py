@@ -1,4 +1,4 @@
-"""Learning rates by method and backbone, where a sweep has found one: a paper's rate is for the paper's backbone.
+"""Swept learning rates by method and backbone, since a paper's rate is for the paper's backbone.
 
 Chosen on held-out training images of small sites (symbols in rare styles, signs, emoji, digits), by the mean over them,
 at the defaults of everything else; docs/reference/methods.md has the figures.

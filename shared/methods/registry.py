@@ -1,4 +1,4 @@
-"""The methods by name: promptfed's own, and those that installed packages bring."""
+"""The methods by name: promptfed's own, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("promptfed.methods")
 
 
 class UnusableMethod(KeyError):
-    """A package brings a method of this name that cannot be used; the text says which package, why, and what to do."""
+    """A package's method cannot be used; the text names the package, the reason and a remedy."""
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -7,7 +7,7 @@ from promptfed.shared.methods.core.weights import HeadHyper, WeightMethod
 
 
 class SingleSetFull(WeightMethod):
-    """The local baseline of pFedPG's tables; it starts where `fedavg` starts, so the two differ by sharing alone."""
+    """The local baseline of pFedPG's tables. It starts like `fedavg`, so the two differ only in sharing."""
 
     name = "singleset_full"
     summary = "Each client fine-tunes the image tower for itself and never shares it."
@@ -27,9 +27,9 @@ class SingleSetFull(WeightMethod):
 
     @property
     def private_kinds(self) -> tuple[str, ...]:
-        """All that is trained."""
+        """All trained kinds."""
         return self.kinds
 
     def check(self, spec: pf.FederationSpec) -> None:
-        """Only what cannot be trained."""
+        """Refuses only options that cannot be trained."""
         self.check_options(spec)

@@ -12,7 +12,7 @@ from promptfed.shared.tensors import Tensors, TensorSpec
 
 
 class SingleSetVPT(VisualPromptMethod):
-    """The local baseline of pFedPG's tables; it starts where `fedvpt` starts, so the two differ by sharing alone."""
+    """The local baseline of pFedPG's tables. It starts like `fedvpt`, so the two differ only in sharing."""
 
     name = "singleset_vpt"
     summary = "Each client trains visual prompts of its own and never shares them."

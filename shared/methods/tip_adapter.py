@@ -1,4 +1,4 @@
-"""Tip-Adapter: zero-shot logits, and a cache of a client's own training features that votes for its labels.
+"""Tip-Adapter: zero-shot logits plus votes of a cache of the client's labelled training features.
 
 Nothing is trained by gradients and nothing travels. Notation: keys F ``(N, d_e)`` normalised features of training
 images, values Y one-hot labels, I an image's normalised feature, a and b the weight and the sharpness of the votes.
@@ -59,7 +59,7 @@ class Cache:
 
 
 class TipAdapter(pf.Method):
-    """Each client keeps its own keys; who has none classifies zero-shot."""
+    """Each client stores its own keys; clients without keys classify zero-shot."""
 
     name = "tip_adapter"
     summary = "No training: zero-shot logits and votes of the client's own training features, which never leave it."

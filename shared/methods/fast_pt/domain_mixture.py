@@ -1,4 +1,4 @@
-"""Domain-aware prompt generation: the text of each image comes of the domain prompts that its domain looks like.
+"""Domain-aware prompt generation: each image's text uses a mixture of the prompts of its likely domains.
 
 g = softmax φ(I(x)) over the domains whose prompt is there, P^N = Σ_k g_k·P^D_k, logits τ⁻¹·I(x)·T([P^G, P^N, y]).
 ``hard`` takes the likeliest domain alone, so that one text pass per domain serves all images; ``soft`` takes a text
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 WEIGHT = TensorSpec("classifier_weight", ("n", "d_e"))
 BIAS = TensorSpec("classifier_bias", ("n",))
-DOMAINS = TensorSpec("domains", ("n",), "int64")  # whose each row is
+DOMAINS = TensorSpec("domains", ("n",), "int64")  # the domain of each row
 
 Mixture = Literal["hard", "soft"]
 CPU_ROWS = 2_048  # rows of the text tower that a soft mixture computes at once: more fall out of a CPU's cache
-ROWS = 32_768  # elsewhere, where small batches leave the device idle
+ROWS = 32_768  # on other devices, which small batches leave idle
 
 
 def has_rows(state: Tensors) -> bool:
-    """Whether φ and whose its rows are can be read from ``state``."""
+    """Whether ``state`` contains φ and the domains of its rows."""
     specs = (WEIGHT, BIAS, DOMAINS)
     given = [(spec, state[spec.name]) for spec in specs if spec.name in state]
     fitting = [
@@ -50,7 +50,7 @@ def rows_for(state: Tensors, keys: list[int]) -> Tensors:
 
 
 def one_of(updates: list[pf.ClientUpdate], combine: pf.Combine) -> Tensors:
-    """What stands for the clients of one domain: the only one's tensors, or what the rule makes of several."""
+    """The tensors of one domain: those of its only client, or the result of the rule for several clients."""
     if len(updates) == 1:
         return dict(updates[0].tensors)
     total = sum(update.weight for update in updates)

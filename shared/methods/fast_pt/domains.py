@@ -1,4 +1,4 @@
-"""Domains as a method knows them: by what their descriptions say, whoever holds their images."""
+"""Domains, identified by the wording of their descriptions and not by the clients that hold the images."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ OF_DOMAIN_PROMPTS = (
     pf.Disclosed("sites", "this client's own domain prompt as it trained it, after the last round, with whose it is"),
     pf.Disclosed("operator", "mixtures of image features: the domain classifier's gradients are sums of them"),
 )
-SPECIAL = 2  # tokens of every text that are no words: its start and its end
+SPECIAL = 2  # tokens of every text besides words: start and end
 
 
 def wording(description: str) -> str:
-    """A domain's description but for case, spacing and a full stop, which set no domain apart."""
+    """A domain's description without case, spacing and full stop, which do not distinguish domains."""
     return " ".join(description.casefold().split()).rstrip(" .")
 
 
 def domain_key(description: str) -> int:
-    """A domain as 63 bits of its wording's SHA-256: what tensors say for a description."""
+    """A domain as 63 bits of its wording's SHA-256, which represent the description in tensors."""
     return int.from_bytes(hashlib.sha256(wording(description).encode()).digest()[:8], "big") >> 1
 
 
 def own_domain(context: pf.ClientContext) -> Domain:
-    """The client's domain. Raises MethodError where its data declares none."""
+    """The client's domain. Raises MethodError if its data declare none."""
     if context.domain is None:
         raise pf.MethodError(f"client {context.client!r} has no domain description, which FaST-PT starts from")
     return context.domain
@@ -92,9 +92,9 @@ def check_description(
 
 
 def _check_length(description: str, shape: pf.BackboneShape) -> None:
-    """Others' texts are made of it: what can fit no text tower of this kind is refused before it is theirs.
+    """Refuse a description that is too long for every text tower of this kind, since other clients use it in texts.
 
-    Only tokens tell whether it does fit, and the coordinator has none; each word is one at least.
+    The exact length needs a tokenizer, which the coordinator does not have; each word is at least one token.
     """
     words, room = len(description.split()), shape.context_length
     if len(description) > DESCRIPTION or (room is not None and words > room - SPECIAL):
@@ -104,7 +104,7 @@ def _check_length(description: str, shape: pf.BackboneShape) -> None:
 
 
 def fits(domain: Domain, context: pf.ClientContext) -> bool:
-    """Whether the texts of a peer's domain fit into the text tower: one site's long words must not stop the others."""
+    """Whether the texts of a peer's domain fit into the text tower; long words of one site must not stop the others."""
     try:
         pf.template_features(context.backbone, domain.description, context.for_training().class_names)
     except BackboneError:
