@@ -89,6 +89,7 @@ class Examination:
     trouble: ClientError | None = None
     checks: list[Check] = field(default_factory=list)
     disclosure: Disclosure | None = None
+    policy: Policy | None = None
 
     @classmethod
     def of(cls, backbone: BackboneSpec, **options: Any) -> Examination:
@@ -114,6 +115,9 @@ class Examination:
         """Look at everything."""
         self.checks += [check_versions(), check_device(self.settings.device), check_disk(self.folder)]
         source = self._source()
+        path = self.settings.policy_file
+        read = None if path is None else self._try("policy", lambda: read_policy(path))
+        self.policy = read[0] if read is not None else None
         info = self._federation()
         backbone = self._backbone(info)
         if info is not None:
@@ -155,8 +159,7 @@ class Examination:
     def _ask(self, token_file: Path) -> EnrolmentInfo:
         if self.trouble is not None:
             raise self.trouble
-        settings, token = self.settings, read_token(token_file, "enrolment token")
-        policy = read_policy(settings.policy_file)[0] if settings.policy_file is not None else None
+        settings, token, policy = self.settings, read_token(token_file, "enrolment token"), self.policy
 
         async def ask() -> tuple[EnrolmentInfo, float | None]:
             async with open_http(settings) as http:
@@ -205,11 +208,9 @@ class Examination:
 
     def _policy(self, info: EnrolmentInfo, source: Source) -> None:
         """A line for every rule of the site's policy, and for the privacy budget."""
-        path, settings = self.settings.policy_file, self.settings
-        read = None if path is None else self._try("policy", lambda: read_policy(path))
-        if path is not None and read is None:
-            return
-        policy = read[0] if read is not None else None
+        settings, policy = self.settings, self.policy
+        if settings.policy_file is not None and policy is None:
+            return  # It cannot be read.
         if policy is not None:
             offended = {failure.kind: str(failure) for failure in refusals(policy, site_facts(info, settings, source))}
             for name in RULES:

@@ -69,8 +69,8 @@ MUTANTS = (
     Mutant(
         "private tensors outside the norm",
         "shared/methods/fedpgp.py",
-        "final = train(context, [shared, *adaptation.values()], loss, objective=Objective(units, common))",
-        "final = train(context, [shared], loss, objective=Objective(\n"
+        "final = pf.train(context, [shared, *adaptation.values()], loss, objective=pf.Objective(units, common))",
+        "final = pf.train(context, [shared], loss, objective=pf.Objective(\n"
         "            lambda copies, rows: units([*copies, *(one.expand(len(rows), *one.shape) for one in "
         "adaptation.values())], rows)))",
         MECHANISM,
@@ -120,16 +120,16 @@ MUTANTS = (
     Mutant(
         "receipts are believed unsigned",
         "client_service/privacy/payloads.py",
-        'if one.identity_key != own and is_signed(key, signature, "receipt", body):',
-        "if one.identity_key != own:",
+        'if receipt.identity_key != own and is_signed(key, signature, "receipt", body)',
+        "if receipt.identity_key != own",
         PAYLOADS,
         "others_must_have_signed",
     ),
     Mutant(
         "one's own receipt counts",
         "client_service/privacy/payloads.py",
-        'if one.identity_key != own and is_signed(key, signature, "receipt", body):',
-        'if is_signed(key, signature, "receipt", body):',
+        'if receipt.identity_key != own and is_signed(key, signature, "receipt", body)',
+        'if is_signed(key, signature, "receipt", body)',
         PAYLOADS,
         "ones_own_signature",
     ),
