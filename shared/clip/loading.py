@@ -33,9 +33,7 @@ def load_backbone(
     allow_unregistered: bool = False,
     weights_file: Path | None = None,
 ) -> Backbone:
-    """Load the frozen backbone `model` of open_clip or timm with the weights `pretrained`.
-
-    Checkpoints are read as safetensors or with `weights_only`.
+    """Load the frozen backbone `model` of open_clip or timm, as safetensors or with `weights_only`.
 
     Args:
         model: a name of open_clip's registry, or such a model's name on the Hugging Face hub, for example
@@ -44,8 +42,7 @@ def load_backbone(
             `timm:name`, a plain vision transformer without text.
         pretrained: a tag of that model, `embedded` for promptfed's own weights, None or "random" for random weights
             (always the same); with `allow_unregistered` also a checkpoint file.
-        weights_file: a file, or a folder with one, that replaces a download. It holds weights of open_clip or of a CLIP
-            model of the transformers library.
+        weights_file: a file, or a folder with one, that replaces a download: of open_clip, or of transformers' CLIP.
         precision: fp32, fp16 or bf16.
 
     Raises:

@@ -97,7 +97,7 @@ def test_the_documented_look_at_it(finished: Finished, tmp_path: Path) -> None:
     )
     assert len(lines) == 2
     assert done.returncode == 0, done.stderr
-    assert "finished" in done.stdout
+    assert f"Accuracy after round {finished.federation['round']}" in done.stdout
 
 
 def test_every_site_gains_the_unseen_one_too(finished: Finished) -> None:
