@@ -36,17 +36,15 @@ def load_backbone(
     """Load the frozen backbone `model` of open_clip or timm, as safetensors or with `weights_only`.
 
     Args:
-        model: a name of open_clip's registry, or such a model's name on the Hugging Face hub, for example
-            `openai/clip-vit-base-patch16`, which includes its weights; `promptfed-tiny` or `promptfed-emoji`. With
-            `allow_unregistered` also `hf-hub:owner/name` or `local-dir:path`, which include their weights, and
-            `timm:name`, a plain vision transformer without text.
-        pretrained: a tag of that model, `embedded` for promptfed's own weights, None or "random" for random weights
-            (always the same); with `allow_unregistered` also a checkpoint file.
+        model: a name of open_clip's registry, or such a model's name on the Hugging Face hub, which includes its
+            weights; `promptfed-tiny` or `promptfed-emoji`. With `allow_unregistered` also `hf-hub:owner/name` or
+            `local-dir:path`, which include their weights, and `timm:name`, a plain vision transformer without text.
+        pretrained: a tag of that model; `embedded`; None or "random" for random weights, always the same; with
+            `allow_unregistered` also a checkpoint file.
         weights_file: a file, or a folder with one, that replaces a download: of open_clip, or of transformers' CLIP.
         precision: fp32, fp16 or bf16.
 
-    Raises:
-        BackboneError: the backbone cannot be loaded; the text gives the reason.
+    Raises BackboneError if it cannot be loaded; the text gives the reason.
     """
     if precision not in PRECISIONS:
         raise BackboneError(f"Unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}.")
