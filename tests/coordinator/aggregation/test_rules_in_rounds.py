@@ -104,7 +104,7 @@ def test_an_inflated_number_of_samples_weighs_no_more_than_the_cap(coordinator: 
 def test_a_rule_that_cannot_be_is_refused_at_creation(coordinator: InThread) -> None:
     for method, aggregation, path, says in (
         ("promptfl", {"rule": "krum"}, "aggregation", "needs at least 5 updates"),
-        ("pfedpg", {"rule": "median"}, "aggregation", "pfedpg makes of"),
+        ("pfedpg", {"rule": "median"}, "aggregation", "pfedpg does not combine its updates by a mean"),
         ("promptfl", {"rule": "median", "tolerate": 0.1}, "aggregation.tolerate", "takes none"),
     ):
         raw = spec() | {"method": {"name": method}, "aggregation": aggregation}
