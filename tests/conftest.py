@@ -44,6 +44,14 @@ LONG = (
     "test_method_package.py",
     "test_wheel.py",
     "test_process.py",
+    # These need hundreds of megabytes: they run while a process holds little else.
+    "test_exports.py",
+    "test_augmentation.py",
+    "test_client_level.py",
+    "test_plan_attack.py",
+    "test_secret_participation.py",
+    "test_restored.py",
+    "test_protection.py",
 )
 
 

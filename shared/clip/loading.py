@@ -49,14 +49,14 @@ def load_backbone(
     if precision not in PRECISIONS:
         raise BackboneError(f"Unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}.")
     _check_device(device)
-    _check_file(weights_file, model)
+    own_weights = _own_weights(weights_file, model)  # before a model is built
     if model.startswith("timm:"):
         return load_timm(model, pretrained, precision=precision, device=device, allow_unregistered=allow_unregistered)
     import open_clip
 
     model, pretrained = known_as(model, pretrained)
-    random = pretrained in (None, "random") and weights_file is None
-    if weights_file is not None:
+    random = pretrained in (None, "random") and own_weights is None
+    if own_weights is not None:
         model, weights, options = _with_file(model, pretrained)
     else:
         model, weights, options = _weights_of(model, pretrained, random, allow_unregistered)
@@ -65,8 +65,8 @@ def load_backbone(
         built = _create(open_clip, model, weights, random, precision, device, options)
         if model in EMBEDDED and not random:
             built.load_state_dict(embedded_weights(model))
-        if weights_file is not None:
-            load_into(built, weights_in(weights_file), model)
+        if own_weights is not None:
+            load_into(built, own_weights, model)
     if options.get("force_quick_gelu"):
         config["quick_gelu"] = True
     tag = None if random else pretrained
@@ -76,9 +76,13 @@ def load_backbone(
     return backbone
 
 
-def _check_file(weights_file: Path | None, model: str) -> None:
-    if weights_file is not None and (":" in model or model in EMBEDDED):
+def _own_weights(weights_file: Path | None, model: str) -> Path | None:
+    """The file that replaces a download, if one is given. Raises BackboneError if it is absent or not for `model`."""
+    if weights_file is None:
+        return None
+    if ":" in model or model in EMBEDDED:
         raise BackboneError(f"A file of weights is for models of open_clip, not for {model!r}: leave it out.")
+    return weights_in(weights_file)
 
 
 def _weights_of(
