@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import resource
@@ -110,7 +109,6 @@ def pytest_testnodedown(node: Any) -> None:
 def memory_is_given_back() -> Iterator[None]:
     """Workers run hundreds of modules: what one leaves free in the C library's heap goes back to the system."""
     yield
-    gc.collect()
     malloc.give_back()
 
 

@@ -113,20 +113,25 @@ def _in_a_thread(run: Coroutine[Any, Any, FederationResult]) -> FederationResult
     loop = asyncio.new_event_loop()
     task = loop.create_task(run)
 
-    def target() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.run(asyncio.wait({task}))
+    ended = threading.Event()
 
-    thread = threading.Thread(target=target, name="simulation", daemon=True)
-    thread.start()
+    def target() -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(asyncio.wait({task}))
+        finally:
+            ended.set()
+
+    threading.Thread(target=target, name="simulation", daemon=True).start()
     try:
-        while thread.is_alive():
-            # Short waits: a signal that arrives in another thread is handled only between two of them.
-            thread.join(HEAR_SECONDS)
+        # Short waits: a signal that arrives in another thread is handled only between two of them. Not Thread.join:
+        # Python 3.11 takes a thread for ended if a signal arrives in it.
+        while not ended.wait(HEAR_SECONDS):
+            pass
     except KeyboardInterrupt:
         with suppress(RuntimeError):  # the loop has just ended
             loop.call_soon_threadsafe(task.cancel)
-        thread.join(LEAVE_SECONDS)
+        ended.wait(LEAVE_SECONDS)
         raise
     return task.result()
 

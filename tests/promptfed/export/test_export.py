@@ -247,7 +247,7 @@ def test_a_damaged_export_is_refused(coordinator: InThread, backbone: Backbone, 
     (folder / "card.json").write_text("{}")
     with pytest.raises(CommandError, match="damaged"):
         read_export(folder)
-    with pytest.raises(CommandError, match="no export"):
+    with pytest.raises(CommandError, match="not a promptfed export"):
         read_export(tmp_path)
 
 
@@ -336,7 +336,7 @@ def test_what_cannot_be_predicted_with_is_said_in_one_line(command: Command, tmp
         ([str(image), "--federation", "promptfl", "--classes", "sun", "--data", "digits"], Exit.BAD_INPUT, "give one"),
         ([str(image), "--federation", "promptfl", "--data", "nowhere:x"], Exit.BAD_INPUT, "nowhere"),
         ([str(image), "--federation", "pfedpg"], Exit.BAD_INPUT, "each client keeps to itself"),
-        ([str(image), "--export", str(tmp_path)], Exit.BAD_INPUT, "no export"),
+        ([str(image), "--export", str(tmp_path)], Exit.BAD_INPUT, "not a promptfed export"),
     ):
         done = command("predict", *arguments)
         assert (done.exit_code, why in done.stderr) == (code, True), done.stderr
