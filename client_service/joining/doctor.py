@@ -149,6 +149,10 @@ class Examination:
             advice = "give --coordinator, --federation, --enrolment-token-file"
             self.checks.append(Check("coordinator", "warn", "not asked", advice))
             return None
+        if self.settings.policy_file is not None and self.policy is None:
+            # It may forbid this coordinator.
+            self.checks.append(Check("coordinator", "warn", "not asked", "the site's policy cannot be read"))
+            return None
         token_file = self.settings.enrolment_token_file
         if "federation" in self.missing or token_file is None:
             advice = "give --federation and --enrolment-token-file with it"
@@ -209,8 +213,6 @@ class Examination:
     def _policy(self, info: EnrolmentInfo, source: Source) -> None:
         """A line for every rule of the site's policy, and for the privacy budget."""
         settings, policy = self.settings, self.policy
-        if settings.policy_file is not None and policy is None:
-            return  # It cannot be read.
         if policy is not None:
             offended = {failure.kind: str(failure) for failure in refusals(policy, site_facts(info, settings, source))}
             for name in RULES:

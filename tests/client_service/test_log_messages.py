@@ -57,6 +57,17 @@ def test_events_for_programs(caplog: pytest.LogCaptureFixture) -> None:
     assert [(one["event"], one["facts"]) for one in told] == [(event, dict(facts)) for event, facts in COURSE]
 
 
+def test_a_traceback_that_another_handler_has_formatted_is_cleaned_too() -> None:
+    try:
+        raise ValueError("colour \x1b[31m")
+    except ValueError as error:
+        record = logging.makeLogRecord(
+            {"msg": "failed", "levelno": logging.ERROR, "levelname": "ERROR", "exc_info": (type(error), error, None)}
+        )
+    assert "\x1b" in logging.Formatter().format(record)  # keeps its text in the record
+    assert "\x1b" not in EventTextLines("%(message)s").format(record)
+
+
 def test_a_plain_message_stays_what_it_is() -> None:
     record = logging.makeLogRecord({"msg": "api %s", "args": ("http://127.0.0.1:1",), "levelno": logging.INFO})
     assert EventTextLines("%(message)s").format(record) == "api http://127.0.0.1:1"

@@ -19,7 +19,9 @@ from cryptography.x509.oid import NameOID
 from pydantic import ValidationError
 
 from promptfed.client_service.http.coordinator_client import http_to
+from promptfed.client_service.joining.doctor import Examination
 from promptfed.coordinator.settings import Settings
+from promptfed.shared.spec.spec import BackboneSpec
 from promptfed.testing.clients import ScriptedClient, bearer, content_digest, enrolment, secret_of, spec
 from tests.support.both_ways import Switch, seen
 from tests.support.coordinators import TIMEOUT, InThread
@@ -166,6 +168,18 @@ def test_the_client_service_shows_its_own(coordinator: InThread, authority: Auth
 
     assert asyncio.run(ask(authority.sign("c"))) == 200
     assert asyncio.run(ask(None)) == 403
+
+
+def test_the_doctor_shows_the_clients_own(coordinator: InThread, authority: Authority, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(coordinator.token("eyes"))
+    about = {"coordinator": coordinator.url, "federation": "eyes", "enrolment_token_file": token}
+    verdicts = {}
+    for name, own in (("with", {"client_cert": authority.sign("d")}), ("without", {})):
+        examination = Examination.of(BackboneSpec(), **about, ca_file=authority.file, **own)
+        examination._federation()
+        verdicts[name] = {check.name: check.verdict for check in examination.checks}["coordinator"]
+    assert verdicts == {"with": "pass", "without": "fail"}
 
 
 def test_certificates_are_not_asked_for_without_tls(tmp_path: Path) -> None:

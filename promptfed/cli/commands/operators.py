@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from promptfed.cli.app import app
-from promptfed.cli.commands.tokens import show_minted
+from promptfed.cli.commands.tokens import good_until, show_minted
 from promptfed.cli.common import Api, AskedLater, Json
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
@@ -42,7 +42,7 @@ def list_operators(api: Api, as_json: Json = False) -> None:
         print_json([operator for page in pages for operator in page.json["operators"]])
         return
     views = [view for page in pages for view in page.view.operators]
-    rows = [[view.name, view.role, view.expires_at.isoformat(timespec="seconds"), view.id] for view in views]
+    rows = [[view.name, view.role, good_until(view), view.id] for view in views]
     console.print(table(None, ["operator", "role", "good until", "token"], rows))
 
 

@@ -14,7 +14,7 @@ from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import write_private
 from promptfed.sdk.output import console, print_json, table, tell
-from promptfed.shared.api.access_schemas import TokenView
+from promptfed.shared.api.access_schemas import OperatorView, TokenView
 
 COLUMNS = ["token", "for", "used", "good until", "clients"]
 
@@ -54,6 +54,11 @@ def show_minted(minted: dict[str, str], out: Path | None, as_json: bool) -> None
     tell(as_json, minted, text)
 
 
+def good_until(view: TokenView | OperatorView) -> str:
+    """The time at which a token expires, and whether it has expired."""
+    return view.expires_at.isoformat(timespec="seconds") + (", expired" if view.expired_at else "")
+
+
 def _list(api: Coordinator, federation: str, as_json: bool) -> None:
     pages = api.run(operations.list_tokens(federation))
     if as_json:
@@ -68,6 +73,6 @@ def _row(view: TokenView) -> list[str]:
         view.name,
         view.client or view.role or "any role",
         f"{used}, closed" if view.closed else used,
-        view.expires_at.isoformat(timespec="seconds") + (", expired" if view.expired_at else ""),
+        good_until(view),
         ", ".join(view.clients[:5]) + (f" and {len(view.clients) - 5} more" if len(view.clients) > 5 else ""),
     ]

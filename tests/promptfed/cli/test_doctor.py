@@ -126,6 +126,7 @@ def test_a_policy_is_compared_with_the_federation(
     done = doctor(*joining(coordinator, token, pets, policy=policy), "--json")
     assert done.exit_code == Exit.BAD_INPUT
     assert verdicts(done)["policy"] == "fail"
+    assert verdicts(done)["coordinator"] == "warn", "it is not asked: the policy may forbid it"
 
 
 @pytest.mark.usefixtures("loaded")

@@ -23,40 +23,34 @@ from promptfed.shared.privacy.accounting import Event, epsilon_of
 
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=2&client={}"
 
+SPEC = {
+    "name": "planned",
+    "method": {"name": "promptfl"},
+    "rounds": 25,
+    "training": {"batch_size": 80},
+    "privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 2.0},
+}
+
 
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments))
 
 
 def test_a_plan_says_what_a_federation_will_cost_each_size_of_client(tmp_path: Path) -> None:
-    spec = {
-        "name": "planned",
-        "method": {"name": "promptfl"},
-        "rounds": 25,
-        "training": {"batch_size": 80},
-        "privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 2.0},
-    }
-    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    (tmp_path / "spec.json").write_text(json.dumps(SPEC))
     done = run("privacy", "plan", str(tmp_path / "spec.json"), "--samples", "800", "--json")
     assert done.exit_code == 0, done.output
     (one,) = json.loads(done.stdout.splitlines()[-1])["clients"]
     assert (one["delta"], one["sampling"], one["steps"], one["noise"]) == (1e-4, 0.1, 250, 2.0)
     assert one["epsilon"] == pytest.approx(3.25, abs=0.01)  # the table of the documentation
-    plain = {key: value for key, value in spec.items() if key != "privacy"}
+    plain = {key: value for key, value in SPEC.items() if key != "privacy"}
     (tmp_path / "spec.json").write_text(json.dumps(plain))
     refused = run("privacy", "plan", str(tmp_path / "spec.json"), "--samples", "800")
     assert (refused.exit_code, "not protected" in refused.stderr) == (Exit.BAD_INPUT, True)
 
 
 def test_a_plan_adds_what_the_ledger_of_the_data_has_spent(tmp_path: Path) -> None:
-    spec = {
-        "name": "planned",
-        "method": {"name": "promptfl"},
-        "rounds": 2,
-        "training": {"batch_size": 80},
-        "privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 2.0},
-    }
-    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    (tmp_path / "spec.json").write_text(json.dumps(SPEC))
     ledger = Ledger(tmp_path / "ledger.jsonl", "eyes")
     ledger.open(1e-5)
     about = {"federation_id": "a", "coordinator": "http://x", "round": 1, "phase": "train", "task_id": "t"}
