@@ -170,7 +170,10 @@ def _short(value: Any) -> str:
 
 @dataclass
 class Agreement:
-    """The consent of one client, on its disk; every task passes `expect`, and every answer is noted before it goes."""
+    """The consent of one client. Every task passes `expect`, and every answer is noted before it is sent.
+
+    Consent and notes are on the client's disk, unless no other process will continue with its folder.
+    """
 
     state: PrivateState
     consent: Consent
@@ -202,7 +205,7 @@ class Agreement:
 
     @classmethod
     def made(cls, state: PrivateState, terms: AgreedTerms) -> Agreement:
-        """A new consent, on the disk when this returns. What was sent under an earlier one stays counted."""
+        """A new consent. What was sent under an earlier one stays counted."""
         sent = _sent_so_far(state).model_copy(update={"restores": 0})
         agreement = cls(state, Consent(terms=terms, agreed_at=datetime.now(UTC)), sent)
         agreement._note(sent)
@@ -305,7 +308,7 @@ class Agreement:
         return task.round < sent.round or (task.round == sent.round and _key(task) in sent.settled)
 
     def note_sending(self, task: Task) -> None:
-        """Count an answer that is about to leave, on the disk before it does."""
+        """Count an answer before it is sent."""
         before, key = self.sent, _key(task)
         back = self.goes_back(task)
         fresh = back or task.round > before.round
@@ -329,11 +332,15 @@ class Agreement:
 
     def _change(self, **changes: Any) -> None:
         self.consent = self.consent.model_copy(update=changes)
-        self.state.write_as(FILE, self.consent)
+        self._write(FILE, self.consent)
 
     def _note(self, sent: SentAnswers) -> None:
         self.sent = sent
-        self.state.write_as(ANSWERS, sent)
+        self._write(ANSWERS, sent)
+
+    def _write(self, file: str, value: Message) -> None:
+        if self.state.resumable:
+            self.state.write_as(file, value)
 
 
 def _key(task: Task) -> str:

@@ -92,6 +92,7 @@ class PrivateState:
 
     An ``ephemeral`` one is for a client that is not restarted after a crash. It is neither locked nor synced, so that a
     process can hold a thousand of them. With ``synced`` it is synced all the same, so that another process can go on.
+    ``resumable``: whether another process may continue with this folder.
 
     Raises:
         ClientError: STATE where the folder is in use, unusable or damaged.
@@ -99,7 +100,8 @@ class PrivateState:
 
     def __init__(self, folder: Path, ephemeral: bool = False, synced: bool = False):
         self.folder = folder
-        self._disk = Disk(synced=synced or not ephemeral)
+        self.resumable = synced or not ephemeral
+        self._disk = Disk(synced=self.resumable)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)  # also where it was there before: nobody else reads a client's private state

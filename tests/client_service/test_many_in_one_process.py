@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.privacy.agreement import ANSWERS, FILE
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.methods.core.interface.base import ClientContext, TrainResult
@@ -57,6 +58,18 @@ def test_an_ephemeral_worker_keeps_nothing_for_predictions(
     ordinary = make_worker(make_coordinator(rounds=1), settings=_elsewhere(settings, "ordinary"))
     assert asyncio.run(ordinary.run()) is Exit.OK
     assert ordinary.predictor.served is not None
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_consent_is_written_only_where_another_process_may_read_it(
+    resumable: bool, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
+) -> None:
+    worker = make_worker(make_coordinator(rounds=1), ephemeral=True, synced=resumable)
+    assert asyncio.run(worker.run()) is Exit.OK
+    assert worker.work is not None
+    assert worker.work.agreement.sent.sent, "answers are counted all the same"
+    notes = {name for name in (FILE, ANSWERS) if (settings.state_dir / name).exists()}
+    assert notes == ({FILE, ANSWERS} if resumable else set())
 
 
 def _elsewhere(settings: Settings, name: str) -> Settings:
