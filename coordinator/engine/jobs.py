@@ -264,7 +264,9 @@ def _are_the_same(first: Tensors, second: Tensors) -> bool:
 def _serve(change: Change, made: dict[str, OpenTask]) -> None:
     tasks = {name: made.get(task.id, task) for name, task in change.federation.tasks.items()}
     change.federation = replace(change.federation, tasks=tasks)
-    unserved = (TaskRow.federation_id == change.federation.id, TaskRow.payload_sha256.is_(None))
+    asked = {(task.round, task.step) for task in made.values()}  # one stage: what is open together opens together
+    phases = [queries.phase_at(change.session, change.federation.id, *place) for place in asked]
+    unserved = (TaskRow.phase_id.in_([phase.id for phase in phases if phase]), TaskRow.payload_sha256.is_(None))
     rows = change.session.execute(select(TaskRow.id, TaskRow.client, TaskRow.phase_id).where(*unserved))
     served = [row for row in rows if row.id in made]
     payloads = {row.id: (str(made[row.id].payload_sha256), made[row.id].payload_bytes) for row in served}

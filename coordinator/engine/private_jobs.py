@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import func, select, tuple_
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state, secure_sums
@@ -29,15 +29,17 @@ def terms_of(session: Session, federation: Federation, row: PhaseRow) -> NoiseTe
     clip, follows = privacy.clip, None
     if privacy.adaptive_clip is not None:
         follows = adapted(federation.spec, row.expected or 1.0)
-        before = [phase for phase in _noised(session, federation) if (phase.round, phase.step) < (row.round, row.step)]
-        clip = (before[-1].measured or {})["privacy"]["next_clip"] if before else clip
+        before = _noised_before(session, row)
+        clip = (before.measured or {})["privacy"]["next_clip"] if before is not None else clip
     return NoiseTerms(clip, privacy.noise_multiplier, row.expected, bytes.fromhex(row.noise_key), follows)
 
 
-def _noised(session: Session, federation: Federation) -> list[PhaseRow]:
-    """The phases whose noised sums are committed, in order."""
-    mine = (PhaseRow.federation_id == federation.id, PhaseRow.id.in_(select(StateRow.phase_id)))
-    return list(session.scalars(select(PhaseRow).where(*mine).order_by(PhaseRow.round, PhaseRow.step)))
+def _noised_before(session: Session, row: PhaseRow) -> PhaseRow | None:
+    """The last phase before that of ``row`` whose noised sum is committed."""
+    earlier = tuple_(PhaseRow.round, PhaseRow.step) < (row.round, row.step)
+    query = select(PhaseRow).join(StateRow, StateRow.phase_id == PhaseRow.id)
+    query = query.where(PhaseRow.federation_id == row.federation_id, earlier)
+    return session.scalars(query.order_by(PhaseRow.round.desc(), PhaseRow.step.desc()).limit(1)).one_or_none()
 
 
 def released(session: Session, federation: Federation) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Select, func, select, true, update
+from sqlalchemy import Select, select, true, update
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Federation
@@ -121,9 +121,14 @@ def _kept_from(federation: Federation) -> int:
 
 
 def _retire_rows(session: Session, id: str, bound: int) -> Iterable[str]:
-    last = session.scalar(select(func.max(StateRow.id)).where(StateRow.federation_id == id))
-    old_states = (StateRow.federation_id == id, StateRow.round < bound, StateRow.stored, StateRow.id != last)
-    old_phases = select(PhaseRow.id).where(PhaseRow.federation_id == id, PhaseRow.round < bound)
+    """Mark what the rounds before ``bound`` hold as removed; its digests. Retired rounds are not read again."""
+    gone = queries.last_state(session, id, ~StateRow.stored)
+    begin = gone.round if gone is not None else 0  # everything of the rounds before it is removed
+    last = queries.last_state(session, id)
+    old_states = [StateRow.federation_id == id, StateRow.round.between(begin, bound - 1), StateRow.stored]
+    if last is not None:
+        old_states.append(StateRow.id != last.id)
+    old_phases = select(PhaseRow.id).where(PhaseRow.federation_id == id, PhaseRow.round.between(begin, bound - 1))
     old_tasks = TaskRow.phase_id.in_(old_phases)
     old_updates = (UpdateRow.task_id.in_(select(TaskRow.id).where(old_tasks)), UpdateRow.stored)
     yield from session.scalars(select(StateRow.sha256).where(*old_states))

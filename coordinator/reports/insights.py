@@ -180,7 +180,7 @@ def _exchanges(session: Session, federation: Federation, round: int) -> list[_Co
         after = session.scalars(select(StateRow).where(StateRow.phase_id == phase.id)).one_or_none()
         if after is None:
             continue
-        before = queries.last_state(session, federation.id, StateRow.id < after.id)
+        before = queries.last_state(session, federation.id, StateRow.round <= round, StateRow.id < after.id)
         updates = global_state.counted(session, phase.id)
         kept = before is not None and before.stored and not global_state.no_longer_kept(session, phase.id)
         digest = before.sha256 if before is not None and kept else None

@@ -41,7 +41,8 @@ def states(id: str) -> Select[StateRow]:
 def last_state(session: Session, id: str, *where: Any) -> StateRow | None:
     """The state that was committed last, of those that fulfil the conditions."""
     query = select(StateRow).where(StateRow.federation_id == id, *where)
-    return session.scalars(query.order_by(StateRow.id.desc()).limit(1)).one_or_none()
+    # Rounds only go forward. By id alone a database would read all states: the index has the round.
+    return session.scalars(query.order_by(StateRow.round.desc(), StateRow.id.desc()).limit(1)).one_or_none()
 
 
 def phase_at(session: Session, id: str, round: int, step: int) -> PhaseRow | None:
@@ -53,7 +54,7 @@ def phase_at(session: Session, id: str, round: int, step: int) -> PhaseRow | Non
 def tasks_with_phases(id: str) -> Select[TaskRow, PhaseRow]:
     """The tasks, each with its phase."""
     joined = select(TaskRow, PhaseRow).join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
-    return joined.where(TaskRow.federation_id == id)
+    return joined.where(TaskRow.federation_id == id, PhaseRow.federation_id == id)
 
 
 def counted_clients(session: Session, id: str, round: int, step: int) -> tuple[str, ...]:
