@@ -4,8 +4,8 @@ Requests submit their entries and wait. The event loop gathers a group. One thre
 check the current state and step the round machine, commits once, and reports the outcomes. An accepted answer is on
 the disk; a crash loses only answers that were not confirmed.
 
-A group waits for more entries while other answers are arriving. A single entry is committed at once. Entries that
-arrive during a commit form the next group.
+A group waits for more entries while other answers are arriving. It is committed at once if it is a single entry, or
+if it answers all open tasks of its federation. Entries that arrive during a commit form the next group.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,10 @@ class Submission(Protocol):
     def federation(self) -> str:
         """The id of its federation."""
 
+    @property
+    def task_id(self) -> str | None:
+        """The id of the task that it answers; None if it answers none."""
+
     def enter(self, change: Change) -> bool:
         """Store it; returns whether it is new. Raises Refusal before changing anything."""
 
@@ -61,10 +66,19 @@ class _Waiting:
 class Committer:
     """The thread that commits answers. Call all methods but ``close`` on the event loop."""
 
-    def __init__(self, changes: Callable[[], AbstractContextManager[Changes]], is_full: Callable[[Exception], bool]):
-        """``changes`` opens a transaction, ``is_full`` says whether an error means a full disk."""
+    def __init__(
+        self,
+        changes: Callable[[], AbstractContextManager[Changes]],
+        is_full: Callable[[Exception], bool],
+        open_tasks: Callable[[str], int] = lambda federation: 0,
+    ):
+        """``changes`` opens a transaction, ``is_full`` says whether an error means a full disk.
+
+        ``open_tasks``: the number of a federation's open tasks.
+        """
         self._changes = changes
         self._is_full = is_full
+        self._open_tasks = open_tasks
         self._groups: SimpleQueue[list[_Waiting] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -81,14 +95,14 @@ class Committer:
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start committing entries that are submitted on ``loop``."""
         self._loop = loop
-        self._asked = self._asked_before = loop.time()
+        self._asked = self._asked_before = time.monotonic()
         self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
         self._thread.start()
 
     def notice(self) -> None:
         """Note a client's request: answers of others may follow."""
-        if self._loop is not None:
-            self._asked_before, self._asked = self._asked, self._loop.time()
+        # Not the loop's time, which stands still while the loop works off what has arrived together.
+        self._asked_before, self._asked = self._asked, time.monotonic()
 
     @contextmanager
     def coming(self) -> Iterator[None]:
@@ -113,7 +127,7 @@ class Committer:
             if self._closed:
                 raise RegistryClosed
             if not self._gathered:
-                self._since = loop.time()
+                self._since = time.monotonic()
             self._gathered.append(waiting)
         self._entered += 1
         try:
@@ -138,8 +152,9 @@ class Committer:
         """Commit the gathered entries now, or after waiting for more."""
         if self._committing or not self._gathered:
             return
-        left = min(QUIET_SECONDS, self._since + MOST_SECONDS - loop.time())
-        if len(self._gathered) < MOST and left > 0 and not self._is_quiet(loop.time()):
+        now = time.monotonic()
+        left = min(QUIET_SECONDS, self._since + MOST_SECONDS - now)
+        if len(self._gathered) < MOST and left > 0 and not self._answers_all() and not self._is_quiet(now):
             if self._timer is None:
                 self._timer = loop.call_later(left, self._look_again, loop)
             return
@@ -150,6 +165,13 @@ class Committer:
             if not self._closed:
                 self._committing = True
                 self._put()
+
+    def _answers_all(self) -> bool:
+        """Whether the gathered entries answer all open tasks of a federation: it waits for no other answer."""
+        awaited = self._open_tasks(self._gathered[0].entry.federation)
+        if not 0 < awaited <= len(self._gathered):
+            return False
+        return len({waiting.entry.task_id for waiting in self._gathered} - {None}) >= awaited
 
     def _is_quiet(self, now: float) -> bool:
         """Whether no other answer is arriving or seems likely to arrive soon."""

@@ -95,7 +95,7 @@ class Registry:
         self.metrics = metrics
         self.writable = Writable(database, blobs)
         self.wakeups = Wakeups()
-        self.committer = Committer(self.changes, database.is_full)
+        self.committer = Committer(self.changes, database.is_full, self._open_tasks)
         self.last_seen = LastSeen(database, leases.id if leases is not None else None)
         self.federations: dict[str, Federation] = {}
         self.operators: dict[str, Operator] = {}
@@ -276,6 +276,10 @@ class Registry:
         except Fenced:
             text = "another coordinator has taken this federation over, nothing was stored: send it again"
             raise FederationMoving(text) from None
+
+    def _open_tasks(self, id: str) -> int:
+        federation = self.federations.get(id)
+        return len(federation.tasks) if federation is not None else 0
 
     @contextmanager
     def write(self, id: str) -> Iterator[Session]:

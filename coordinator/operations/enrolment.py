@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain import clock, events
@@ -81,6 +82,7 @@ class _Enrolment:
     request: EnrolRequest
     token_digest: str
     actor: audit.Actor
+    task_id: ClassVar[None] = None
 
     def enter(self, change: Change) -> bool:
         """Enrol the client, or recognise it; returns whether it is new."""

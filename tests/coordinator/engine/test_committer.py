@@ -166,15 +166,20 @@ def test_a_read_of_many_asks_once(coordinator: InThread, monkeypatch: pytest.Mon
 class Noted:
     """An entry that does nothing; what the registry's own do is tested with them."""
 
-    def __init__(self, federation: str):
+    def __init__(self, federation: str, task_id: str | None = None):
         self.federation = federation
+        self.task_id = task_id
 
     def enter(self, change: Change) -> bool:
         return True
 
 
 def groups_of(
-    monkeypatch: pytest.MonkeyPatch, play: Callable[[Committer], Awaitable[Any]], quiet: float, most: float
+    monkeypatch: pytest.MonkeyPatch,
+    play: Callable[[Committer], Awaitable[Any]],
+    quiet: float,
+    most: float,
+    open_tasks: int = 0,
 ) -> list[int]:
     """The sizes of the groups that a play's entries are committed in."""
     monkeypatch.setattr(committer, "QUIET_SECONDS", quiet)
@@ -186,7 +191,7 @@ def groups_of(
         yield types.SimpleNamespace(of=lambda _: None, write=lambda: None)
 
     async def run() -> None:
-        made = Committer(changes, lambda error: False)
+        made = Committer(changes, lambda error: False, lambda federation: open_tasks)
         together = made._together
 
         def counted(entries: Any) -> Any:
@@ -245,6 +250,18 @@ def test_a_group_waits_while_others_ask_for_something(monkeypatch: pytest.Monkey
         await asyncio.gather(first, made.submit(Noted("b")))
 
     assert groups_of(monkeypatch, others_ask, quiet=0.5, most=LONGER) == [2]
+
+
+def test_a_group_that_answers_all_open_tasks_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def all_answer(made: Committer) -> None:
+        made.notice()
+        made.notice()
+        answers = [made.submit(Noted("f", task)) for task in ("a", "a", "b", "c")]
+        await asyncio.gather(*answers)
+
+    begun = time.monotonic()
+    assert groups_of(monkeypatch, all_answer, quiet=LONGER, most=LONGER, open_tasks=3) == [4]
+    assert time.monotonic() - begun < LONGER
 
 
 def test_no_group_is_larger_than_the_largest_and_what_waits_at_the_end_is_committed(
