@@ -7,10 +7,8 @@ since it depends only on committed data.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
@@ -25,15 +23,15 @@ from promptfed.coordinator.engine.growth import StateGrows, reason
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.batch import serve_tasks
+from promptfed.coordinator.store.blobs import Held
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow
+from promptfed.coordinator.store.tables import PhaseRow, TaskRow
 from promptfed.coordinator.store.tensor_blobs import Stored, put_tensors
 from promptfed.shared.methods.core.checks.client_checks import check_clients, check_hopeless
 from promptfed.shared.methods.core.interface.base import MethodError, NeedsBackbone, ServerContext
 from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.secagg import SecureError
-from promptfed.shared.tensors import TensorError, Tensors, encode, method_part, state_hash
+from promptfed.shared.tensors import TensorError, Tensors, encode, method_part, size_of, state_hash
 
 FORGOTTEN = "forget"  # the origin of a state from which a client's own part was taken
 
@@ -191,12 +189,13 @@ def aggregate(registry: Registry, id: str) -> None:
                 return
             change.keep(held)
             _commit_state(change, computed.after, stored, phase.name, phase.id)
-            change.session.get_one(PhaseRow, phase.id).measured = computed.measured
+            change.batch.phases[phase.id]["measured"] = computed.measured
             aggregates.note_judged(change.session, phase.id, computed.judged)
             if computed.summed is not None:
                 change.session.add(computed.summed.row(phase.id))
                 secure_jobs.forget_answers(change.session, federation, run.round)
             change.send(events.JobDone(clock.monotonic()))
+            _serve_at_once(registry, change, held, computed.after)
             point("state-before-commit")
     point("state-committed")
     if computed.summed is not None:
@@ -213,30 +212,52 @@ def fill_payloads(registry: Registry, id: str) -> None:
     with registry.database.read() as session:
         state = method_part(current_state(registry, session, id))
     global_state.use_threads(federation)
-    context = federation.context()
     with registry.blobs.hold() as held:
-        made: dict[str, OpenTask] = {}
-        last: tuple[tuple[object, ...], Tensors, Stored] | None = None
         with registry.metrics.job_seconds.labels("payloads").time():
-            for task in pending:
-                if task.kind not in ("train", "evaluate"):
-                    content = secure_jobs.told(registry, federation, task)
-                    digest = held.put(content)
-                    made[task.id] = replace(task, payload_sha256=digest, payload_bytes=len(content))
-                    continue
-                stage = task.kind, task.round, task.step
-                if last is None or last[0] != stage or not federation.method.one_payload:
-                    phase = federation.method_phase(task.round, task.step) if task.kind == "train" else None
-                    tensors = federation.method.payload(state, phase, federation.clients[task.client].info(), context)
-                    alike = last is not None and _are_the_same(last[1], tensors)
-                    stored = last[2] if last is not None and alike else put_tensors(registry.blobs, held, tensors)
-                    last = stage, tensors, stored
-                made[task.id] = replace(task, payload_sha256=last[2].digest, payload_bytes=last[2].size)
+            made = _with_payloads(registry, held, federation, state, pending)
         with registry.change(id) as change:
             change.keep(held)
             _serve(change, made)
             point("payloads-before-commit")
     point("payloads-committed")
+
+
+def _serve_at_once(registry: Registry, change: Change, held: Held, state: Tensors) -> None:
+    """Make the payload of a newly opened stage in the transaction that commits its state.
+
+    Only one that is small and the same for all clients: others would keep everybody else from writing.
+    """
+    federation = change.federation
+    opened = list(federation.tasks.values())
+    at_once = federation.method.one_payload and federation.spec.secure_aggregation is None
+    if opened and at_once and registry.blobs.is_small(size_of(state)):
+        made = _with_payloads(registry, held, federation, method_part(state), opened)
+        change.keep(held)
+        _serve(change, made)
+
+
+def _with_payloads(
+    registry: Registry, held: Held, federation: Federation, state: Tensors, tasks: list[OpenTask]
+) -> dict[str, OpenTask]:
+    """The tasks with their payloads, which are stored, by id. ``state``: the method's part."""
+    context = federation.context()
+    made: dict[str, OpenTask] = {}
+    last: tuple[tuple[object, ...], Tensors, Stored] | None = None
+    for task in tasks:
+        if task.kind not in ("train", "evaluate"):
+            content = secure_jobs.told(registry, federation, task)
+            digest = held.put(content)
+            made[task.id] = replace(task, payload_sha256=digest, payload_bytes=len(content))
+            continue
+        stage = task.kind, task.round, task.step
+        if last is None or last[0] != stage or not federation.method.one_payload:
+            phase = federation.method_phase(task.round, task.step) if task.kind == "train" else None
+            tensors = federation.method.payload(state, phase, federation.clients[task.client].info(), context)
+            alike = last is not None and _are_the_same(last[1], tensors)
+            stored = last[2] if last is not None and alike else put_tensors(registry.blobs, held, tensors)
+            last = stage, tensors, stored
+        made[task.id] = replace(task, payload_sha256=last[2].digest, payload_bytes=last[2].size)
+    return made
 
 
 def payload_again(registry: Registry, federation: Federation, digest: str) -> bytes | None:
@@ -262,45 +283,36 @@ def _are_the_same(first: Tensors, second: Tensors) -> bool:
 
 
 def _serve(change: Change, made: dict[str, OpenTask]) -> None:
+    """Store the payloads of these tasks, and tell their clients."""
+    payloads = {id: (str(task.payload_sha256), task.payload_bytes) for id, task in made.items()}
+    change.batch.serve(payloads)
+    change.wake.update(task.client for task in made.values())
     tasks = {name: made.get(task.id, task) for name, task in change.federation.tasks.items()}
-    change.federation = replace(change.federation, tasks=tasks)
-    asked = {(task.round, task.step) for task in made.values()}  # one stage: what is open together opens together
-    phases = [queries.phase_at(change.session, change.federation.id, *place) for place in asked]
-    unserved = (TaskRow.phase_id.in_([phase.id for phase in phases if phase]), TaskRow.payload_sha256.is_(None))
-    rows = change.session.execute(select(TaskRow.id, TaskRow.client, TaskRow.phase_id).where(*unserved))
-    served = [row for row in rows if row.id in made]
-    payloads = {row.id: (str(made[row.id].payload_sha256), made[row.id].payload_bytes) for row in served}
-    serve_tasks(change.session, payloads)
-    change.wake.update(row.client for row in served)
-    stages = {row.phase_id for row in served}
-    change.federation = replace(change.federation, common_payload=common_payload(change.session, stages))
+    digests: set[str | None] = {digest for digest, _ in payloads.values()}
+    stage = change.federation.run.stage
+    if stage is not None and len(made) < len(stage.asks):
+        change.flush()
+        digests = _payload_digests(change)
+    common = digests.pop() if len(digests) == 1 else None  # for clients to compare
+    change.federation = replace(change.federation, tasks=tasks, common_payload=common)
 
 
-def common_payload(session: Session, stages: Iterable[int]) -> str | None:
-    """The digest of the payloads of the stages' tasks if all are the same, for clients to compare."""
-    made = (TaskRow.phase_id.in_(list(stages)), TaskRow.payload_sha256.is_not(None))
-    digests = session.scalars(select(TaskRow.payload_sha256).where(*made).distinct().limit(2)).all()
-    return digests[0] if len(digests) == 1 else None
+def _payload_digests(change: Change) -> set[str | None]:
+    """The digests of the payloads of the open stage's tasks; two are enough."""
+    run = change.federation.run
+    here = (PhaseRow.round == run.round, PhaseRow.step == run.step, TaskRow.payload_sha256.is_not(None))
+    query = queries.tasks_with_phases(change.federation.id).with_only_columns(TaskRow.payload_sha256).where(*here)
+    return set(change.session.scalars(query.distinct().limit(2)))
 
 
 def current_state(registry: Registry, session: Session, id: str) -> Tensors:
     """The state that was committed last."""
-    row = queries.last_state(session, id)
-    assert row is not None, "a federation that has started has a state"
-    return registry.blobs.tensors(row.sha256)[0]
+    sha256 = session.connection().execute(queries.LAST_STATE, {"id": id}).scalar_one()
+    return registry.blobs.tensors(sha256)[0]
 
 
 def _commit_state(change: Change, tensors: Tensors, stored: Stored, origin: str, phase_id: int | None) -> None:
-    row = StateRow(
-        federation_id=change.federation.id,
-        round=change.federation.run.round,
-        phase_id=phase_id,
-        origin=origin,
-        state_hash=state_hash(tensors),
-        sha256=stored.digest,
-        bytes=stored.size,
-        committed_at=clock.now(),
-        stored=True,
-    )
-    change.session.add(row)
-    change.emit("state-committed", round=row.round, origin=origin, state_hash=row.state_hash)
+    told = {"round": change.federation.run.round, "origin": origin, "state_hash": state_hash(tensors)}
+    row = {"federation_id": change.federation.id, "phase_id": phase_id, "sha256": stored.digest, "bytes": stored.size}
+    change.batch.states.append(told | row | {"committed_at": clock.now(), "stored": True})
+    change.emit("state-committed", **told)

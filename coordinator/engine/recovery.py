@@ -183,7 +183,7 @@ def _latest_tasks(session: Session, stage: PhaseRow) -> dict[str, TaskRow]:
 
 
 def _common_payload(tasks: dict[str, TaskRow]) -> str | None:
-    """As ``jobs.common_payload`` tells it when payloads are made."""
+    """As ``jobs`` determines it when payloads are made."""
     digests = {task.payload_sha256 for task in tasks.values()} - {None}
     return digests.pop() if len(digests) == 1 else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
-from sqlalchemy.sql.dml import Insert
+from sqlalchemy.sql.dml import Insert, Update
 
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.postgres import together
@@ -21,7 +22,10 @@ from promptfed.coordinator.store.tables import (
     EvaluationRow,
     EventRow,
     ExchangeRow,
+    FederationRow,
     ObjectRow,
+    PhaseRow,
+    StateRow,
     TaskRow,
     TokenRow,
     UpdateRow,
@@ -29,12 +33,16 @@ from promptfed.coordinator.store.tables import (
 
 Row = dict[str, Any]
 
-_SETTLE = (
-    update(TaskRow.__table__)  # type: ignore[arg-type]
-    .where(TaskRow.id == bindparam("key"))
-    .values(status=bindparam("to"), settled_at=bindparam("at"))
-)
-_USE = update(TokenRow.__table__).where(TokenRow.digest == bindparam("key")).values(used=bindparam("times"))  # type: ignore[arg-type]
+
+def _updated(table: type[Base], key: Any) -> Update:
+    """Update rows by their ``key``; the parameters' other names are those of the columns to set."""
+    return update(table.__table__).where(key == bindparam("key"))  # type: ignore[arg-type]
+
+
+_TASKS = _updated(TaskRow, TaskRow.id)
+_TOKENS = _updated(TokenRow, TokenRow.digest)
+_PHASES = _updated(PhaseRow, PhaseRow.id)
+_FEDERATIONS = _updated(FederationRow, FederationRow.id)
 
 
 def _keep_blobs(dialect: Callable[[Any], Any]) -> Insert:
@@ -56,16 +64,6 @@ def _keep_objects(dialect: Callable[[Any], Any]) -> Insert:
 
 _OBJECTS = {"sqlite": _keep_objects(sqlite.insert), "postgresql": _keep_objects(postgresql.insert)}
 _BLOBS = {"sqlite": _keep_blobs(sqlite.insert), "postgresql": _keep_blobs(postgresql.insert)}
-_SERVE = (
-    update(TaskRow.__table__)  # type: ignore[arg-type]
-    .where(TaskRow.id == bindparam("key"))
-    .values(payload_sha256=bindparam("digest"), payload_bytes=bindparam("size"), payload_stored=True)
-)
-_COUNT = (
-    update(TaskRow.__table__)  # type: ignore[arg-type]
-    .where(TaskRow.id == bindparam("key"))
-    .values(counted=True, weight=bindparam("share"))
-)
 
 
 class Batch:
@@ -82,11 +80,30 @@ class Batch:
         self.clients: list[Row] = []
         self.tokens: dict[str, int] = {}  # by digest: how often each has been used
         self.audit: list[Row] = []
+        self.states: list[Row] = []
+        self.tasks: dict[str, Row] = {}  # by id
+        self.federations: defaultdict[str, Row] = defaultdict(dict)  # changed columns, by id
+        self.phases: defaultdict[int, Row] = defaultdict(dict)  # the same
         self._settled: list[Row] = []
+        self._served: list[Row] = []
+        self._counted: list[Row] = []
 
     def settle(self, task_id: str, status: str, at: str) -> None:
         """A task is over."""
-        self._settled.append({"key": task_id, "to": status, "at": at})
+        self._settled.append({"key": task_id, "status": status, "settled_at": at})
+
+    def serve(self, payloads: Mapping[str, tuple[str, int]]) -> None:
+        """Tasks have payloads: digest and size, by task id."""
+        for id, (digest, size) in payloads.items():
+            served = {"payload_sha256": digest, "payload_bytes": size, "payload_stored": True}
+            if id in self.tasks:
+                self.tasks[id].update(served)
+            else:
+                self._served.append({"key": id, **served})
+
+    def count(self, weights: Mapping[str, float | None]) -> None:
+        """Tasks count, with their weights, by task id."""
+        self._counted += [{"key": id, "counted": True, "weight": weight} for id, weight in weights.items()]
 
     def write(self, session: Session) -> None:
         """Write all rows, after the session's own, which they may refer to."""
@@ -97,9 +114,8 @@ class Batch:
             self.superseded += session.scalars(known.with_for_update())
         with together(connection):
             self._write(connection)
-        self.blobs.clear()
-        self.objects.clear()
-        self.tokens.clear()
+        for waiting in (self.blobs, self.objects, self.tokens, self.tasks, self.federations, self.phases):
+            waiting.clear()
 
     def _write(self, connection: Connection) -> None:
         if self.blobs:
@@ -109,40 +125,35 @@ class Batch:
         if self.objects:
             keys = [{"digest": digest, "key": self.objects[digest]} for digest in sorted(self.objects)]
             connection.execute(_OBJECTS[connection.dialect.name], keys)
+        for changed, by_key in ((_FEDERATIONS, self.federations), (_PHASES, self.phases)):
+            for key, columns in by_key.items():
+                connection.execute(changed, {"key": key, **columns})
         for statement, waiting in (
             (_inserted(ClientRow), self.clients),
-            (_USE, [{"key": digest, "times": times} for digest, times in self.tokens.items()]),
+            (_TOKENS, [{"key": digest, "used": times} for digest, times in self.tokens.items()]),
             (_inserted(AuditRow), self.audit),
-            (_SETTLE, self._settled),
+            (_inserted(StateRow).inline(), self.states),  # nobody asks for the numbers of these
+            (_inserted(TaskRow), list(self.tasks.values())),
+            (_TASKS, self._served),
+            (_TASKS, self._settled),
+            (_TASKS, self._counted),
             (_inserted(UpdateRow), self.updates),
             (_inserted(EvaluationRow), self.evaluations),
             (_inserted(ExchangeRow), self.exchanges),
-            (_inserted(EventRow).inline(), self.events),  # nobody asks for their numbers
+            (_inserted(EventRow).inline(), self.events),
         ):
             if waiting:
                 connection.execute(statement, waiting)
                 waiting.clear()
 
 
+def insert_phase(session: Session, row: Row) -> int:
+    """Insert a phase; its id."""
+    key = session.connection().execute(_inserted(PhaseRow), row).inserted_primary_key
+    assert key is not None, "one row was inserted"
+    return int(key[0])
+
+
 @cache
 def _inserted(table: type[Base]) -> Insert:
     return insert(table.__table__)  # type: ignore[arg-type]
-
-
-def insert_tasks(session: Session, rows: list[Row]) -> None:
-    """Insert tasks with one statement. The session must not hold any of them as objects."""
-    if rows:
-        session.connection().execute(_inserted(TaskRow), rows)
-
-
-def serve_tasks(session: Session, payloads: Mapping[str, tuple[str, int]]) -> None:
-    """Store digest and size of each task's payload, by task id. The session must not hold these tasks as objects."""
-    if payloads:
-        rows = [{"key": id, "digest": digest, "size": size} for id, (digest, size) in payloads.items()]
-        session.connection().execute(_SERVE, rows)
-
-
-def count_tasks(session: Session, weights: Mapping[str, float | None]) -> None:
-    """Store that tasks count, and their weights, by task id. The session must not hold these tasks as objects."""
-    if weights:
-        session.connection().execute(_COUNT, [{"key": id, "share": weight} for id, weight in weights.items()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from sqlalchemy import Select, select
+from sqlalchemy import Select, bindparam, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from promptfed.coordinator.store.tables import Base, ClientRow, PhaseRow, StateRow, TaskRow
@@ -43,6 +43,15 @@ def last_state(session: Session, id: str, *where: Any) -> StateRow | None:
     query = select(StateRow).where(StateRow.federation_id == id, *where)
     # Rounds only go forward. By id alone a database would read all states: the index has the round.
     return session.scalars(query.order_by(StateRow.round.desc(), StateRow.id.desc()).limit(1)).one_or_none()
+
+
+LAST_STATE = (
+    select(StateRow.sha256)
+    .where(StateRow.federation_id == bindparam("id"))
+    .order_by(StateRow.round.desc(), StateRow.id.desc())
+    .limit(1)
+)
+"""The digest of the state that was committed last, of the federation ``id``."""
 
 
 def phase_at(session: Session, id: str, round: int, step: int) -> PhaseRow | None:
