@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.shared.messages import Role
-from promptfed.shared.service.net import is_loopback
+from promptfed.shared.service.net import addresses_of, is_loopback
 from promptfed.shared.spec.spec import NAME_PATTERN, Name
 
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:\d+)?)$"
@@ -29,7 +29,13 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="PROMPTFED_CLIENT_", extra="forbid", cli_kebab_case=True)
 
-    coordinator: Annotated[str, Field(description="the coordinator's address, as in https://coordinator.example.org")]
+    coordinator: Annotated[
+        str,
+        Field(
+            description="the coordinator's address, as in https://coordinator.example.org; of a group, any of its "
+            "addresses, or several separated by commas"
+        ),
+    ]
     federation: Annotated[Name, Field(description="name or id of the federation")]
     name: Annotated[
         Name,
@@ -196,26 +202,33 @@ class Settings(BaseSettings):
 
     @field_validator("coordinator")
     @classmethod
-    def _is_an_address(cls, address: str) -> str:
-        parts = urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{address!r} is not an address: write http://host:port or https://host")
-        if parts.username is not None or parts.query or parts.fragment:
-            raise ValueError("must hold scheme, host, port and path only: credentials go into files")
-        return address.rstrip("/")
+    def _are_addresses(cls, text: str) -> str:
+        for address in addresses_of(text) or [text]:
+            parts = urlsplit(address)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"{address!r} is not an address: write http://host:port or https://host")
+            if parts.username is not None or parts.query or parts.fragment:
+                raise ValueError("must hold scheme, host, port and path only: credentials go into files")
+        return ",".join(addresses_of(text))
 
     @model_validator(mode="after")
     def _other_machines_need_consent(self) -> Settings:
-        address = urlsplit(self.coordinator)
-        if address.scheme == "http" and not is_loopback(address.hostname or "") and not self.allow_plain_http:
-            raise ValueError(
-                f"{self.coordinator} would carry the client's secret unencrypted: use https:// or --allow-plain-http"
-            )
+        for address in addresses_of(self.coordinator):
+            parts = urlsplit(address)
+            if parts.scheme == "http" and not is_loopback(parts.hostname or "") and not self.allow_plain_http:
+                raise ValueError(
+                    f"{address} would carry the client's secret unencrypted: use https:// or --allow-plain-http"
+                )
         if self.delete_private and not self.withdraw:
             raise ValueError("--delete-private goes with --withdraw")
         if not is_loopback(self.api_host) and self.api_token_file is None:
             raise ValueError(f"an API on {self.api_host} needs --api-token-file: only loopback is open to all")
         return self
+
+    @property
+    def first_coordinator(self) -> str:
+        """The first address of the coordinators, under which this client's state and ledger name them all."""
+        return addresses_of(self.coordinator)[0]
 
     @property
     def tests(self) -> dict[str, str]:
@@ -259,9 +272,11 @@ def _own_name(state_dir: Any) -> str:
 
 
 def _own_folder(coordinator: str, federation: str, name: str) -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    address = coordinator.partition("://")[2] or coordinator
-    return Path(base).expanduser() / "promptfed" / _safe(address) / _safe(federation) / _safe(name)
+    """The folder under one of the coordinator's addresses: the first that has one, else the first of all."""
+    base = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "promptfed"
+    hosts = [address.partition("://")[2] or address for address in addresses_of(coordinator) or [coordinator]]
+    folders = [base / _safe(host) / _safe(federation) / _safe(name) for host in hosts]
+    return next((folder for folder in folders if folder.exists()), folders[0])
 
 
 def _safe(text: str) -> str:

@@ -40,6 +40,7 @@ from promptfed.coordinator.http.answer_headers import AnswerHeaders
 from promptfed.coordinator.http.auth_throttle import AuthThrottle
 from promptfed.coordinator.http.body_limits import JsonBodies
 from promptfed.coordinator.http.elsewhere import Elsewhere
+from promptfed.coordinator.http.heartbeats import Heartbeats
 from promptfed.coordinator.http.oidc import Issuer
 from promptfed.coordinator.http.uploads import Uploads
 from promptfed.coordinator.operations import bootstrap, mending
@@ -143,6 +144,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.operator_digest = tokens.digest(_first_token(settings))
     app.state.issuer = Issuer.of(settings)
     app.state.signer = Signer(settings.data_dir, settings.signing_key_file)
+    app.state.heartbeats = Heartbeats(registry)
     app.state.uploads = Uploads(
         registry, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
     )

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.shared.messages import Problem
+from promptfed.shared.service.addresses import GONE_SECONDS, QUIET_SECONDS, TOLD, AddressBook
 from promptfed.shared.service.net import MOST_MOVES, moved_to
 
 log = logging.getLogger("promptfed.client")
@@ -26,6 +27,8 @@ log = logging.getLogger("promptfed.client")
 MAX_JSON_BYTES = 64 << 20
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.25, 15.0  # seconds
 LONGEST_RETRY_AFTER = 300.0
+QUICK_ATTEMPTS, QUICK_BACKOFF = 20, 1.0  # among several coordinators: a federation is taken over within seconds
+SLOWEST_LINE = 128 << 10  # bytes per second that a line is given for what is sent, before its silence counts
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 
 AnyMessage = TypeVar("AnyMessage", bound=BaseModel)
@@ -50,6 +53,7 @@ class Unavailable(Exception):
 
     def __init__(self, status: int, detail: str, retry_after: float | None):
         super().__init__(f"{status} {detail}")
+        self.status = status
         self.retry_after = retry_after
 
 
@@ -77,10 +81,12 @@ class Reply:
 
 @dataclass
 class CoordinatorConnection:
-    """Calls one federation of one coordinator. ``token`` is the client's secret once there is one.
+    """Calls one federation at the coordinators of ``base_url``: one address, or several separated by commas.
 
-    Of several coordinators the one that carries the federation out is named by a 307, which is followed with the token
-    (`shared.net.moved_to` says where to) and remembered until that one does not answer. ``may_move`` is asked before.
+    ``token`` is the client's secret once there is one. The coordinator that carries the federation out is named by a
+    307, which is followed with the token (`shared.net.moved_to` says where to). ``may_move`` is asked before. ``book``
+    holds the addresses, also those that coordinators have told since. With more than one of them, a coordinator that
+    is silent for `GONE_SECONDS` is given up, even in the middle of an answer, and the next request goes to another.
 
     Connection errors, 5xx and a 429 with Retry-After (too many wrong tokens came from this address) are tried again
     with jittered exponential backoff (a 503's and 429's Retry-After is kept) until ``give_up_after`` seconds have
@@ -97,7 +103,21 @@ class CoordinatorConnection:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     traffic: LineTraffic = field(default_factory=LineTraffic)
     _jitter: random.Random = field(default_factory=random.SystemRandom)
-    _holder: str | None = None
+    failed: str = ""  # the address that did not answer last
+    _served: str = ""  # the address that answered last
+    _heard: float = 0.0  # when the last byte came from it
+
+    def __post_init__(self) -> None:
+        self.book = AddressBook(self.base_url)
+        self.book.allowed = self._is_allowed
+
+    def _is_allowed(self, origin: str) -> bool:
+        try:
+            self.may_move(origin)
+        except ClientError as error:
+            log.info("a coordinator has told of %s, which is not used: %s", origin, error)
+            return False
+        return True
 
     async def call(
         self,
@@ -152,30 +172,103 @@ class CoordinatorConnection:
         timeouts: httpx.Timeout,
     ) -> AsyncIterator[httpx.Response]:
         """The answer of the coordinator that carries the federation out, also a refusal, with its body unread."""
+        book, address = self.book, self.book.current
         try:
             for _ in range(MOST_MOVES):
-                full = (self._holder or self.base_url) + url
-                request = self.http.build_request(verb, full, content=body(), headers=headers, timeout=timeouts)
-                response = await self.http.send(request, stream=True, follow_redirects=False)
-                try:
-                    origin = self._elsewhere(response)
-                    if origin is None:
-                        yield response
-                        return
-                    self.take_traffic(response, await self.read(response, MAX_JSON_BYTES))
-                    self.may_move(origin)
-                    self._holder = origin
-                finally:
-                    await response.aclose()
-        except (httpx.TransportError, Unavailable):
-            self._holder = None
+                address = book.current
+                async with self._while_there(address):
+                    request = self.http.build_request(
+                        verb, address + url, content=self._noted(body()), headers=headers, timeout=timeouts
+                    )
+                    response = await self.http.send(request, stream=True, follow_redirects=False)
+                    try:
+                        origin = self._elsewhere(response)
+                        if origin is None:
+                            self._note_served(address, response)
+                            yield response
+                            return
+                        self.take_traffic(response, await self.read(response, MAX_JSON_BYTES))
+                        self._go_to(origin)
+                    finally:
+                        await response.aclose()
+        except (httpx.TransportError, Unavailable) as error:
+            self.failed = address
+            if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)):
+                book.note_silent(address)
+            book.move_on()
             raise
         raise Unavailable(503, "the coordinators send this client from one to the other", None)
+
+    def _go_to(self, origin: str) -> None:
+        self.may_move(origin)
+        if self.book.is_silent(origin):
+            raise Unavailable(503, f"it sends this client on to {origin}, which does not answer", None)
+        self.book.current = origin
+
+    def _note_served(self, address: str, response: httpx.Response) -> None:
+        if response.status_code < 500 and address != self._served:
+            if self._served:
+                log.info("the coordinator at %s serves this client now", address)
+            self._served = address
+
+    @asynccontextmanager
+    async def _while_there(self, address: str) -> AsyncIterator[None]:
+        """A block that ends with ReadTimeout where the coordinator is gone and there is another one to go to."""
+        if not self.book.several:
+            yield
+            return
+        self.note_heard()
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                watching = asyncio.create_task(self._watch(address, limit))
+                try:
+                    yield
+                finally:
+                    watching.cancel()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise httpx.ReadTimeout(f"nothing heard for {GONE_SECONDS:g} s") from None
+
+    async def _watch(self, address: str, limit: asyncio.Timeout) -> None:
+        """Let ``limit`` pass once nothing is heard any more, and ``/readyz`` is not answered either."""
+        while True:
+            quiet = time.monotonic() - self._heard
+            if quiet < QUIET_SECONDS:
+                await asyncio.sleep(QUIET_SECONDS - quiet)
+            elif await self._is_there(address):
+                self.note_heard()
+            else:
+                limit.reschedule(asyncio.get_running_loop().time())
+                return
+
+    async def _is_there(self, address: str) -> bool:
+        try:
+            async with asyncio.timeout(GONE_SECONDS - QUIET_SECONDS):
+                return (await self.http.get(f"{address}/readyz")).is_success
+        except (httpx.TransportError, TimeoutError):
+            return False
+
+    def _noted(self, content: bytes | AsyncIterator[bytes] | None) -> bytes | AsyncIterator[bytes] | None:
+        """What is sent; while it is under way, silence does not count."""
+        if isinstance(content, bytes):
+            self._heard += len(content) / SLOWEST_LINE
+        return content if content is None or isinstance(content, bytes) else self._parts(content)
+
+    async def _parts(self, content: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for part in content:
+            yield part
+            self._heard = time.monotonic() + len(part) / SLOWEST_LINE
 
     def _elsewhere(self, response: httpx.Response) -> str | None:
         if response.status_code != 307:
             return None
         return moved_to(self.base_url, str(response.request.url), response.headers.get("location", ""))
+
+    def note_heard(self) -> None:
+        """Bytes of an answer have come: its coordinator is there."""
+        self._heard = time.monotonic()
 
     async def read(self, response: httpx.Response, limit: int) -> bytes:
         """A body of up to ``limit`` bytes. Raises BadAnswer."""
@@ -183,6 +276,7 @@ class CoordinatorConnection:
         try:
             async for chunk in response.aiter_bytes():
                 content += chunk
+                self.note_heard()
                 if len(content) > limit:
                     raise BadAnswer(f"the answer to {request.method} {request.url.path} is larger than {limit} bytes")
         except httpx.DecodingError as error:
@@ -199,6 +293,7 @@ class CoordinatorConnection:
         """Count an exchange; raise Unavailable or Refused unless it succeeded."""
         self.take_traffic(response, content)
         if response.is_success:
+            self.book.read(response.headers.get(TOLD))
             return
         if response.status_code >= 500 or (response.status_code == 429 and _retry_after(response) is not None):
             raise Unavailable(response.status_code, _problem(response, content)[1], _retry_after(response))
@@ -210,11 +305,14 @@ class CoordinatorConnection:
 
     def backoff(self, attempt: int, error: BaseException) -> float:
         """Seconds to wait after so many failed attempts, jittered."""
-        longest = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2 ** min(attempt - 1, 16))
+        quick = self.book.several and attempt <= QUICK_ATTEMPTS
+        longest = min(QUICK_BACKOFF if quick else LONGEST_BACKOFF, FIRST_BACKOFF * 2 ** min(attempt - 1, 16))
         delay = self._jitter.uniform(longest / 2, longest)
-        if isinstance(error, Unavailable) and error.retry_after is not None:
-            return min(error.retry_after, LONGEST_RETRY_AFTER) + self._jitter.uniform(0, FIRST_BACKOFF)
-        return delay
+        if not isinstance(error, Unavailable) or error.retry_after is None:
+            return delay
+        # Another coordinator is asked next, which a 503 of this one says nothing about.
+        most = QUICK_BACKOFF if quick and error.status == 503 else LONGEST_RETRY_AFTER
+        return min(error.retry_after, most) + self._jitter.uniform(0, FIRST_BACKOFF)
 
 
 class Patience:
@@ -228,7 +326,7 @@ class Patience:
     def moved(self) -> None:
         """There is progress, or an answer: earlier failures are forgotten."""
         if self._attempts:
-            log.info("the coordinator at %s answers again", self._connection.base_url)
+            log.info("the coordinator at %s answers again", self._connection.book.current)
         self._attempts, self._since = 0, time.monotonic()
 
     async def wait(self, error: BaseException) -> None:
@@ -240,7 +338,7 @@ class Patience:
         delay = connection.backoff(self._attempts, error)
         connection.traffic.retries += 1
         text = "the coordinator at %s does not answer (%s): again in %.1f s"
-        log.warning(text, connection.base_url, _why(error), delay)
+        log.warning(text, connection.failed or connection.base_url, _why(error), delay)
         await connection.sleep(delay)
 
 

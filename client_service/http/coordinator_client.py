@@ -29,7 +29,8 @@ from promptfed.shared.messages import (
     FailureRequest,
     Task,
 )
-from promptfed.shared.service.net import is_loopback
+from promptfed.shared.service.addresses import HEARTBEAT, HEARTBEAT_SECONDS
+from promptfed.shared.service.net import addresses_of, is_loopback
 
 MAX_PAYLOAD_BYTES = 2 << 30
 POLL_MARGIN = 15.0  # seconds that a long poll may take beyond its wait
@@ -53,8 +54,10 @@ class CoordinatorClient(CoordinatorConnection):
         """The client's open task, or None after at most ``wait`` seconds. Refused 410 where the federation ended."""
         timeouts = httpx.Timeout(wait + POLL_MARGIN, connect=TIMEOUT.connect)
         path = self._path("task") + f"?wait={wait}"
-        answer = await self.call("GET", path, token=self.token, timeouts=timeouts, retry=retry)
-        return None if answer.status == 204 else parse(Task, answer.body)
+        headers = {HEARTBEAT: f"{HEARTBEAT_SECONDS:g}"} if self.book.several else {}
+        answer = await self.call("GET", path, token=self.token, headers=headers, timeouts=timeouts, retry=retry)
+        only_heartbeats = answer.body != b"" and not answer.body.strip()
+        return None if answer.status == 204 or only_heartbeats else parse(Task, answer.body)
 
     async def payload(self, task: Task, folder: Path | None = None) -> bytes | Path:
         """The task's tensors, as announced; large ones in a file of ``folder``, if one is given.
@@ -122,10 +125,10 @@ class CoordinatorClient(CoordinatorConnection):
 
     def _own_path(self, url: str) -> str:
         try:
-            joined = httpx.URL(self.base_url + "/").join(url)
+            joined = httpx.URL(self.book.current + "/").join(url)
         except httpx.InvalidURL:
             raise BadAnswer("the address of the payload cannot be read") from None
-        own = httpx.URL(self.base_url)
+        own = httpx.URL(self.book.current)
         if _origin(joined) != _origin(own):
             raise BadAnswer(
                 f"the payload lies on {_origin(joined)}, not on the coordinator {_origin(own)}: not fetched"
@@ -134,7 +137,7 @@ class CoordinatorClient(CoordinatorConnection):
 
 
 def open_http(settings: Settings) -> httpx.AsyncClient:
-    """The HTTP client for the settings' coordinator.
+    """The HTTP client for the settings' coordinators.
 
     Raises:
         ClientError: USAGE for a certificate file that cannot be read.
@@ -143,8 +146,8 @@ def open_http(settings: Settings) -> httpx.AsyncClient:
     return http_to(settings.coordinator, settings.ca_file, own)
 
 
-def http_to(coordinator: str, ca_file: Path | None, own: tuple[Path, Path | None] | None = None) -> httpx.AsyncClient:
-    """The HTTP client for a coordinator whose certificate the authority in ``ca_file`` may have signed.
+def http_to(coordinators: str, ca_file: Path | None, own: tuple[Path, Path | None] | None = None) -> httpx.AsyncClient:
+    """The HTTP client for coordinators whose certificates the authority in ``ca_file`` may have signed.
 
     ``own`` is this client's certificate and its key, where the coordinator asks for one.
 
@@ -165,7 +168,7 @@ def http_to(coordinator: str, ca_file: Path | None, own: tuple[Path, Path | None
             text = f"--client-cert {own[0]} and --client-key {own[1]} cannot be used: {error.strerror or error}"
             raise ClientError(Exit.USAGE, text) from None
     # A proxy of the environment is for the outside: it could not reach this machine's loopback.
-    trust_env = not is_loopback(urlsplit(coordinator).hostname or "")
+    trust_env = not all(is_loopback(urlsplit(address).hostname or "") for address in addresses_of(coordinators))
     return httpx.AsyncClient(verify=verify, trust_env=trust_env, follow_redirects=False, timeout=TIMEOUT)
 
 

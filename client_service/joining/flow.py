@@ -55,6 +55,8 @@ from promptfed.shared.tensors import TensorError
 
 log = logging.getLogger("promptfed.client")
 
+COORDINATORS = "coordinators.json"
+
 
 class FederationEnded(Exception):
     """There is nothing left to take part in."""
@@ -98,6 +100,7 @@ class Joining:
         self.monitor.stage("enrolling")
         policy = self._policy()
         self.coordinator.may_move = partial(expect_origin, policy)
+        self._remember_addresses()
         token = self.parts.enrolment_token or enrolment_token(settings, identity)
         info, token = await self._info(token, identity)
         check_protocol(info)
@@ -133,6 +136,12 @@ class Joining:
         await self.compute.run(lambda: _restore(work, self.compute))
         return work
 
+    def _remember_addresses(self) -> None:
+        """Go on with the coordinators that were told of before, and keep those that are told of from now on."""
+        book = self.coordinator.book
+        book.told(self.state.read_as(COORDINATORS, list[str]) or [])
+        book.changed = partial(self.state.write_as, COORDINATORS)
+
     def _expect_use(self, info: EnrolmentInfo, identity: Identity) -> None:
         """Raises ClientError or FederationEnded if the federation is over and this client would serve nothing."""
         if info.state not in ENDED or self.settings.serve:
@@ -154,7 +163,7 @@ class Joining:
         settings, rules = self.settings, offer.policy.privacy if offer.policy is not None else None
         most = rules.max_test_epsilon if rules is not None else settings.max_epsilon
         ledger, noise = self._ledger(offer), self.parts.privacy.noise
-        counts = NoisyCounts(offer.info, ledger, noise, self.state, most, settings.name, settings.coordinator)
+        counts = NoisyCounts(offer.info, ledger, noise, self.state, most, settings.name, settings.first_coordinator)
         return counts.begun(offer.source, offer.tests, rules.delta if rules is not None else None)
 
     def _ledger(self, offer: Offer) -> Ledger:
@@ -296,7 +305,7 @@ class Joining:
         ledger, noise = self._ledger(offer), self.parts.privacy.noise
         job = partial(site_plan, info, offer.method, offer.source.train, settings, offer.policy, ledger, self.state)
         planned, groups = await self.compute.run(job)
-        where = settings.coordinator, info.federation_id
+        where = settings.first_coordinator, info.federation_id
         return SiteProtection(info.privacy, planned, ledger, noise, *where, groups, info.name, self.state)
 
     async def _agreement(self, offer: Offer, protection: SiteProtection | None) -> tuple[Agreement, Declared]:

@@ -22,6 +22,7 @@ from pydantic import Field, ValidationError, model_validator
 from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.shared.messages import EnrolmentInfo, Role, Task
 from promptfed.shared.privacy.accounting import LEAST_DELTA, steps_of
+from promptfed.shared.service.net import addresses_of
 from promptfed.shared.spec.spec import Name, SpecError
 from promptfed.shared.spec.spec_section import Section
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -209,7 +210,8 @@ def _at_least(key: str, limit: int | None, value: int, owner: str) -> str | None
 
 
 def _coordinator(policy: Policy, facts: SiteFacts) -> str | None:
-    return _origin(policy, facts.coordinator)
+    offences = (_origin(policy, address) for address in addresses_of(facts.coordinator))
+    return next((text for text in offences if text is not None), None)
 
 
 def _origin(policy: Policy, address: str) -> str | None:
@@ -318,13 +320,13 @@ def enforce(policy: Policy | None, facts: SiteFacts) -> None:
 
 
 def expect_origin(policy: Policy | None, origin: str) -> None:
-    """Raise ClientError (POLICY) where a coordinator sends this client on to one that its site does not list.
+    """Raise ClientError (POLICY) where a coordinator names another one that the site does not list.
 
-    What is asked there goes with the client's secret, and what is answered with its update: neither is sent.
+    Requests there would carry the client's secret and its updates.
     """
     offended = _origin(policy, origin) if policy is not None else None
     if offended is not None:
-        text = f"the coordinator sends this client on by a 307, and the site's policy does not allow it: {offended}"
+        text = f"the coordinator sends this client on, and the site's policy does not allow it: {offended}"
         raise ClientError(Exit.POLICY, f"policy-coordinator: {text}; nothing was sent there")
 
 

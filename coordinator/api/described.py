@@ -25,6 +25,7 @@ ANY_CALLER: tuple[type[Refusal], ...] = (
     problems.StoreAway,
     problems.FederationMoving,
     problems.HeldElsewhere,
+    problems.Misdirected,
     problems.StorageDamaged,
     problems.IssuerAway,
     problems.MethodAbsent,

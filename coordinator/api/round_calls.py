@@ -43,6 +43,7 @@ from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.problems import DigestMissing, Refusal
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.messages import EnrolRequest, EvaluationRequest
+from promptfed.shared.service.addresses import HEARTBEAT
 
 LONGEST_WAIT = 60.0
 WITH_JSON = ("clients", "evaluation")
@@ -51,6 +52,7 @@ _PATH = re.compile(
 )
 _WAIT = re.compile(rb"wait=(\d{1,2}(?:\.\d{1,6})?)")
 _VERBS = {"clients": "POST", "task": "GET", "payload": "GET", "update": "PUT", "evaluation": "PUT"}
+_HEARTBEAT = HEARTBEAT.lower().encode()
 _REPLAYED: Message = {"type": "http.disconnect"}
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -142,8 +144,14 @@ class RoundCalls:
         if isinstance(caller, _Enrolling):
             return await _enrolled(call, caller, self._seconds)
         if call.kind == "task":
-            task = await tasks.next_task(registry, caller, call.seconds)
-            return _Answer(204) if task is None else _Answer(body=task.encode())
+            beats = any(name == _HEARTBEAT for name, _ in call.scope["headers"])
+            task = await tasks.next_task(registry, caller, 0.0 if beats else call.seconds)
+            if task is not None:
+                return _Answer(body=task.encode())
+            if not (beats and call.seconds):
+                return _Answer(204)
+            heartbeats = call.scope["app"].state.heartbeats
+            return _Answer(response=tasks.WaitingPoll(registry, caller, call.seconds, heartbeats))
         if call.kind == "payload":
             if tasks.is_at_hand(registry, caller, task_id):
                 return _payload(registry, caller, task_id)

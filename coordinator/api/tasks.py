@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response, status
+from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
-from promptfed.coordinator.api.deps import Calling, CallingClient, RegistryOf, TaskId, answered
+from promptfed.coordinator.api.deps import Calling, CallingClient, RegistryOf, TaskId, answered, of_app
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
 from promptfed.coordinator.api.results import tensors_at
 from promptfed.coordinator.domain import clock
@@ -18,11 +20,13 @@ from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.http.blob_file import first_byte
+from promptfed.coordinator.http.heartbeats import BEAT, Heartbeats
 from promptfed.coordinator.http.uploads import Incoming, Uploads, announced_digest, expect_digest
 from promptfed.coordinator.operations import exchanges, submissions
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.api.api_schemas import Receipt, UpdateReceipt
 from promptfed.shared.messages import ENDED, EvaluationRequest, FailureRequest, Task
+from promptfed.shared.service.addresses import HEARTBEAT
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
 
@@ -48,13 +52,40 @@ ACCEPTED_BEFORE: dict[int | str, dict[str, Any]] = {
 async def get_task(
     registry: RegistryOf,
     caller: Calling,
+    heartbeats: Annotated[Heartbeats, Depends(of_app("heartbeats"))],
     wait_seconds: Annotated[float, Query(alias="wait", ge=0, le=60, description="seconds")] = 0,
+    asked: Annotated[
+        str | None, Header(alias=HEARTBEAT, max_length=100, description="white space while it waits (any value)")
+    ] = None,
 ) -> Response:
     """The client's open task. Waits for one if there is none."""
-    task = await next_task(registry, caller, wait_seconds)
-    if task is None:
-        return Response(status_code=status.HTTP_204_NO_CONTENT)
-    return Response(task, media_type="application/json")
+    task = await next_task(registry, caller, 0 if asked else wait_seconds)
+    if task is not None:
+        return Response(task, media_type="application/json")
+    if asked and wait_seconds:
+        return WaitingPoll(registry, caller, wait_seconds, heartbeats)
+    return Response(status_code=status.HTTP_204_NO_CONTENT)
+
+
+class WaitingPoll(Response):
+    """200 at once, then white space now and then, then the task.
+
+    Without a task the body is white space alone; so it is if the poll is refused meanwhile, as the next one is at once.
+    """
+
+    def __init__(self, registry: Registry, caller: CallingClient, seconds: float, heartbeats: Heartbeats):
+        super().__init__(media_type="application/json", headers={"X-Accel-Buffering": "no"})
+        del self.headers["Content-Length"]
+        self._poll, self._heartbeats = (registry, caller, seconds), heartbeats
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send(BEAT)
+        task = None
+        with self._heartbeats.sent_by(send), contextlib.suppress(problems.Refusal):
+            task = await next_task(*self._poll)
+        await send({"type": "http.response.body", "body": (task or "").encode()})
 
 
 async def next_task(registry: Registry, caller: CallingClient, wait_seconds: float) -> str | None:
@@ -65,6 +96,8 @@ async def next_task(registry: Registry, caller: CallingClient, wait_seconds: flo
     try:
         while True:
             wakeup = registry.wakeups.listen(key)
+            if registry.away:
+                raise problems.StoreAway
             served = _open_task(registry, caller.federation.id, caller.client)
             left = until - clock.monotonic()
             if served is not None:

@@ -1,4 +1,4 @@
-"""Redirects (307) of requests about a federation that another coordinator runs, before their bodies are read."""
+"""What only a group of coordinators does: redirects to the holder of a federation, addresses of the others, CORS."""
 
 from __future__ import annotations
 
@@ -7,38 +7,68 @@ import contextlib
 import re
 
 from sqlalchemy.exc import SQLAlchemyError
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.answer_headers import with_headers
-from promptfed.coordinator.problems import FederationMoving, HeldElsewhere, Refusal
+from promptfed.coordinator.problems import FederationMoving, HeldElsewhere, Misdirected, Refusal
+from promptfed.coordinator.store.leases import Leases
+from promptfed.shared.service.addresses import TOLD
+
+PAGE = "Promptfed-Page"
+"""The header of requests from the operator's page, since a browser does not show a page where a 307 leads."""
 
 _PATH = re.compile(r"/v1/federations/([^/\0]{1,100})(?:/.*)?")
+_FEDERATIONS = "/v1/federations"
+_PREFLIGHT = {
+    "Access-Control-Allow-Methods": "GET, POST, PUT, PATCH, DELETE",
+    "Access-Control-Allow-Headers": f"Authorization, Content-Type, Idempotency-Key, Last-Event-ID, {PAGE}",
+    "Access-Control-Max-Age": "600",
+}
 
 
 class Elsewhere:
-    """Redirects requests to the coordinator that holds their federation. If none does, requests wait."""
+    """Redirects requests (307) to the coordinator that holds their federation. If none does, requests wait.
+
+    Callers with a valid token are told the group's addresses. The page of one coordinator may call the others.
+    """
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        refusal = await _refusal(scope) if scope["type"] == "http" else None
-        if refusal is None:
+        """Answer one request before its body is read, or pass it on."""
+        registry: Registry | None = getattr(scope["app"].state, "registry", None)
+        if scope["type"] != "http" or registry is None or registry.leases is None:
             await self._app(scope, receive, send)
-        else:
+            return
+        headers, leases = Headers(scope=scope), registry.leases
+        origin = headers.get("origin")
+        if origin is not None and origin in leases.addresses:
+            send = _readable_by(origin, send)
+            if scope["method"] == "OPTIONS":
+                await Response(status_code=204, headers=_PREFLIGHT)(scope, receive, send)
+                return
+        if "authorization" not in headers:
+            # Whoever has no token at all is told nothing of who carries out what.
+            await self._app(scope, receive, send)
+            return
+        refusal = None if registry.away else await _refusal(scope, registry, leases, PAGE in headers)
+        if refusal is not None:
             await refusal.response(scope["path"])(scope, receive, with_headers(scope, send))
+        elif scope["path"].startswith(_FEDERATIONS):
+            await self._app(scope, receive, _telling(leases, send))
+        else:
+            await self._app(scope, receive, send)
 
 
-async def _refusal(scope: Scope) -> Refusal | None:
+async def _refusal(scope: Scope, registry: Registry, leases: Leases, of_page: bool) -> Refusal | None:
     match = _PATH.fullmatch(scope["path"])
-    registry: Registry | None = getattr(scope["app"].state, "registry", None)
-    if match is None or registry is None or registry.leases is None or registry.away:
+    if match is None:
         return None
-    if not any(name == b"authorization" for name, _ in scope["headers"]):
-        return None  # Whoever has no token at all is told nothing of who carries out what.
-    asked, leases = match.group(1), registry.leases
+    asked = match.group(1)
     place = leases.place(asked)
     if place is None:
         # Another coordinator may have created it this very second.
@@ -49,7 +79,35 @@ async def _refusal(scope: Scope) -> Refusal | None:
         return None
     if place.url is None or place.url == leases.url:
         return FederationMoving("this federation is being taken over: send it again")
+    text = "another coordinator carries this federation out"
+    if of_page:
+        return Misdirected(text, coordinator=place.url)
     query = scope["query_string"].decode("latin-1")
     raw = scope.get("raw_path") or scope["path"].encode()
     location = place.url + raw.partition(b"?")[0].decode("latin-1") + (f"?{query}" if query else "")
-    return HeldElsewhere("another coordinator carries this federation out", headers={"Location": location})
+    return HeldElsewhere(text, headers={"Location": location})
+
+
+def _telling(leases: Leases, send: Send) -> Send:
+    """``send``, which adds the group's addresses to successful answers: only a valid token brings one."""
+
+    async def tell(message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] < 300:
+            MutableHeaders(scope=message)[TOLD] = ", ".join(leases.addresses)
+        await send(message)
+
+    return tell
+
+
+def _readable_by(origin: str, send: Send) -> Send:
+    """``send`` for a page of another coordinator, whose browser asks whether the page may read the answer."""
+
+    async def tell(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers["Access-Control-Allow-Origin"] = origin
+            headers["Access-Control-Expose-Headers"] = "*"
+            headers.add_vary_header("Origin")
+        await send(message)
+
+    return tell

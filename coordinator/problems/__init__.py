@@ -74,6 +74,10 @@ class HeldElsewhere(Refusal, status=307, title="Another coordinator carries this
     """The same request belongs to the address in ``Location``, with the same token."""
 
 
+class Misdirected(Refusal, status=421, title="Another coordinator carries this federation out"):
+    """As ``HeldElsewhere`` for the operator's page; ``coordinator`` has the address."""
+
+
 class MethodAbsent(Refusal, status=503, title="The coordinator does not have this federation's method", retry_after=60):
     """A federation whose method comes from a package that is not installed here any more, or is broken."""
 

@@ -15,7 +15,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from sqlalchemy import Engine, Float, Integer, and_, cast, delete, func, insert, literal, literal_column, select, update
+from sqlalchemy import (
+    Engine,
+    Float,
+    Integer,
+    and_,
+    case,
+    cast,
+    delete,
+    func,
+    insert,
+    literal,
+    literal_column,
+    select,
+    update,
+)
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.store.tables import DELETING, CoordinatorRow, FederationRow, LeaseRow
@@ -50,14 +64,16 @@ class LeaseLook:
 class Leases:
     """The leases of one coordinator, whose address is ``url``.
 
-    held: epochs of its leases, by federation. engine: separate connections, so that transactions on federations do not
-    delay signs of life. backend: the database's process id of the session that writes federations.
+    held: epochs of its leases, by federation. addresses: of all coordinators, those that are there first. engine:
+    separate connections, so that transactions on federations do not delay signs of life. backend: the database's
+    process id of the session that writes federations.
     """
 
     def __init__(self, engine: Engine, url: str, backend: Callable[[], int | None]):
         self.id = secrets.token_hex(8)
         self.url = url
         self.held: dict[str, int] = {}
+        self.addresses: list[str] = [url]
         self._engine = engine
         self._backend = backend
         self._renewed = float("-inf")
@@ -114,6 +130,9 @@ class Leases:
                 .outerjoin(CoordinatorRow, alive)
                 .order_by(FederationRow.created_at)
             ).all()
+            there = case((CoordinatorRow.seen > NOW - LEASE_SECONDS, 0), else_=1)
+            addresses = session.scalars(select(CoordinatorRow.url).order_by(there, CoordinatorRow.url)).all()
+        self.addresses = list(dict.fromkeys(addresses))
         with self._lock:
             held = dict(self.held)
         mine = {row.id: row.epoch for row in rows if row.holder == self.id}

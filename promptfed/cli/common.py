@@ -34,7 +34,10 @@ RayAddress = Annotated[
     str | None, typer.Option(help="--engine ray: auto or HOST:PORT of a cluster; default: start Ray here")
 ]
 Url = Annotated[
-    str | None, typer.Option("--coordinator", help=f"its URL; default: ${URL_VARIABLE}, else {DEFAULT_URL}")
+    str | None,
+    typer.Option(
+        "--coordinator", help=f"its URL, or several of a group by commas; default: ${URL_VARIABLE}, else {DEFAULT_URL}"
+    ),
 ]
 TokenFile = Annotated[Path | None, typer.Option(help=f"file with the operator token; default: ${TOKEN_VARIABLE}")]
 Key = Annotated[

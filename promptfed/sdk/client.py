@@ -12,7 +12,7 @@ import ssl
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 from urllib.parse import urlsplit
@@ -21,13 +21,16 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from promptfed.sdk.errors import CommandError, Exit, offences
-from promptfed.shared.service.net import MOST_MOVES, is_loopback, moved_to
+from promptfed.shared.service.addresses import GONE_SECONDS, QUIET_SECONDS, TOLD, AddressBook
+from promptfed.shared.service.net import MOST_MOVES, addresses_of, is_loopback, moved_to
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 URL_VARIABLE = "PROMPTFED_COORDINATOR"
 CA_VARIABLE, PLAIN_VARIABLE = "PROMPTFED_CA_FILE", "PROMPTFED_ALLOW_PLAIN_HTTP"
 RESTART_SECONDS = 60.0
+TAKEOVER_SECONDS = 20.0
 RETRY_SECONDS = 0.2
+MOVING = ("federation-moving", "store-away", "not-ready")  # 503s that another coordinator may not give
 TOKEN_VARIABLE = "PROMPTFED_OPERATOR_TOKEN"  # noqa: S105 (a variable's name)
 
 View = TypeVar("View", bound=BaseModel)
@@ -86,7 +89,10 @@ Operation = Generator[Request[Any], Answer[Any], T]
 
 
 class Coordinator:
-    """Calls one coordinator with an operator token.
+    """Calls one coordinator, or a group at several addresses separated by commas, with an operator token.
+
+    The answers of a group name its addresses. If one does not answer, the others are asked: with requests that only
+    read or were not sent, for `TAKEOVER_SECONDS`.
 
     If this process has started the coordinator, ``meanwhile`` restarts it. It is called while the coordinator does not
     answer; requests that can safely be repeated are repeated for a minute.
@@ -97,10 +103,12 @@ class Coordinator:
     """
 
     def __init__(self, url: str, token: str, timeout: float = 60.0, meanwhile: Callable[[], object] | None = None):
-        self.url = url.rstrip("/")
+        self.url = ",".join(addresses_of(url))
+        self._book = AddressBook(self.url)
+        self._timeout = timeout
         self._meanwhile = meanwhile
         verify = _authorities(self.url)
-        self._http = httpx.Client(base_url=self.url, headers=_authorization(token), timeout=timeout, verify=verify)
+        self._http = httpx.Client(headers=_authorization(token), timeout=timeout, verify=verify)
 
     def __enter__(self) -> Self:
         return self
@@ -140,29 +148,77 @@ class Coordinator:
             raise CommandError(text, Exit.UNREACHABLE) from None
 
     def _response(self, request: Request[View]) -> httpx.Response:
-        deadline = time.monotonic() + RESTART_SECONDS
+        deadline = time.monotonic() + (RESTART_SECONDS if self._meanwhile is not None else TAKEOVER_SECONDS)
         while True:
             try:
-                return self._followed(request)
+                response = self._followed(request)
+                if not self._is_moving(response) or time.monotonic() > deadline:
+                    return response
             except httpx.TransportError as error:
                 # A request that was not sent, or that only reads, can be sent again.
                 harmless = request.verb == "GET" or isinstance(error, httpx.ConnectError)
-                if self._meanwhile is None or not harmless or time.monotonic() > deadline:
+                may_help = self._meanwhile is not None or self._book.several
+                if not may_help or not harmless or time.monotonic() > deadline:
                     raise
-            self._meanwhile()
+            if self._meanwhile is not None:
+                self._meanwhile()
             time.sleep(RETRY_SECONDS)
 
     def _followed(self, request: Request[Any]) -> httpx.Response:
         """Follow redirects to the coordinator that runs the request's federation, and return its answer."""
-        response = self._http.request(request.verb, request.path, **request.options)
+        book = self._book
         for _ in range(MOST_MOVES):
+            address = book.current
+            try:
+                response = self._asked(address, request)
+            except httpx.TransportError as error:
+                if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)):
+                    book.note_silent(address)
+                book.move_on()
+                raise
             asked, location = str(response.request.url), response.headers.get("location", "")
             origin = moved_to(self.url, asked, location) if response.status_code == 307 else None
             if origin is None:
                 break
-            # httpx would omit the token by itself, since the address differs from the one it was given for.
-            response = self._http.request(request.verb, origin + request.path, **request.options)
+            if book.is_silent(origin):
+                book.move_on()
+                raise httpx.ConnectError(f"{address} names {origin}, which does not answer")
+            book.current = origin
+        if response.is_success:
+            book.read(response.headers.get(TOLD))
+        elif self._is_moving(response):
+            book.move_on()
         return response
+
+    def _is_moving(self, response: httpx.Response) -> bool:
+        """Whether another coordinator will answer soon."""
+        kind = str(_problem(response).get("type", "")).rpartition("/")[2] if response.status_code == 503 else ""
+        return self._book.several and kind in MOVING
+
+    def _asked(self, address: str, request: Request[Any]) -> httpx.Response:
+        """The answer of one coordinator. With several of them, one that is gone is given up after some seconds."""
+        send = partial(self._http.request, request.verb, address + request.path)
+        if not self._book.several:
+            return send(**request.options)
+        if request.verb != "GET":
+            if not self._is_there(address):
+                raise httpx.ConnectError(f"{address} does not answer")
+            return send(**request.options)
+        longest, seconds = request.options.get("timeout", self._timeout), GONE_SECONDS
+        while seconds < longest:
+            try:
+                return send(**{**request.options, "timeout": seconds})
+            except httpx.ReadTimeout:
+                if not self._is_there(address):
+                    raise
+                seconds *= 2  # It is there, and needs longer for this answer.
+        return send(**request.options)
+
+    def _is_there(self, address: str) -> bool:
+        try:
+            return self._http.get(f"{address}/readyz", timeout=GONE_SECONDS - QUIET_SECONDS).is_success
+        except httpx.TransportError:
+            return False
 
 
 class AsyncCoordinator:
@@ -195,9 +251,13 @@ def _authorization(token: str) -> dict[str, str]:
 def _answer(request: Request[View], response: httpx.Response) -> Answer[View]:
     if response.is_success:
         return Answer(request.model, str(response.url), response.headers, response.content)
-    is_json = "json" in response.headers.get("content-type", "")
-    problem = response.json() if is_json else {}
+    problem = _problem(response)
     raise CommandError(*_refusal(response, problem), kind=str(problem.get("type", "")).rpartition("/")[2])
+
+
+def _problem(response: httpx.Response) -> Mapping[str, Any]:
+    problem: Mapping[str, Any] = response.json() if "json" in response.headers.get("content-type", "") else {}
+    return problem
 
 
 def _refusal(response: httpx.Response, problem: Mapping[str, Any]) -> tuple[str, Exit]:
@@ -216,12 +276,15 @@ def _refusal(response: httpx.Response, problem: Mapping[str, Any]) -> tuple[str,
 
 def _authorities(url: str) -> ssl.SSLContext | bool:
     """The trusted certificate authorities."""
-    parts = urlsplit(url)
-    if parts.scheme == "http" and not is_loopback(parts.hostname or "") and not os.environ.get(PLAIN_VARIABLE):
-        text = f"{url} would carry the operator token unencrypted: use https://, or promptfed --allow-plain-http"
-        raise CommandError(f"{text} (or ${PLAIN_VARIABLE})", Exit.BAD_INPUT)
+    for address in addresses_of(url):
+        parts = urlsplit(address)
+        if parts.scheme == "http" and not is_loopback(parts.hostname or "") and not os.environ.get(PLAIN_VARIABLE):
+            text = (
+                f"{address} would carry the operator token unencrypted: use https://, or promptfed --allow-plain-http"
+            )
+            raise CommandError(f"{text} (or ${PLAIN_VARIABLE})", Exit.BAD_INPUT)
     ca_file = os.environ.get(CA_VARIABLE)
-    if not ca_file or parts.scheme != "https":
+    if not ca_file or "https://" not in url:
         return True
     try:
         return ssl.create_default_context(cafile=ca_file)

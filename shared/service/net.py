@@ -39,22 +39,40 @@ def url_of(listening: socket.socket, host: str, scheme: str = "http") -> str:
     return f"{scheme}://{shown}:{listening.getsockname()[1]}"
 
 
-def moved_to(base: str, asked: str, location: str) -> str | None:
+def addresses_of(text: str) -> list[str]:
+    """The addresses that a setting names, separated by commas, each once and without a slash at its end."""
+    return list(dict.fromkeys(part.strip().rstrip("/") for part in text.split(",") if part.strip()))
+
+
+def moved_to(given: str, asked: str, location: str) -> str | None:
     """The origin that a request for the URL ``asked`` is to go to, of a coordinator's 307; None: it is not followed.
 
-    It goes with the caller's token, so it must be the same path and query, as well protected as ``base`` is: over TLS
-    where that is, on this machine where that is.
+    It goes with the caller's token, so it must be the same path and query, at an origin that ``origin_for`` allows.
     """
     try:
-        to, own, first = urlsplit(urljoin(asked, location)), urlsplit(asked), urlsplit(base)
+        target = urljoin(asked, location)
+        to, own = urlsplit(target), urlsplit(asked)
+    except ValueError:
+        return None
+    return origin_for(given, target) if (to.path, to.query) == (own.path, own.query) else None
+
+
+def origin_for(given: str, url: str) -> str | None:
+    """The origin of a URL that a coordinator names; None unless it is as well protected as all ``given`` addresses.
+
+    It must be over TLS if any of them is, and on this machine or over TLS if any of them is on this machine.
+    """
+    try:
+        to, firsts = urlsplit(url), [urlsplit(address) for address in addresses_of(given)]
         port = to.port
     except ValueError:
         return None
-    if (to.path, to.query) != (own.path, own.query) or to.username is not None or not to.hostname:
+    if to.scheme not in ("http", "https") or to.username is not None or not to.hostname:
         return None
-    if to.scheme not in (first.scheme, "https") or to.scheme not in ("http", "https"):
+    if to.scheme == "http" and not all(first.scheme == "http" for first in firsts):
         return None
-    if to.scheme == "http" and is_loopback(first.hostname or "") and not is_loopback(to.hostname):
+    stays = any(is_loopback(first.hostname or "") for first in firsts)
+    if to.scheme == "http" and stays and not is_loopback(to.hostname):
         return None
     shown = f"[{to.hostname}]" if ":" in to.hostname else to.hostname
     return f"{to.scheme}://{shown}" + (f":{port}" if port is not None else "")

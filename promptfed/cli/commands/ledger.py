@@ -18,6 +18,7 @@ from promptfed.sdk.output import console, print_json, say, table, tell
 
 if TYPE_CHECKING:
     from promptfed.shared.api.privacy_schemas import SpendList
+    from promptfed.shared.service.net import addresses_of
 
 group = app.group("ledger", "Read the privacy budget of this owner's data.", "Take part with own data")
 
@@ -143,7 +144,7 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
             return await CoordinatorClient(http, address, federation, ANSWER_SECONDS, secret).ask(SpendList, "spends")
 
     try:
-        return asyncio.run(ask()), address
+        return asyncio.run(ask()), addresses_of(address)[0]
     except Refused as refused:
         raise CommandError(f"{address} does not tell: {refused}", Exit.REFUSED) from None
     except BadAnswer as error:
