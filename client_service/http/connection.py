@@ -8,7 +8,7 @@ import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -18,8 +18,9 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.http.watched_line import WatchedLine
 from promptfed.shared.messages import Problem
-from promptfed.shared.service.addresses import GONE_SECONDS, QUIET_SECONDS, TOLD, AddressBook
+from promptfed.shared.service.addresses import TOLD, AddressBook
 from promptfed.shared.service.net import MOST_MOVES, moved_to
 
 log = logging.getLogger("promptfed.client")
@@ -28,7 +29,6 @@ MAX_JSON_BYTES = 64 << 20
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.25, 15.0  # seconds
 LONGEST_RETRY_AFTER = 300.0
 QUICK_ATTEMPTS, QUICK_BACKOFF = 20, 1.0  # among several coordinators: a federation is taken over within seconds
-SLOWEST_LINE = 128 << 10  # bytes per second that a line is given for what is sent, before its silence counts
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 
 AnyMessage = TypeVar("AnyMessage", bound=BaseModel)
@@ -86,7 +86,7 @@ class CoordinatorConnection:
     ``token`` is the client's secret once there is one. The coordinator that carries the federation out is named by a
     307, which is followed with the token (`shared.net.moved_to` says where to). ``may_move`` is asked before. ``book``
     holds the addresses, also those that coordinators have told since. With more than one of them, a coordinator that
-    is silent for `GONE_SECONDS` is given up, even in the middle of an answer, and the next request goes to another.
+    is gone (`WatchedLine`) is given up, even in the middle of an answer, and the next request goes to another.
 
     Connection errors, 5xx and a 429 with Retry-After (too many wrong tokens came from this address) are tried again
     with jittered exponential backoff (a 503's and 429's Retry-After is kept) until ``give_up_after`` seconds have
@@ -105,10 +105,9 @@ class CoordinatorConnection:
     _jitter: random.Random = field(default_factory=random.SystemRandom)
     failed: str = ""  # the address that did not answer last
     _served: str = ""  # the address that answered last
-    _heard: float = 0.0  # when the last byte came from it
 
     def __post_init__(self) -> None:
-        self.book = AddressBook(self.base_url)
+        self.book, self.line = AddressBook(self.base_url), WatchedLine(self.http)
         self.book.allowed = self._is_allowed
 
     def _is_allowed(self, origin: str) -> bool:
@@ -176,9 +175,9 @@ class CoordinatorConnection:
         try:
             for _ in range(MOST_MOVES):
                 address = book.current
-                async with self._while_there(address):
+                async with self.line.watched(address) if book.several else nullcontext():
                     request = self.http.build_request(
-                        verb, address + url, content=self._noted(body()), headers=headers, timeout=timeouts
+                        verb, address + url, content=self.line.noted(body()), headers=headers, timeout=timeouts
                     )
                     response = await self.http.send(request, stream=True, follow_redirects=False)
                     try:
@@ -211,64 +210,10 @@ class CoordinatorConnection:
                 log.info("the coordinator at %s serves this client now", address)
             self._served = address
 
-    @asynccontextmanager
-    async def _while_there(self, address: str) -> AsyncIterator[None]:
-        """A block that ends with ReadTimeout where the coordinator is gone and there is another one to go to."""
-        if not self.book.several:
-            yield
-            return
-        self.note_heard()
-        limit = asyncio.timeout(None)
-        try:
-            async with limit:
-                watching = asyncio.create_task(self._watch(address, limit))
-                try:
-                    yield
-                finally:
-                    watching.cancel()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise httpx.ReadTimeout(f"nothing heard for {GONE_SECONDS:g} s") from None
-
-    async def _watch(self, address: str, limit: asyncio.Timeout) -> None:
-        """Let ``limit`` pass once nothing is heard any more, and ``/readyz`` is not answered either."""
-        while True:
-            quiet = time.monotonic() - self._heard
-            if quiet < QUIET_SECONDS:
-                await asyncio.sleep(QUIET_SECONDS - quiet)
-            elif await self._is_there(address):
-                self.note_heard()
-            else:
-                limit.reschedule(asyncio.get_running_loop().time())
-                return
-
-    async def _is_there(self, address: str) -> bool:
-        try:
-            async with asyncio.timeout(GONE_SECONDS - QUIET_SECONDS):
-                return (await self.http.get(f"{address}/readyz")).is_success
-        except (httpx.TransportError, TimeoutError):
-            return False
-
-    def _noted(self, content: bytes | AsyncIterator[bytes] | None) -> bytes | AsyncIterator[bytes] | None:
-        """What is sent; while it is under way, silence does not count."""
-        if isinstance(content, bytes):
-            self._heard += len(content) / SLOWEST_LINE
-        return content if content is None or isinstance(content, bytes) else self._parts(content)
-
-    async def _parts(self, content: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        async for part in content:
-            yield part
-            self._heard = time.monotonic() + len(part) / SLOWEST_LINE
-
     def _elsewhere(self, response: httpx.Response) -> str | None:
         if response.status_code != 307:
             return None
         return moved_to(self.base_url, str(response.request.url), response.headers.get("location", ""))
-
-    def note_heard(self) -> None:
-        """Bytes of an answer have come: its coordinator is there."""
-        self._heard = time.monotonic()
 
     async def read(self, response: httpx.Response, limit: int) -> bytes:
         """A body of up to ``limit`` bytes. Raises BadAnswer."""
@@ -276,7 +221,7 @@ class CoordinatorConnection:
         try:
             async for chunk in response.aiter_bytes():
                 content += chunk
-                self.note_heard()
+                self.line.heard()
                 if len(content) > limit:
                     raise BadAnswer(f"the answer to {request.method} {request.url.path} is larger than {limit} bytes")
         except httpx.DecodingError as error:

@@ -4,8 +4,7 @@ Layout of the state folder (mode 0700):
 
     lock                     held while a client runs
     identity.json            name, role, secret, federation and client id (mode 0600)
-    enrolment.json           what the coordinator said of the federation
-    coordinators.json        the other coordinators of its group, as they were told
+    enrolment.json           what the coordinator said of the federation; coordinators.json: its group's addresses
     committed.safetensors    private tensors after the last update that the coordinator accepted
     pending/                 an update and the private tensors that belong to it, written before the first sending
     answered/                the update that was accepted last, in case the coordinator's disk loses it

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http import connection
+from promptfed.client_service.http import connection, watched_line
 from promptfed.client_service.http.bodies import Body
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.joining.flow import COORDINATORS, Joining
@@ -29,8 +29,8 @@ Handler = Callable[[httpx.Request], Awaitable[httpx.Response]]
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "QUIET_SECONDS", QUIET)
-    monkeypatch.setattr(connection, "GONE_SECONDS", GONE)
+    monkeypatch.setattr(watched_line, "QUIET_SECONDS", QUIET)
+    monkeypatch.setattr(watched_line, "GONE_SECONDS", GONE)
     monkeypatch.setattr(addresses, "GONE_SECONDS", 60.0)
     monkeypatch.setattr(connection, "QUICK_BACKOFF", 0.01)
 
