@@ -190,7 +190,7 @@ class Joining:
         images = IMAGES if own is None else ImageCache(own << 20)
         if settings.reset_private:
             self.state.reset_private()
-        return TaskWork(
+        return parts.work(
             settings.name,
             settings.role,
             backbone,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.disclosure import Disclosure
 from promptfed.client_service.privacy.ledger import Ledger
+from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
 from promptfed.shared.outcomes import Record
@@ -38,6 +39,7 @@ class Parts:
         secret: of the client's identity, if another process will continue with it.
         consent: asked before a client that has not enrolled yet sends anything.
         record: receives, in this process, the answer for each test image.
+        work: makes the object that carries out tasks; it takes the fields of `TaskWork`.
     """
 
     backbone: Backbone | None = None
@@ -49,3 +51,4 @@ class Parts:
     consent: Consent | None = None
     record: Record | None = None
     privacy: PrivacyParts = field(default_factory=PrivacyParts)
+    work: Callable[..., TaskWork] = TaskWork

@@ -25,6 +25,8 @@ SHARE = "domain_share:"  # before a domain's name: its mean share of a client's 
 VARIANT = "@"  # a further classifier's accuracy on a split is reported as split@variant
 
 Results = dict[str, SplitResult]
+ZeroShotResults = dict[tuple[str, str], SplitResult]
+"""The template's results, by test set and by what its classifier depends on."""
 
 
 @dataclass
@@ -35,8 +37,8 @@ class Evaluation:
     client: str = ""
     record: Record | None = None  # who is told every image's answer, in this process
     figures: Container[str] = ()  # that the owner agreed to tell beside accuracies: ece, macro_f1
+    zero_shot: ZeroShotResults = field(default_factory=dict)
     _templates: dict[str, TemplateClassifier] = field(default_factory=dict)
-    _zero_shot: dict[tuple[str, str], SplitResult] = field(default_factory=dict)
 
     def template(self, context: ClientContext) -> TemplateClassifier | None:
         """The template's classifier over ``context.class_names``; None where the backbone reads no texts."""
@@ -133,9 +135,9 @@ class Evaluation:
 
     def _measure_template(self, name: str, context: ClientContext, template: Classifier) -> SplitResult:
         key = name, _template_key(context)
-        if key not in self._zero_shot:
-            self._zero_shot[key] = self._measure(name, context, template, ZERO_SHOT)
-        return self._zero_shot[key]
+        if key not in self.zero_shot:
+            self.zero_shot[key] = self._measure(name, context, template, ZERO_SHOT)
+        return self.zero_shot[key]
 
 
 def _rounded(figure: float) -> float:

@@ -97,10 +97,10 @@ class TaskWork:
     rules: SiteRules = field(default_factory=lambda: SiteRules())
 
     def __post_init__(self) -> None:
-        self._evaluation = Evaluation(self.data, self.name, self.record, self.agreement.figures)
+        self.evaluation = Evaluation(self.data, self.name, self.record, self.agreement.figures)
         self._told = False  # what augmentation costs
         self._kept_back: set[str] = set()
-        self.served: ServedParts | None = None  # what the last evaluation's classifier was made of
+        self.evaluated: Serving | None = None  # the last evaluation's payload
 
     @property
     def protection(self) -> SiteProtection | None:
@@ -255,6 +255,7 @@ class TaskWork:
         started = time.monotonic()
         serving = Serving(task.round, task.phase, task.config, payload)
         served, parts = self._serve(serving, cancelled)
+        self.evaluated = serving
         if self.predictor is not None:
             self.state.save_serving(serving)
         if self.withholds:
@@ -263,10 +264,10 @@ class TaskWork:
         if kept is not None:
             return kept
         with torch_settings(served.context.training, self.backbone):
-            splits, zero_shot = self._evaluation.run(*parts, served.classifier, task.config.template)
-            metrics = self._evaluation.mixture(served.classifier, served.context) if self.privacy.counts is None else {}
+            splits, zero_shot = self.evaluation.run(*parts, served.classifier, task.config.template)
+            metrics = self.evaluation.mixture(served.classifier, served.context) if self.privacy.counts is None else {}
         if self.privacy.counts is not None:
-            keys = self._evaluation.zero_shot_keys(served.context, task.config.template)
+            keys = self.evaluation.zero_shot_keys(served.context, task.config.template)
             return self.privacy.counts.drawn(task, splits, zero_shot, keys)
         metrics["evaluate_seconds"] = round(time.monotonic() - started, 3)
         return EvaluationRequest(splits=splits, zero_shot=zero_shot, metrics=metrics)
@@ -305,6 +306,10 @@ class TaskWork:
         if serving is not None:
             self._serve(serving, cancelled)
 
+    def served(self) -> ServedParts | None:
+        """What the last evaluation's classifier was made of; None before the first one."""
+        return None if self.evaluated is None else self._serve(self.evaluated, lambda: False)[1]
+
     def _serve(self, serving: Serving, cancelled: Cancelled) -> tuple[Served, ServedParts]:
         method, context = self._context(serving.config, serving.round, serving.phase, cancelled)
         payload, _ = decode_place(serving.payload)
@@ -312,12 +317,11 @@ class TaskWork:
         with torch_settings(context.training, self.backbone), torch.no_grad():
             private, _ = self._prepared(method, context, serving.config.peers)
             classifier = method.classifier(context, payload, private)
-            template = self._evaluation.template(context)
+            template = self.evaluation.template(context)
         served = Served(method.name, serving.round, context, classifier, template)
         if self.predictor is not None:
             self.predictor.served = served
-        self.served = (method, context, payload, private)
-        return served, self.served
+        return served, (method, context, payload, private)
 
     def _context(
         self, config: TaskConfig, round: int, phase: str, cancelled: Cancelled

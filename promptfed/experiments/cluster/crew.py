@@ -99,9 +99,9 @@ async def _work(assignment: Assignment) -> list[Outcomes]:
         backbone,
         FeatureCache(folder.path / "features"),
         kept.write,
-        lambda name: secret_of(folder.key, name),
-        folder.lasting,
-        PATIENCE_SECONDS,
+        secret=lambda name: secret_of(folder.key, name),
+        synced=folder.lasting,
+        patience=PATIENCE_SECONDS,
     )
     choose_kernels(spec.training, backbone)
     await warm_all(setup)

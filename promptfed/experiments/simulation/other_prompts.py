@@ -23,7 +23,8 @@ def swapped_outcomes(works: Mapping[str, TaskWork]) -> list[Outcomes]:
 
     Empty for methods that share their prompts and keep nothing private. Call it after the last evaluation.
     """
-    parts = {name: work.served for name, work in works.items() if work.role == "trainer" and work.served is not None}
+    trainers = {name: work.served() for name, work in works.items() if work.role == "trainer"}
+    parts = {name: served for name, served in trainers.items() if served is not None}
     swapped = []
     for name, (method, context, _, own) in parts.items():
         if not method.personal:

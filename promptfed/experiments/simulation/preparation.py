@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from promptfed.client_service.training.data import in_domain
+from promptfed.experiments.simulation.features import SimulatedClient, fill, images_of
+from promptfed.experiments.simulation.processes import Processes
 from promptfed.runtime.run_file import check_trainers
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import described, open_backbone, resolve
@@ -25,7 +27,7 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.caches.rows import CacheCost
 from promptfed.shared.clip.weights.hub import known_as
-from promptfed.shared.data import DataError, Source, Split
+from promptfed.shared.data import DataError
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods import method_for
 from promptfed.shared.outcomes import Record
@@ -35,26 +37,11 @@ log = logging.getLogger("promptfed.simulation")
 
 NO_DEADLINE = 30 * 86400.0  # seconds: the longest that a spec may give
 PATIENCE_SECONDS = 20.0  # of a client whose coordinator answers nothing but errors
-STEP = 2 * 32  # images between two looks at whether to stop: whole batches of the cache
-
-
-@dataclass(frozen=True)
-class SimulatedClient:
-    """A site with its opened data."""
-
-    site: Site
-    source: Source
-    tests: dict[str, Source]
-
-    def splits(self) -> list[Split]:
-        """The splits whose features the client computes."""
-        trained = [self.source.train] if self.site.role == "trainer" else []
-        return [*trained, self.source.test, *(other.test for other in self.tests.values())]
 
 
 @dataclass(frozen=True)
 class SimulationSetup:
-    """The clients that this process plays, and what they share: ``pool`` of them compute at once.
+    """The clients that this process plays, and what they share: ``pool`` of them compute at once, in ``processes``.
 
     ``record`` receives each client's answers on a test set. If another process may continue, ``secret`` gives each
     client the same secret again, ``synced`` state survives the end of the machine, and ``patience`` is
@@ -68,6 +55,7 @@ class SimulationSetup:
     backbone: Backbone
     features: FeatureCache
     record: Record
+    processes: Processes | None = None
     secret: Callable[[str], str] | None = None
     synced: bool = False
     patience: float = PATIENCE_SECONDS
@@ -163,56 +151,6 @@ def open_site(site: Site, sources: SharedSources) -> SimulatedClient:
         raise CommandError(f"client {site.name}: {error}", Exit.BAD_INPUT) from None
 
 
-class _Images:
-    """The distinct images of many splits, with the interface that the feature cache expects of a split."""
-
-    def __init__(self, splits: Iterable[Split]):
-        places: dict[str, tuple[Split, int]] = {}
-        for split in splits:
-            for row in range(len(split)):
-                places.setdefault(split.digest(row), (split, row))
-        self._places = list(places.items())
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def image(self, index: int) -> Any:
-        split, row = self._places[index][1]
-        return split.image(row)
-
-    def digest(self, index: int) -> str:
-        return self._places[index][0]
-
-
-def warm(
-    cache: FeatureCache,
-    backbone: Backbone,
-    splits: Iterable[Split],
-    threads: int,
-    stopped: Callable[[], bool],
-    patches: bool = False,
-) -> None:
-    """Put the features of all images into ``cache``. Their bits depend on the number of ``threads``.
-
-    With ``patches``, the features of their patches too; their size on disk is logged first.
-
-    Raises:
-        DataError: an image cannot be read.
-        OSError: the disk has no room for the patches' features.
-    """
-    torch.set_num_threads(threads)
-    images = _Images(splits)
-    if patches:
-        _tell_cost(cache.patches.cost(backbone, [images]))
-    for start in range(0, len(images), STEP):
-        if stopped():
-            return
-        rows = range(len(images))[start : start + STEP]
-        cache.features(backbone, images, indices=rows)
-        if patches:
-            cache.patches.fill(backbone, images, rows)
-
-
 def _tell_cost(cost: CacheCost) -> None:
     if not cost.images:
         return
@@ -220,6 +158,17 @@ def _tell_cost(cost: CacheCost) -> None:
     if not cost.fits:
         raise OSError(errno.ENOSPC, f"{text}; {cost.free / 1e6:,.1f} MB are free there: give a folder with room")
     log.info("%s", text)
+
+
+def _warm(setup: SimulationSetup, patches: bool, stopped: Callable[[], bool]) -> None:
+    """Compute all features, and read them into memory. Their bits depend on the number of threads."""
+    torch.set_num_threads(setup.threads)
+    images, cache = images_of(setup.clients), setup.features
+    if patches:
+        _tell_cost(cache.patches.cost(setup.backbone, [images]))
+    if setup.processes is not None:
+        setup.processes.fill(len(images), patches, stopped)
+    fill(cache, setup.backbone, images, range(len(images)), stopped, patches)
 
 
 async def warm_all(setup: SimulationSetup) -> None:
@@ -231,11 +180,8 @@ async def warm_all(setup: SimulationSetup) -> None:
     needs = method_for(setup.spec).needs
     if not needs.cached_features:
         return
-    splits = [split for client in setup.clients for split in client.splits()]
     stop = threading.Event()
-    job = asyncio.create_task(
-        asyncio.to_thread(warm, setup.features, setup.backbone, splits, setup.threads, stop.is_set, needs.patch_tokens)
-    )
+    job = asyncio.create_task(asyncio.to_thread(_warm, setup, needs.patch_tokens, stop.is_set))
     try:
         await asyncio.shield(job)
     except DataError as error:

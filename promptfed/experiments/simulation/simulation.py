@@ -1,8 +1,8 @@
 """A federation in one process: the very coordinator and the very clients, over an in-process transport.
 
 There is no second implementation: the coordinator's app answers, and the client's worker trains. The clients share one
-backbone, one feature cache, each data set, and a bounded pool of threads that computes for them in turn. With the same
-number of torch threads the final state is, bit for bit, that of the same spec in processes.
+backbone, one feature cache, each data set, and a bounded pool of threads or processes that computes for them in turn.
+With the same number of torch threads the final state is, bit for bit, that of the same spec with real services.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from promptfed.coordinator.store.tokens import OPERATOR_FILE
 from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.other_prompts import swapped_outcomes
 from promptfed.experiments.simulation.preparation import SimulationSetup, open_site, prepare, warm_all
+from promptfed.experiments.simulation.processes import computing_processes
 from promptfed.experiments.simulation.workers import AHEAD, RunningWorkers, run_workers
 from promptfed.runtime.services import Site
 from promptfed.sdk import operations
@@ -87,10 +88,11 @@ def simulate(
         def record(outcomes: Outcomes) -> None:
             latest[outcomes.client, outcomes.split] = outcomes
 
-        setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record)
         try:
-            run = _run(setup, initial, progress or (lambda snapshot: None), swap_prompts, started)
-            result = _in_a_thread(run)
+            with computing_processes(pool, wanted, clients, backbone, cache) as processes:
+                setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes)
+                run = _run(setup, initial, progress or (lambda snapshot: None), swap_prompts, started)
+                result = _in_a_thread(run)
         except OSError as error:
             raise CommandError(f"cannot work in {place}: {error.strerror or error}", Exit.FAILED) from None
         kept = tuple(outcomes for _, outcomes in sorted(latest.items()))

@@ -1,4 +1,4 @@
-"""The clients of a simulation: the real workers on one event loop, which compute in turn in a bounded thread pool."""
+"""The clients of a simulation: the real workers on one event loop, which compute in turn in a bounded pool."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.client_service.worker import Worker
 from promptfed.experiments.simulation.preparation import SimulationSetup
+from promptfed.experiments.simulation.processes import RemoteWork
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.privacy.noise import SeededNoise
@@ -85,6 +87,7 @@ async def run_workers(
             if not awaited:
                 everybody_enrolled.set()
 
+    work = TaskWork if setup.processes is None else partial(RemoteWork, processes=setup.processes)
     noise = SeededNoise(derive_seed(setup.spec.seed, "noise"))
     workers = [
         Worker(
@@ -98,6 +101,7 @@ async def run_workers(
                 secret=None if setup.secret is None else setup.secret(client.site.name),
                 record=setup.record,
                 privacy=PrivacyParts(noise, Ledger(None), plain_evaluations=True),
+                work=work,
             ),
             http=http,
             executor=executor,

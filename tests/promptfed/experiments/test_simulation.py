@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from itertools import pairwise
@@ -22,6 +25,7 @@ from promptfed.experiments.simulation.workers import run_workers
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import Snapshot
+from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.clip.caches.slots import agreeing_slots
 from promptfed.shared.data.sharing import SharedSources
@@ -79,9 +83,32 @@ def test_it_runs_to_its_end(backbone: Backbone, features: FeatureCache, tmp_path
     assert found.spec["method"] == {"name": "promptfl", "m": 4} | found.spec["method"]
 
 
-def test_two_at_once_come_to_the_same_state(backbone: Backbone, features: FeatureCache) -> None:
-    one, two = (simulate(spec(), SITES, pool=pool, backbone=backbone, features=features).state_hash for pool in (1, 2))
-    assert one == two
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"method": {"name": "fedpgp", "m": 4}},
+        {"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}},
+        {"training": {"threads": 2}},
+    ],
+    ids=["shared", "personal", "protected", "two threads each"],
+)
+def test_two_at_once_come_to_the_same_result(
+    changes: dict[str, Any], backbone: Backbone, features: FeatureCache
+) -> None:
+    """Also each answer on a test image, with other clients' prompts too, and what clients tell of their training."""
+    options: dict[str, Any] = {"backbone": backbone, "features": features, "swap_prompts": True}
+    one, two = (simulate(spec(rounds=1, **changes), SITES, pool=pool, **options) for pool in (1, 2))
+    assert one.state_hash == two.state_hash
+    assert one.outcomes == two.outcomes
+    assert bool(one.outcomes) is ("privacy" not in changes)
+    assert _trained(one) == _trained(two)
+
+
+def _trained(result: FederationResult) -> list[Any]:
+    """What each update told, but how long it took."""
+    updates = [update for report in result.reports[1:] for phase in report["phases"] for update in phase["updates"]]
+    return sorted([one["client"], one["norm"], one["metrics"].get("loss"), str(one["privacy"])] for one in updates)
 
 
 @pytest.fixture
@@ -97,9 +124,12 @@ def site_1_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("site_1_fails")
-def test_a_client_that_fails_is_named_where_all_are_needed(backbone: Backbone, features: FeatureCache) -> None:
+@pytest.mark.parametrize("pool", [1, 2])
+def test_a_client_that_fails_is_named_where_all_are_needed(
+    pool: int, backbone: Backbone, features: FeatureCache
+) -> None:
     with pytest.raises(CommandError) as caught:
-        simulate(spec(), SITES, backbone=backbone, features=features)
+        simulate(spec(), SITES, pool=pool, backbone=backbone, features=features)
     wanted = "the federation is paused (quorum_missed): client site-1: MethodError: the loss is not finite"
     assert str(caught.value) == wanted
     assert caught.value.exit == Exit.FEDERATION_ENDED_BADLY
@@ -114,8 +144,9 @@ def test_a_client_that_fails_is_done_without_where_the_quorum_allows(
     assert counted == [["site-0", "site-2"]] * 2
 
 
+@pytest.mark.parametrize("pool", [1, 2])
 def test_a_client_that_cannot_evaluate_is_an_error(
-    backbone: Backbone, features: FeatureCache, monkeypatch: pytest.MonkeyPatch
+    pool: int, backbone: Backbone, features: FeatureCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     classifier = PromptFL.classifier
 
@@ -126,7 +157,7 @@ def test_a_client_that_cannot_evaluate_is_an_error(
 
     monkeypatch.setattr(PromptFL, "classifier", failing)
     with pytest.raises(CommandError, match="client site-1 could not evaluate round 1: MethodError: no classifier"):
-        simulate(spec(), SITES, backbone=backbone, features=features)
+        simulate(spec(), SITES, pool=pool, backbone=backbone, features=features)
 
 
 def test_it_runs_where_an_event_loop_runs(backbone: Backbone, features: FeatureCache) -> None:
@@ -136,8 +167,9 @@ def test_it_runs_where_an_event_loop_runs(backbone: Backbone, features: FeatureC
     assert asyncio.run(notebook()) == simulate(spec(), SITES, backbone=backbone, features=features).state_hash
 
 
+@pytest.mark.parametrize("pool", [1, 2])
 def test_an_interrupt_ends_it_at_once_and_leaves_nothing(
-    backbone: Backbone, features: FeatureCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: int, backbone: Backbone, features: FeatureCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(simulation, "LEAVE_SECONDS", PATIENCE)  # a busy machine is slow to leave, too
@@ -153,9 +185,10 @@ def test_an_interrupt_ends_it_at_once_and_leaves_nothing(
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        simulate(spec(rounds=10_000), SITES, backbone=backbone, features=features, progress=progress)
+        simulate(spec(rounds=10_000), SITES, pool=pool, backbone=backbone, features=features, progress=progress)
     assert rounds[-1] < 1000, "a round takes milliseconds, the end of ten thousand minutes"
     assert list(tmp_path.iterdir()) == []
+    assert multiprocessing.active_children() == []
     own = lambda: {thread for thread in threading.enumerate() if type(thread).__name__ != "TMonitor"}  # noqa: E731 tqdm's
     wait_for("the end of its threads", lambda: own() <= before)
 
@@ -262,3 +295,25 @@ def test_a_clients_patience_is_the_one_that_was_asked_for(
             return [worker.settings.give_up_after for worker in running.workers]
 
     assert asyncio.run(given()) == [seconds] * len(SITES)
+
+
+RUN = f"""
+import torch
+torch.set_num_threads(1)
+from promptfed.experiments.simulation.simulation import simulate
+from promptfed.runtime.services import Site
+sites = [Site(f"site-{{k}}", {DATA!r}.format(k)) for k in range(3)]
+simulate({spec(rounds=10_000)!r}, sites, pool=2, progress=lambda snapshot: print(snapshot.round, flush=True))
+"""
+
+
+def test_a_simulation_that_is_killed_leaves_no_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True) as simulation:
+        assert simulation.stdout is not None
+        try:
+            assert simulation.stdout.readline()
+            children = Path(f"/proc/{simulation.pid}/task/{simulation.pid}/children").read_text().split()
+            assert len(children) == 2
+        finally:
+            simulation.kill()
+    wait_for("the end of its processes", lambda: not any(Path(f"/proc/{child}").exists() for child in children))

@@ -1,0 +1,142 @@
+"""Processes that compute for simulated clients: their errors, their end, and what they share."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from promptfed.client_service.exits import ClientError, Exit, Failure
+from promptfed.experiments.simulation.features import images_of
+from promptfed.experiments.simulation.preparation import open_site
+from promptfed.experiments.simulation.processes import Inherited, Processes, computing_processes
+from promptfed.experiments.simulation.simulation import simulate
+from promptfed.runtime.services import Site
+from promptfed.sdk.errors import CommandError
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.messages import PayloadReceipt
+from promptfed.shared.methods import resolve_spec
+from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, TrainResult
+from promptfed.shared.methods.core.training import TaskCancelled
+from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.tensors import Tensors
+
+DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=3&client={}"
+SITES = [Site(f"site-{k}", DATA.format(k)) for k in range(3)]
+SPEC = {"name": "simulated", "method": {"name": "promptfl", "m": 2}, "rounds": 1}
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    torch.set_num_threads(1)
+    return load_backbone(tiny.MODEL, tiny.PRETRAINED)
+
+
+def raise_error(here: Inherited, number: int) -> None:
+    errors = [
+        MethodError("the loss is not finite"),
+        Failure("data-changed", "4 records instead of 5"),
+        ClientError(Exit.WITHDRAWN, "withdrawn"),
+        OSError(28, "no room", "somewhere"),
+        KeyError("name"),
+        TaskCancelled(),
+    ]
+    raise errors[number]
+
+
+def raise_odd_error(here: Inherited) -> None:
+    PayloadReceipt.model_validate(3)
+
+
+def wait_for_cancel(here: Inherited) -> int:
+    while not here.cancelled():
+        pass
+    return os.getpid()
+
+
+def pid(here: Inherited) -> int:
+    return os.getpid()
+
+
+def end(here: Inherited) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def processes(backbone: Backbone, tmp_path: Path) -> Iterator[Processes]:
+    shared = SharedSources()
+    clients = [open_site(site, shared) for site in SITES]
+    with computing_processes(2, resolve_spec(SPEC), clients, backbone, FeatureCache(tmp_path)) as made:
+        assert made is not None
+        yield made
+    assert multiprocessing.active_children() == []
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "text"),
+    [
+        (0, MethodError, "the loss is not finite"),
+        (1, Failure, "4 records instead of 5"),
+        (2, ClientError, "withdrawn"),
+        (3, OSError, "[Errno 28] no room: 'somewhere'"),
+        (4, KeyError, "'name'"),
+        (5, TaskCancelled, ""),
+    ],
+)
+def test_an_error_is_the_one_that_was_raised_with_its_traceback(
+    number: int, kind: type[Exception], text: str, processes: Processes
+) -> None:
+    with pytest.raises(kind) as caught:
+        processes.run(never, raise_error, number)
+    assert type(caught.value) is kind
+    assert str(caught.value) == text
+    assert "in raise_error" in caught.value.__notes__[0]
+    assert getattr(caught.value, "kind", "data-changed") == "data-changed"
+    assert getattr(caught.value, "exit", Exit.WITHDRAWN) == Exit.WITHDRAWN
+
+
+def test_an_error_that_cannot_be_made_again_is_named(processes: Processes) -> None:
+    with pytest.raises(RuntimeError, match="ValidationError: 1 validation error") as caught:
+        processes.run(never, raise_odd_error)
+    assert "in raise_odd_error" in caught.value.__notes__[0]
+
+
+def test_a_job_hears_that_it_is_cancelled_and_the_next_one_does_not(processes: Processes) -> None:
+    first = processes.run(lambda: True, wait_for_cancel)
+    assert first != os.getpid()
+    assert processes.run(never, pid) == first
+
+
+def test_a_process_that_is_killed_ends_the_simulation_in_one_line(
+    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self: PromptFL, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    monkeypatch.setattr(PromptFL, "train", killed)
+    with pytest.raises(CommandError, match=r"client site-\d: the process that computed for it ended with exit code -9"):
+        simulate(SPEC, SITES, pool=2, backbone=backbone, features=tmp_path)
+    assert multiprocessing.active_children() == []
+
+
+def test_processes_compute_the_features_that_one_thread_computes(
+    backbone: Backbone, processes: Processes, tmp_path: Path
+) -> None:
+    shared = SharedSources()
+    images = images_of(open_site(site, shared) for site in SITES)
+    processes.fill(len(images), False, never)
+    own, other = FeatureCache(tmp_path), FeatureCache(tmp_path / "other")
+    assert torch.equal(own.features(backbone, images), other.features(backbone, images))
+    assert own.images_computed == 0
+    assert other.images_computed == len(images)
