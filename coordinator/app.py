@@ -51,6 +51,7 @@ from promptfed.coordinator.store import tokens
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.blobs import DamagedBlob
 from promptfed.coordinator.store.bucket import ObjectStoreAway
+from promptfed.coordinator.store.objects_watch import ObjectsWatch
 from promptfed.coordinator.store.opening import Store, open_store
 from promptfed.coordinator.store.signing import Signer
 from promptfed.shared.messages import Problem
@@ -150,7 +151,10 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     )
     app.state.auth_throttle = AuthThrottle(settings.auth_failures_per_minute)
     scheduler = Scheduler(registry, mending.mend)
-    sharing = Sharing(registry, store.leases) if store.leases is not None else None
+    sharing = None
+    if store.leases is not None:
+        bucket = store.blobs.bucket
+        sharing = Sharing(registry, store.leases, ObjectsWatch(bucket) if bucket is not None else None)
     try:
         await scheduler.start()
         if sharing is not None:

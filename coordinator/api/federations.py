@@ -97,10 +97,10 @@ def _listed(session: Session, registry: Registry, federation: Federation, caller
 def list_federations(registry: RegistryOf, caller: IsViewer, limit: Limit = 100, after: After = None) -> FederationPage:
     """All federations, oldest first."""
     with registry.database.read() as session:
-        known = registry.everywhere(session)
-        ids = list(known)
+        ids = registry.all_ids(session)
         begin = ids.index(after) + 1 if after in ids else 0
-        page = [known[id] for id in ids[begin : begin + limit]]
+        found = [registry.anywhere(session, id) for id in ids[begin : begin + limit]]
+        page = [federation for federation in found if federation is not None]
         following = page[-1].id if page and begin + limit < len(ids) else None
         views = [_listed(session, registry, federation, caller) for federation in page]
         return FederationPage(federations=views, next=following)

@@ -32,8 +32,7 @@ def readyz(registry: RegistryOf) -> Health:
     if not (readable and registry.ready):
         raise NotReady("the store cannot be read, or the engine is stopping")
     if (why := registry.writable.why_not()) is not None:
-        # The path of a file, which an error may name, is for the log.
-        raise NotReady(why if "full" in why else "nothing can be written: the coordinator's log says why")
+        raise NotReady(why)
     return Health(status="ok")
 
 

@@ -35,7 +35,7 @@ from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.blobs import Blobs, DamagedBlob
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.leases import Fenced, Leases
-from promptfed.coordinator.store.tables import OperatorRow
+from promptfed.coordinator.store.tables import DELETING, FederationRow, OperatorRow
 from promptfed.coordinator.store.writable import Writable
 from promptfed.shared.api.access_schemas import OperatorRole
 from promptfed.shared.messages import ENDED
@@ -108,6 +108,7 @@ class Registry:
         self.leftovers = True
         self._closed = False
         self._reloading = False
+        self._reading: set[str] = set()
         self._turn = threading.RLock()
         self._tensors = ThreadPoolExecutor(1, "tensors")
         self._computing: set[Future[Any]] = set()
@@ -157,15 +158,32 @@ class Registry:
                 change.send(events.Mended(now) if federation.run.is_damaged else events.Restarted(now))
 
     def take_up(self, id: str) -> None:
-        """Take up one federation whose lease was just taken, as after a restart. Raises as ``change`` does."""
+        """Read one federation whose lease this coordinator holds, and go on with it as after a restart.
+
+        Does nothing if it is in memory, or another thread is reading it. Raises as ``change`` does.
+        """
+        assert self.leases is not None
         with self._turn:
-            if self._closed or id in self.federations:
+            epoch = self.leases.held.get(id)
+            if id in self.federations or id in self._reading or epoch is None:
                 return
+            self._reading.add(id)
+        try:
             with self.database.read() as session:
                 federation = recovery.load_one(session, id, clock.monotonic())
             if federation is None:
                 self.leftovers = True  # It is being deleted.
-                return
+                self.wake([])
+            else:
+                self._enter(federation, epoch)
+        finally:
+            self._reading.discard(id)
+
+    def _enter(self, federation: Federation, epoch: int) -> None:
+        id = federation.id
+        with self._turn:
+            if self._closed or self.leases is None or self.leases.held.get(id) != epoch:
+                return  # The lease was lost while the federation was read: it may have changed since.
             self.federations = {**self.federations, id: federation}
             try:
                 self._begin(federation)
@@ -174,6 +192,20 @@ class Registry:
                 raise
         log.info("%s is taken up", federation.name, extra=json_logs.where(federation))
         self.wake([])
+
+    def may_move(self, id: str) -> bool:
+        """Whether the federation can move to another coordinator now, and nobody has to do anything again.
+
+        That is while it is not running, or while a phase is open to which nobody has answered.
+        """
+        federation = self.federations.get(id)
+        if federation is None or federation.run.state != "running":
+            return federation is None or not federation.starting
+        run = federation.run
+        if run.stage is None or run.stage.closed or run.due_job is not None or federation.resend:
+            return False
+        filled = all(task.payload_sha256 is not None for task in federation.tasks.values())
+        return filled and set(run.stage.asks.values()) == {"open"}
 
     def lose(self, id: str) -> None:
         """Let go of a federation that another coordinator has taken over."""
@@ -289,11 +321,19 @@ class Registry:
                 self._fence(session, id)
             yield session
 
-    def everywhere(self, session: Session) -> dict[str, Federation]:
-        """All federations, also those that other coordinators carry out, as they stand in the database."""
+    def all_ids(self, session: Session) -> list[str]:
+        """All federations, also those that other coordinators carry out, oldest first."""
         if self.leases is None:
-            return self.federations
-        return {**recovery.load_all(session, clock.monotonic()), **self.federations}
+            return list(self.federations)
+        query = select(FederationRow.id).where(FederationRow.state != DELETING)
+        return list(session.scalars(query.order_by(FederationRow.created_at, FederationRow.id)))
+
+    def anywhere(self, session: Session, id: str) -> Federation | None:
+        """A federation, as it stands in the database if it is not in memory; None if it was deleted meanwhile."""
+        known = self.federations.get(id)
+        if known is None and self.leases is not None:
+            return recovery.load_one(session, id, clock.monotonic())
+        return known
 
     @contextmanager
     def change(self, id: str) -> Iterator[Change]:

@@ -1,43 +1,70 @@
-"""Several coordinators on one database: one thread says that this one is there, another takes federations up."""
+"""Several coordinators on one database: who carries out which federation.
+
+One thread says every second that this coordinator is there, looks at all leases, and gives back those that others
+should have. A second one takes leases, many at once. Others read federations into memory, running ones first; those of
+which nothing is due are read when somebody asks for them. One thread looks at the object store.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.registry import Registry, operator_of
+from promptfed.coordinator.engine.shares import deal, surplus
 from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.store.backend import DatabaseAway
-from promptfed.coordinator.store.leases import RENEW_SECONDS, Leases
-from promptfed.coordinator.store.tables import OperatorRow
+from promptfed.coordinator.store.leases import RENEW_SECONDS, LeaseLook, Leases
+from promptfed.coordinator.store.objects_watch import ObjectsWatch
+from promptfed.coordinator.store.tables import DELETING, FederationRow, OperatorRow
+from promptfed.shared.messages import ENDED
 
 log = logging.getLogger("promptfed.coordinator")
+
+READERS = 4  # threads that read federations into memory
+LEFT_SECONDS = 2.0  # after which anybody takes what its new coordinator leaves
+STEADY_SECONDS = 10.0  # without a change of the coordinators before federations move to even the load
+STAY_SECONDS = 30.0  # that a federation stays where it is at least
+FAILURES = (SQLAlchemyError, DatabaseAway, Refusal, RegistryClosed)
 
 
 class Sharing:
     """Keeps the leases of one registry, and has it take up and let go of federations."""
 
-    def __init__(self, registry: Registry, leases: Leases):
+    def __init__(self, registry: Registry, leases: Leases, objects: ObjectsWatch | None):
         self._registry = registry
         self._leases = leases
+        self._objects = objects
         self._ended = threading.Event()
         self._wanted: list[str] = []
+        self._given: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._work = threading.Event()
+        self._to_read: queue.PriorityQueue[tuple[int, int, str]] = queue.PriorityQueue()
+        self._numbers = count()
+        self._free_since: dict[str, float] = {}
+        self._taken_at: dict[str, float] = {}
+        self._takers: list[str] = []
+        self._steady_since = time.monotonic()
         self._warned = ""
-        self._threads = [
-            threading.Thread(target=self._renew_all, name="leases", daemon=True),
-            threading.Thread(target=self._take_all, name="takeover", daemon=True),
-        ]
+        loops: list[Callable[[], None]] = [self._renew_all, self._take_all, *[self._read_all] * READERS]
+        if objects is not None:
+            loops.append(self._look_at_objects)
+        self._threads = [threading.Thread(target=loop, name=f"sharing{loop.__name__}", daemon=True) for loop in loops]
 
     async def start(self) -> None:
-        """Register, and take up federations that nobody runs. Raises SQLAlchemyError."""
+        """Register, and take this coordinator's share of what nobody runs. Raises SQLAlchemyError."""
         await asyncio.to_thread(self._leases.register)
-        await asyncio.to_thread(self._take, await asyncio.to_thread(self._renew))
+        self._plan(await asyncio.to_thread(self._renew))
+        await asyncio.to_thread(self._take, self._wanted)
         for thread in self._threads:
             thread.start()
 
@@ -45,6 +72,8 @@ class Sharing:
         """Release all leases. The registry must not change anything any more."""
         self._ended.set()
         self._work.set()
+        for _ in range(READERS):
+            self._to_read.put((-1, next(self._numbers), ""))
         for thread in self._threads:
             if thread.is_alive():
                 await asyncio.to_thread(thread.join)
@@ -54,48 +83,133 @@ class Sharing:
             log.warning("the leases are not given back, others wait for them: %s", type(error).__name__)
         self._leases.close()
 
+    # Every second
+
     def renew(self) -> None:
         """Once: say that this one is there, let go of what was lost, and have taken up what is free."""
         try:
-            free = self._renew()
+            self._plan(self._renew())
         except (SQLAlchemyError, DatabaseAway) as error:
             self._warn(f"the leases could not be renewed: {type(error).__name__}")
             return
-        if free:
-            self._wanted = free
-            self._work.set()
         self._warned = ""
 
-    def _renew(self) -> list[str]:
-        """Renew the leases and let go of what was lost; what is free."""
+    def _renew(self) -> LeaseLook:
+        """Renew the leases and let go of what was lost."""
+        self._leases.lost = self._objects.lost if self._objects is not None else None
         with self._leases.renew() as look:
             with self._registry.database.read() as session:
                 rows = session.scalars(select(OperatorRow)).all()
             self._registry.operators = {row.digest: operator_of(row) for row in rows}
             for id in look.lost:
                 self._registry.lose(id)
-        return look.free
+        return look
 
     def _renew_all(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
             self.renew()
 
+    def _plan(self, look: LeaseLook) -> None:
+        """Give back what others should have, and note what this coordinator is to take."""
+        now, me, takers = time.monotonic(), self._leases.id, look.takers
+        if takers != self._takers:
+            self._takers, self._steady_since = takers, now
+        if me not in takers and self._objects is not None and self._objects.gives_away:
+            self._give([lease.federation for lease in look.leases if lease.holder == me])
+            return
+        free = [lease.federation for lease in look.leases if lease.holder is None]
+        self._free_since = {id: self._free_since.get(id, now) for id in free}
+        left = [id for id in free if now - self._free_since[id] > LEFT_SECONDS and me in takers]
+        wanted = [*look.dropped, *deal(look.leases, takers).get(me, ()), *left]
+        self._wanted = list(dict.fromkeys(wanted))
+        if self._wanted:
+            self._work.set()
+        elif not free and me in takers and look.living.get(me) and now - self._steady_since > STEADY_SECONDS:
+            self._give(surplus(look.leases, takers, me, self._may_move))
+
+    def _may_move(self, id: str) -> bool:
+        stays = time.monotonic() - self._taken_at.get(id, float("-inf")) < STAY_SECONDS
+        return not stays and self._registry.may_move(id)
+
+    def _give(self, ids: Sequence[str]) -> None:
+        if not ids:
+            return
+        self._leases.hand_over(ids)  # from here on it answers for none of them
+        for id in ids:
+            self._given.put(id)
+        self._work.set()
+        log.info("%d federations are handed over", len(ids))
+
+    # Taking over
+
     def _take_all(self) -> None:
         while not self._ended.is_set():
             self._work.wait()
             self._work.clear()
+            while not self._given.empty():
+                self._registry.lose(self._given.get())
             self._take(self._wanted)
 
-    def _take(self, ids: list[str]) -> None:
-        for id in ids:
+    def _take(self, ids: Sequence[str]) -> None:
+        """Take leases, and have read what is due."""
+        wanted = [id for id in ids if id not in self._leases.held]
+        if not wanted or self._ended.is_set() or self._registry.database.away is not None:
+            return
+        taken: list[str] = []
+        try:
+            taken = self._leases.take(wanted)
+            due = self._due(taken)
+        except FAILURES as error:
+            self._give_up(taken, error)
+            return
+        now = time.monotonic()
+        self._taken_at = {id: since for id, since in self._taken_at.items() if now - since < STAY_SECONDS}
+        self._taken_at |= dict.fromkeys(taken, now)
+        for rank, id in due:
+            self._to_read.put((rank, next(self._numbers), id))
+        if taken:
+            log.info("%d federations are taken over, %d of them to go on with", len(taken), len(due))
+
+    def _due(self, ids: Sequence[str]) -> list[tuple[int, str]]:
+        """The federations that have to be in memory since something may be due, running ones first (rank 0)."""
+        spec = FederationRow.spec
+        query = select(FederationRow.id, FederationRow.state, spec["start"].as_string(), spec["retention"].as_string())
+        with self._registry.database.read() as session:
+            rows = session.execute(query.where(FederationRow.id.in_(ids))).all() if ids else []
+        due = []
+        for id, state, start, retention in rows:
+            if state == "running":
+                due.append((0, id))
+            elif (
+                state in ("paused", DELETING)
+                or (state == "enrolling" and start == "when_ready")
+                or (state in ENDED and retention == "last_round")  # what it did not keep may still be there
+            ):
+                due.append((1, id))
+        return due
+
+    def _read_all(self) -> None:
+        while not self._ended.is_set():
+            _, _, id = self._to_read.get()
             if self._ended.is_set() or self._registry.database.away is not None:
-                return
+                continue
             try:
-                if id in self._leases.held or self._leases.take(id):
-                    self._registry.take_up(id)
-            except (SQLAlchemyError, DatabaseAway, Refusal, RegistryClosed) as error:
-                self._leases.let_go(id)  # and try again: it is free for this one
-                self._warn(f"a federation could not be taken up: {type(error).__name__}: {error}"[:500])
+                self._registry.take_up(id)
+            except FAILURES as error:
+                self._give_up([id], error)
+
+    def _give_up(self, ids: Iterable[str], error: Exception) -> None:
+        for id in ids:
+            self._leases.let_go(id)  # and try again: it is free for this one
+        self._warn(f"federations could not be taken up: {type(error).__name__}: {error}"[:500])
+
+    # The object store
+
+    def _look_at_objects(self) -> None:
+        assert self._objects is not None
+        pause = 0.0
+        while not self._ended.wait(pause):
+            pause = self._objects.look()
 
     def _warn(self, text: str) -> None:
         if text != self._warned:

@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.answer_headers import with_headers
-from promptfed.coordinator.problems import FederationMoving, HeldElsewhere, Misdirected, Refusal
+from promptfed.coordinator.problems import FederationMoving, HeldElsewhere, Misdirected, Refusal, StoreAway
+from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.leases import Leases
 from promptfed.shared.service.addresses import TOLD
 
@@ -75,10 +76,12 @@ async def _refusal(scope: Scope, registry: Registry, leases: Leases, of_page: bo
         with contextlib.suppress(SQLAlchemyError):
             await asyncio.to_thread(leases.look_again)
         place = leases.place(asked)
-    if place is None or place.id in registry.federations:
+    if place is None:
         return None
+    if place.id in leases.held:
+        return await _in_memory(registry, place.id)
     if place.url is None or place.url == leases.url:
-        return FederationMoving("this federation is being taken over: send it again")
+        return _moving()
     text = "another coordinator carries this federation out"
     if of_page:
         return Misdirected(text, coordinator=place.url)
@@ -111,3 +114,19 @@ def _readable_by(origin: str, send: Send) -> Send:
         await send(message)
 
     return tell
+
+
+async def _in_memory(registry: Registry, id: str) -> Refusal | None:
+    """Read a federation of this coordinator's that nobody has asked for since it was taken over."""
+    if id not in registry.federations:
+        try:
+            await asyncio.to_thread(registry.take_up, id)
+        except Refusal as refusal:
+            return refusal
+        except (SQLAlchemyError, DatabaseAway):
+            return StoreAway()
+    return None if id in registry.federations else _moving()
+
+
+def _moving() -> Refusal:
+    return FederationMoving("this federation is being taken over: send it again")

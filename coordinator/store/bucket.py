@@ -25,6 +25,7 @@ PART = 1 << 20
 CONNECT = timedelta(seconds=5)
 SILENCE = timedelta(seconds=300)  # for one request, however large its body
 RETRIES, RETRY_SECONDS = 3, timedelta(seconds=15)
+PROBE = timedelta(seconds=2.5)  # for each request of a probe, which is not repeated
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
@@ -40,7 +41,8 @@ class Bucket:
     """The objects under one prefix of a bucket; ``place`` is its URL.
 
     Credentials, region and endpoint come from where AWS's own tools take them: ``AWS_ACCESS_KEY_ID``,
-    ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``, ``AWS_ENDPOINT_URL``, a container's or a machine's role.
+    ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``, ``AWS_ENDPOINT_URL``, a container's or a machine's role. ``failed``: a
+    request has failed since the last probe that worked.
     """
 
     def __init__(self, url: str):
@@ -50,16 +52,22 @@ class Bucket:
             from obstore.store import S3Store
         except ImportError:
             raise CannotOpen("an object store needs its library: pip install 'promptfed[s3]'") from None
-        self._failed: tuple[type[Exception], ...] = (BaseError, OSError)
+        self._errors: tuple[type[Exception], ...] = (BaseError, OSError)
         self.place = url
+        self.failed = False
         endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), None)
-        try:
-            self._store: S3Store = S3Store.from_url(
+
+        def store(connect: timedelta, seconds: timedelta, retries: int) -> S3Store:
+            return S3Store.from_url(
                 url,
                 config={"endpoint": endpoint} if endpoint is not None else None,
-                client_options={"allow_http": _may_be_plain(endpoint), "connect_timeout": CONNECT, "timeout": SILENCE},
-                retry_config={"max_retries": RETRIES, "retry_timeout": RETRY_SECONDS},
+                client_options={"allow_http": _may_be_plain(endpoint), "connect_timeout": connect, "timeout": seconds},
+                retry_config={"max_retries": retries, "retry_timeout": RETRY_SECONDS},
             )
+
+        try:
+            self._store = store(CONNECT, SILENCE, RETRIES)
+            self._impatient = store(PROBE, PROBE, 0)
         except BaseError as error:
             raise CannotOpen(f"--store {url} cannot be used: {_first_line(error)}") from None
 
@@ -103,11 +111,19 @@ class Bucket:
         """Give this prefix its name. Raises ObjectStoreAway."""
         self.put(ID_KEY, f"{name}\n".encode())
 
-    def probe(self) -> None:
-        """Write and remove a small object. Raises ObjectStoreAway."""
-        key = PROBE_KEY + secrets.token_hex(8)
-        self.put(key, b"probe")
-        self.remove([key])
+    def probe(self, writes: bool = True) -> None:
+        """Write, read and remove a small object, or only read one, without patience. Raises ObjectStoreAway."""
+        key = PROBE_KEY + secrets.token_hex(8) if writes else ID_KEY
+        try:
+            with self._asked():
+                if writes:
+                    self._impatient.put(key, b"probe")
+                self._impatient.get(key).bytes()
+                if writes:
+                    self._impatient.delete(key)
+                    self.failed = False
+        except NoObject:
+            raise ObjectStoreAway(f"the object store at {self.place} does not have {key}, which was written") from None
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
@@ -115,7 +131,8 @@ class Bucket:
             yield
         except FileNotFoundError:  # obstore's word for an object that is not there
             raise NoObject from None
-        except self._failed as error:
+        except self._errors as error:
+            self.failed = True
             raise ObjectStoreAway(f"the object store at {self.place} does not answer: {_first_line(error)}") from None
 
 

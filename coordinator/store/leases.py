@@ -11,25 +11,11 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from sqlalchemy import (
-    Engine,
-    Float,
-    Integer,
-    and_,
-    case,
-    cast,
-    delete,
-    func,
-    insert,
-    literal,
-    literal_column,
-    select,
-    update,
-)
+from sqlalchemy import Engine, Float, Integer, cast, delete, func, insert, literal, literal_column, or_, select, update
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.store.tables import DELETING, CoordinatorRow, FederationRow, LeaseRow
@@ -37,6 +23,7 @@ from promptfed.coordinator.store.tables import DELETING, CoordinatorRow, Federat
 LEASE_SECONDS = 5.0
 RENEW_SECONDS = 1.0
 FORGOTTEN_SECONDS = 3600.0  # after which a coordinator that was not seen is no longer listed
+HANG_UP_SECONDS = 0.1  # until the locks of a disconnected session are gone
 NOW = literal_column("extract(epoch FROM clock_timestamp())::double precision", Float)
 
 
@@ -54,25 +41,47 @@ class Place:
 
 
 @dataclass(frozen=True)
+class LeaseView:
+    """A federation's lease: whether its run is going on, and which living coordinator holds it (None: it is free)."""
+
+    federation: str
+    running: bool
+    holder: str | None
+
+
+@dataclass(frozen=True)
 class LeaseLook:
-    """Leases that this coordinator has lost, and those that are free."""
+    """All leases, oldest federation first.
+
+    lost: federations whose lease this coordinator had. dropped: those whose lease it has without knowing its epoch.
+    living: coordinators that are there; True for those that have lost nothing that federations need.
+    """
 
     lost: list[str]
-    free: list[str]
+    leases: list[LeaseView]
+    dropped: list[str] = field(default_factory=list)
+    living: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def takers(self) -> list[str]:
+        """The coordinators that should hold leases: those that have lost nothing, or all if there is none."""
+        whole = [id for id, is_whole in self.living.items() if is_whole]
+        return sorted(whole or self.living)
 
 
 class Leases:
     """The leases of one coordinator, whose address is ``url``.
 
-    held: epochs of its leases, by federation. addresses: of all coordinators, those that are there first. engine:
-    separate connections, so that transactions on federations do not delay signs of life. backend: the database's
-    process id of the session that writes federations.
+    held: epochs of its leases, by federation. lost: why it should have none, for others to see. addresses: of all
+    coordinators, those that are there first. engine: separate connections, so that transactions on federations do not
+    delay signs of life. backend: the database's process id of the session that writes federations.
     """
 
     def __init__(self, engine: Engine, url: str, backend: Callable[[], int | None]):
         self.id = secrets.token_hex(8)
         self.url = url
         self.held: dict[str, int] = {}
+        self.lost: str | None = None
         self.addresses: list[str] = [url]
         self._engine = engine
         self._backend = backend
@@ -116,33 +125,32 @@ class Leases:
         begun = time.monotonic()
         before = set(self.held)
         with self._session() as session:
-            alive = and_(LeaseRow.holder == CoordinatorRow.id, CoordinatorRow.seen > NOW - LEASE_SECONDS)
+            is_there = (CoordinatorRow.seen > NOW - LEASE_SECONDS).label("is_there")
+            coordinators = session.execute(select(CoordinatorRow, is_there).order_by(CoordinatorRow.url)).all()
             rows = session.execute(
-                select(
-                    FederationRow.id,
-                    FederationRow.name,
-                    FederationRow.state,
-                    LeaseRow.holder,
-                    LeaseRow.epoch,
-                    CoordinatorRow.url,
-                )
+                select(FederationRow.id, FederationRow.name, FederationRow.state, LeaseRow.holder, LeaseRow.epoch)
                 .outerjoin(LeaseRow, LeaseRow.federation_id == FederationRow.id)
-                .outerjoin(CoordinatorRow, alive)
                 .order_by(FederationRow.created_at)
             ).all()
-            there = case((CoordinatorRow.seen > NOW - LEASE_SECONDS, 0), else_=1)
-            addresses = session.scalars(select(CoordinatorRow.url).order_by(there, CoordinatorRow.url)).all()
-        self.addresses = list(dict.fromkeys(addresses))
+        living = {row.id: row for row, is_there in coordinators if is_there}
+        by_presence = sorted(coordinators, key=lambda found: not found.is_there)
+        self.addresses = list(dict.fromkeys(found.CoordinatorRow.url for found in by_presence))
         with self._lock:
             held = dict(self.held)
         mine = {row.id: row.epoch for row in rows if row.holder == self.id}
-        lost = [id for id in before & set(held) if mine.get(id) != held[id]]
-        free = [row.id for row in rows if row.url is None or (row.holder == self.id and row.id not in held)]
+        urls = {id: coordinator.url for id, coordinator in living.items()}
         shown = [row for row in rows if row.state != DELETING]
-        by_id = {row.id: Place(row.id, row.name, row.url) for row in shown}
+        by_id = {row.id: Place(row.id, row.name, urls.get(row.holder)) for row in shown}
         self._places = {row.name: by_id[row.id] for row in shown} | by_id
         self._looked = begun
-        return LeaseLook(lost, free)
+        return LeaseLook(
+            lost=[id for id in before & set(held) if mine.get(id) != held[id]],
+            leases=[
+                LeaseView(row.id, row.state == "running", row.holder if row.holder in living else None) for row in rows
+            ],
+            dropped=[id for id in mine if id not in held],
+            living={id: coordinator.lost is None for id, coordinator in living.items()},
+        )
 
     def look_again(self) -> None:
         """Look at all leases unless another thread has done so since the call. Raises SQLAlchemyError."""
@@ -151,26 +159,59 @@ class Leases:
             if self._looked < asked:
                 self.look()
 
-    def take(self, id: str) -> bool:
-        """Take a lease that is free or whose holder is silent; returns whether this coordinator holds it now.
+    def take(self, ids: Sequence[str]) -> list[str]:
+        """Take leases that are free or whose holder is silent; returns those that this coordinator holds now.
 
-        A holder that stopped within a transaction is disconnected, and the lease is taken at the next attempt.
+        A silent holder that stopped within a transaction is disconnected. Raises SQLAlchemyError.
+        """
+        taken = self._take(ids)
+        if locked := set(ids) - set(taken):
+            with self._session() as session:
+                hung_up = self._hang_up(session, locked)
+            if hung_up:
+                time.sleep(HANG_UP_SECONDS)
+                taken += self._take(list(locked))
+        return taken
+
+    def _take(self, ids: Sequence[str]) -> list[str]:
+        there = select(CoordinatorRow.id).where(
+            CoordinatorRow.id == LeaseRow.holder,
+            CoordinatorRow.id != self.id,
+            CoordinatorRow.seen > NOW - LEASE_SECONDS,
+        )
+        free = (LeaseRow.federation_id.in_(ids), or_(LeaseRow.holder.is_(None), ~there.exists()))
+        query = select(LeaseRow.federation_id, LeaseRow.epoch).where(*free)
+        with self._session() as session:
+            rows = session.execute(query.with_for_update(skip_locked=True, of=LeaseRow)).all()
+            epochs = {row.federation_id: int(row.epoch) + 1 for row in rows}
+            session.execute(
+                update(LeaseRow)
+                .where(LeaseRow.federation_id.in_(epochs))
+                .values(holder=self.id, epoch=LeaseRow.epoch + 1),
+                execution_options={"synchronize_session": False},
+            )
+        with self._lock:
+            self.held.update(epochs)
+        return [id for id in ids if id in epochs]
+
+    def hand_over(self, ids: Sequence[str]) -> None:
+        """Give leases back: others may take them. One that a transaction still uses is ``dropped`` at the next look.
+
         Raises SQLAlchemyError.
         """
-        with self._session() as session:
-            mine = select(LeaseRow.holder, LeaseRow.epoch).where(LeaseRow.federation_id == id)
-            row = session.execute(mine.with_for_update(skip_locked=True)).one_or_none()
-            if row is None:
-                self._hang_up(session, id)
-                return False
-            if row.holder != self.id and self._is_there(session, row.holder):
-                return False
-            taken = update(LeaseRow).where(LeaseRow.federation_id == id).values(holder=self.id, epoch=row.epoch + 1)
-            session.execute(taken)
-            epoch = int(row.epoch) + 1
         with self._lock:
-            self.held[id] = epoch
-        return True
+            for id in ids:
+                self.held.pop(id, None)
+        given = set(ids)
+        places = self._places.items()
+        self._places = {key: replace(place, url=None) if place.id in given else place for key, place in places}
+        with self._session() as session:
+            mine = select(LeaseRow.federation_id).where(LeaseRow.federation_id.in_(ids), LeaseRow.holder == self.id)
+            unused = list(session.scalars(mine.with_for_update(skip_locked=True)))
+            session.execute(
+                update(LeaseRow).where(LeaseRow.federation_id.in_(unused)).values(holder=None),
+                execution_options={"synchronize_session": False},
+            )
 
     def add(self, session: Session, id: str) -> None:
         """Insert this coordinator's lease, in the transaction that creates a federation."""
@@ -220,7 +261,7 @@ class Leases:
         self._engine.dispose()
 
     def _say_so(self, session: Session) -> None:
-        known = {"seen": NOW, "backend": self._backend()}
+        known = {"seen": NOW, "backend": self._backend(), "lost": self.lost}
         done = session.execute(update(CoordinatorRow).where(CoordinatorRow.id == self.id).values(**known))
         if done.rowcount == 0:  # type: ignore[attr-defined]
             session.execute(insert(CoordinatorRow).values(id=self.id, url=self.url, **known))
@@ -234,19 +275,18 @@ class Leases:
             row = select(literal(id), literal(0)).where(~there_is_one)
             session.execute(insert(LeaseRow).from_select(["federation_id", "epoch"], row))
 
-    def _is_there(self, session: Session, holder: str | None) -> bool:
-        seen = (CoordinatorRow.id == holder, CoordinatorRow.seen > NOW - LEASE_SECONDS)
-        return session.execute(select(CoordinatorRow.id).where(*seen)).first() is not None
-
-    def _hang_up(self, session: Session, id: str) -> None:
-        """Disconnect a silent holder that keeps its lease locked: it stopped within a transaction."""
-        query = (
-            select(func.pg_terminate_backend(cast(CoordinatorRow.backend, Integer)))  # it takes no bigint
+    def _hang_up(self, session: Session, ids: Collection[str]) -> bool:
+        """Disconnect silent holders that keep these leases locked: they stopped within a transaction. Whether any."""
+        silent = (
+            select(CoordinatorRow.backend)
             .join(LeaseRow, LeaseRow.holder == CoordinatorRow.id)
-            .where(LeaseRow.federation_id == id, CoordinatorRow.seen <= NOW - LEASE_SECONDS)
+            .where(LeaseRow.federation_id.in_(ids), CoordinatorRow.seen <= NOW - LEASE_SECONDS)
             .where(CoordinatorRow.id != self.id, CoordinatorRow.backend.is_not(None))
         )
-        session.execute(query).all()
+        backends = set(session.scalars(silent))
+        for backend in backends:
+            session.execute(select(func.pg_terminate_backend(cast(backend, Integer))))  # it takes no bigint
+        return bool(backends)
 
     @contextmanager
     def _session(self) -> Iterator[Session]:

@@ -334,7 +334,8 @@ class ObjectRow(Base):
 class CoordinatorRow(Base):
     """One of several coordinators at work on this database: where it is reached, and when it was seen last.
 
-    ``seen``: seconds of the epoch by the database's clock; ``backend``: the process id of its writing session there.
+    ``seen``: seconds of the epoch by the database's clock. ``backend``: the process id of its writing session there.
+    ``lost``: why it cannot carry out federations at present, as its object store is away.
     """
 
     __tablename__ = "coordinators"
@@ -343,6 +344,7 @@ class CoordinatorRow(Base):
     url: Mapped[str]
     seen: Mapped[float]
     backend: Mapped[int | None]
+    lost: Mapped[str | None]
 
 
 class LeaseRow(Base):

@@ -1,4 +1,4 @@
-"""A check that the database and the folder of the blobs are writable."""
+"""A check that the database, the folder of the blobs and the object store are writable."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.store.backend import DatabaseAway, one_line
 from promptfed.coordinator.store.blobs import Blobs
+from promptfed.coordinator.store.bucket import ObjectStoreAway
 from promptfed.coordinator.store.database import Database
 
 log = logging.getLogger("promptfed.coordinator")
@@ -29,15 +30,16 @@ class Writable:
         self._lock = threading.Lock()
         self._looked = -FRESH_SECONDS
         self._why: str | None = None
+        self._cause = ""
 
     def why_not(self) -> str | None:
-        """Why nothing can be written; None if writing works."""
+        """Why nothing can be written, without names of files and addresses; None if writing works."""
         with self._lock:
             if time.monotonic() - self._looked >= FRESH_SECONDS:
                 before, self._why = self._why, self._look()
                 self._looked = time.monotonic()
                 if self._why not in (None, before):
-                    log.error("%s", self._why)
+                    log.error("%s: %s", self._why, self._cause)
             return self._why
 
     def _look(self) -> str | None:
@@ -48,10 +50,13 @@ class Writable:
             if self._blobs.bucket is not None:
                 self._blobs.bucket.probe()
         except (SQLAlchemyError, OSError, DatabaseAway) as error:
+            self._cause = one_line(getattr(error, "orig", None) or error)
             if self._database.is_full(error):
                 return "nothing can be written: the disk is full, make room"
-            cause = getattr(error, "orig", None) or error
-            return f"nothing can be written: {one_line(cause)}"
+            what = (
+                "the object store does not answer" if isinstance(error, ObjectStoreAway) else "nothing can be written"
+            )
+            return f"{what}: the coordinator's log says why"
         return None
 
     def _write_a_file(self) -> None:

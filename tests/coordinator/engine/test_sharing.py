@@ -129,7 +129,7 @@ def test_what_one_lets_go_of_the_other_takes_up_where_it_stood(start: Start) -> 
     other = two if held_by is one else one
     before = holder(other, id)
     held_by.stop()
-    wait_for("the takeover", lambda: id in other.registry.federations)
+    wait_for("the takeover", lambda: id in other.registry.leases.held)
     assert holder(other, id) == (other.registry.leases.id, before[1] + 1)
     assert clients[0].answer(tasks[0]).status_code == 200, "it has it already"
     assert clients[1].answer(tasks[1]).status_code == 201
@@ -154,7 +154,7 @@ def test_who_was_paused_commits_nothing(start: Start, monkeypatch: pytest.Monkey
     tasks = one.training(clients)
     two = start()
     sharing_is_over(one, monkeypatch)
-    wait_for("the takeover", lambda: id in two.registry.federations)
+    wait_for("the takeover", lambda: id in two.registry.leases.held)
     assert id in one.registry.federations, "it knows nothing of it yet"
     monkeypatch.setattr(type(one.registry.leases), "stale", False)
     answer = clients[0].answer(tasks[0])
@@ -216,7 +216,7 @@ def test_a_holder_that_stopped_in_a_transaction_is_hung_up(
     assert entered.wait(300)
     monkeypatch.setattr(one.registry.leases, "renew", lambda: nullcontext(leases.LeaseLook([], [])))
     try:
-        wait_for("the takeover", lambda: id in two.registry.federations)
+        wait_for("the takeover", lambda: id in two.registry.leases.held)
     finally:
         leave.set()
         thread.join()
@@ -239,7 +239,7 @@ def test_who_wakes_up_answers_nothing_before_it_has_looked(start: Start, monkeyp
         return real()
 
     sharing_is_over(one, monkeypatch)
-    wait_for("the takeover", lambda: id in two.registry.federations)
+    wait_for("the takeover", lambda: id in two.registry.leases.held)
     monkeypatch.setattr(kept, "_renewed", float("-inf"))
     monkeypatch.setattr(kept, "look", look)
     monkeypatch.delattr(kept, "renew")
