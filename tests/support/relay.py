@@ -74,3 +74,49 @@ class Relay(LoopbackServer):
                     return
         except OSError:
             return
+
+
+class Line(LoopbackServer):
+    """Passes bytes on both ways. While it is cut, nothing passes and no connection ends, as in a network partition."""
+
+    def __init__(self, upstream: str):
+        self._whole = asyncio.Event()
+        self._whole.set()
+        super().__init__(upstream)
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.url.rpartition(":")[2])
+
+    def cut(self) -> None:
+        """Hold back all bytes from now on."""
+        self._loop.call_soon_threadsafe(self._whole.clear)
+
+    def mend(self) -> None:
+        """Pass on what was held back, and what follows."""
+        self._loop.call_soon_threadsafe(self._whole.set)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._whole.wait()
+        connected = await self._connected()
+        if connected is None:
+            writer.close()
+            return
+        above, below = connected
+        ways = [asyncio.create_task(self._pass(reader, below)), asyncio.create_task(self._pass(above, writer))]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await self._whole.wait()
+        finally:
+            for way in ways:
+                way.cancel()
+            for end in (writer, below):
+                end.close()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while part := await reader.read(PIECE):
+                await self._whole.wait()
+                writer.write(part)
+                await writer.drain()

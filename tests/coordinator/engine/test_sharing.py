@@ -16,10 +16,10 @@ from pydantic import ValidationError
 from sqlalchemy import select, text, update
 
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.engine import deletion, expiry, recovery
+from promptfed.coordinator.engine import deletion, expiry, recovery, sharing
 from promptfed.coordinator.problems import FederationMoving
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store import blob_rows, leases
+from promptfed.coordinator.store import blob_rows, bucket, leases, objects_watch
 from promptfed.coordinator.store import postgres as postgres_store
 from promptfed.coordinator.store.backend import CannotOpen
 from promptfed.coordinator.store.opening import open_store
@@ -29,8 +29,10 @@ from promptfed.sdk.client import Coordinator
 from promptfed.testing.clients import ScriptedClient, drive, enrolment
 from tests.support.coordinators import InThread
 from tests.support.kill_campaign import CASES, play_case
+from tests.support.object_store import ObjectStoreServer
 from tests.support.open_phases import kind
 from tests.support.postgres import PostgresServer
+from tests.support.relay import Line
 from tests.support.resending import ResendingApi
 from tests.support.several import OPERATOR, TOKEN, AnyOf, own_options, shared_options, url_of
 from tests.support.waiting import wait_for
@@ -247,6 +249,132 @@ def test_who_wakes_up_answers_nothing_before_it_has_looked(start: Start, monkeyp
     assert answers[0] == 503, "it has said again that it is there, but does not know yet what it has lost"
     answer = one.http.get(f"/v1/federations/{id}", headers=OPERATOR)
     assert answer.status_code == 307
+
+
+def test_what_a_dead_holder_had_is_shared_out_and_read_when_it_is_needed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start()
+    ids = [one.create(name=f"eyes-{number}") for number in range(12)]
+    running = set(ids[4:8])
+    for id in running:
+        one.enrol(id, "a", "b")
+        one.start(id)
+    others = [start(), start()]
+    sharing_is_over(one, monkeypatch)
+    kept = [other.registry.leases.held for other in others]
+    wait_for("the takeover", lambda: sum(map(len, kept)) == 12)
+    assert [len(held) for held in kept] == [6, 6]
+    assert [len(running & set(held)) for held in kept] == [2, 2]
+    for other, held in zip(others, kept, strict=True):
+        wait_for(
+            "the running ones", lambda other=other, held=held: running & set(held) <= set(other.registry.federations)
+        )
+        assert set(other.registry.federations) <= running, "nobody has asked for the idle ones"
+        idle = next(id for id in held if id not in running)
+        assert other.get(idle)["state"] == "enrolling"
+        assert idle in other.registry.federations
+    assert [found["id"] for found in others[0].get("/v1/federations")["federations"]] == ids
+
+
+def test_who_joins_gets_a_share_and_then_nothing_moves(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "STEADY_SECONDS", 0.5)
+    monkeypatch.setattr(sharing, "STAY_SECONDS", 0.5)
+    one = start()
+    ids = [one.create(name=f"eyes-{number}") for number in range(8)]
+    api = ResendingApi(AnyOf([one.url]), OPERATOR)
+    clients = one.enrol(ids[0], "a", "b")
+    one.start(ids[0])
+    tasks = one.training(clients)
+    assert clients[0].answer(tasks[0]).status_code == 201
+    two = start()
+    wait_for("its share", lambda: len(two.registry.leases.held) == 3, seconds=30.0)
+    epochs = {id: holder(one, id) for id in ids}
+    with pytest.raises(AssertionError, match="never"):
+        wait_for("a move, which never comes: never", lambda: {id: holder(one, id) for id in ids} != epochs, seconds=4.0)
+    assert all(api.get(id)["name"] == f"eyes-{number}" for number, id in enumerate(ids))
+    assert clients[1].answer(tasks[1]).status_code == 201
+
+
+def test_a_running_federation_moves_while_nobody_has_answered_yet(start: Start) -> None:
+    one = start()
+    id = one.create(name="eyes")
+    clients = one.enrol(id, "a", "b")
+    assert one.registry.may_move(id)
+    one.start(id)
+    tasks = one.training(clients)
+    assert one.registry.may_move(id)
+    clients[0].answer(tasks[0])
+    assert not one.registry.may_move(id), "the second answer may be on its way"
+    one.post(f"{id}/pause")
+    assert one.registry.may_move(id)
+
+
+@pytest.fixture
+def quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Object stores are lost, and trusted again, in a moment."""
+    monkeypatch.setattr(bucket, "PROBE", timedelta(seconds=0.5))
+    for name, seconds in {"LOOK": 0.2, "AGAIN": 0.1, "PATIENCE": 1.5, "TRIAL": 0.5}.items():
+        monkeypatch.setattr(objects_watch, f"{name}_SECONDS", seconds)
+
+
+def through(line: Line, start: Start, monkeypatch: pytest.MonkeyPatch) -> InThread:
+    """A coordinator whose way to the object store is ``line``."""
+    with monkeypatch.context() as patched:
+        patched.setenv("AWS_ENDPOINT_URL", line.url)
+        return start()
+
+
+@pytest.mark.usefixtures("quick_watch")
+def test_a_holder_without_its_object_store_hands_over(
+    start: Start, object_server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "STEADY_SECONDS", 0.5)
+    with Line(object_server.endpoint) as line:
+        one = through(line, start, monkeypatch)
+        ids = [one.create(name=f"eyes-{number}") for number in range(4)]
+        clients = one.enrol(ids[0], "a", "b")
+        one.start(ids[0])
+        tasks = one.training(clients)
+        two = start()
+        line.cut()
+        wait_for("the handover", lambda: set(two.registry.leases.held) == set(ids))
+        answer = one.http.get("/readyz")
+        assert answer.status_code == 503
+        assert answer.json()["detail"].startswith("the object store does not answer")
+        wait_for("the way", lambda: one.http.get(f"/v1/federations/{ids[0]}", headers=OPERATOR).status_code == 307)
+        assert two.http.get("/readyz").status_code == 200
+        two_s = [ScriptedClient(two.http, ids[0], client.name, client.accuracy, client.sent) for client in clients]
+        for client, task in zip(two_s, tasks, strict=True):
+            assert client.answer(task).status_code == 201
+        drive(two_s)
+        monkeypatch.setattr(sharing, "STAY_SECONDS", 0.5)
+        line.mend()
+        wait_for("its share", lambda: len(one.registry.leases.held) == 2)
+        assert one.http.get("/readyz").status_code == 200
+
+
+@pytest.mark.usefixtures("quick_watch")
+def test_where_nobody_has_the_object_store_nobody_takes_over(
+    start: Start, object_server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Line(object_server.endpoint) as line:
+        one, two = (through(line, start, monkeypatch) for _ in range(2))
+        id = one.create(name="eyes")
+        clients = one.enrol(id, "a", "b")
+        one.start(id)
+        tasks = one.training(clients)
+        before = holder(one, id)
+        line.cut()
+        for server in (one, two):
+            wait_for("the loss", lambda server=server: server.registry.leases.lost)
+        with pytest.raises(AssertionError, match="never"):
+            wait_for("a takeover, which never comes: never", lambda: holder(one, id) != before, seconds=5.0)
+        line.mend()
+        for client, task in zip(clients, tasks, strict=True):
+            wait_for("an answer", lambda client=client, task=task: client.answer(task).status_code in (200, 201))
+        drive(clients)
+        assert holder(one, id) == before
 
 
 def test_operators_and_the_audit_log_are_everybody_s(start: Start) -> None:
