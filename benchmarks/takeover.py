@@ -1,56 +1,76 @@
-"""Three coordinators on one PostgreSQL and one object store, killed and stopped while they run federations.
+"""Three coordinators on one PostgreSQL and one object store, disturbed while they run federations.
 
-A long run of the campaign of `tests.support.takeovers`. All blobs are objects, whatever their size.
+A long run of the campaign of `tests.support.takeovers`, which describes the disturbances. All blobs are objects.
 
-    python -m benchmarks.takeover --kills 50 --stops 20 --json benchmarks/takeover.json
+    python -m benchmarks.takeover --json benchmarks/takeover.json
+    python -m benchmarks.takeover --many 1000 --running 100 --json benchmarks/takeover.json
 
 - Each federation must end with the state hashes, counted updates, weights and accuracies of an undisturbed run by one
   coordinator on SQLite and a folder.
 - Each update that was answered 201 or 200 must be stored under the digest that was sent, and only one for each task.
 - Takeover: from the signal until another coordinator answers for the federation. It is asked every 50 ms.
+- Stale answer: it shows less than an answer that had arrived before the request was sent. All three are asked five times
+  a second.
+
+With ``--many`` so many federations are divided among the three, and one coordinator is killed while clients answer the
+running ones. The case is kept under its own name in the file of ``--json``.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness import machine, parser, write
+from tests.support.many_federations import kill_one_of_three
 from tests.support.object_store import ObjectStoreServer
 from tests.support.postgres import PostgresServer
-from tests.support.takeovers import Group, campaign
+from tests.support.takeovers import WAYS, Group, campaign
 
 SEED = 0
 METHODS = ("promptfl with adam", "promptfl", "pfedmoap")
+USUAL = {"kill": 20, "stop": 60, "inside": 50, "cut": 60, "freeze": 30}
 
 
-def run(kills: int, stops: int, rounds: int) -> dict[str, Any]:
-    """Run the campaign on a new PostgreSQL server and object store; its figures."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="promptfed-takeover-")))
-        postgres = PostgresServer(fsync=True)
-        stack.callback(postgres.remove)
-        objects = ObjectStoreServer()
-        stack.callback(objects.stop)
-        group = Group(folder, postgres.schema(), objects.bucket(), dict(objects.environment))
-        stack.callback(group.close)
-        return campaign(kills, stops, rounds, METHODS, SEED, folder, group)
+@contextmanager
+def group() -> Iterator[tuple[Path, PostgresServer, Group]]:
+    """A folder, a new PostgreSQL server, and three coordinators on it and on a new object store."""
+    with tempfile.TemporaryDirectory(prefix="promptfed-takeover-") as folder:
+        postgres, objects = PostgresServer(fsync=True), ObjectStoreServer()
+        try:
+            made = Group(Path(folder), postgres.database(), objects.bucket(), dict(objects.environment))
+            try:
+                yield Path(folder), postgres, made
+            finally:
+                made.close()
+        finally:
+            objects.stop()
+            postgres.remove()
 
 
 def main() -> None:
     """Run and print."""
     command = parser(__doc__)
-    command.add_argument("--kills", type=int, default=50)
-    command.add_argument("--stops", type=int, default=20)
+    for way in WAYS:
+        command.add_argument(f"--{way}", type=int, default=USUAL[way], help="how many of these disturbances")
     command.add_argument("--rounds", type=int, default=25, help="of each federation")
+    command.add_argument("--seed", type=int, default=SEED)
+    command.add_argument("--many", type=int, default=0, help="so many federations instead, and the death of one holder")
+    command.add_argument("--running", type=int, default=100, help="with --many: how many of them are running")
     options = command.parse_args()
     about = machine()
-    figures = run(options.kills, options.stops, options.rounds)
+    with group() as (folder, postgres, made):
+        if options.many:
+            name, figures = "many", kill_one_of_three(made, postgres, options.many, options.running)
+        else:
+            wanted = {way: getattr(options, way) for way in WAYS}
+            name, figures = "campaign", campaign(wanted, options.rounds, METHODS, options.seed, folder, made)
     print(json.dumps(figures, indent=1))
-    write(options.json, {"machine": about, **figures})
+    earlier = json.loads(options.json.read_text()) if options.json is not None and options.json.exists() else {}
+    write(options.json, earlier | {name: {"machine": about, **figures}})
 
 
 if __name__ == "__main__":

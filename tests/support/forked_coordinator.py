@@ -4,12 +4,39 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import Connection
 
 from promptfed.coordinator.__main__ import main
-from promptfed.coordinator.store import fault_points
+from promptfed.coordinator.store import batch, fault_points
+from promptfed.coordinator.store.postgres import together
 from promptfed.shared.methods import METHODS
 from tests.support.two_phase import TwoPhase
+
+STOPS_INSIDE, STOPS_NOT = signal.SIGUSR1, signal.SIGUSR2
+"""Has the process stop itself within its next transaction, between statements that are sent together, or not."""
+
+_stop_inside = False
+
+
+def _note_wish(number: int, frame: object) -> None:
+    global _stop_inside
+    _stop_inside = number == STOPS_INSIDE
+
+
+@contextmanager
+def _together_and_stopping(connection: Connection) -> Iterator[None]:
+    global _stop_inside
+    with together(connection):
+        yield
+        if _stop_inside:
+            _stop_inside = False
+            connection.connection.driver_connection.pgconn.flush()  # type: ignore[union-attr]
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def run(
@@ -23,6 +50,9 @@ def run(
     os.dup2(handle, 2)
     os.environ.update(environment or {})
     METHODS["two_phase"] = TwoPhase
+    for number in (STOPS_INSIDE, STOPS_NOT):
+        signal.signal(number, _note_wish)
+    batch.together = _together_and_stopping  # type: ignore[attr-defined]
     fault_points.arm(fault)
     for name, value in constants.items():
         module, _, constant = name.rpartition(".")

@@ -1,7 +1,13 @@
-"""Three coordinators on one database, killed and paused while they carry federations out.
+"""Three coordinators on one database, disturbed while they carry federations out.
 
 Clients that answer with deterministic tensors ask any of the three. Meanwhile the coordinator that holds the federation
-is killed with SIGKILL and started again, or stopped with SIGSTOP for longer than a lease lasts.
+is disturbed in one of these ways, each time until another one has taken over:
+
+- ``kill``: SIGKILL, and started again.
+- ``stop``: SIGSTOP at any moment, and SIGCONT.
+- ``inside``: it stops within a transaction, between statements that were sent together, and SIGCONT.
+- ``cut``: nothing passes between it and PostgreSQL, and no connection ends.
+- ``freeze``: SIGSTOP for a time from 0.2 s to 8 s, whether another one takes over or not, and SIGCONT.
 """
 
 from __future__ import annotations
@@ -12,32 +18,39 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+from sqlalchemy import make_url
 
+from promptfed.shared.methods import make_method
 from tests.support.coordinators import ForkedCoordinator, in_thread
+from tests.support.forked_coordinator import STOPS_INSIDE, STOPS_NOT
 from tests.support.kill_campaign import CASES, FILES, Case, play_case
+from tests.support.relay import Line
 from tests.support.resending import ResendingApi
 from tests.support.several import OPERATOR, AnyOf, as_arguments, own_options, shared_options
-from tests.support.waiting import PATIENCE
+from tests.support.stale_answers import Witness
+from tests.support.waiting import wait_for
 
 COORDINATORS = 3
-PAUSE_SECONDS = 1.0  # that one stays stopped once another has taken over
+WAYS = ("kill", "stop", "inside", "cut", "freeze")
+PAUSE_SECONDS = 1.0  # that one stays disturbed once another has taken over
 LOOK_SECONDS = 0.05
+FREEZES = (0.2, 8.0)  # seconds
 
 
 @dataclass
 class Tally:
-    """Signals to the coordinators, seconds of takeovers, and the updates that were answered as accepted."""
+    """Disturbances by their kind, seconds of takeovers by kind, and the updates that were answered as accepted."""
 
-    kills: int = 0
-    stops: int = 0
-    takeovers: list[float] = field(default_factory=list)
+    done: Counter[str] = field(default_factory=Counter)
+    takeovers: dict[str, list[float]] = field(default_factory=dict)
     accepted: dict[str, str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -51,15 +64,20 @@ class Tally:
 
 
 class Group:
-    """The coordinators, each a process of its own."""
+    """The coordinators, each a process of its own with its own line to PostgreSQL; ``database`` is its name there."""
 
     def __init__(self, folder: Path, database_url: str, store: str, environment: dict[str, str]):
-        shared = shared_options(folder / "shared", database_url, store)
         self.processes: dict[str, ForkedCoordinator] = {}
+        self.lines: dict[str, Line] = {}
+        database = make_url(database_url)
+        self.database = str(database.database)
         for number in range(COORDINATORS):
             own = own_options()
+            line = self.lines[own["advertise_url"]] = Line(f"{database.host}:{database.port}")
+            through_line = database.set(port=line.port).render_as_string(hide_password=False)
+            options = shared_options(folder / "shared", through_line, store) | own
             process = ForkedCoordinator(
-                folder / f"data-{number}", *as_arguments(shared | own), constants=FILES, environment=environment
+                folder / f"data-{number}", *as_arguments(options), constants=FILES, environment=environment
             )
             if process.dead:
                 raise SystemExit(process.log())
@@ -75,14 +93,16 @@ class Group:
         for process in self.processes.values():
             process.signal(signal.SIGCONT)
             process.kill()
+        for line in self.lines.values():
+            line.close()
 
 
 class Disturber:
-    """Kills and stops the coordinator that holds a federation, until no signal is left or the block has ended."""
+    """Disturbs the coordinator that holds a federation, until nothing is left to do or the block has ended."""
 
-    def __init__(self, group: Group, tally: Tally, kills: int, stops: int, seed: int):
+    def __init__(self, group: Group, tally: Tally, wanted: Mapping[str, int], seed: int):
         self._group, self._tally = group, tally
-        self._wanted = ["kill"] * kills + ["stop"] * stops
+        self._wanted = [way for way in WAYS for _ in range(wanted.get(way, 0))]
         self._chance = random.Random(seed)
         self._chance.shuffle(self._wanted)
         self._done = threading.Event()
@@ -90,7 +110,7 @@ class Disturber:
 
     @property
     def left(self) -> int:
-        """Number of signals that are still to be sent."""
+        """Number of disturbances that are still to come."""
         return len(self._wanted)
 
     @contextmanager
@@ -110,32 +130,57 @@ class Disturber:
             while self._wanted and not self._done.wait(self._chance.uniform(0.05, 1.0)):
                 holder = self._holder(name)
                 if holder is not None and not self._done.is_set():
-                    self._disturb(name, holder, self._wanted.pop())
+                    way = self._wanted.pop()
+                    if self._disturb(name, holder, way):
+                        self._tally.done[way] += 1
+                    else:
+                        self._wanted.insert(0, way)  # the federation ended meanwhile
         except BaseException as error:
             self.failure = error
 
-    def _disturb(self, name: str, holder: str, how: str) -> None:
-        process = self._group.processes[holder]
-        begun = time.monotonic()
-        if how == "kill":
+    def _disturb(self, name: str, holder: str, way: str) -> bool:
+        """Disturb the holder, and undo it; whether it was disturbed."""
+        process, line = self._group.processes[holder], self._group.lines[holder]
+        if way == "kill":
             process.signal(signal.SIGKILL)
-            self._tally.kills += 1
+        elif way == "cut":
+            line.cut()
+        elif way == "inside":
+            process.signal(STOPS_INSIDE)
+            if not self._stops(process):
+                return False
         else:
             process.signal(signal.SIGSTOP)
-            self._tally.stops += 1
-        while self._holder(name, besides=holder) is None:
-            if time.monotonic() - begun > PATIENCE:
-                raise AssertionError(f"nobody takes over after {how}")
-            time.sleep(LOOK_SECONDS)
-        self._tally.takeovers.append(time.monotonic() - begun)
-        print(f"{how}: taken over after {self._tally.takeovers[-1]:.2f} s; {self.left} left", flush=True)
-        if how == "kill":
-            process.wait()
-            process.http.close()
-            process.start()
-        else:
-            time.sleep(PAUSE_SECONDS)
-            process.signal(signal.SIGCONT)  # not before: on a busy machine it might come back to its own lease
+        try:
+            begun = time.monotonic()
+            if way == "freeze":
+                time.sleep(self._chance.uniform(*FREEZES))
+            else:
+                self._wait_for_another(name, holder, way, begun)
+                time.sleep(0.0 if way == "kill" else PAUSE_SECONDS)
+        finally:
+            if way == "kill":
+                process.wait()
+                process.http.close()
+                process.start()
+            line.mend()
+            process.signal(signal.SIGCONT)
+        return True
+
+    def _wait_for_another(self, name: str, holder: str, way: str, begun: float) -> None:
+        wait_for(f"the takeover after {way}", lambda: self._holder(name, besides=holder), every=LOOK_SECONDS)
+        seconds = time.monotonic() - begun
+        self._tally.takeovers.setdefault(way, []).append(seconds)
+        print(f"{way}: taken over after {seconds:.2f} s; {self.left} left", flush=True)
+
+    def _stops(self, process: ForkedCoordinator) -> bool:
+        """Whether the process stops by itself, before the federation has ended."""
+        while not _is_stopped(process):
+            if self._done.wait(0.01):
+                process.signal(STOPS_NOT)
+                time.sleep(PAUSE_SECONDS)
+                return _is_stopped(process)
+        return True
 
     def _holder(self, name: str, besides: str | None = None) -> str | None:
         """The address of the coordinator that answers for the federation itself."""
@@ -149,6 +194,11 @@ class Disturber:
             if answer.status_code == 200:
                 return url
         return None
+
+
+def _is_stopped(process: ForkedCoordinator) -> bool:
+    status = Path(f"/proc/{process.pid}/stat").read_text()
+    return status.rpartition(")")[2].split()[0] == "T"
 
 
 def undisturbed(case: Case, folder: Path) -> dict[str, Any]:
@@ -177,11 +227,14 @@ def check_updates(api: ResendingApi, tally: Tally) -> int:
 
 
 def campaign(
-    kills: int, stops: int, rounds: int, methods: Sequence[str], seed: int, folder: Path, group: Group
+    wanted: Mapping[str, int], rounds: int, methods: Sequence[str], seed: int, folder: Path, group: Group
 ) -> dict[str, Any]:
-    """Play federations until all signals were sent; figures. AssertionError where an outcome differs."""
-    tally = Tally()
-    disturber = Disturber(group, tally, kills, stops, seed)
+    """Play federations until the holders were disturbed as ``wanted``, by way; figures.
+
+    AssertionError where an outcome differs, or an update is lost.
+    """
+    tally, witness = Tally(), Witness(group.urls, "campaign", OPERATOR)
+    disturber = Disturber(group, tally, wanted, seed)
     expected: dict[str, dict[str, Any]] = {}
     updates, runs, begun = 0, 0, time.monotonic()
     while disturber.left:
@@ -189,9 +242,10 @@ def campaign(
         if case.name not in expected:
             expected[case.name] = undisturbed(case, folder / f"undisturbed-{len(expected)}")
         tally.accepted.clear()
+        witness.phases = [phase.name for phase in make_method(case.method).phases(1, rounds)]
         asker = AnyOf(group.urls, tally.note)
         api = ResendingApi(asker, OPERATOR)
-        with disturber.at("campaign"):
+        with witness.watching(), disturber.at("campaign"):
             outcome = play_case(api, case)
         if disturber.failure is not None:
             raise disturber.failure
@@ -200,16 +254,24 @@ def campaign(
         api.delete("campaign")
         asker.close()
         runs += 1
-        print(f"{case.name}: as undisturbed; {disturber.left} signals left", flush=True)
+        print(f"{case.name}: as undisturbed; {disturber.left} left; {len(witness.stale)} stale answers", flush=True)
     return {
-        "kills": tally.kills,
-        "stops": tally.stops,
+        "disturbances": dict(tally.done),
         "federations": runs,
+        "as_undisturbed": runs,
         "updates": updates,
-        "takeover_seconds": {
-            "median": statistics.median(tally.takeovers),
-            "most": max(tally.takeovers),
-            "all": [round(seconds, 2) for seconds in tally.takeovers],
-        },
+        "watched_answers": witness.answers,
+        "stale_answers": witness.stale,
+        "takeover_seconds": _figures(tally.takeovers),
         "seconds": time.monotonic() - begun,
+    }
+
+
+def _figures(takeovers: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    every = sorted(seconds for kind in takeovers.values() for seconds in kind)
+    return {
+        "median": statistics.median(every),
+        "p95": every[int(0.95 * (len(every) - 1))],
+        "most": every[-1],
+        "all": {way: [round(seconds, 2) for seconds in kind] for way, kind in takeovers.items()},
     }
