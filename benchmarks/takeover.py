@@ -9,8 +9,8 @@ A long run of the campaign of `tests.support.takeovers`, which describes the dis
   coordinator on SQLite and a folder.
 - Each update that was answered 201 or 200 must be stored under the digest that was sent, and only one for each task.
 - Takeover: from the signal until another coordinator answers for the federation. It is asked every 50 ms.
-- Stale answer: it shows less than an answer that had arrived before the request was sent. All three are asked five times
-  a second.
+- Stale answer: it shows less than an answer that had arrived before the request was sent. All are asked five times a
+  second.
 
 With ``--many`` so many federations are divided among the three, and one coordinator is killed while clients answer the
 running ones. The case is kept under its own name in the file of ``--json``.

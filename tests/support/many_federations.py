@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import psutil
 
-from benchmarks.harness import memory
 from promptfed.testing.clients import ScriptedClient, spec
 from tests.support.postgres import PostgresServer
 from tests.support.resending import ResendingApi
@@ -164,4 +164,5 @@ def _counts(leases: dict[str, tuple[str | None, int]], urls: Sequence[str]) -> l
 
 
 def _megabytes(group: Group, url: str) -> float:
-    return memory(group.processes[url].pid, "VmRSS") / 2**20
+    rss: int = psutil.Process(group.processes[url].pid).memory_info().rss
+    return round(rss / 2**20, 1)
