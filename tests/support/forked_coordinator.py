@@ -35,7 +35,7 @@ def _together_and_stopping(connection: Connection) -> Iterator[None]:
         yield
         if _stop_inside:
             _stop_inside = False
-            connection.connection.driver_connection.pgconn.flush()  # type: ignore[union-attr]
+            connection.connection.driver_connection.pgconn.flush()
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -52,7 +52,7 @@ def run(
     METHODS["two_phase"] = TwoPhase
     for number in (STOPS_INSIDE, STOPS_NOT):
         signal.signal(number, _note_wish)
-    batch.together = _together_and_stopping  # type: ignore[attr-defined]
+    batch.together = _together_and_stopping
     fault_points.arm(fault)
     for name, value in constants.items():
         module, _, constant = name.rpartition(".")

@@ -92,7 +92,7 @@ class _Leases:
     def all(self) -> dict[str, tuple[str | None, int]]:
         """The holder's address and the epoch of each federation."""
         query = "SELECT federation_id, url, epoch FROM leases LEFT JOIN coordinators ON holder = coordinators.id"
-        return {str(id): (url, int(epoch)) for id, url, epoch in self._postgres.execute(query, self._database)}  # type: ignore[misc, call-overload]
+        return {str(id): (url, int(epoch)) for id, url, epoch in self._postgres.execute(query, self._database)}
 
     def of(self, ids: set[str]) -> dict[str, tuple[str | None, int]]:
         """Those of some federations."""

@@ -48,7 +48,7 @@ def looks(watch: ObjectsWatch, clock: Clock, seconds: float) -> None:
 
 def test_one_failure_is_no_loss_and_a_lost_store_is_noticed_and_given_up_in_time(clock: Clock) -> None:
     bucket = Bucket()
-    watch = ObjectsWatch(bucket)  # type: ignore[arg-type]
+    watch = ObjectsWatch(bucket)
     looks(watch, clock, 10)
     assert bucket.wrote[:3] == [False, False, False], "while all is well it is only read"
     bucket.broken = True
@@ -68,7 +68,7 @@ def test_one_failure_is_no_loss_and_a_lost_store_is_noticed_and_given_up_in_time
 
 def test_a_store_that_comes_and_goes_is_trusted_later_each_time(clock: Clock) -> None:
     bucket = Bucket()
-    watch = ObjectsWatch(bucket)  # type: ignore[arg-type]
+    watch = ObjectsWatch(bucket)
     trials = []
     for _ in range(3):
         bucket.broken = True
@@ -85,7 +85,7 @@ def test_a_store_that_comes_and_goes_is_trusted_later_each_time(clock: Clock) ->
 
 def test_a_write_that_failed_is_followed_by_a_probe_that_writes(clock: Clock) -> None:
     bucket = Bucket()
-    watch = ObjectsWatch(bucket)  # type: ignore[arg-type]
+    watch = ObjectsWatch(bucket)
     bucket.failed = True
     watch.look()
     assert bucket.wrote == [True]
