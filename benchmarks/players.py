@@ -18,7 +18,7 @@ import numpy as np
 from promptfed.testing.clients import content_digest, enrolment, secret_of
 from tests.support.coordinators import CoordinatorProcess
 
-SHAPES = {32: (16, 512), 5120: (64, 20480)}  # KB: m and d_t of the float32 context that every update holds
+SHAPES = {1: (1, 256), 32: (16, 512), 5120: (64, 20480)}  # KB: m and d_t of the float32 context that every update holds
 EVALUATION = {"splits": {"test": {"accuracy": 0.5, "num_samples": 10}}}
 
 

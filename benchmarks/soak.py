@@ -6,6 +6,7 @@ second only those of the last round.
 
     python -m benchmarks.soak --json soak.json
     python -m benchmarks.soak --legs 32:20:3:all          # KB, clients, rounds, retention: a quick look
+    python -m benchmarks.soak --after 10,10000 --databases sqlite,postgresql      # what a late round costs
 
 - updates/s: over all rounds, from a round's first task received to its last 201.
 - task: a poll with `wait=0` by a client that has just received its task; each round, every tenth client sends one. A
@@ -13,27 +14,56 @@ second only those of the last round.
 - update: from the first byte sent to the 201.
 - memory and open files of the coordinator process, four times: before the first enrolment (idle), after the first round
   (start), before the last round (last), and after the last client has left (end). A leak shows between start and last.
+
+``--after`` compares rounds that come after many with rounds that come after few, at 100 clients with 1 KB. Nobody plays
+a million updates for it: three rounds are played, and the others are copies of their rows, written in bulk between two
+runs of the coordinator (`tests/support/past_rounds.py`). `tests/coordinator/engine/test_costs_of_rounds.py` compares
+them with played rounds. Then rounds are played on top, some on one store, some on the other, in turn.
+
+- CPU per update: CPU time of the coordinator process, in the rounds and in a pause after them in which the retention of
+  the last round does its work. The median of the turns.
+- start: from the command to the first answer, with the copied rounds; memory then, and at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from benchmarks.coordinator_load import LoadClient, play
-from benchmarks.harness import Footprint, allow_many_connections, coordinator, footprint, parser, shown, write
+from benchmarks.harness import (
+    Footprint,
+    allow_many_connections,
+    coordinator,
+    cpu_seconds_of,
+    footprint,
+    integers,
+    machine,
+    parser,
+    shown,
+    write,
+)
 from benchmarks.players import SHAPES, Operator, Record, operator_of
+from tests.support.coordinators import CoordinatorProcess
+from tests.support.past_rounds import add_past_rounds, url_of
+from tests.support.postgres import PostgresServer
 
 LEGS = "32:1000:200:all,5120:50:20:last_round"
 PROBES = 10  # in each round, every tenth client asks again for its task
 LONGEST_SECONDS = 6 * 3600.0
+LATE_KB, LATE_CLIENTS, MOST_ROUNDS = 1, 100, 100_000
+TURN_ROUNDS = 10
+PAUSE_SECONDS = 2.5  # longer than retention waits between two removals, and the scheduler between two looks
 
 
 @dataclass(frozen=True)
@@ -141,6 +171,121 @@ def measure(leg: Leg) -> dict[str, Any]:
     }
 
 
+@dataclass
+class LateRounds:
+    """A coordinator whose federation has many rounds behind it, and what each turn of rounds on top has cost."""
+
+    process: CoordinatorProcess
+    behind: int
+    start_seconds: float
+    start_mb: float
+    clients: list[LoadClient]
+    cpu_ms: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    async def play(self, rounds: int) -> None:
+        """Play some rounds, and note what they cost for each update."""
+        updates = rounds * len(self.clients)
+        before, begun = cpu_seconds_of(self.process.pid), time.perf_counter()
+        await play_rounds(self.clients, rounds)
+        self.seconds.append((time.perf_counter() - begun) / rounds)
+        await asyncio.sleep(PAUSE_SECONDS)
+        self.cpu_ms.append((cpu_seconds_of(self.process.pid) - before) / updates * 1e3)
+
+    def figures(self) -> dict[str, Any]:
+        """The medians of all turns."""
+        return {
+            "rounds_behind": self.behind,
+            "cpu_ms_per_update": float(np.median(self.cpu_ms)),
+            "round_seconds": float(np.median(self.seconds)),
+            "start_seconds": self.start_seconds,
+            "start_mb": self.start_mb,
+            "end_mb": footprint(self.process.pid).resident_mb,
+            "cpu_ms": self.cpu_ms,
+        }
+
+
+async def play_rounds(clients: Sequence[LoadClient], rounds: int) -> None:
+    """All clients answer the open stage and those that follow, ``rounds`` in all."""
+
+    async def answer(client: LoadClient) -> None:
+        for _ in range(rounds):
+            task = await client.next_task()
+            assert task is not None, "the federation has more rounds than anybody plays"
+            await client.answer(client.http, task)
+
+    await asyncio.gather(*(answer(client) for client in clients))
+
+
+async def begin(operator: Operator, retention: str) -> None:
+    """Create the federation, and play the evaluation and the first three rounds."""
+    token = await operator.create(LATE_KB, LATE_CLIENTS, MOST_ROUNDS, deadline=3600, retention=retention)
+    clients = load_clients(operator)
+    for client in clients:
+        await client.enrol(client.http, token)
+    await operator.start()
+    await play_rounds(clients, 4)
+    await asyncio.sleep(PAUSE_SECONDS)
+    for client in clients:
+        client.http.close()
+
+
+def load_clients(operator: Operator) -> list[LoadClient]:
+    """The clients of the federation of ``begin``."""
+    record = Record()
+    return [LoadClient(operator.port, number, LATE_KB, record) for number in range(LATE_CLIENTS)]
+
+
+def late_rounds(process: CoordinatorProcess, url: str | None, behind: int, retention: str) -> LateRounds:
+    """The coordinator, started again on a federation with ``behind`` completed rounds."""
+    operator = operator_of(process)
+    asyncio.run(begin(operator, retention))
+    id = process.get("load")["id"]
+    process.signal(signal.SIGTERM)
+    process.wait()
+    process.http.close()
+    add_past_rounds(url_of(process.folder, url), id, behind - 3)
+    begun = time.perf_counter()
+    process.start()
+    process.get("load")
+    seconds = time.perf_counter() - begun
+    resident = footprint(process.pid).resident_mb
+    return LateRounds(process, behind, seconds, resident, load_clients(operator_of(process)))
+
+
+def compare(urls: Sequence[str | None], numbers: Sequence[int], retention: str, turns: int) -> list[dict[str, Any]]:
+    """The figures of rounds after each of the ``numbers`` of rounds, played in turn; ``urls`` of their databases."""
+    with contextlib.ExitStack() as stack:
+        stores = []
+        for url, behind in zip(urls, numbers, strict=True):
+            process = stack.enter_context(coordinator(*(["--database-url", url] if url else [])))
+            stores.append(late_rounds(process, url, behind, retention))
+
+        async def play_in_turn() -> None:
+            for turn in range(turns):
+                for store in stores if turn % 2 else reversed(stores):
+                    await store.play(TURN_ROUNDS)
+
+        asyncio.run(play_in_turn())
+        return [{"retention": retention} | store.figures() for store in stores]
+
+
+def compare_all(numbers: Sequence[int], databases: Sequence[str], turns: int) -> list[dict[str, Any]]:
+    """``compare`` on each database and with each retention."""
+    measured = []
+    with contextlib.ExitStack() as stack:
+        for database in databases:
+            server = PostgresServer(fsync=True) if database == "postgresql" else None
+            if server is not None:
+                stack.callback(server.remove)
+            for retention in ("all", "last_round"):
+                urls = [server.schema() if server is not None else None for _ in numbers]
+                for figures in compare(urls, numbers, retention, turns):
+                    measured.append({"database": database} | figures)
+                    print(json.dumps(measured[-1]), file=sys.stderr, flush=True)
+    return measured
+
+
 def parse_legs(text: str) -> list[Leg]:
     """The legs of ``32:1000:200:all,5120:50:20:last_round``."""
     legs = []
@@ -158,8 +303,16 @@ def main() -> None:
     command.add_argument(
         "--legs", type=parse_legs, default=LEGS, help="KB:clients:rounds:retention, separated by commas"
     )
+    command.add_argument("--after", type=integers, help="compare rounds after so many rounds each, as 10,10000")
+    command.add_argument("--databases", default="sqlite", help="of --after: sqlite, postgresql, or both with a comma")
+    command.add_argument("--turns", type=int, default=10, help="of --after: turns of ten rounds on each store")
     options = command.parse_args()
     allow_many_connections()
+    if options.after:
+        measured = compare_all(options.after, options.databases.split(","), options.turns)
+        write(options.json, {"machine": machine(), "stores": measured})
+        print("\n\n".join(map(shown, measured)))
+        return
     measured = []
     for leg in options.legs:
         measured.append(measure(leg))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter, Header, Query
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from sqlalchemy import select
 
@@ -31,12 +31,13 @@ async def get_events(
     federation: Informed,
     viewer: IsViewer,
     last_event_id: Annotated[int | None, Header(ge=0, le=1 << 62, description="go on after this event")] = None,
+    newest: Annotated[int, Query(ge=1, le=BATCH, description="begin with so many events; default: all")] | None = None,
 ) -> AsyncIterator[ServerSentEvent]:
-    """All events so far (after Last-Event-ID), then each new one.
+    """All events so far (after Last-Event-ID, or only the ``newest``), then each new one.
 
     The stream ends after the federation's last event, or when the caller's token expires or is revoked.
     """
-    last = last_event_id or 0
+    last = 0 if last_event_id is None and newest is None else last_event_id
     registry.metrics.streams.inc()
     try:
         while not registry.wakeups.closed:
@@ -46,7 +47,7 @@ async def get_events(
                 return
             now = registry.federations.get(federation.id)
             try:
-                rows = await asyncio.to_thread(_after, registry, federation.id, last)
+                rows = await asyncio.to_thread(_after, registry, federation.id, last, newest)
             except DatabaseAway:
                 await wait(wakeup, min(AWAY_SECONDS, left))
                 continue
@@ -62,9 +63,14 @@ async def get_events(
         registry.metrics.streams.dec()
 
 
-def _after(registry: Registry, id: str, last: int) -> list[EventRow]:
-    query = select(EventRow).where(EventRow.federation_id == id, EventRow.id > last).order_by(EventRow.id).limit(BATCH)
+def _after(registry: Registry, id: str, last: int | None, newest: int | None) -> list[EventRow]:
+    """The next events after ``last``; None: the ``newest`` ones."""
+    mine = select(EventRow).where(EventRow.federation_id == id)
+    if last is None:
+        query = mine.order_by(EventRow.id.desc()).limit(newest)
+    else:
+        query = mine.where(EventRow.id > last).order_by(EventRow.id).limit(BATCH)
     with registry.database.read() as session:
-        rows = list(session.scalars(query))
+        rows = sorted(session.scalars(query), key=lambda row: row.id)
         session.expunge_all()
         return rows

@@ -70,14 +70,11 @@ def _gathered(begun: bytearray, pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 @router.get("/rounds", response_model=RoundPage, responses=described.for_callers())
 def list_rounds(registry: RegistryOf, federation: Informed, limit: Limit = 100, after: After = None) -> Response:
-    """Reports of all rounds so far, from round 0 on."""
+    """Reports of all rounds so far, from round 0 on. A page has fewer than ``limit`` rounds if many clients answer."""
     registry.last_seen.flush_if_possible()
-    begin = int(after) + 1 if after is not None and after.isdecimal() else 0
     with registry.database.read() as session:
-        numbers = rounds.rounds(session, federation.id)
-        page = [number for number in numbers if number >= begin][:limit]
-    following = str(page[-1]) if page and page[-1] != numbers[-1] else None
-    return streamed(rounds.page(registry.database, federation, page, following))
+        numbers, following = rounds.numbers_of_page(session, federation.id, limit, after)
+    return streamed(rounds.page(registry.database, federation, numbers, following))
 
 
 @router.get("/rounds/{round}", response_model=RoundReport, responses=described.for_callers())
@@ -85,7 +82,7 @@ def get_round(registry: RegistryOf, federation: Informed, round: Round) -> Respo
     """Report of one round: times, bytes, asked, answered, counted, verdicts, metrics, state hash."""
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
-        if round not in rounds.rounds(session, federation.id):
+        if not rounds.has_begun(session, federation.id, round):
             raise problems.NotFound(
                 f"round {round} has not begun; {federation.name} is in round {federation.run.round}"
             )
@@ -173,13 +170,19 @@ def generate(
     responses={200: {"content": {"text/csv": {}}, "description": "JSON or CSV"}, **described.for_callers()},
 )
 def get_metrics(
-    registry: RegistryOf, federation: Informed, format: Annotated[Literal["json", "csv"], Query()] = "json"
+    registry: RegistryOf,
+    federation: Informed,
+    format: Annotated[Literal["json", "csv"], Query()] = "json",
+    limit: Annotated[int | None, Query(ge=1, le=1000, description="at most so many rounds; default: all")] = None,
+    after: After = None,
 ) -> Response:
-    """All metrics by round: clients' metrics, accuracies, bytes, seconds."""
+    """All metrics by round: clients' metrics, accuracies, bytes, seconds. With ``limit`` in pages, as ``rounds``."""
     registry.last_seen.flush_if_possible()
+    with registry.database.read() as session:
+        numbers, following = rounds.numbers_of_page(session, federation.id, limit, after)
     if format == "csv":
-        return streamed(metrics.as_csv(registry.database, federation), "text/csv; charset=utf-8")
-    return streamed(metrics.as_json(registry.database, federation))
+        return streamed(metrics.as_csv(registry.database, federation, numbers), "text/csv; charset=utf-8")
+    return streamed(metrics.as_json(registry.database, federation, numbers, following))
 
 
 async def _body(request: Request, _: Operated) -> bytes:

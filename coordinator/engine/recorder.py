@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -246,7 +247,7 @@ class _Recorder:
         tasks, now = dict(federation.tasks), clock.now()
         for number, name in enumerate(names, first):
             task = OpenTask(
-                id=secrets.token_hex(16),
+                id=new_task_id(),
                 client=name,
                 kind=cast(TaskKind, stage.kind),
                 round=stage.round,
@@ -324,6 +325,11 @@ class _Recorder:
         for name in names:
             self._change.client_row(name).joined = True
         self._change.emit("clients-joined", clients=list(names))
+
+
+def new_task_id() -> str:
+    """32 hexadecimal digits, 20 of them random. They begin with the time: a round's rows are neighbours in an index."""
+    return f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
 
 
 def task_row(federation: str, phase_id: int, number: int, task: OpenTask, opened_at: str) -> Row:

@@ -6,16 +6,17 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Select, select, true, update
+from sqlalchemy import Select, or_, select, true, update
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
+from promptfed.coordinator.store.tables import BlobRow, FederationRow, ObjectRow, PhaseRow, StateRow, TaskRow, UpdateRow
 from promptfed.shared.messages import ENDED
 
 AT_ONCE = 500  # digests that one query asks for
+SWEPT_AT_ONCE = 5000  # blobs that one query compares with the rows that name them
 TURN_SECONDS = 0.001  # left to others, since who lets go of a lock and takes it again at once is mostly the first
 NAMING: tuple[tuple[Any, Any], ...] = (
     (StateRow.sha256, StateRow.stored),
@@ -74,12 +75,26 @@ def collect(registry: Registry, digests: Iterable[str]) -> None:
 
 
 def sweep(registry: Registry) -> None:
-    """Remove every blob that no row names: what a crash between a blob and its row has left."""
-    with registry.database.read() as session:
-        named = {digest for column, stored in NAMING for digest in session.scalars(select(column).where(stored))}
-    registry.blobs.remove(set(registry.blobs.all()) - named, _named)
+    """Remove every blob that no row names, some at a time: what a crash between a blob and its row has left."""
+    for column in (BlobRow.digest, ObjectRow.digest):
+        last: str | None = ""
+        while last is not None and not registry.wakeups.closed:
+            with registry.database.read() as session:
+                last, unnamed = _unnamed_after(session, column, last)
+            collect(registry, unnamed)
+    collect(registry, registry.blobs.files())
     registry.blobs.remove_litter()
     sweep_partial(registry)
+
+
+def _unnamed_after(session: Session, column: Any, last: str) -> tuple[str | None, list[str]]:
+    """Digests that no row names, of the next ones after ``last``; and where to go on, None behind the last one."""
+    following = select(column).where(column > last).order_by(column)
+    end = session.scalar(following.offset(SWEPT_AT_ONCE - 1).limit(1))
+    if end is not None:
+        following = following.where(column <= end)
+    naming = [select(1).where(name == column, stored).exists() for name, stored in NAMING]
+    return end, list(session.scalars(following.where(~or_(*naming))))
 
 
 def sweep_partial(registry: Registry) -> None:

@@ -33,6 +33,7 @@ log = logging.getLogger("promptfed.coordinator")
 FLUSH_SECONDS = 2.0
 TRIM_SECONDS = 30.0  # between two times that free memory goes back to the system, a few milliseconds each
 RETRY_SECONDS = 2.0
+SWEEP_SECONDS = 0.5  # that a start waits for the removal of what crashes have left
 RETIRE_SECONDS = 1.0  # between two removals of what a running federation's rounds have left: quick rounds share one
 STOP_SECONDS = 1.0
 HANG_SECONDS = 30.0  # after which a database that neither answers nor refuses is given up
@@ -52,6 +53,7 @@ class Scheduler:
         self._mend = mend
         self._mended_at: dict[str, float] = {}
         self._driver: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
         self._deleting: asyncio.Task[None] | None = None
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._refused_starts: dict[str, object] = {}
@@ -61,7 +63,8 @@ class Scheduler:
     async def start(self) -> None:
         """Take up all federations where they stood, and drive them."""
         await self._registry.open()
-        await asyncio.to_thread(retention.sweep, self._registry)
+        self._sweeping = asyncio.create_task(self._sweep(), name="sweeping")
+        await asyncio.wait({self._sweeping}, timeout=SWEEP_SECONDS)
         self._driver = asyncio.create_task(self._drive(), name="driver")
         self._registry.ready = True
 
@@ -71,8 +74,9 @@ class Scheduler:
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.gather(self._driver, return_exceptions=True)
-        if self._deleting is not None:
-            await asyncio.wait({self._deleting}, timeout=STOP_SECONDS)
+        for working in (self._sweeping, self._deleting):
+            if working is not None:
+                await asyncio.wait({working}, timeout=STOP_SECONDS)
         if self._jobs:
             _, overdue = await asyncio.wait(self._jobs.values(), timeout=STOP_SECONDS)
             for job in overdue:
@@ -82,6 +86,15 @@ class Scheduler:
         if not (await asyncio.wait([closing], timeout=STOP_SECONDS))[0]:
             self._registry.database.cut("the database does not answer while the coordinator ends")
         await closing
+
+    async def _sweep(self) -> None:
+        """Remove what crashes have left of blobs. A start waits a little for it, and not for that of a large store."""
+        try:
+            await asyncio.to_thread(retention.sweep, self._registry)
+        except (DatabaseAway, RegistryClosed):
+            pass  # The next start does it.
+        except (SQLAlchemyError, OSError):
+            log.exception("what crashes have left of blobs cannot be removed before the next start")
 
     async def _drive(self) -> None:
         flushed, trimmed = -math.inf, clock.monotonic()  # the first beat is at once

@@ -1,17 +1,17 @@
-"""All metrics of all rounds, in order, as JSON or CSV."""
+"""All metrics of some rounds, in order, as JSON or CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from pydantic_core import to_json
 
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.reports.pieces import batches, listed
-from promptfed.coordinator.reports.rounds import round_report, rounds
+from promptfed.coordinator.reports.rounds import round_report
 from promptfed.coordinator.store.database import Database
 from promptfed.shared.api import api_schemas as schemas
 from promptfed.shared.api import report_schemas
@@ -23,16 +23,18 @@ Number = tuple[int, str, str | None, str | None, str, float]
 """The fields of a ``Metric``, in its order."""
 
 
-def as_json(database: Database, federation: Federation) -> Iterator[bytes]:
-    """A ``MetricList``, in pieces."""
-    numbers = batches(_numbers(database, federation))
+def as_json(
+    database: Database, federation: Federation, rounds: Sequence[int], following: str | None = None
+) -> Iterator[bytes]:
+    """A ``MetricList`` of these rounds, in pieces."""
+    numbers = batches(_numbers(database, federation, rounds))
     some = (to_json([dict(zip(FIELDS, number, strict=True)) for number in batch])[1:-1] for batch in numbers)
-    return chain([b'{"metrics":'], listed(some, b"[", b"]"), [b"}"])
+    return chain([b'{"metrics":'], listed(some, b"[", b"]"), [b',"next":' + to_json(following) + b"}"])
 
 
-def as_csv(database: Database, federation: Federation) -> Iterator[bytes]:
+def as_csv(database: Database, federation: Federation, rounds: Sequence[int]) -> Iterator[bytes]:
     """The same as CSV, with a header line."""
-    lines: Iterator[tuple[object, ...]] = chain([FIELDS], _numbers(database, federation))
+    lines: Iterator[tuple[object, ...]] = chain([FIELDS], _numbers(database, federation, rounds))
     for some in batches(lines):
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([_cell(value) for value in row] for row in some)
@@ -44,11 +46,9 @@ def _cell(value: object) -> object:
     return csv_cell(value) if isinstance(value, str) else value
 
 
-def _numbers(database: Database, federation: Federation) -> Iterator[Number]:
+def _numbers(database: Database, federation: Federation, rounds: Sequence[int]) -> Iterator[Number]:
     """Read one round at a time, each in its own transaction: slow readers keep no transaction open."""
-    with database.read() as session:
-        begun = rounds(session, federation.id)
-    for number in begun:
+    for number in rounds:
         with database.read() as session:
             report = round_report(session, federation, number)
         for phase in report.phases:

@@ -24,6 +24,8 @@ from promptfed.coordinator.store.tables import Base, EvaluationRow, PhaseRow, St
 from promptfed.shared.api import report_schemas
 from promptfed.shared.messages import ENDED
 
+MOST_TASKS = 3000  # of the rounds of one page, whose reports take less than two tenths of a second
+
 
 @dataclass(frozen=True)
 class StoredState:
@@ -59,10 +61,36 @@ def _has_state(federation: Federation, round: int) -> bool:
     return round < run.round or (round == run.round and run.step >= len(phases))
 
 
-def rounds(session: Session, id: str) -> list[int]:
-    """Numbers of the rounds that have begun."""
-    query = select(PhaseRow.round).where(PhaseRow.federation_id == id).distinct().order_by(PhaseRow.round)
-    return list(session.scalars(query))
+def rounds(session: Session, id: str, after: int = -1) -> list[int]:
+    """Numbers of the rounds after round ``after`` that have begun."""
+    mine = (PhaseRow.federation_id == id, PhaseRow.round > after)
+    return list(session.scalars(select(PhaseRow.round).where(*mine).distinct().order_by(PhaseRow.round)))
+
+
+def has_begun(session: Session, id: str, round: int) -> bool:
+    """Whether the round has begun."""
+    here = (PhaseRow.federation_id == id, PhaseRow.round == round)
+    return session.scalar(select(PhaseRow.id).where(*here).limit(1)) is not None
+
+
+def numbers_of_page(session: Session, id: str, limit: int | None, after: str | None) -> tuple[list[int], str | None]:
+    """At most ``limit`` rounds after round ``after`` (None: all of them), and the last one's number if more follow.
+
+    A page with several rounds has at most `MOST_TASKS` tasks.
+    """
+    last = int(after) if after is not None and after.isdecimal() else -1
+    if limit is None:
+        return rounds(session, id, last), None
+    query = select(PhaseRow.round, func.count(TaskRow.phase_id)).outerjoin(TaskRow, TaskRow.phase_id == PhaseRow.id)
+    query = query.where(PhaseRow.federation_id == id, PhaseRow.round > last).group_by(PhaseRow.round)
+    numbers: list[int] = []
+    tasks = 0
+    for number, asked in session.execute(query.order_by(PhaseRow.round).limit(limit + 1)):
+        tasks += asked
+        if numbers and (len(numbers) == limit or tasks > MOST_TASKS):
+            return numbers, str(numbers[-1])
+        numbers.append(number)
+    return numbers, None
 
 
 def page(database: Database, federation: Federation, numbers: list[int], following: str | None) -> Iterator[bytes]:

@@ -25,6 +25,7 @@ Page = TypeVar(
     "Page",
     FederationList,
     schemas.ClientPage,
+    schemas.MetricList,
     report_schemas.RoundPage,
     RoundList,
     access_schemas.TokenPage,
@@ -138,9 +139,14 @@ def delete_updates(federation: str, client: str) -> Request[schemas.Nothing]:
     return Request("DELETE", f"{FEDERATIONS}/{federation}/clients/{client}/updates", schemas.Nothing)
 
 
-def get_metrics(federation: str, format: Literal["json", "csv"] = "json") -> Request[schemas.MetricList]:
-    """All metrics by round, as JSON or as CSV (then only ``body`` can be read)."""
-    return Request("GET", f"{FEDERATIONS}/{federation}/metrics", schemas.MetricList, _query(format=format))
+def list_metrics(federation: str) -> Operation[list[Answer[schemas.MetricList]]]:
+    """All metrics by round."""
+    return _pages(f"{FEDERATIONS}/{federation}/metrics", schemas.MetricList, limit=ROUNDS_AT_ONCE)
+
+
+def get_metrics_csv(federation: str) -> Request[schemas.MetricList]:
+    """All metrics by round as CSV: only ``body`` can be read."""
+    return Request("GET", f"{FEDERATIONS}/{federation}/metrics", schemas.MetricList, _query(format="csv"))
 
 
 def get_insights(federation: str, round: int | str = "latest") -> Request[InsightsView]:

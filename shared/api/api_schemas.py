@@ -252,9 +252,10 @@ class Metric(BaseModel):
 
 
 class MetricList(BaseModel):
-    """Every metric by round."""
+    """Every metric by round; ``next`` is the following page's ``after`` where a ``limit`` was given."""
 
     metrics: list[Metric]
+    next: str | None = None
 
 
 class TensorView(BaseModel):

@@ -14,6 +14,7 @@ from typing import Any
 
 from sqlalchemy import Column, Connection, Table, create_engine, func, insert, select, text, update
 
+from promptfed.coordinator.engine.recorder import new_task_id
 from promptfed.coordinator.store.opening import SQLITE_FILE
 from promptfed.coordinator.store.tables import (
     Base,
@@ -124,7 +125,7 @@ class _Template:
     def copy(self, number: int) -> Iterator[tuple[type[Base], Row]]:
         """The rows of the copy ``number`` rounds later, those that others refer to first."""
         digests = {self.before: self.newest}
-        tasks = {task["id"]: secrets.token_hex(16) for task in self.rows[TaskRow]}
+        tasks = {task["id"]: new_task_id() for task in self.rows[TaskRow]}
 
         def fresh(digest: str | None) -> str | None:
             return None if digest is None else digests.setdefault(digest, f"sha256:{secrets.token_hex(32)}")

@@ -3,19 +3,19 @@
 import { fill, h, panel } from "./dom.js";
 import { clock, names } from "./format.js";
 
-const MOST = 60;
+export const SHOWN = 60; // events, the newest ones
 
 export class Activity {
   constructor() {
     this.list = h("ol", { class: "activity", tabindex: "0", "aria-label": "Activity, newest first" });
     this.element = panel("Activity", {}, this.list);
-    this.shown = -1;
+    this.shown = null;
   }
 
   update({ events }) {
-    if (events.length === this.shown) return;
-    this.shown = events.length;
-    const newest = events.slice(-MOST).reverse();
+    const newest = [...events].reverse();
+    if (newest[0]?.id === this.shown) return;
+    this.shown = newest[0]?.id;
     fill(this.list, newest.map((one) => h("li", {}, h("time", { datetime: one.at }, clock(one.at)), h("span", {}, sentence(one)))));
   }
 }

@@ -52,8 +52,8 @@ export class Api {
     return { blob: await answer.blob(), headers: answer.headers };
   }
 
-  /** Everything on the pages of a list. */
-  async all(path, key, after = null, limit = 100) {
+  /** Everything on the pages of a list; `each` is called with what a page adds while more pages follow. */
+  async all(path, key, after = null, limit = 100, each = () => {}) {
     const found = [];
     let next = after;
     do {
@@ -61,6 +61,7 @@ export class Api {
       const page = await this.get(`${path}?${query}`);
       found.push(...page[key]);
       next = page.next;
+      if (next !== null) each(page[key]);
     } while (next !== null);
     return found;
   }

@@ -1,7 +1,7 @@
 // One federation: loads what there is, follows the stream of events, and hands a fresh model to the panels.
 
 import { Accuracy } from "./accuracy.js";
-import { Activity } from "./activity.js";
+import { Activity, SHOWN } from "./activity.js";
 import { Refused } from "./api.js";
 import { Clients } from "./clients.js";
 import { announce, fill, h } from "./dom.js";
@@ -127,17 +127,20 @@ export class Federation {
     try {
       const whole = [...model.rounds.values()].filter((one) => one.ended_at !== null).map((one) => one.round);
       const known = whole.length ? String(Math.max(...whole)) : null;
-      const [view, clients, rounds] = await Promise.all([
-        this.api.get(this.path),
-        this.api.all(`${this.path}/clients`, "clients", null, 1000),
-        this.api.all(`${this.path}/rounds`, "rounds", known),
-      ]);
+      const [view, clients] = await Promise.all([this.api.get(this.path), this.api.all(`${this.path}/clients`, "clients", null, 1000)]);
       if (this.abort.signal.aborted) return;
       const before = model.view?.state;
       model.view = view;
       model.clients = clients;
-      for (const one of rounds) model.rounds.set(one.round, one);
       for (const [place, name] of clients.map((one) => one.name).entries()) model.places.set(name, place);
+      const take = (some) => some.forEach((one) => model.rounds.set(one.round, one));
+      const show = (some) => {
+        take(some);
+        this.#draw();
+      };
+      const rounds = await this.api.all(`${this.path}/rounds`, "rounds", known, 100, show);
+      if (this.abort.signal.aborted) return;
+      take(rounds);
       fill(this.problem);
       this.#draw();
       if (before !== undefined && before !== view.state) this.hooks.changed();
@@ -185,7 +188,7 @@ export class Federation {
   async #follow() {
     while (!this.abort.signal.aborted) {
       try {
-        await this.api.stream(`${this.path}/events`, this.last, {
+        await this.api.stream(`${this.path}/events?newest=${SHOWN}`, this.last, {
           opened: () => this.hooks.connection("live", "live"),
           take: (event) => this.#take(event),
           signal: this.abort.signal,
@@ -218,7 +221,7 @@ export class Federation {
   #take(event) {
     this.failures = 0;
     this.last = event.id ?? this.last;
-    this.model.events.push({ ...event.data, kind: event.kind });
+    this.model.events = [...this.model.events, { ...event.data, id: event.id, kind: event.kind }].slice(-SHOWN);
     if (event.kind === "lexicon-supplied") this.lexicon = event.id;
     const fresh = Date.now() - Date.parse(event.data.at) < 10_000;
     if (fresh && event.kind === "phase-opened" && event.data.kind === "train") announce(`Round ${event.data.round}, ${event.data.phase}`);

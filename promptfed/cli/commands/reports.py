@@ -29,9 +29,10 @@ def metrics(
 ) -> None:
     """Print every number by round as CSV: clients' metrics, accuracies, bytes, seconds."""
     if as_json and out is None:
-        print_json(api.send(operations.get_metrics(federation)).json)
+        pages = api.run(operations.list_metrics(federation))
+        print_json({"metrics": [number for page in pages for number in page.json["metrics"]]})
         return
-    body = api.send(operations.get_metrics(federation, "csv")).body
+    body = api.send(operations.get_metrics_csv(federation)).body
     if out is None:
         typer.echo(body.decode(), nl=False)
         return

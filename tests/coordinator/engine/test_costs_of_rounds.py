@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy import event, select
 from sqlalchemy.orm import Session
 
-from promptfed.coordinator.engine import scheduler
-from promptfed.coordinator.store.tables import Base, FederationRow, PhaseRow, StateRow, TaskRow
+from promptfed.coordinator.engine import retention, scheduler
+from promptfed.coordinator.store.tables import Base, BlobRow, FederationRow, PhaseRow, StateRow, TaskRow
 from promptfed.testing.clients import ScriptedClient
 from tests.support.coordinators import InThread
 from tests.support.past_rounds import OF_TASKS, add_past_rounds, url_of
@@ -37,9 +37,9 @@ def answered(coordinator: InThread, federation: str, clients: list[ScriptedClien
         client.answer(task).raise_for_status()
 
 
-def begun(coordinator: InThread, retention: str, rounds: int) -> tuple[str, list[ScriptedClient]]:
+def begun(coordinator: InThread, keep: str, rounds: int) -> tuple[str, list[ScriptedClient]]:
     """A federation in which ``rounds`` rounds are over, and the next one is open."""
-    id = coordinator.create(rounds=90_000, retention=retention, evaluation={"every": 90_000})
+    id = coordinator.create(rounds=90_000, retention=keep, evaluation={"every": 90_000})
     clients = coordinator.enrol(id, *CLIENTS)
     coordinator.start(id)
     answered(coordinator, id, clients, "evaluate")
@@ -93,16 +93,14 @@ def shape(session: Session, id: str) -> Counter[Any]:
 
 
 @pytest.mark.both_databases
-@pytest.mark.parametrize("retention", ["all", "last_round"])
-def test_added_rounds_are_like_rounds_that_were_played(
-    coordinator_with: Callable[..., InThread], retention: str
-) -> None:
+@pytest.mark.parametrize("keep", ["all", "last_round"])
+def test_added_rounds_are_like_rounds_that_were_played(coordinator_with: Callable[..., InThread], keep: str) -> None:
     first = coordinator_with()
-    played, _ = begun(first, retention, 7)
+    played, _ = begun(first, keep, 7)
     with first.registry.database.read() as session:
         expected, blobs = shape(session, played), len(first.registry.blobs.all())
     first.delete(played)
-    id, clients = begun(first, retention, 3)
+    id, clients = begun(first, keep, 3)
     first.stop()
     add_past_rounds(tables_of(first), id, 4)
     second = coordinator_with()
@@ -140,12 +138,14 @@ def steps_counted(coordinator: InThread) -> Iterator[list[int]]:
             event.remove(engine, "checkout", count)
 
 
-@pytest.mark.parametrize("retention", ["all", "last_round"])
-def test_a_late_round_reads_no_more_than_an_early_one(
-    coordinator_with: Callable[..., InThread], retention: str
-) -> None:
+def costs_after(
+    coordinator_with: Callable[..., InThread],
+    keep: str,
+    work: Callable[[InThread, str, list[ScriptedClient]], object],
+) -> tuple[int, int]:
+    """What ``work`` costs SQLite after a few rounds, and after 200 more."""
     coordinator = coordinator_with()
-    id, clients = begun(coordinator, retention, 3)
+    id, clients = begun(coordinator, keep, 3)
     costs = []
     for rounds in (0, 200):
         coordinator.stop()
@@ -155,7 +155,62 @@ def test_a_late_round_reads_no_more_than_an_early_one(
             client.http = coordinator.http
         settled(coordinator, id)
         with steps_counted(coordinator) as counted:
-            answered(coordinator, id, clients)
-            settled(coordinator, id)
+            work(coordinator, id, clients)
             costs.append(counted[0])
-    assert costs[1] <= 1.1 * costs[0], costs
+    return costs[0], costs[1]
+
+
+@pytest.mark.parametrize("keep", ["all", "last_round"])
+def test_a_late_round_reads_no_more_than_an_early_one(coordinator_with: Callable[..., InThread], keep: str) -> None:
+    def play(coordinator: InThread, id: str, clients: list[ScriptedClient]) -> None:
+        answered(coordinator, id, clients)
+        settled(coordinator, id)
+
+    early, late = costs_after(coordinator_with, keep, play)
+    assert late <= 1.1 * early
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/rounds?after={last}", "/rounds?limit=2", "/rounds/{last}", "/metrics?limit=2", "/prompts"]
+)
+def test_a_page_reads_no_more_of_a_long_federation(coordinator_with: Callable[..., InThread], path: str) -> None:
+    def ask(coordinator: InThread, id: str, _: object) -> None:
+        last = coordinator.get(id)["round"] - 1
+        address = f"/v1/federations/{id}{path.format(last=last)}"
+        assert coordinator.http.get(address, headers=coordinator.operator).status_code == 200
+
+    early, late = costs_after(coordinator_with, "all", ask)
+    assert late <= 1.1 * early
+
+
+def test_a_stream_can_begin_with_the_newest_events(coordinator_with: Callable[..., InThread]) -> None:
+    coordinator = coordinator_with()
+    id, _ = begun(coordinator, "all", 3)
+    coordinator.post(f"{id}/cancel")  # the stream ends then
+
+    def events(**options: Any) -> list[str]:
+        address = f"/v1/federations/{id}/events"
+        headers = coordinator.operator | options.pop("headers", {})
+        lines = coordinator.http.get(address, headers=headers, params=options).text.splitlines()
+        return [line.removeprefix("id: ") for line in lines if line.startswith("id: ")]
+
+    everything = events()
+    assert events(newest=4) == everything[-4:]
+    assert events(newest=500) == everything
+    assert events(newest=1, headers={"Last-Event-ID": everything[2]}) == everything[3:]
+
+
+@pytest.mark.both_databases
+def test_a_start_removes_what_no_row_names_some_at_a_time(
+    coordinator_with: Callable[..., InThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "SWEPT_AT_ONCE", 2)
+    first = coordinator_with()
+    begun(first, "all", 3)
+    named = first.registry.blobs.all()
+    litter = [f"sha256:{digit * 64}" for digit in "0369cf"]
+    with first.registry.database.write() as session:
+        session.add_all([BlobRow(digest=digest, content=b"left behind") for digest in litter])
+    first.stop()
+    second = coordinator_with()
+    wait_for("the removal", lambda: second.registry.blobs.all() == named)

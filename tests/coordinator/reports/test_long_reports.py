@@ -93,6 +93,30 @@ def test_pages_of_rounds_follow_each_other(coordinator: InThread, federation: st
     assert coordinator.get(f"{federation}/rounds?after=3") == {"rounds": [], "next": None}
 
 
+def test_a_page_ends_before_its_reports_get_long(
+    coordinator: InThread, federation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "MOST_TASKS", 4 * CLIENTS)  # each client trains and evaluates
+    first = coordinator.get(f"{federation}/rounds")
+    assert ([report["round"] for report in first["rounds"]], first["next"]) == ([1, 2], "2")
+    monkeypatch.setattr(rounds, "MOST_TASKS", 1)
+    second = coordinator.get(f"{federation}/rounds?after=1")
+    assert ([report["round"] for report in second["rounds"]], second["next"]) == ([2], "2"), "one round at least"
+
+
+def test_metrics_have_pages_where_a_limit_is_given(coordinator: InThread, federation: str) -> None:
+    whole = coordinator.get(f"{federation}/metrics")
+    assert whole["next"] is None
+    first = coordinator.get(f"{federation}/metrics?limit=2")
+    second = coordinator.get(f"{federation}/metrics?limit=2&after={first['next']}")
+    assert (first["next"], second["next"]) == ("2", None)
+    assert first["metrics"] + second["metrics"] == whole["metrics"]
+    lines = coordinator.http.get(
+        f"/v1/federations/{federation}/metrics?format=csv&after=2", headers=coordinator.operator
+    ).text.splitlines()
+    assert {line.partition(",")[0] for line in lines[1:]} == {"3"}
+
+
 class Counting:
     """A database that counts its reading transactions, and the most that were open at once."""
 
@@ -120,10 +144,10 @@ def test_a_round_is_read_when_its_turn_comes_and_no_transaction_waits_for_the_re
             assert database.open == 0, "while a piece is on its way nothing is held"
     assert database.begun == 3
     database = Counting(coordinator)
-    pieces = metrics.as_json(database, known)
+    pieces = metrics.as_json(database, known, [1, 2, 3])
     for _ in range(3):
         next(pieces)
-    assert (database.begun, database.open) == (2, 0), "the rounds' numbers, and the first round"
+    assert (database.begun, database.open) == (1, 0), "the first round"
 
 
 @pytest.mark.parametrize("path", ["rounds", "metrics", "metrics?format=csv"])
