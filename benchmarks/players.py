@@ -177,16 +177,24 @@ class Operator:
         self._http, self._path = Connection(self.port), f"/v1/federations/{self.federation}"
 
     async def create(
-        self, kilobytes: int, clients: int, rounds: int, *, deadline: float, fraction: float = 1.0, retention: str
+        self,
+        kilobytes: int,
+        clients: int,
+        rounds: int,
+        *,
+        deadline: float,
+        fraction: float = 1.0,
+        retention: str,
+        evaluate_every: int | None = None,
     ) -> str:
-        """Create the federation; its enrolment token. It evaluates before the first and after the last round only."""
+        """Create the federation; its enrolment token. By default it evaluates only before and after all rounds."""
         asked = max(1, int(clients * fraction))
         spec = {
             "name": self.federation,
             "method": {"name": "promptfl", "m": SHAPES[kilobytes][0]},
             "rounds": rounds,
             "participation": {"min_clients": asked, "fraction": fraction, "deadline_seconds": deadline},
-            "evaluation": {"every": rounds},
+            "evaluation": {"every": evaluate_every or rounds},
             "retention": retention,
         }
         await self._http.expect(201, self.token, "POST", "/v1/federations", spec)

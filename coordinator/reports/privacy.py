@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from sqlalchemy import func, select
+from sqlalchemy import func, select, tuple_
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Client, Federation
@@ -49,6 +49,21 @@ def _of_updates(session: Session, federation: Federation, client: str | None) ->
                 release = row.sent.removeprefix("sha256:") if table is UpdateRow else None
                 event = _event(federation, federation.clients[row.client], row.metrics)
                 yield row.client, _spend(row, spent, [event], release, split="train")
+
+
+def last_spent(session: Session, federation: Federation, round: int) -> dict[str, report_schemas.SpentPrivacy]:
+    """By client: the privacy cost with its last update, or masked vector, up to ``round``."""
+    spent: dict[str, report_schemas.SpentPrivacy] = {}
+    for table in (UpdateRow, ExchangeRow):
+        told = select(TaskRow.client, func.max(TaskRow.phase_id)).join(table, table.task_id == TaskRow.id)
+        told = told.join(PhaseRow, PhaseRow.id == TaskRow.phase_id).where(table.metrics.is_not(None))
+        last = told.where(PhaseRow.federation_id == federation.id, PhaseRow.round <= round).group_by(TaskRow.client)
+        metrics = select(TaskRow.client, table.metrics).join(table, table.task_id == TaskRow.id)
+        for client, numbers in session.execute(metrics.where(tuple_(TaskRow.client, TaskRow.phase_id).in_(last))):
+            cost = spent_privacy(numbers)
+            if cost is not None:
+                spent[client] = cost
+    return spent
 
 
 def _event(federation: Federation, client: Client, metrics: dict[str, Any]) -> PrivacyEvent:
@@ -153,11 +168,12 @@ def _of_client(client: Client, everything: list[SpendView]) -> ClientPrivacy:
 
 def _withheld(session: Session, federation: Federation) -> int:
     query = (
-        select(EvaluationRow.body)
+        select(func.count())
+        .select_from(EvaluationRow)
         .join(TaskRow, TaskRow.id == EvaluationRow.task_id)
-        .where(TaskRow.federation_id == federation.id)
+        .where(TaskRow.federation_id == federation.id, EvaluationRow.body["withheld"].as_boolean())
     )
-    return sum(bool(body.get("withheld")) for body in session.scalars(query))
+    return session.scalar(query) or 0
 
 
 def _warnings(federation: Federation, clients: list[ClientPrivacy]) -> list[str]:

@@ -16,6 +16,10 @@ log = logging.getLogger("promptfed.coordinator")
 
 BUSY_MILLISECONDS = 10_000
 READERS_MILLISECONDS = 500  # of waiting for readers of an older commit, while nobody writes
+WRITERS_CACHE_KIB = (
+    16 << 10
+)  # at most, of pages: of a long federation's indexes it uses many more than of a short one's
+READERS_CACHE_KIB = 2000  # of each reading connection: SQLite's own default
 
 
 class SQLite(Backend):
@@ -25,7 +29,7 @@ class SQLite(Backend):
 
     def __init__(self, path: Path):
         self.place = str(path)
-        self.writer = _engine(path, "BEGIN IMMEDIATE", pool_size=1)
+        self.writer = _engine(path, "BEGIN IMMEDIATE", pool_size=1, cache_kib=WRITERS_CACHE_KIB)
         self.reader = _engine(path, "BEGIN", pool_size=16)
 
     def check(self) -> None:
@@ -64,7 +68,7 @@ class SQLite(Backend):
         """Nothing to close: no wait is longer than ``busy_timeout``."""
 
 
-def _engine(path: Path, begin: str, pool_size: int) -> Engine:
+def _engine(path: Path, begin: str, pool_size: int, cache_kib: int = READERS_CACHE_KIB) -> Engine:
     engine = create_engine(
         f"sqlite:///{path}", pool_size=pool_size, max_overflow=0 if pool_size == 1 else 64, hide_parameters=True
     )
@@ -76,7 +80,7 @@ def _engine(path: Path, begin: str, pool_size: int) -> Engine:
         cursor = connection.cursor()
         pragmas = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"busy_timeout={BUSY_MILLISECONDS}")
         # Updates and keys of noise are rows: what is deleted is written over, and not left in a free page.
-        for pragma in (*pragmas, "secure_delete=ON"):
+        for pragma in (*pragmas, "secure_delete=ON", f"cache_size=-{cache_kib}"):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 

@@ -204,13 +204,12 @@ class Tally:
     """What the rounds of a federation add up to. Reports are added one by one: together they can fill the memory."""
 
     def __init__(self, reports: Iterable[RoundReport] = ()):
-        self.up = self.down = self.phases_counted = self.states = 0
+        self.up = self.down = self.rounds_counted = self.states = 0
         self.counted: Counter[str] = Counter()
         self.measured: tuple[int, EvaluationReport] | None = None
-        self._rounds_counted = 0
-        self._spent: dict[str, SpentPrivacy] = {}
-        self._central: CentralPrivacy | None = None
-        self._smallest: int | None = None
+        self.spent: dict[str, SpentPrivacy] = {}
+        self.central: CentralPrivacy | None = None
+        self.smallest_sum: int | None = None
         for report in reports:
             self.add(report)
 
@@ -218,23 +217,23 @@ class Tally:
         """Add the next round's report."""
         self.up += report.bytes_up
         self.down += report.bytes_down
-        self._rounds_counted += any(phase.counted for phase in report.phases)
+        self.rounds_counted += any(phase.counted for phase in report.phases)
         self.states += any(phase.state_hash for phase in report.phases)
         for phase in report.phases:
             self.counted.update(update.client for update in phase.counted)
-            self._spent |= {update.client: update.privacy for update in phase.updates if update.privacy is not None}
-            self._central = phase.privacy or self._central
+            self.spent |= {update.client: update.privacy for update in phase.updates if update.privacy is not None}
+            self.central = phase.privacy or self.central
             if phase.secure is not None:
-                self._spent |= phase.secure.privacy or {}
-                sizes = [size for size in (self._smallest, phase.secure.sum_clients) if size is not None]
-                self._smallest = min(sizes, default=None)
+                self.spent |= phase.secure.privacy or {}
+                sizes = [size for size in (self.smallest_sum, phase.secure.sum_clients) if size is not None]
+                self.smallest_sum = min(sizes, default=None)
         if report.evaluation is not None and report.evaluation.clients:
             self.measured = report.round, report.evaluation
 
     def sums(self, view: FederationView) -> SumsSummary | None:
         """What the secure sums were; None where changes came in the clear."""
         given = view.spec.secure_aggregation
-        return None if given is None else SumsSummary(smallest_sum=self._smallest, threshold=given.threshold)
+        return None if given is None else SumsSummary(smallest_sum=self.smallest_sum, threshold=given.threshold)
 
     def privacy(self, view: FederationView) -> PrivacySummary | None:
         """What protected training has cost the clients, by their own word; None where nothing was protected."""
@@ -243,7 +242,7 @@ class Tally:
             return None
         if given.level == "client":
             return self._of_clients(view)
-        spent = self._spent.values()
+        spent = self.spent.values()
         epsilons = sorted(client.epsilon for client in spent)
         replaced = [client.epsilon_replace_one for client in spent if client.epsilon_replace_one is not None]
         return PrivacySummary(
@@ -257,13 +256,13 @@ class Tally:
             delta=max((client.delta for client in spent), default=None),
             noise_multiplier=min((client.noise_multiplier for client in spent), default=None),
             noise="seeded" if any(client.noise == "seeded" for client in spent) else "secret",
-            rounds_counted=self._rounds_counted,
+            rounds_counted=self.rounds_counted,
             evaluation=view.spec.evaluations,
         )
 
     def _of_clients(self, view: FederationView) -> PrivacySummary:
         """What noise at the coordinator has cost, by the last state."""
-        given, last = view.spec.privacy, self._central
+        given, last = view.spec.privacy, self.central
         return PrivacySummary(
             level=given.level,
             unit="client",
