@@ -26,7 +26,8 @@ from benchmarks.harness import coordinator, machine, memory, parser, write
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ServerContext
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
-from promptfed.shared.tensors import Tensors, encode_file
+from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_tensors import encode_file
 from promptfed.testing.clients import ScriptedClient, digest_header_of
 
 SHAPE = {

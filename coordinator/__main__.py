@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -13,11 +14,13 @@ from promptfed.shared.service.leaving import leave
 
 
 def start(given: dict[str, Any]) -> int:
-    """Run a coordinator with the ``given`` settings over those of the environment; torch is imported here, not before.
+    """Run a coordinator with the ``given`` settings over those of the environment.
 
     The exit code: 0; 2 if it cannot start; 3 if the database did not answer in time. With ``verify`` 1 if something
     stored is damaged.
     """
+    # Before numpy is imported: threads of its own would take memory, and time from the event loop.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if "database_url" in given or "database_url_file" in given:
         # One of them given here is the answer, whichever the environment has.
         given = {"database_url": None, "database_url_file": None} | given

@@ -1,4 +1,7 @@
-"""Tensors on the wire and on disk: safetensors, float32, never pickle; and the hash that names a state."""
+"""Tensors on the wire and on disk: safetensors, float32, never pickle; and the hash that names a state.
+
+They are numpy arrays here. `torch_tensors` has the same for torch.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,24 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-import safetensors.torch
-import torch
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from promptfed.shared.arrays import double
 from promptfed.shared.canonical import canonical_json, each_key_once
 
-Tensors = dict[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Array = NDArray[Any]
+Arrays = dict[str, Array]
+Tensors = dict[str, "Tensor"]
 Shape = tuple[int, ...]
 
 METADATA_KEY = "promptfed"
@@ -25,7 +37,15 @@ MAX_HEADER_BYTES = 1_000_000
 CHUNK = 1 << 14  # entries that are worked on together: what is made of them in float64 fits a processor's cache
 UNREADABLE = (SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError)
 SERVER = "server."  # before the names of what a server optimizer keeps in a global state
-DTYPES = {"float32": torch.float32, "int64": torch.int64, "bfloat16": torch.bfloat16}
+DTYPES = {name: np.dtype(kind) for name, kind in (
+    ("float32", np.float32), ("int64", np.int64), ("bfloat16", ml_dtypes.bfloat16),
+)}  # fmt: skip
+FILE_DTYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64,
+    "I32": np.int32, "I16": np.int16, "I8": np.int8, "U64": np.uint64, "U32": np.uint32, "U16": np.uint16,
+    "U8": np.uint8, "BOOL": np.bool_,
+}  # fmt: skip
+"""The dtypes of safetensors files that can be read, by the names in their headers."""
 
 
 class TensorError(ValueError):
@@ -34,6 +54,9 @@ class TensorError(ValueError):
     def __init__(self, kind: str, detail: str):
         super().__init__(detail)
         self.kind = kind
+
+    def __reduce__(self) -> tuple[type[TensorError], tuple[str, str]]:
+        return type(self), (self.kind, str(self))
 
 
 @dataclass(frozen=True)
@@ -53,79 +76,110 @@ class TensorSpec:
         return tuple(dims[size] if isinstance(size, str) else size for size in self.shape)
 
 
-def method_part(state: Tensors) -> Tensors:
+class Room(Protocol):
+    """Allocates an array of a shape, in memory (``np.empty``) or in a file."""
+
+    def __call__(self, shape: Shape, /, *, dtype: Any) -> Array: ...
+
+
+def method_part(state: Mapping[str, Any]) -> dict[str, Any]:
     """A global state without the moments of a server optimizer, which are nobody's to learn from."""
     return {name: tensor for name, tensor in state.items() if not name.startswith(SERVER)}
 
 
-def state_hash(tensors: Mapping[str, Tensor]) -> str:
+def state_hash(arrays: Mapping[str, Array]) -> str:
     """``sha256:<hex>`` over name, dtype, shape and little-endian bytes of each tensor in name order."""
     digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        header = f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{','.join(map(str, tensor.shape))}|"
-        digest.update(header.encode())
-        array = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
-        if sys.byteorder == "big" and tensor.numel():
-            array = array.reshape(-1, tensor.element_size()).flip(1).contiguous()
-        digest.update(array.numpy().data)  # as they lie in memory: no copy
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name}|{array.dtype.name}|{','.join(map(str, arrays[name].shape))}|".encode())
+        if sys.byteorder == "big":
+            array = array.byteswap()
+        if array.size:
+            digest.update(array.reshape(-1).view(np.uint8).data)  # as they lie in memory: no copy
     return "sha256:" + digest.hexdigest()
 
 
-def encode(tensors: Mapping[str, Tensor], metadata: object | None = None) -> bytes:
+def encode(arrays: Mapping[str, Array], metadata: object | None = None) -> bytes:
     """Safetensors bytes; ``metadata`` becomes canonical JSON under the one key ``promptfed``."""
-    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
-    return safetensors.torch.save(ready, {METADATA_KEY: canonical_json(metadata)} if metadata is not None else None)
+    return safetensors.numpy.save(_ready(arrays), _about(metadata))
 
 
-def encode_file(tensors: Mapping[str, Tensor], path: Path, metadata: object | None = None) -> None:
+def encode_file(arrays: Mapping[str, Array], path: Path, metadata: object | None = None) -> None:
     """Writes the bytes of ``encode`` to a file; they never lie in memory as a whole."""
-    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
-    about = {METADATA_KEY: canonical_json(metadata)} if metadata is not None else None
-    safetensors.torch.save_file(ready, path, about)
+    safetensors.numpy.save_file(_ready(arrays), path, _about(metadata))
 
 
-def size_of(tensors: Mapping[str, Tensor]) -> int:
+def _ready(arrays: Mapping[str, Array]) -> Arrays:
+    return {name: np.asarray(array, order="C") for name, array in sorted(arrays.items())}
+
+
+def _about(metadata: object | None) -> dict[str, str] | None:
+    return {METADATA_KEY: canonical_json(metadata)} if metadata is not None else None
+
+
+def size_of(tensors: Mapping[str, Any]) -> int:
     """Bytes of all entries."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return sum(int(tensor.nbytes) for tensor in tensors.values())
 
 
-def decode(body: bytes) -> tuple[Tensors, object | None]:
+def decode(body: bytes) -> tuple[Arrays, object | None]:
     """Tensors and metadata of safetensors bytes.
 
     Raises:
         TensorError: ``not-safetensors`` for anything that is not a whole, well-formed safetensors file,
             ``header-too-large`` for a header over 1 MB, ``bad-metadata`` where the metadata is not JSON.
     """
-    metadata = _metadata(body[: 8 + MAX_HEADER_BYTES], len(body))
+    _, metadata = _header(body[: 8 + MAX_HEADER_BYTES], len(body))
     try:
-        return safetensors.torch.load(body), metadata
+        parts = safetensors.deserialize(body)  # type: ignore[no-untyped-call]
+        arrays = {name: np.frombuffer(part["data"], _dtype(part["dtype"])) for name, part in parts}
+        return {name: arrays[name].reshape(part["shape"]) for name, part in parts}, metadata
     except UNREADABLE as error:
-        raise TensorError("not-safetensors", f"the body is not a safetensors file: {error}") from None
+        raise _unreadable(error) from None
 
 
-def decode_file(path: Path) -> tuple[Tensors, object | None]:
+def decode_file(path: Path) -> tuple[Arrays, object | None]:
     """As ``decode``, of a file. The tensors are mapped, not read: they take no memory that the system cannot have back.
 
     Raises:
         TensorError: as ``decode``.
     """
     with path.open("rb") as file:
-        metadata = _metadata(file.read(8 + MAX_HEADER_BYTES), path.stat().st_size)
+        header, metadata = _header(file.read(8 + MAX_HEADER_BYTES), path.stat().st_size)
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+        with safe_open(path, framework="np") as checked:  # It checks that all offsets are sound.
+            names = list(checked.keys())
+        mapped = np.memmap(path, np.uint8, mode="c").view(np.ndarray)
+        begin = path.stat().st_size - max((header[name]["data_offsets"][1] for name in names), default=0)
+        return {name: _mapped(mapped, begin, header[name]) for name in names}, metadata
     except UNREADABLE as error:
-        raise TensorError("not-safetensors", f"the body is not a safetensors file: {error}") from None
+        raise _unreadable(error) from None
 
 
-def decode_place(place: bytes | Path) -> tuple[Tensors, object | None]:
+def _mapped(mapped: NDArray[np.uint8], begin: int, about: Mapping[str, Any]) -> Array:
+    first, last = about["data_offsets"]
+    flat: Array = mapped[begin + first : begin + last].view(_dtype(about["dtype"]))
+    return flat.reshape(about["shape"])
+
+
+def _dtype(name: str) -> Any:
+    if name not in FILE_DTYPES:
+        raise ValueError(f"the dtype {name} is not supported")
+    return FILE_DTYPES[name]
+
+
+def _unreadable(error: Exception) -> TensorError:
+    return TensorError("not-safetensors", f"the body is not a safetensors file: {error}")
+
+
+def decode_place(place: bytes | Path) -> tuple[Arrays, object | None]:
     """As ``decode`` of bytes, or as ``decode_file``. Raises TensorError."""
     return decode(place) if isinstance(place, bytes) else decode_file(place)
 
 
-def _metadata(body: bytes, size: int) -> object | None:
-    """What a body of ``size`` bytes says about itself, in its first ones."""
+def _header(body: bytes, size: int) -> tuple[dict[str, Any], object | None]:
+    """The header of a body of ``size`` bytes, and the metadata in it."""
     if size < 8:
         raise TensorError("not-safetensors", "the body is not a safetensors file: shorter than its length field")
     length = int.from_bytes(body[:8], "little")
@@ -135,40 +189,40 @@ def _metadata(body: bytes, size: int) -> object | None:
         raise TensorError("header-too-large", f"the header has {length} bytes; {MAX_HEADER_BYTES} are allowed")
     try:
         header = json.loads(body[8 : 8 + length], object_pairs_hook=each_key_once)
-        metadata = header.get("__metadata__") if isinstance(header, dict) else None
     except (ValueError, RecursionError) as error:
-        raise TensorError("not-safetensors", f"the body is not a safetensors file: {error}") from None
+        raise _unreadable(error) from None
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
     if metadata is None:
-        return None
+        return header, None
     if not isinstance(metadata, dict) or set(metadata) != {METADATA_KEY} or not isinstance(metadata[METADATA_KEY], str):
         raise TensorError("bad-metadata", f"the metadata must have the one key {METADATA_KEY!r}, holding JSON")
     try:
         value: object = json.loads(metadata[METADATA_KEY])
     except (ValueError, RecursionError) as error:
         raise TensorError("bad-metadata", f"the metadata under {METADATA_KEY!r} is not JSON: {error}") from None
-    return value
+    return header, value
 
 
-def check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[Shape, str]]) -> float:
+def check(arrays: Mapping[str, Array], expected: Mapping[str, tuple[Shape, str]]) -> float:
     """Refuse tensors that differ from ``expected`` (name -> shape, dtype) or hold NaN or infinity; their ``norm``.
 
     Raises:
         TensorError: ``unknown-tensor``, ``missing-tensor``, ``wrong-shape``, ``wrong-dtype`` or ``not-finite``,
             in this order over all tensors.
     """
-    _refuse("unknown-tensor", "was not asked for", sorted(set(tensors) - set(expected)), expected)
-    _refuse("missing-tensor", "is missing", sorted(set(expected) - set(tensors)), expected)
+    _refuse("unknown-tensor", "was not asked for", sorted(set(arrays) - set(expected)), expected)
+    _refuse("missing-tensor", "is missing", sorted(set(expected) - set(arrays)), expected)
     for name, (shape, _) in sorted(expected.items()):
-        if tuple(tensors[name].shape) != shape:
-            sent = tuple(tensors[name].shape)
+        if tuple(arrays[name].shape) != shape:
+            sent = tuple(arrays[name].shape)
             raise TensorError("wrong-shape", f"tensor {name!r} has shape {sent}; expected {shape}")
     for name, (_, dtype) in sorted(expected.items()):
-        if tensors[name].dtype != DTYPES[dtype]:
-            kind = str(tensors[name].dtype).removeprefix("torch.")
+        if arrays[name].dtype != DTYPES[dtype]:
+            kind = arrays[name].dtype.name
             raise TensorError("wrong-dtype", f"tensor {name!r} is {kind}; {dtype} was asked for")
-    size = norm(tensors)
+    size = norm(arrays)
     if not math.isfinite(size):  # One look at each entry does: in float64 no square of a finite one overflows.
-        name = next(name for name in sorted(expected) if not bool(torch.isfinite(tensors[name]).all()))
+        name = next(name for name in sorted(expected) if not np.isfinite(arrays[name]).all())
         raise TensorError("not-finite", f"tensor {name!r} holds NaN or infinity")
     return size
 
@@ -179,12 +233,19 @@ def _refuse(kind: str, fault: str, names: Iterable[str], expected: Mapping[str, 
         raise TensorError(kind, f"tensor {name[:100]!r} {fault}; expected tensors: {wanted}")
 
 
-def norm(tensors: Mapping[str, Tensor]) -> float:
-    """L2 norm over all entries of all tensors, in float64."""
-    parts = (part for tensor in tensors.values() for part in chunks(tensor))
-    return float(sum(float(part.double().square().sum()) for part in parts) ** 0.5)
+def norm(tensors: Mapping[str, Any]) -> float:
+    """L2 norm over all entries of all tensors, numpy's or torch's, in float64."""
+    return math.sqrt(sum(sum_of_squares(tensor) for tensor in tensors.values()))
 
 
-def chunks(tensor: Tensor) -> Iterator[Tensor]:
+def sum_of_squares(tensor: Any) -> float:
+    """Σ x² over all entries, in float64."""
+    parts = (double(part) for part in chunks(tensor))
+    return sum(float((part * part).sum()) for part in parts)
+
+
+def chunks(tensor: Any) -> Iterator[Any]:
     """The entries of ``tensor`` in order, as views of up to ``CHUNK`` of them where it is contiguous."""
-    return iter(torch.split(tensor.reshape(-1), CHUNK))
+    flat = tensor.reshape(-1)
+    for start in range(0, max(1, len(flat)), CHUNK):
+        yield flat[start : start + CHUNK]

@@ -16,7 +16,8 @@ from promptfed.shared.methods.core.interface.disclosures import Disclosed
 from promptfed.shared.plain_text import plain
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import BackboneShape
-from promptfed.shared.tensors import DTYPES, TensorSpec
+from promptfed.shared.tensors import TensorSpec
+from promptfed.shared.torch_tensors import DTYPES
 
 EACH, SOME = "in each round in which it is asked", "in round"
 NAMES = 6  # class names that are shown

@@ -21,7 +21,7 @@ from promptfed.shared.messages import PROTOCOL_VERSION, Domain, EnrolmentInfo, E
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface import hooks
 from promptfed.shared.methods.core.interface.base import Method, MethodError
-from promptfed.shared.methods.registry import INSTALL
+from promptfed.shared.methods.core.registry import INSTALL
 from promptfed.shared.secagg.keys import public_identity, sign
 from promptfed.shared.spec.spec import BackboneSpec, SpecError
 

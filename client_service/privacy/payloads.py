@@ -28,7 +28,8 @@ from promptfed.shared.messages import PayloadReceipt, Task, Witnesses, receipt_b
 from promptfed.shared.methods.core.interface.base import ClientInfo, Method, MethodError, Phase, ServerContext
 from promptfed.shared.secagg.keys import is_signed, public_identity, sign
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.tensors import Tensors, decode, encode
+from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_tensors import decode, encode
 
 FILE, LAST = "payloads.json", "payload-last.safetensors"
 LONGER = 10.0  # times the longest row of the first payload and of the last own update

@@ -33,7 +33,8 @@ from promptfed.shared.secagg.member import Limits, Secrets
 from promptfed.shared.secagg.messages import ConfirmJob, KeysAnswer, MaskJob, RosterMessage, UnmaskJob, alive_digest
 from promptfed.shared.secagg.roster import Roster, read_roster
 from promptfed.shared.spec.weighting import Weighting
-from promptfed.shared.tensors import Tensors, decode, encode
+from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_tensors import arrays_of, decode, encode
 
 WORK, ATTEMPT = "secure-work.safetensors", "secure-attempt.json"
 MASKED, MARKERS = "secure-masked.safetensors", "secure-markers.json"
@@ -128,9 +129,10 @@ class SecureWork:
             Failure: out-of-range.
         """
         try:
-            change = flat_change(trained.update, payload, checked=noise is None)
+            update = arrays_of(trained.update)
+            change = flat_change(update, arrays_of(payload), checked=noise is None)
             if noise is None:
-                numbers: NDArray[Any] = blurred(change, trained.update)
+                numbers: NDArray[Any] = blurred(change, update)
             else:
                 numbers = expect_summable(noise.part.noised(change, noise.stream))
         except SecureError as error:

@@ -34,7 +34,8 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body, sha256_of
 from promptfed.client_service.state.durable_files import Disk
 from promptfed.shared.messages import EnrolmentInfo, Role, TaskConfig
-from promptfed.shared.tensors import TensorError, Tensors, decode, encode
+from promptfed.shared.tensors import TensorError, Tensors
+from promptfed.shared.torch_tensors import decode, encode
 
 PENDING = "pending"
 ANSWERED = "answered"

@@ -48,7 +48,8 @@ from promptfed.shared.outcomes import Record
 from promptfed.shared.privacy.distributed import PartialNoise
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 from promptfed.shared.spec.spec import TrainingSpec
-from promptfed.shared.tensors import DTYPES, Tensors, decode_place, encode
+from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_tensors import DTYPES, decode_place, encode
 
 log = logging.getLogger("promptfed.client")
 

@@ -5,31 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import median
+from typing import Any
 
-from torch import Tensor
-
+from promptfed.shared.arrays import double
 from promptfed.shared.methods.core.interface.base import ClientUpdate
-from promptfed.shared.tensors import Tensors, chunks
+from promptfed.shared.tensors import Arrays, chunks, sum_of_squares
 
 FAR = 10.0  # times the median of a phase's changes: no honest client is so far from the others
 LEAST = 3  # updates: of two, nobody can say which is far from the other
 
 
-def change_norm(update: Mapping[str, Tensor], payload: Mapping[str, Tensor]) -> float:
+def change_norm(update: Mapping[str, Any], payload: Mapping[str, Any]) -> float:
     """L2 norm of update - payload over all entries, in float64. Tensors not in the payload count from zero."""
     total = 0.0
     for name, tensor in update.items():
         before = payload.get(name)
         if before is None or before.shape != tensor.shape:
-            total += sum(float(part.double().square().sum()) for part in chunks(tensor))
+            total += sum_of_squares(tensor)
             continue
         for part, was in zip(chunks(tensor), chunks(before), strict=True):
-            total += float((part.double() - was.double()).square().sum())
+            total += sum_of_squares(double(part) - double(was))
     return math.sqrt(total)
 
 
 def measured(
-    updates: Iterable[ClientUpdate], payload_of: Callable[[str], Tensors], norms: dict[str, float]
+    updates: Iterable[ClientUpdate], payload_of: Callable[[str], Arrays], norms: dict[str, float]
 ) -> Iterator[ClientUpdate]:
     """Pass the updates on one by one, and store the norm of each change in ``norms`` by client."""
     for update in updates:

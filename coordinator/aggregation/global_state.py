@@ -1,31 +1,29 @@
 """Global states, computed from stored tensors, for a commit or for a replay.
 
-Nothing here writes. The same inputs give the same bytes: the number of threads is the spec's, the updates come in
-order of client name.
+Nothing here writes. The same inputs give the same bytes: the updates come in order of client name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
+import numpy as np
 from sqlalchemy import select
 from sqlalchemy.orm import Session
-from torch import Tensor
 
 from promptfed.coordinator.aggregation.flame import seed_of
 from promptfed.coordinator.aggregation.rules import Rule
+from promptfed.coordinator.aggregation.server_half import Combined, call
 from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer, fresh_moments, moment_tensors
-from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.shared.methods.core.checks.rule_checks import check_flame_noise
 from promptfed.shared.methods.core.interface.base import ClientUpdate, Phase, ServerContext
 from promptfed.shared.methods.core.interface.hooks import AdoptsStates, ChecksClients, ForgetsClients, GrowsWithClients
 from promptfed.shared.methods.core.interface.insights import Measured, MeasuresUpdates
-from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
-from promptfed.shared.tensors import SERVER, Shape, Tensors, TensorSpec, check, decode, decode_file, method_part
+from promptfed.shared.tensors import SERVER, Array, Arrays, Shape, TensorSpec, check, decode, decode_file, method_part
 
 READ_AT_ONCE = 16  # small updates lie in the database, and are no more than 4 MB together
 
@@ -33,12 +31,7 @@ Counted = tuple[str, float, str]
 """A counted update: its client, its weight, its digest."""
 
 
-def use_threads(federation: Federation) -> None:
-    """Set torch to the spec's number of threads: the order of sums, and so their bits, depends on it."""
-    torch.set_num_threads(federation.spec.training.threads)
-
-
-def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) -> Tensors:
+def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) -> Arrays:
     """The state of round 0: the method's, or the supplied one adapted to the clients of ``context``.
 
     Raises:
@@ -53,7 +46,7 @@ def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) 
         supplied, _ = decode(blobs.read(federation.supplied_state))
         tensors = adopted(federation, supplied, context)
     else:
-        tensors = federation.method.initial_state(context, initial_draws(federation.spec.seed))
+        tensors = call(federation, "initial_state", context)
     server = federation.spec.aggregation.server
     moments = moment_tensors(server, federation.method, federation.spec.rounds)
     tensors = tensors | fresh_moments(server, moments, federation.method.dims(context))
@@ -61,32 +54,34 @@ def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) 
     return tensors
 
 
-def adopted(federation: Federation, supplied: Tensors, context: ServerContext) -> Tensors:
+def adopted(federation: Federation, supplied: Arrays, context: ServerContext) -> Arrays:
     """The supplied state of round 0, adapted to the clients of ``context``."""
-    method = federation.method
-    return method.adopt(supplied, context) if isinstance(method, AdoptsStates) else supplied
+    if not isinstance(federation.method, AdoptsStates):
+        return supplied
+    adopted: Arrays = call(federation, "adopt", supplied, context)
+    return adopted
 
 
-def joined(federation: Federation, state: Tensors, roster: Sequence[str], newcomers: Iterable[str]) -> Tensors:
+def joined(federation: Federation, state: Arrays, roster: Sequence[str], newcomers: Iterable[str]) -> Arrays:
     """The state after ``newcomers`` joined those of ``roster`` one by one; each sees a roster that ends with itself."""
     present, moments = list(roster), server_part(state)
     state = method_part(state)
     for name in newcomers:
         present.append(name)
         if isinstance(federation.method, GrowsWithClients):
-            state = federation.method.join(state, federation.clients[name].info(), federation.context(present))
+            state = call(federation, "join", state, federation.clients[name].info(), federation.context(present))
     state = state | moments
     check_state(federation, state, federation.context(present))
     return state
 
 
-def forgotten(federation: Federation, state: Tensors, client: str, context: ServerContext) -> Tensors:
+def forgotten(federation: Federation, state: Arrays, client: str, context: ServerContext) -> Arrays:
     """The state without the client's own part; the same object if there is none."""
     own = method_part(state)
     if not isinstance(federation.method, ForgetsClients):
         return state
-    after = federation.method.forget(own, federation.clients[client].info(), context)
-    if after is own:
+    after: Arrays = call(federation, "forget", own, federation.clients[client].info(), context)
+    if after.keys() == own.keys() and all(np.array_equal(after[name], own[name]) for name in own):
         return state
     after = after | server_part(state)
     check_state(federation, after, context)
@@ -94,7 +89,7 @@ def forgotten(federation: Federation, state: Tensors, client: str, context: Serv
 
 
 def rule_of(
-    federation: Federation, before: Mapping[str, Tensor], round: int, phase: str, spec: AggregationSpec | None = None
+    federation: Federation, before: Mapping[str, Array], round: int, phase: str, spec: AggregationSpec | None = None
 ) -> Rule:
     """The rule of a phase, by the federation's spec or another ``spec``; ``before``: the state that it began with.
 
@@ -107,56 +102,62 @@ def rule_of(
 
 def after_phase(
     federation: Federation,
-    state: Tensors,
+    state: Arrays,
     phase: Phase,
     updates: Iterable[ClientUpdate],
     rule: Rule,
     context: ServerContext,
-) -> tuple[Tensors, Measured]:
+) -> tuple[Arrays, Measured]:
     """The state after ``phase`` of these updates, and what the method measures of them.
 
     ``rule`` makes them one where the method takes their mean. The spec's server optimizer takes its step on what the
     rule gives.
     """
-    method, optimizer = federation.method, ServerOptimizer(federation.spec.aggregation.server, state)
-    given = method_part(state), phase, updates, optimizer.wrap(rule), context
+    optimizer = ServerOptimizer(federation.spec.aggregation.server, state)
+    given = method_part(state), phase, updates, Combined(rule, optimizer), context
     measured = Measured()
-    if isinstance(method, MeasuresUpdates):
-        made, measured = method.aggregate_measured(*given)
+    if isinstance(federation.method, MeasuresUpdates):
+        made, measured = call(federation, "aggregate_measured", *given)
     else:
-        made = method.aggregate(*given)
+        made = call(federation, "aggregate", *given)
     return _whole(federation, state, made, optimizer, context), measured
 
 
-def common_payload(federation: Federation, state: Tensors, phase: Phase, context: ServerContext) -> Tensors:
+def common_payload(federation: Federation, state: Arrays, phase: Phase, context: ServerContext) -> Arrays:
     """The payload of all clients in ``phase``, for a method with one payload for all."""
-    anybody = next(iter(federation.clients.values())).info()
-    return federation.method.payload(method_part(state), phase, anybody, context)
+    return payload(federation, state, phase, next(iter(federation.clients.values())), context)
 
 
-def after_mean(federation: Federation, state: Tensors, phase: Phase, mean: Tensors, context: ServerContext) -> Tensors:
+def payload(
+    federation: Federation, state: Arrays, phase: Phase | None, client: Client, context: ServerContext
+) -> Arrays:
+    """The payload of ``client`` in ``phase``; None: in an evaluation."""
+    made: Arrays = call(federation, "payload", method_part(state), phase, client.info(), context)
+    return made
+
+
+def after_mean(federation: Federation, state: Arrays, phase: Phase, mean: Arrays, context: ServerContext) -> Arrays:
     """The state after ``phase`` from a known ``mean``: of a secure sum, or a noised one."""
     optimizer = ServerOptimizer(federation.spec.aggregation.server, state)
-    combine = optimizer.wrap(lambda updates: dict(mean))
-    made = federation.method.aggregate(method_part(state), phase, (), combine, context)
+    made = call(federation, "aggregate", method_part(state), phase, [], Combined(mean, optimizer), context)
     return _whole(federation, state, made, optimizer, context)
 
 
 def _whole(
-    federation: Federation, state: Tensors, made: Tensors, optimizer: ServerOptimizer, context: ServerContext
-) -> Tensors:
+    federation: Federation, state: Arrays, made: Arrays, optimizer: ServerOptimizer, context: ServerContext
+) -> Arrays:
     """The method's state with the server optimizer's moments, checked. Raises as `check_state`."""
     after = made | server_part(state) | optimizer.moments
     check_state(federation, after, context)
     return after
 
 
-def server_part(state: Tensors) -> Tensors:
+def server_part(state: Arrays) -> Arrays:
     """The moments of the server optimizer."""
     return {name: tensor for name, tensor in state.items() if name.startswith(SERVER)}
 
 
-def check_state(federation: Federation, tensors: Tensors, context: ServerContext) -> None:
+def check_state(federation: Federation, tensors: Arrays, context: ServerContext) -> None:
     """Refuse tensors that are not a global state of this federation. Raises TensorError, MethodError.
 
     A symbol that the method's dims do not have is free: as many prompts as clients have answered, for one.
@@ -170,8 +171,8 @@ def check_state(federation: Federation, tensors: Tensors, context: ServerContext
     check(tensors, expected)
 
 
-def _shape(spec: TensorSpec, tensor: Tensor | None, dims: Mapping[str, int]) -> Shape:
-    actual = tuple(tensor.shape) if tensor is not None and tensor.dim() == len(spec.shape) else (0,) * len(spec.shape)
+def _shape(spec: TensorSpec, tensor: Array | None, dims: Mapping[str, int]) -> Shape:
+    actual = tuple(tensor.shape) if tensor is not None and tensor.ndim == len(spec.shape) else (0,) * len(spec.shape)
     return tuple(
         dims.get(size, n) if isinstance(size, str) else size for size, n in zip(spec.shape, actual, strict=True)
     )

@@ -11,16 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from promptfed.shared.methods.core.interface.base import ClientUpdate
 from promptfed.shared.privacy.client_level import AdaptedClip
 from promptfed.shared.privacy.noise import NoiseStream
-from promptfed.shared.tensors import Shape, Tensors
+from promptfed.shared.tensors import Array, Arrays, Shape
 
 Vector = NDArray[np.float64]
 
@@ -45,13 +44,13 @@ class NoiseTerms:
 class PrivateMean:
     """The tensors after a phase; ``lengths`` of the clients' changes before clipping; the ``next_clip``."""
 
-    tensors: Tensors
+    tensors: Arrays
     lengths: dict[str, float]
     next_clip: float
 
 
 def private_mean(
-    updates: Iterable[ClientUpdate], payload: Mapping[str, Tensor], shapes: Mapping[str, Shape], terms: NoiseTerms
+    updates: Iterable[ClientUpdate], payload: Mapping[str, Array], shapes: Mapping[str, Shape], terms: NoiseTerms
 ) -> PrivateMean:
     """The clipped and noised mean of ``updates``, which started from ``payload``, as tensors of ``shapes``."""
     names = sorted(shapes)
@@ -77,22 +76,20 @@ def _next_clip(terms: NoiseTerms, stream: NoiseStream, lengths: Mapping[str, flo
     return terms.adapted.next_clip(terms.clip, within, len(lengths), terms.divisor, drawn)
 
 
-def _base(payload: Mapping[str, Tensor], shapes: Mapping[str, Shape], names: list[str]) -> Vector:
+def _base(payload: Mapping[str, Array], shapes: Mapping[str, Shape], names: list[str]) -> Vector:
     """The tensors that clients started from; zeros for tensors that the payload does not have."""
-    given: Tensors = {}
+    given: Arrays = {}
     for name in names:
         before = payload.get(name)
         fits = before is not None and tuple(before.shape) == tuple(shapes[name])
-        given[name] = before if before is not None and fits else torch.zeros(shapes[name])
+        given[name] = before if before is not None and fits else np.zeros(shapes[name])
     return _flat(given, names)
 
 
-def _flat(tensors: Mapping[str, Tensor], names: list[str]) -> Vector:
-    flat: Vector = torch.cat([tensors[name].detach().reshape(-1).double() for name in names]).numpy()
-    return flat
+def _flat(tensors: Mapping[str, Any], names: list[str]) -> Vector:
+    return np.concatenate([tensors[name].reshape(-1).astype(np.float64) for name in names])
 
 
-def _tensors(vector: Vector, shapes: Mapping[str, Shape], names: list[str]) -> Tensors:
-    sizes = [math.prod(shapes[name]) for name in names]
-    parts = torch.split(torch.from_numpy(vector), sizes)
-    return {name: part.reshape(shapes[name]).float() for name, part in zip(names, parts, strict=True)}
+def _tensors(vector: Vector, shapes: Mapping[str, Shape], names: list[str]) -> Arrays:
+    parts = np.split(vector, np.cumsum([math.prod(shapes[name]) for name in names])[:-1])
+    return {name: part.reshape(shapes[name]).astype(np.float32) for name, part in zip(names, parts, strict=True)}

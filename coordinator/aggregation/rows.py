@@ -1,29 +1,30 @@
-"""A phase's updates as the rows of a matrix, which robust rules process in blocks of columns."""
+"""A phase's updates as the rows of a matrix, which robust rules process in blocks of columns.
+
+Arrays are numpy's, or torch's in the tensor worker.
+"""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from promptfed.shared.arrays import double, in_namespace, namespace, single
 from promptfed.shared.methods.core.interface.base import ClientUpdate
 from promptfed.shared.methods.core.sizes import LARGE
-from promptfed.shared.tensors import Shape, Tensors, size_of
+from promptfed.shared.tensors import Room, Shape, size_of
 
 BLOCK = 1 << 21  # numbers of a block: 16 MB in float64
 NEAR = 1e-4  # a squared distance by the squared lengths: under it, too few of float64's digits are left
 
-Combined = tuple[Tensor, Tensor]
+Values = dict[str, Any]
+"""Tensors by name, numpy's or torch's."""
+
+Combined = tuple[Any, Any]
 """An aggregate ``(D,)`` and the influence ``(K,)`` of each row on it."""
-
-
-class Room(Protocol):
-    """Allocates a tensor of a shape, in memory (``torch.empty``) or in a file."""
-
-    def __call__(self, size: Shape, /, *, dtype: torch.dtype = torch.float32) -> Tensor: ...
 
 
 class Rows:
@@ -36,138 +37,144 @@ class Rows:
     def __init__(
         self,
         updates: list[ClientUpdate],
-        base: Mapping[str, Tensor],
+        base: Mapping[str, Any],
         clip_norm: float | str | None,
-        room: Room = torch.empty,
+        room: Room = np.empty,
     ):
-        self._shapes = {name: tensor.shape for name, tensor in sorted(updates[0].tensors.items())}
-        self._room = room
+        shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in sorted(updates[0].tensors.items())}
+        self._shapes, self._room = shapes, room
+        self.xp = namespace(next(iter(updates[0].tensors.values())))
         # What is not part of the state, or of another size, has begun at zero.
-        begun = {name: base[name] for name, shape in self._shapes.items() if name in base and base[name].shape == shape}
-        self.count, self.size = len(updates), sum(shape.numel() for shape in self._shapes.values())
-        self._read: Callable[[int, int], Tensor]  # (K, n) columns as they were sent, float32
-        self._read_base: Callable[[int, int], Tensor]  # (n,) of them, float64
+        begun = {name: base[name] for name, shape in shapes.items() if name in base and base[name].shape == shape}
+        self.count, self.size = len(updates), sum(map(math.prod, shapes.values()))
+        self._read: Callable[[int, int], Any]  # (K, n) columns as they were sent, float32
+        self._read_base: Callable[[int, int], Any]  # (n,) of them, float64
         if size_of(updates[0].tensors) < LARGE:
-            sent = torch.stack([_flat(update.tensors, self._shapes) for update in updates])
-            zeros = {name: torch.zeros(shape) for name, shape in self._shapes.items()}
-            flat = _flat(zeros | begun, self._shapes).double()
+            sent = self.xp.stack([self._flat(update.tensors) for update in updates])
+            zeros = {name: self.xp.zeros(shape, dtype=self.xp.float32) for name, shape in shapes.items()}
+            flat = double(self._flat(zeros | begun))
             self._read = lambda start, stop: sent[:, start:stop]
             self._read_base = lambda start, stop: flat[start:stop]
         else:
-            laid = [_Laid(update.tensors, self._shapes) for update in updates]
-            below = _Laid(begun, self._shapes)
-            self._read = lambda start, stop: torch.stack([row.part(start, stop) for row in laid])
-            self._read_base = lambda start, stop: below.part(start, stop).double()
-        self.factors = torch.ones(self.count, dtype=torch.float64)
+            laid = [_Laid(update.tensors, shapes, self.xp) for update in updates]
+            below = _Laid(begun, shapes, self.xp)
+            self._read = lambda start, stop: self.xp.stack([row.part(start, stop) for row in laid])
+            self._read_base = lambda start, stop: double(below.part(start, stop))
+        self.factors = self.xp.ones(self.count, dtype=self.xp.float64)
         if clip_norm is not None:
             self.clip(self.median_length() if clip_norm == "median" else float(clip_norm))
 
-    def blocks(self, clipped: bool = True) -> Iterator[tuple[slice, Tensor]]:
+    def _flat(self, tensors: Mapping[str, Any]) -> Any:
+        return self.xp.concat([single(tensors[name]).reshape(-1) for name in self._shapes])
+
+    def blocks(self, clipped: bool = True) -> Iterator[tuple[slice, Any]]:
         """The matrix in blocks of columns ``(K, n)``, float64; ``clipped``: as the rules see it, else as sent."""
         for columns in self._columns(max(1, BLOCK // self.count)):
-            values = self._read(columns.start, columns.stop).double() - self._read_base(columns.start, columns.stop)
+            values = double(self._read(columns.start, columns.stop)) - self._read_base(columns.start, columns.stop)
             yield columns, values * self.factors[:, None] if clipped else values
 
     def _columns(self, width: int) -> Iterator[slice]:
         for start in range(0, self.size, width):
             yield slice(start, min(start + width, self.size))
 
-    def vector(self) -> Tensor:
+    def vector(self) -> Any:
         """Allocate a vector ``(D,)`` in float64."""
-        return self._room((self.size,), dtype=torch.float64)
+        return in_namespace(self.xp, self._room((self.size,), dtype=np.float64))
+
+    def zeros(self, *shape: int) -> Any:
+        """Zeros in float64."""
+        return self.xp.zeros(shape, dtype=self.xp.float64)
 
     def median_length(self) -> float:
-        """The median of the rows' L2 lengths, as they were sent."""
-        return _middle(self.distances_to(None))
+        """The median of the rows' L2 lengths, as they were sent; of an even number, the mean of the middle two."""
+        ordered = sorted(self.distances_to(None).tolist())
+        return float((ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2)
 
     def clip(self, most: float) -> None:
         """Shorten rows that are longer than ``most``."""
         norms = self.distances_to(None)
-        self.factors = torch.where(norms > most, most / norms, torch.ones_like(norms))
+        longer = norms > most
+        self.factors = self.xp.where(longer, most / self.xp.where(longer, norms, 1.0), 1.0)
 
-    def models(self) -> Iterator[tuple[slice, Tensor]]:
+    def models(self) -> Iterator[tuple[slice, Any]]:
         """The updates as sent, including the base, in blocks of columns ``(K, n)``, float64."""
         for columns, values in self.blocks(clipped=False):
             yield columns, values + self._read_base(columns.start, columns.stop)
 
-    def row(self, index: int) -> Tensor:
+    def row(self, index: int) -> Any:
         """Row ``index`` ``(D,)``, relative to the base and clipped."""
         row = self.vector()
         for columns, values in self.blocks():
             row[columns] = values[index]
         return row
 
-    def sum(self, weights: Tensor) -> Tensor:
+    def sum(self, weights: Any) -> Any:
         """``(D,)`` Σ weight·row of ``weights (K,)``."""
         return self.combined(lambda values: weights @ values)
 
-    def combined(self, make: Callable[[Tensor], Tensor]) -> Tensor:
+    def combined(self, make: Callable[[Any], Any]) -> Any:
         """``(D,)``: the results ``(n,)`` of ``make`` on each block ``(K, n)``."""
         combined = self.vector()
         for columns, values in self.blocks():
             combined[columns] = make(values)
         return combined
 
-    def distances_to(self, point: Tensor | None, clipped: bool = False) -> Tensor:
+    def distances_to(self, point: Any | None, clipped: bool = False) -> Any:
         """``(K,)`` L2 distances of the rows to ``point (D,)``; None: to zero."""
-        squares = torch.zeros(self.count, dtype=torch.float64)
+        squares = self.zeros(self.count)
         for columns, values in self.blocks(clipped):
-            squares += (values if point is None else values - point[columns]).square().sum(1)
-        return squares.sqrt()
+            away = values if point is None else values - point[columns]
+            squares += (away * away).sum(1)
+        return self.xp.sqrt(squares)
 
-    def products_at(self, point: Tensor) -> Tensor:
+    def products_at(self, point: Any) -> Any:
         """``(K, K)`` products of the rows, as seen from ``point (D,)``."""
-        products = torch.zeros(self.count, self.count, dtype=torch.float64)
+        products = self.zeros(self.count, self.count)
         for columns, values in self.blocks():
             seen = values - point[columns]
             products += seen @ seen.T
         return products
 
-    def tensors(self, point: Tensor) -> Tensors:
+    def tensors(self, point: Any) -> Values:
         """``point (D,)`` as tensors of the updates' shapes, float32, with the base added."""
         tensors, start = {}, 0
         for name, shape in self._shapes.items():
-            tensors[name] = self._room(tuple(shape))
-            for part in torch.split(tensors[name].view(-1), BLOCK):
-                stop = start + len(part)
-                part.copy_(self._read_base(start, stop) + point[start:stop])
-                start = stop
+            tensors[name] = in_namespace(self.xp, self._room(shape, dtype=np.float32))
+            flat = tensors[name].reshape(-1)
+            for first in range(0, len(flat), BLOCK):
+                last = min(first + BLOCK, len(flat))
+                flat[first:last] = self._read_base(start + first, start + last) + point[start + first : start + last]
+            start += len(flat)
         return tensors
 
 
 class _Laid:
     """Tensors in files, as one vector. Only requested entries are read; missing tensors are zeros."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]):
-        self._tensors: list[Tensor | None] = []
+    def __init__(self, tensors: Mapping[str, Any], shapes: Mapping[str, Shape], xp: Any):
+        self._xp = xp
+        self._tensors: list[Any | None] = []
         self._ends: list[int] = []
         end = 0
         for name, shape in shapes.items():
-            end += shape.numel()
+            end += math.prod(shape)
             self._tensors.append(tensors[name].reshape(-1) if name in tensors else None)
             self._ends.append(end)
 
-    def part(self, start: int, stop: int) -> Tensor:
+    def part(self, start: int, stop: int) -> Any:
         """``(stop - start,)`` entries, float32."""
-        parts, at = [], start
+        parts, at, xp = [], start, self._xp
         for index in range(bisect_right(self._ends, start), len(self._ends)):
             tensor, end = self._tensors[index], self._ends[index]
             upto, offset = min(stop, end), (self._ends[index - 1] if index else 0)
-            parts.append(torch.zeros(upto - at) if tensor is None else tensor[at - offset : upto - offset].float())
+            if tensor is None:
+                parts.append(xp.zeros(upto - at, dtype=xp.float32))
+            else:
+                parts.append(single(tensor[at - offset : upto - offset]))
             at = upto
             if at == stop:
                 break
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(0)
-
-
-def _flat(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
-    return torch.cat([tensors[name].float().reshape(-1) for name in names])
-
-
-def _middle(values: Tensor) -> float:
-    """The median; of an even number, the mean of the middle two."""
-    ordered = values.sort().values
-    return float((ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2)
+        return parts[0] if len(parts) == 1 else xp.concat(parts) if parts else xp.zeros(0, dtype=xp.float32)
 
 
 class Vectors(Protocol):
@@ -175,25 +182,29 @@ class Vectors(Protocol):
 
     count: int
 
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]: ...
+    def blocks(self) -> Iterator[tuple[slice, Any]]: ...
+
+    def zeros(self, *shape: int) -> Any: ...
 
 
-def squared_distances(rows: Vectors) -> Tensor:
+def squared_distances(rows: Vectors) -> Any:
     """``(K, K)`` ‖x_i − x_j‖² as ‖x_i‖² + ‖x_j‖² − 2·⟨x_i, x_j⟩: one product of matrices, a tenth of the time.
 
     Where the terms cancel, digits are lost: pairs much nearer to each other than to zero are computed from their
     difference instead. The relative error stays under 1e-9, and equal rows are at exactly zero.
     """
-    products = torch.zeros(rows.count, rows.count, dtype=torch.float64)
+    products = rows.zeros(rows.count, rows.count)
     for _, values in rows.blocks():
         products += values @ values.T
-    norms = products.diagonal()
+    norms, xp = products.diagonal(), namespace(products)
     sums = norms[:, None] + norms
-    squares = (sums - 2 * products).triu(1)
-    first, second = (squares < NEAR * sums).triu(1).nonzero(as_tuple=True)
+    squares = xp.triu(sums - 2 * products, 1)
+    first, second = np.nonzero(np.triu(np.asarray(squares < NEAR * sums), 1))
     squares[first, second] = 0.0
     for _, values in rows.blocks():
-        for some in torch.split(torch.arange(len(first)), max(1, BLOCK // values.shape[1])):
-            i, j = first[some], second[some]
-            squares[i, j] += (values[i] - values[j]).square().sum(1)
+        width = max(1, BLOCK // values.shape[1])
+        for start in range(0, len(first), width):
+            i, j = first[start : start + width], second[start : start + width]
+            apart = values[i] - values[j]
+            squares[i, j] += (apart * apart).sum(1)
     return squares + squares.T

@@ -11,18 +11,18 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from promptfed.coordinator.aggregation.flame import flame, noise_blocks
-from promptfed.coordinator.aggregation.rows import Combined, Room, Rows, squared_distances
+from promptfed.coordinator.aggregation.rows import Combined, Rows, Values, squared_distances
 from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.shared.arrays import argsort, double, namespace, solve, take_along
 from promptfed.shared.methods.core.interface.base import ClientUpdate
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
 from promptfed.shared.spec.weighting import capped
-from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors import Room
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -54,27 +54,30 @@ class Rule:
     report tells of the rule itself.
     """
 
-    def __init__(self, spec: AggregationSpec, base: Mapping[str, Tensor], seed: bytes | None = None):
-        self._spec = spec
-        self._base = base
-        self._seed = seed
-        self.room: Room = torch.empty  # where large vectors and tensors are written
+    def __init__(self, spec: AggregationSpec, base: Mapping[str, Any], seed: bytes | None = None):
+        self.spec = spec
+        self.base = base
+        self.seed = seed
+        self.room: Room = np.empty  # where large vectors and tensors are written
         self.judged: dict[str, Judged] = {}
         self.measured: dict[str, float] = {}
 
-    def __call__(self, updates: Iterable[ClientUpdate]) -> Tensors:
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "room": np.empty}  # another process has no temporary files of ours
+
+    def __call__(self, updates: Iterable[ClientUpdate]) -> Values:
         """The aggregate. Raises ValueError where there is no update."""
-        if self._spec.is_plain_mean:
+        if self.spec.is_plain_mean:
             return weighted_mean(updates, self.room)
         given = list(updates)
         if not given:
             raise ValueError("there is no update to aggregate")
-        rows = Rows(given, self._base, self._spec.clip_norm, self.room)
-        weights = torch.tensor([update.weight for update in given], dtype=torch.float64)
-        point, influence = RULES[self._spec.rule](rows, weights / weights.sum(), self._spec)
-        if self._spec.rule == "flame":
+        rows = Rows(given, self.base, self.spec.clip_norm, self.room)
+        weights = rows.xp.asarray([update.weight for update in given], dtype=rows.xp.float64)
+        point, influence = RULES[self.spec.rule](rows, weights / weights.sum(), self.spec)
+        if self.spec.rule == "flame":
             point = self._with_noise(point, rows)
-        chosen = self._spec.rule not in ("krum", "multi_krum", "flame")
+        chosen = self.spec.rule not in ("krum", "multi_krum", "flame")
         distances = rows.distances_to(point).tolist()
         for update, factor, share, distance in zip(given, rows.factors, influence.tolist(), distances, strict=True):
             taken = chosen or share > 0
@@ -83,46 +86,46 @@ class Rule:
             self.judged[update.client] = Judged(verdict, share, distance)
         return rows.tensors(point)
 
-    def _with_noise(self, point: Tensor, rows: Rows) -> Tensor:
+    def _with_noise(self, point: Any, rows: Rows) -> Any:
         """FLAME's last step: N(0, (λS)²) on every number, S the median of the lengths."""
         bound = rows.median_length()
-        level = self._spec.flame_level
+        level = self.spec.flame_level
         self.measured = {"flame_bound": bound, "flame_noise": 0.0}
         if level * bound == 0:
             return point
-        if self._seed is None:
+        if self.seed is None:
             raise ValueError("FLAME's noise has no seed: give the rule one, or take flame_noise: 0")
         squares = 0.0
-        for columns, drawn in noise_blocks(self._seed, rows.size):
+        for columns, drawn in noise_blocks(self.seed, rows.size, rows.xp):
             added = level * bound * drawn
-            squares += float(added.square().sum())
+            squares += float((added * added).sum())
             point[columns] += added
         self.measured["flame_noise"] = math.sqrt(squares)
         return point
 
 
-def mean(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined:
+def mean(rows: Rows, weights: Any, spec: AggregationSpec) -> Combined:
     """Σ w_i·x_i: with clipped rows, one client moves it by no more than w_i times the clipping norm."""
     return rows.sum(weights), weights
 
 
-def median(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined:
+def median(rows: Rows, weights: Any, spec: AggregationSpec) -> Combined:
     """Of each coordinate the weighted median, the middle of the x that minimise Σ w_i·|x − x_i|.
 
     With equal weights it is the median of Yin et al., "Byzantine-Robust Distributed Learning", 2018 (definition 1). It
     stays among the good values as long as these have more than half of the weight.
     """
 
-    def kept(upto: Tensor, own: Tensor) -> Tensor:
+    def kept(upto: Any, own: Any) -> Any:
         below = upto - own
         lower = (upto >= 0.5 - ROUNDING) & (below < 0.5 - ROUNDING)  # where the sum of weights reaches a half
         upper = (upto > 0.5 + ROUNDING) & (below <= 0.5 + ROUNDING)  # where it goes beyond
-        return (lower.double() + upper.double()) / 2
+        return (double(lower) + double(upper)) / 2
 
     return _by_coordinate(rows, weights, kept)
 
 
-def trimmed_mean(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined:
+def trimmed_mean(rows: Rows, weights: Any, spec: AggregationSpec) -> Combined:
     """Of each coordinate the mean without the share ``tolerate`` of the weight at either end.
 
     Yin et al., 2018 (definition 2); where the boundary falls into an update, the rest of its weight counts. Bad updates
@@ -131,48 +134,50 @@ def trimmed_mean(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined
     assert spec.tolerate is not None
     cut = spec.tolerate
 
-    def kept(upto: Tensor, own: Tensor) -> Tensor:
-        inside = upto.clamp(max=1 - cut) - (upto - own).clamp(min=cut)
-        return inside.clamp_min(0) / (1 - 2 * cut)
+    def kept(upto: Any, own: Any) -> Any:
+        clip = namespace(upto).clip
+        inside = clip(upto, None, 1 - cut) - clip(upto - own, cut, None)
+        return clip(inside, 0, None) / (1 - 2 * cut)
 
     return _by_coordinate(rows, weights, kept)
 
 
-def _by_coordinate(rows: Rows, weights: Tensor, kept: Callable[[Tensor, Tensor], Tensor]) -> Combined:
+def _by_coordinate(rows: Rows, weights: Any, kept: Callable[[Any, Any], Any]) -> Combined:
     """A mean of each coordinate's sorted values by ``kept(sums of weights so far, own weights)``, all ``(K, n)``."""
-    influence = torch.zeros_like(weights)
+    influence = rows.zeros(rows.count)
 
-    def middle(values: Tensor) -> Tensor:
-        ordered, order = values.sort(dim=0, stable=True)
+    def middle(values: Any) -> Any:
+        nonlocal influence
+        order = argsort(values)
         own = weights[order]
         shares = kept(own.cumsum(0), own)
-        influence.index_add_(0, order.flatten(), shares.flatten())
-        return (shares * ordered).sum(0)
+        influence += rows.xp.bincount(order.reshape(-1), shares.reshape(-1), rows.count)
+        return (shares * take_along(values, order, 0)).sum(0)
 
     return rows.combined(middle), influence / rows.size
 
 
-def krum(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined:
+def krum(rows: Rows, weights: Any, spec: AggregationSpec) -> Combined:
     """The one update whose K − f − 2 nearest others are nearest, f = ⌊tolerate·K⌋.
 
     Blanchard et al., "Machine Learning with Adversaries", 2017 (section 3). Of equals, the first in order of name.
     """
-    best = int(_krum_scores(rows, spec).argsort(stable=True)[0])
-    influence = torch.zeros_like(weights)
+    best = int(argsort(_krum_scores(rows, spec))[0])
+    influence = rows.zeros(rows.count)
     influence[best] = 1
     return rows.row(best), influence
 
 
-def multi_krum(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined:
+def multi_krum(rows: Rows, weights: Any, spec: AggregationSpec) -> Combined:
     """The weighted mean of the K − f − 2 updates with the best Krum scores (at least one).
 
     So many may be averaged without giving up resilience: El Mhamdi et al., "The Hidden Vulnerability of Distributed
     Learning in Byzantium", 2018.
     """
-    best = _krum_scores(rows, spec).argsort(stable=True)[: max(1, rows.count - _faulty(rows.count, spec) - 2)]
+    best = argsort(_krum_scores(rows, spec))[: max(1, rows.count - _faulty(rows.count, spec) - 2)]
     chosen = {int(index): float(weights[index]) for index in sorted(best.tolist())}
     total = sum(chosen.values())
-    influence = torch.zeros_like(weights)
+    influence = rows.zeros(rows.count)
     shares = {index: weight / total if total > 0 else 1 / len(chosen) for index, weight in chosen.items()}
     for index, share in capped(shares, spec.weight_cap(len(chosen))).items():
         influence[index] = share
@@ -185,14 +190,15 @@ def _faulty(count: int, spec: AggregationSpec) -> int:
     return max(0, min(int(spec.tolerate * count + ROUNDING), (count - 3) // 2))
 
 
-def _krum_scores(rows: Rows, spec: AggregationSpec) -> Tensor:
+def _krum_scores(rows: Rows, spec: AggregationSpec) -> Any:
     """``(K,)`` sums of squared distances to the K − f − 2 nearest others."""
-    squares = squared_distances(rows).fill_diagonal_(torch.inf)
+    squares, each = squared_distances(rows), np.arange(rows.count)
+    squares[each, each] = math.inf
     nearest = min(rows.count - 1, max(1, rows.count - _faulty(rows.count, spec) - 2))
-    return squares.sort(dim=1).values[:, :nearest].sum(1)
+    return take_along(squares, argsort(squares, 1)[:, :nearest], 1).sum(1)
 
 
-def geometric_median(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined:
+def geometric_median(rows: Rows, weights: Any, spec: AggregationSpec) -> Combined:
     """The point that minimises Σ w_i·‖x_i − y‖ over whole updates (RFA: Pillutla et al., 2022), to convergence.
 
     Weiszfeld's algorithm as Vardi and Zhang (2000) mend it: where it comes upon an update, that update is the answer or
@@ -227,28 +233,28 @@ def geometric_median(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Comb
 class _Step:
     """From a point of the Weiszfeld algorithm to the next."""
 
-    point: Tensor
-    influence: Tensor
+    point: Any
+    influence: Any
     gradient: float
     is_minimum: bool
 
 
-def _weiszfeld(rows: Rows, weights: Tensor, point: Tensor, distances: Tensor) -> _Step:
+def _weiszfeld(rows: Rows, weights: Any, point: Any, distances: Any) -> _Step:
     here = distances == 0
     own = float(weights[here].sum())
-    pulls = torch.where(here, 0.0, weights / distances.where(~here, torch.ones_like(distances)))
+    pulls = rows.xp.where(here, 0.0, weights / rows.xp.where(here, 1.0, distances))
     total = float(pulls.sum())
     if total == 0:
         return _Step(point, weights, 0.0, True)  # All that weigh anything are the same.
     target = rows.sum(pulls) / total
-    gradient = total * float((target - point).norm())
+    gradient = total * float(rows.xp.linalg.norm(target - point))
     held = min(1.0, own / gradient) if gradient > 0 else 1.0
     minimum = gradient <= own + GRADIENT
-    influence = torch.where(here, weights, 0.0) / own if own > 0 and minimum else pulls / total
+    influence = rows.xp.where(here, weights, 0.0) / own if own > 0 and minimum else pulls / total
     return _Step(target + held * (point - target), influence, gradient, minimum)
 
 
-def _newton(rows: Rows, weights: Tensor, point: Tensor, distances: Tensor, gradient: float) -> Tensor | None:
+def _newton(rows: Rows, weights: Any, point: Any, distances: Any, gradient: float) -> Any | None:
     """Newton's step from ``point``, halved until it shortens the gradient; None where it does not.
 
     With u_i the unit vectors to the rows and c_i = w_i/d_i, the gradient is −Σ w_i·u_i and the Hessian
@@ -259,22 +265,22 @@ def _newton(rows: Rows, weights: Tensor, point: Tensor, distances: Tensor, gradi
         return None
     pulls = weights / distances
     cosines = rows.products_at(point) / distances[:, None] / distances
-    matrix = pulls.sum() * torch.eye(rows.count, dtype=torch.float64) - pulls[:, None] * cosines
-    solved, failed = torch.linalg.solve_ex(matrix, weights)
-    along: Tensor = solved / distances
-    if failed or not along.isfinite().all():
+    matrix = pulls.sum() * rows.xp.eye(rows.count, dtype=rows.xp.float64) - pulls[:, None] * cosines
+    solved = solve(matrix, weights)
+    if solved is None or not rows.xp.isfinite(solved / distances).all():
         return None
-    direction: Tensor = rows.sum(along) - along.sum() * point
+    along = solved / distances
+    direction = rows.sum(along) - along.sum() * point
     for halving in range(HALVINGS):
         length = 0.5**halving
-        tried: Tensor = point + length * direction
+        tried = point + length * direction
         there = _weiszfeld(rows, weights, tried, rows.distances_to(tried, clipped=True))
         if there.is_minimum or there.gradient < (1 - length / 4) * gradient:
             return tried
     return None
 
 
-RULES: dict[str, Callable[[Rows, Tensor, AggregationSpec], Combined]] = {
+RULES: dict[str, Callable[[Rows, Any, AggregationSpec], Combined]] = {
     "mean": mean,
     "median": median,
     "trimmed_mean": trimmed_mean,

@@ -118,7 +118,7 @@ class Attempt:
 
 def vector_of(body: bytes) -> Words:
     """``(d,)`` uint64 of a masked vector as it is sent. Raises TensorError, KeyError."""
-    words: Words = decode(body)[0][MASKED].numpy().view(np.uint64)
+    words: Words = decode(body)[0][MASKED].view(np.uint64)
     return words
 
 

@@ -9,13 +9,15 @@ tensors, so that its hash, replay and every restart cover them; clients, reports
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from promptfed.coordinator.aggregation.rows import Values
+from promptfed.shared.arrays import double, namespace, single
 from promptfed.shared.methods.core.interface.base import ClientUpdate, Combine, Method
 from promptfed.shared.spec.spec_aggregation import ServerOptimizerSpec
-from promptfed.shared.tensors import SERVER, Tensors, TensorSpec
+from promptfed.shared.tensors import SERVER, Arrays, TensorSpec
 
 MOMENTUM, SQUARE = SERVER + "momentum.", SERVER + "square."
 
@@ -34,41 +36,41 @@ def moment_tensors(spec: ServerOptimizerSpec, method: Method, rounds: int) -> tu
     )
 
 
-def fresh_moments(spec: ServerOptimizerSpec, tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> Tensors:
+def fresh_moments(spec: ServerOptimizerSpec, tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> Arrays:
     """m = 0 and v = τ²: the paper asks for v₋₁ ≥ τ²."""
     start = {MOMENTUM: 0.0, SQUARE: (spec.tau or 0.0) ** 2}
     made = {}
     for tensor in tensors:
         kind = MOMENTUM if tensor.name.startswith(MOMENTUM) else SQUARE
-        made[tensor.name] = torch.full(tensor.resolve(dims), start[kind])
+        made[tensor.name] = np.full(tensor.resolve(dims), start[kind], np.float32)
     return made
 
 
 class ServerOptimizer:
     """A phase's step. Afterwards ``moments`` are those of the tensors that it moved."""
 
-    def __init__(self, spec: ServerOptimizerSpec, state: Mapping[str, Tensor]):
+    def __init__(self, spec: ServerOptimizerSpec, state: Mapping[str, Any]):
         """state: as the phase's clients began with it, with the moments so far."""
-        self._spec, self._state = spec, state
-        self.moments: Tensors = {}
+        self.spec, self.state = spec, state
+        self.moments: Values = {}
 
     def wrap(self, combine: Combine) -> Combine:
         """``combine``, followed by the step; itself where there is no optimizer."""
-        if self._spec.optimizer == "none":
+        if self.spec.optimizer == "none":
             return combine
 
-        def stepped(updates: Iterable[ClientUpdate]) -> Tensors:
+        def stepped(updates: Iterable[ClientUpdate]) -> Values:
             return {name: self._step(name, aggregate) for name, aggregate in combine(updates).items()}
 
         return stepped
 
-    def _step(self, name: str, aggregate: Tensor) -> Tensor:
+    def _step(self, name: str, aggregate: Any) -> Any:
         """x after the step, float32; Δ = aggregate − x points downhill and is added. Sums in float64."""
-        spec = self._spec
-        # What is no part of the state is a change already, and has begun at zero.
-        begun = self._state[name].double() if name in self._state else torch.zeros_like(aggregate, dtype=torch.float64)
-        delta = aggregate.double() - begun
-        momentum = self._state[MOMENTUM + name].double()
+        spec, aggregate = self.spec, double(aggregate)
+        # A tensor that is not part of the state is a change already, and has begun at zero.
+        begun = double(self.state[name]) if name in self.state else aggregate * 0
+        delta = aggregate - begun
+        momentum = double(self.state[MOMENTUM + name])
         assert spec.learning_rate is not None
         if spec.optimizer == "momentum":
             assert spec.momentum is not None
@@ -78,18 +80,18 @@ class ServerOptimizer:
             assert spec.beta1 is not None
             assert spec.tau is not None
             momentum = spec.beta1 * momentum + (1 - spec.beta1) * delta
-            square = self._square(self._state[SQUARE + name].double(), delta.square())
-            moved = spec.learning_rate * momentum / (square.sqrt() + spec.tau)
-            self.moments[SQUARE + name] = square.float()
-        self.moments[MOMENTUM + name] = momentum.float()
-        return (begun + moved).float()
+            square = self._square(double(self.state[SQUARE + name]), delta * delta)
+            moved = spec.learning_rate * momentum / (namespace(square).sqrt(square) + spec.tau)
+            self.moments[SQUARE + name] = single(square)
+        self.moments[MOMENTUM + name] = single(momentum)
+        return single(begun + moved)
 
-    def _square(self, square: Tensor, squared: Tensor) -> Tensor:
+    def _square(self, square: Any, squared: Any) -> Any:
         """v after this Δ², by kind of optimizer."""
-        spec = self._spec
+        spec = self.spec
         if spec.optimizer == "adagrad":
             return square + squared
         assert spec.beta2 is not None
         if spec.optimizer == "adam":
             return spec.beta2 * square + (1 - spec.beta2) * squared
-        return square - (1 - spec.beta2) * squared * torch.sign(square - squared)
+        return square - (1 - spec.beta2) * squared * namespace(square).sign(square - squared)

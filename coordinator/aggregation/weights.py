@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from promptfed.coordinator.aggregation.rows import Values
+from promptfed.shared.arrays import double, in_namespace, namespace, single
 from promptfed.shared.methods.core.interface.base import ClientUpdate
 from promptfed.shared.methods.core.sizes import LARGE
-from promptfed.shared.tensors import Shape, Tensors, chunks, size_of
+from promptfed.shared.tensors import Room, chunks, size_of
 
 
-def weighted_mean(updates: Iterable[ClientUpdate], room: Callable[[Shape], Tensor] = torch.empty) -> Tensors:
+def weighted_mean(updates: Iterable[ClientUpdate], room: Room = np.empty) -> Values:
     """Σ weight·tensor over updates that come one by one, summed in float64, as float32.
 
     Large ones, which are mapped from files, are gone through side by side instead, some entries at a time, and the
@@ -29,29 +31,34 @@ def weighted_mean(updates: Iterable[ClientUpdate], room: Callable[[Shape], Tenso
     return _mean_by_update([] if first is None else chain([first], coming))
 
 
-def _mean_by_entry(updates: Sequence[ClientUpdate], room: Callable[[Shape], Tensor]) -> Tensors:
-    means: Tensors = {}
+def _mean_by_entry(updates: Sequence[ClientUpdate], room: Room) -> Values:
+    means: Values = {}
     for name in sorted(updates[0].tensors):
-        means[name] = room(tuple(updates[0].tensors[name].shape))
+        first = updates[0].tensors[name]
+        means[name] = in_namespace(namespace(first), room(tuple(first.shape), dtype=np.float32))
         parts = [chunks(update.tensors[name]) for update in updates]
         for mean, *theirs in zip(chunks(means[name]), *parts, strict=True):
-            total = theirs[0].to(torch.float64) * updates[0].weight
+            total = double(theirs[0]) * updates[0].weight
             for update, part in zip(updates[1:], theirs[1:], strict=True):
-                total.add_(part.to(torch.float64) * update.weight)
-            mean.copy_(total)
+                total += double(part) * update.weight
+            mean[:] = total
     return means
 
 
-def _mean_by_update(updates: Iterable[ClientUpdate]) -> Tensors:
-    sums: dict[str, Tensor] = {}
+def _mean_by_update(updates: Iterable[ClientUpdate]) -> Values:
+    sums: dict[str, Any] = {}
     for update in updates:
         for name, tensor in update.tensors.items():
             first = name not in sums
             if first:
-                sums[name] = torch.empty(tensor.shape, dtype=torch.float64)
+                xp = namespace(tensor)
+                sums[name] = xp.empty(tuple(tensor.shape), dtype=xp.float64)
             for total, part in zip(chunks(sums[name]), chunks(tensor), strict=True):
-                weighted = part.to(torch.float64) * update.weight
-                total.copy_(weighted) if first else total.add_(weighted)
+                weighted = double(part) * update.weight
+                if first:
+                    total[:] = weighted
+                else:
+                    total += weighted
     if not sums:
         raise ValueError("there is no update to take the mean of")
-    return {name: total.to(torch.float32) for name, total in sorted(sums.items())}
+    return {name: single(total) for name, total in sorted(sums.items())}

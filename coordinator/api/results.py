@@ -29,7 +29,7 @@ from promptfed.shared.api.replay_schemas import ReplayReport, ReplayRequest
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
 from promptfed.shared.signatures import SIGNATURE_HEADER, export_statement, statement
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
-from promptfed.shared.tensors import Tensors, decode_place, encode
+from promptfed.shared.tensors import Arrays, decode_place, encode
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
 
@@ -140,8 +140,8 @@ def round_number(round: str) -> int | None:
     return None if round == "latest" else int(round)
 
 
-def _as_json(state: rounds.StoredState, tensors: Tensors, headers: dict[str, str]) -> JSONResponse:
-    numbers = sum(tensor.numel() for tensor in tensors.values())
+def _as_json(state: rounds.StoredState, tensors: Arrays, headers: dict[str, str]) -> JSONResponse:
+    numbers = sum(tensor.size for tensor in tensors.values())
     if numbers > MOST_JSON_NUMBERS:
         text = f"the state has {numbers} numbers; JSON is given up to {MOST_JSON_NUMBERS}"
         raise problems.NotAcceptable(f"{text}: ask for application/octet-stream")

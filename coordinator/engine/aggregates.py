@@ -12,22 +12,23 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import changes, global_state
 from promptfed.coordinator.aggregation.rules import Judged
+from promptfed.coordinator.aggregation.server_half import call
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ACCEPTED
 from promptfed.coordinator.engine import growth, private_jobs, secure_jobs
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.tables import PhaseRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.tensor_blobs import room
-from promptfed.shared.methods.core.interface.base import Method, Phase, ServerContext
+from promptfed.shared.methods.core.interface.base import Phase, ServerContext
 from promptfed.shared.methods.core.interface.insights import Measured, MeasuresPhases
-from promptfed.shared.tensors import TensorError, Tensors, method_part
+from promptfed.shared.tensors import Arrays, TensorError, method_part
 
 
 @dataclass(frozen=True)
 class Computed:
     """Result of an aggregation: the state, what the report keeps, what the rule made of each counted client."""
 
-    after: Tensors
+    after: Arrays
     measured: dict[str, Any]
     judged: Mapping[str, Judged]
     clients: list[str]
@@ -35,7 +36,7 @@ class Computed:
 
 
 def computed(
-    registry: Registry, federation: Federation, state: Tensors, phase_id: int, updates: list[global_state.Counted]
+    registry: Registry, federation: Federation, state: Arrays, phase_id: int, updates: list[global_state.Counted]
 ) -> Computed:
     """The state after the closed phase, of its stored updates or its secure sum.
 
@@ -59,7 +60,7 @@ def computed(
 def _computed(
     registry: Registry,
     federation: Federation,
-    state: Tensors,
+    state: Arrays,
     phase_id: int,
     updates: list[global_state.Counted],
     changed: dict[str, float],
@@ -78,7 +79,7 @@ def _computed(
             global_state.stored_updates(registry.blobs, updates), _payloads(registry, phase_id), changed
         )
         after, told = global_state.after_phase(federation, state, phase, stream, rule, context)
-    measures = _measured(federation.method, method_part(state), phase, method_part(after), context)
+    measures = _measured(federation, state, phase, after, context)
     measures = Measured(measures.phase | told.phase | rule.measured, measures.clients | told.clients)
     measured = {**_finite(measures), "changes": _finite_numbers(changed)}
     return Computed(after, measured, rule.judged, [client for client, _, _ in updates])
@@ -87,7 +88,7 @@ def _computed(
 def _computed_with_noise(
     registry: Registry,
     federation: Federation,
-    state: Tensors,
+    state: Arrays,
     phase_id: int,
     phase: Phase,
     updates: list[global_state.Counted],
@@ -97,7 +98,7 @@ def _computed_with_noise(
         before = private_jobs.released(session, federation)
     stream, context = global_state.stored_updates(registry.blobs, updates), federation.context()
     noised = private_jobs.noised(federation, state, phase, stream, terms, context)
-    measures = _measured(federation.method, method_part(state), phase, method_part(noised.after), context)
+    measures = _measured(federation, state, phase, noised.after, context)
     told = {"changes": noised.mean.lengths, "privacy": noised.measured(federation, before + 1, registry.noise.kind)}
     return Computed(noised.after, {**_finite(measures), **told}, noised.judged(), [client for client, _, _ in updates])
 
@@ -115,16 +116,16 @@ def note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) -
             row.judged = asdict(judged[client])
 
 
-def _payloads(registry: Registry, phase_id: int) -> Callable[[str], Tensors]:
+def _payloads(registry: Registry, phase_id: int) -> Callable[[str], Arrays]:
     """Returns a client's payload of the phase; the last one is cached, since most clients have the same."""
     with registry.database.read() as session:
         rows = session.execute(
             select(TaskRow.client, TaskRow.payload_sha256).where(TaskRow.phase_id == phase_id, TaskRow.counted)
         )
         digests: dict[str, str | None] = {row.client: row.payload_sha256 for row in rows}
-    last: tuple[str, Tensors] | None = None
+    last: tuple[str, Arrays] | None = None
 
-    def payload_of(client: str) -> Tensors:
+    def payload_of(client: str) -> Arrays:
         nonlocal last
         sha256 = digests[client]
         assert sha256 is not None, "nobody answers what it was not given"
@@ -135,8 +136,11 @@ def _payloads(registry: Registry, phase_id: int) -> Callable[[str], Tensors]:
     return payload_of
 
 
-def _measured(method: Method, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
-    return method.measure(before, phase, after, context) if isinstance(method, MeasuresPhases) else Measured()
+def _measured(federation: Federation, before: Arrays, phase: Phase, after: Arrays, context: ServerContext) -> Measured:
+    if not isinstance(federation.method, MeasuresPhases):
+        return Measured()
+    measured: Measured = call(federation, "measure", method_part(before), phase, method_part(after), context)
+    return measured
 
 
 def _finite(measured: Measured) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator.aggregation.changes import LEAST
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.store.tables import PhaseRow
-from promptfed.shared.tensors import Tensors, chunks, method_part
+from promptfed.shared.tensors import Arrays, method_part, sum_of_squares
 
 LARGE = 100.0  # root mean square of a tensor; of states of honest runs it is below 10
 
@@ -34,7 +34,7 @@ class StateGrows(Exception):
         self.finite = finite
 
 
-def check(before: Tensors, after: Tensors, changes: Mapping[str, float], *, accepted: bool) -> None:
+def check(before: Arrays, after: Arrays, changes: Mapping[str, float], *, accepted: bool) -> None:
     """Raise StateGrows if the root mean square of a tensor has passed `LARGE`, ten times `LARGE`, and so on.
 
     Each power of ten is reported once, so a state that the operator has ``accepted`` does not stop the next phase.
@@ -62,13 +62,12 @@ def reason(session: Session, federation: Federation, error: StateGrows) -> str:
     )
 
 
-def _largest(state: Tensors) -> tuple[str, float]:
+def _largest(state: Arrays) -> tuple[str, float]:
     """The tensor with the largest root mean square, and that number."""
     sizes = {"": 0.0}
     for name, tensor in method_part(state).items():
-        if tensor.is_floating_point() and tensor.numel():
-            squares = sum(float(part.double().square().sum()) for part in chunks(tensor))
-            sizes[name] = math.sqrt(squares / tensor.numel())
+        if tensor.dtype.kind == "f" and tensor.size:
+            sizes[name] = math.sqrt(sum_of_squares(tensor) / tensor.size)
     name = max(sizes, key=lambda key: sizes[key])
     return name, sizes[name]
 

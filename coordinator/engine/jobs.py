@@ -31,7 +31,7 @@ from promptfed.shared.methods.core.checks.client_checks import check_clients, ch
 from promptfed.shared.methods.core.interface.base import MethodError, NeedsBackbone, ServerContext
 from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.secagg import SecureError
-from promptfed.shared.tensors import TensorError, Tensors, encode, method_part, size_of, state_hash
+from promptfed.shared.tensors import Arrays, TensorError, encode, method_part, size_of, state_hash
 
 FORGOTTEN = "forget"  # the origin of a state from which a client's own part was taken
 
@@ -107,8 +107,7 @@ def _send_start(change: Change) -> None:
         raise
 
 
-def _initial_state(registry: Registry, federation: Federation, context: ServerContext) -> Tensors:
-    global_state.use_threads(federation)
+def _initial_state(registry: Registry, federation: Federation, context: ServerContext) -> Arrays:
     try:
         return global_state.initial_state(registry.blobs, federation, context)
     except NeedsBackbone as error:
@@ -124,7 +123,6 @@ def join(registry: Registry, id: str) -> None:
     federation = registry.get(id)
     with registry.database.read() as session:
         state = current_state(registry, session, id)
-    global_state.use_threads(federation)
     roster = [name for name, member in federation.run.members.items() if member.joined]
     with registry.metrics.job_seconds.labels("join").time():
         state = global_state.joined(federation, state, roster, federation.run.joining)
@@ -146,7 +144,6 @@ def forget(registry: Registry, id: str, client: str) -> None:
         return
     with registry.database.read() as session:
         state = current_state(registry, session, id)
-    global_state.use_threads(federation)
     after = global_state.forgotten(federation, state, client, federation.context())
     if after is state:
         return
@@ -168,7 +165,6 @@ def aggregate(registry: Registry, id: str) -> None:
         phase = queries.phase_at(session, id, run.round, run.step)
         assert phase is not None, "the closed phase has begun"
         updates = global_state.counted(session, phase.id)
-    global_state.use_threads(federation)
     with registry.metrics.job_seconds.labels("aggregate").time():
         try:
             computed = aggregates.computed(registry, federation, state, phase.id, updates)
@@ -211,7 +207,6 @@ def fill_payloads(registry: Registry, id: str) -> None:
     pending = [task for task in federation.tasks.values() if task.payload_sha256 is None]
     with registry.database.read() as session:
         state = method_part(current_state(registry, session, id))
-    global_state.use_threads(federation)
     with registry.blobs.hold() as held:
         with registry.metrics.job_seconds.labels("payloads").time():
             made = _with_payloads(registry, held, federation, state, pending)
@@ -222,7 +217,7 @@ def fill_payloads(registry: Registry, id: str) -> None:
     point("payloads-committed")
 
 
-def _serve_at_once(registry: Registry, change: Change, held: Held, state: Tensors) -> None:
+def _serve_at_once(registry: Registry, change: Change, held: Held, state: Arrays) -> None:
     """Make the payload of a newly opened stage in the transaction that commits its state.
 
     Only one that is small and the same for all clients: others would keep everybody else from writing.
@@ -237,12 +232,12 @@ def _serve_at_once(registry: Registry, change: Change, held: Held, state: Tensor
 
 
 def _with_payloads(
-    registry: Registry, held: Held, federation: Federation, state: Tensors, tasks: list[OpenTask]
+    registry: Registry, held: Held, federation: Federation, state: Arrays, tasks: list[OpenTask]
 ) -> dict[str, OpenTask]:
     """The tasks with their payloads, which are stored, by id. ``state``: the method's part."""
     context = federation.context()
     made: dict[str, OpenTask] = {}
-    last: tuple[tuple[object, ...], Tensors, Stored] | None = None
+    last: tuple[tuple[object, ...], Arrays, Stored] | None = None
     for task in tasks:
         if task.kind not in ("train", "evaluate"):
             content = secure_jobs.told(registry, federation, task)
@@ -252,7 +247,7 @@ def _with_payloads(
         stage = task.kind, task.round, task.step
         if last is None or last[0] != stage or not federation.method.one_payload:
             phase = federation.method_phase(task.round, task.step) if task.kind == "train" else None
-            tensors = federation.method.payload(state, phase, federation.clients[task.client].info(), context)
+            tensors = global_state.payload(federation, state, phase, federation.clients[task.client], context)
             alike = last is not None and _are_the_same(last[1], tensors)
             stored = last[2] if last is not None and alike else put_tensors(registry.blobs, held, tensors)
             last = stage, tensors, stored
@@ -273,11 +268,11 @@ def payload_again(registry: Registry, federation: Federation, digest: str) -> by
     if stage.kind not in ("train", "evaluate"):
         return secure_jobs.told(registry, federation, open_task(task, stage))
     phase = federation.method_phase(stage.round, stage.step) if stage.kind == "train" else None
-    info = federation.clients[task.client].info()
-    return encode(federation.method.payload(state, phase, info, federation.context()))
+    client = federation.clients[task.client]
+    return encode(global_state.payload(federation, state, phase, client, federation.context()))
 
 
-def _are_the_same(first: Tensors, second: Tensors) -> bool:
+def _are_the_same(first: Arrays, second: Arrays) -> bool:
     """Whether these are the same objects: most methods give every client the same tensors, which are encoded once."""
     return first.keys() == second.keys() and all(first[name] is second[name] for name in first)
 
@@ -305,13 +300,13 @@ def _payload_digests(change: Change) -> set[str | None]:
     return set(change.session.scalars(query.distinct().limit(2)))
 
 
-def current_state(registry: Registry, session: Session, id: str) -> Tensors:
+def current_state(registry: Registry, session: Session, id: str) -> Arrays:
     """The state that was committed last."""
     sha256 = session.connection().execute(queries.LAST_STATE, {"id": id}).scalar_one()
     return registry.blobs.tensors(sha256)[0]
 
 
-def _commit_state(change: Change, tensors: Tensors, stored: Stored, origin: str, phase_id: int | None) -> None:
+def _commit_state(change: Change, tensors: Arrays, stored: Stored, origin: str, phase_id: int | None) -> None:
     told = {"round": change.federation.run.round, "origin": origin, "state_hash": state_hash(tensors)}
     row = {"federation_id": change.federation.id, "phase_id": phase_id, "sha256": stored.digest, "bytes": stored.size}
     change.batch.states.append(told | row | {"committed_at": clock.now(), "stored": True})

@@ -16,7 +16,7 @@ from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.store.tables import PhaseRow, StateRow
 from promptfed.shared.methods.core.checks.client_checks import adapted, costs
 from promptfed.shared.methods.core.interface.base import ClientUpdate, Phase, ServerContext
-from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors import Arrays
 
 
 def terms_of(session: Session, federation: Federation, row: PhaseRow) -> NoiseTerms:
@@ -68,7 +68,7 @@ def release(
 class Noised:
     """A state with its noise, and what the round's report keeps."""
 
-    after: Tensors
+    after: Arrays
     mean: PrivateMean
     terms: NoiseTerms
 
@@ -88,7 +88,7 @@ class Noised:
 
 def noised(
     federation: Federation,
-    state: Tensors,
+    state: Arrays,
     phase: Phase,
     updates: Iterable[ClientUpdate],
     terms: NoiseTerms,

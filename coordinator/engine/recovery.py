@@ -105,6 +105,7 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         fingerprint=row.fingerprint,
         shape=BackboneShape.model_validate(row.shape) if row.shape else None,
         supplied_state=row.supplied_state,
+        arithmetic=row.arithmetic,
         lexicon=row.lexicon,
         noise_key=row.noise_key,
         tasks={t.client: open_task(t, stage_row) for t in tasks.values() if t.status == "open"} if stage_row else {},

@@ -24,7 +24,7 @@ from promptfed.shared.methods.core.interface.base import Phase, ServerContext
 from promptfed.shared.methods.core.sizes import change_limit
 from promptfed.shared.secagg import SecureError
 from promptfed.shared.secagg.encoding import LARGEST_CHANGE, SCALE, Whole, as_tensors, mean_change
-from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors import Arrays
 
 MOST_DEVIATIONS = 40.0  # of the noise of a mean, which nothing honest ever reaches
 
@@ -56,7 +56,7 @@ def told(registry: Registry, federation: Federation, task: OpenTask) -> bytes:
 class Summed:
     """A secure sum that was opened, and the state that follows from it."""
 
-    after: Tensors
+    after: Arrays
     total: Whole
     weight: float
     clients: int
@@ -75,7 +75,7 @@ class Summed:
         return SumRow(phase_id=phase_id, sha256=digest_of(body), body=body, count=self.clients, weight=self.weight)
 
 
-def summed(registry: Registry, federation: Federation, state: Tensors, round: int, step: int) -> Summed:
+def summed(registry: Registry, federation: Federation, state: Arrays, round: int, step: int) -> Summed:
     """Open the sum of a closed attempt.
 
     Raises:
@@ -101,8 +101,8 @@ def _noised(registry: Registry, federation: Federation, attempt: Attempt, count:
 
 
 def state_after(
-    federation: Federation, state: Tensors, phase: Phase, total: Whole, weight: float, context: ServerContext
-) -> tuple[Tensors, float]:
+    federation: Federation, state: Arrays, phase: Phase, total: Whole, weight: float, context: ServerContext
+) -> tuple[Arrays, float]:
     """The state after ``phase``, whose payload changes by total/(2³²·``weight``); and the L2 norm of that change."""
     mean = mean_change(total, weight, _largest(federation, weight))
     norm = float(np.linalg.norm(mean))

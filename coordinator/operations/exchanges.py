@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from anyio.to_thread import run_sync
 from pydantic import ValidationError
 
@@ -166,7 +167,7 @@ def _examine_vector(
         raise BadExchange(str(error)) from None
     size = secure_sums.size_of(secure_sums.shapes(federation, federation.method_phase(task.round, task.step)))
     vector = tensors.get(secure_sums.MASKED)
-    if len(tensors) != 1 or vector is None or str(vector.dtype) != "torch.int64" or tuple(vector.shape) != (size,):
+    if len(tensors) != 1 or vector is None or vector.dtype != np.int64 or tuple(vector.shape) != (size,):
         raise BadExchange(f"one tensor {secure_sums.MASKED!r} of {size} int64 numbers is expected")
     told: dict[str, Any] = dict(about) if isinstance(about, dict) else {}
     privacy, noise = told.pop("privacy", None), told.pop("noise", None)

@@ -172,6 +172,7 @@ def _row(federation: Federation, key: str | None, request_digest: str) -> Federa
         shape=federation.shape.model_dump() if federation.shape else None,
         draw_secret=federation.draw_secret,
         noise_key=federation.noise_key,
+        arithmetic=federation.arithmetic,
         sampling_key=federation.sampling_key,
         budget_rounds=federation.rules.budget_rounds,
     )
@@ -227,8 +228,8 @@ def _check_supplied(federation: Federation, tensors: dict[str, Any]) -> None:
     expected = {spec.name: spec for spec in federation.method.state_tensors()}
     for name, spec in expected.items():
         tensor = tensors.get(name)
-        if tensor is not None and tensor.dim() != len(spec.shape):
-            text = f"tensor {name!r} has {tensor.dim()} dimensions; {len(spec.shape)} are expected"
+        if tensor is not None and tensor.ndim != len(spec.shape):
+            text = f"tensor {name!r} has {tensor.ndim} dimensions; {len(spec.shape)} are expected"
             raise TensorError("wrong-shape", text)
     if federation.shape is None:
         shapes = {name: tuple(tensors[name].shape) if name in tensors else () for name in expected}

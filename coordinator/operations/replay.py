@@ -40,7 +40,7 @@ from promptfed.shared.methods.core.checks.rule_checks import check_flame, check_
 from promptfed.shared.methods.core.interface.base import MethodError
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
 from promptfed.shared.spec.weighting import shares
-from promptfed.shared.tensors import Tensors, state_hash
+from promptfed.shared.tensors import Arrays, state_hash
 
 
 class PrivacyProtected(Refusal, status=409, title="A second release of the same updates"):
@@ -83,7 +83,7 @@ class Replayed:
     """One state that was computed again: its part of the report, and its tensors."""
 
     report: ReplayedState
-    tensors: Tensors
+    tensors: Arrays
 
 
 def replay(registry: Registry, federation: Federation, round: int, what_if: WhatIf) -> list[Replayed]:
@@ -110,7 +110,6 @@ def replay(registry: Registry, federation: Federation, round: int, what_if: What
             steps = [step for step in steps if step.updates]
     if any(step.gone - set(what_if.without) for step in steps):
         raise _gone(federation, round)
-    global_state.use_threads(federation)
     return [_again(registry, federation, step, what_if) for step in steps]
 
 
@@ -233,10 +232,10 @@ def computed(
     registry: Registry,
     federation: Federation,
     step: CommittedStep,
-    before: Tensors,
+    before: Arrays,
     updates: Sequence[global_state.Counted],
     rule: Rule,
-) -> Tensors:
+) -> Arrays:
     """Compute the state after a step from the state ``before`` it. Raises DamagedBlob."""
     context = federation.context([*step.roster, *step.newcomers])
     if step.before is None:
@@ -257,7 +256,7 @@ def computed(
         return global_state.after_phase(federation, before, phase, stream, rule, context)[0]
 
 
-def _stored(registry: Registry, row: StateRow) -> Tensors:
+def _stored(registry: Registry, row: StateRow) -> Arrays:
     return registry.blobs.tensors(row.sha256)[0]
 
 
@@ -279,6 +278,6 @@ def _weighed(
     return [(client, weights[client], sha256) for client, _, sha256 in kept]
 
 
-def _distance(first: Tensors, second: Tensors) -> float:
+def _distance(first: Arrays, second: Arrays) -> float:
     alike = [name for name in first if name in second and first[name].shape == second[name].shape]
     return change_norm({name: first[name] for name in alike}, second)

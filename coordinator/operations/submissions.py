@@ -38,7 +38,7 @@ from promptfed.shared.messages import (
 from promptfed.shared.methods.core.sizes import HEADER, change_limit
 from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.secagg.keys import is_signed
-from promptfed.shared.tensors import DTYPES, TensorError, Tensors, check
+from promptfed.shared.tensors import DTYPES, Arrays, TensorError, check
 
 # Norms of prompts are far smaller. Squares and products of such numbers may overflow float32; one update could then
 # end the federation.
@@ -361,9 +361,9 @@ def spent_metrics(federation: Federation, client: Client, spent: SpendReport | N
     return told | {"privacy_q": wanted["q"], "privacy_count": wanted["count"]}
 
 
-def _check_change(federation: Federation, tensors: Tensors, payload: Tensors) -> None:
+def _check_change(federation: Federation, tensors: Arrays, payload: Arrays) -> None:
     """Refuse a change over the limit. The payload, which may be long already, does not count."""
-    numbers = sum(tensor.numel() for tensor in tensors.values())
+    numbers = sum(tensor.size for tensor in tensors.values())
     size, limit = change_norm(tensors, payload), change_limit(federation.spec, federation.method, numbers)
     if size <= limit:
         return

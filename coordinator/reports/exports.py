@@ -21,7 +21,7 @@ from promptfed.shared.api.api_schemas import ClientView, FederationView
 from promptfed.shared.api.export_card import CardFile, Facts, Hashes, Tally, TensorShape, facts_of, spec_hash
 from promptfed.shared.api.report_schemas import CentralPrivacy, EvaluationReport
 from promptfed.shared.methods import METHODS
-from promptfed.shared.tensors import Tensors, decode_place, encode, method_part, state_hash
+from promptfed.shared.tensors import Arrays, decode_place, encode, method_part, state_hash
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,9 @@ def _last_release(session: Session, until: Sequence[Any]) -> CentralPrivacy | No
     return None
 
 
-def _described(tensors: Tensors) -> CardFile:
+def _described(tensors: Arrays) -> CardFile:
     body = encode(tensors)
     shapes = {
-        name: TensorShape(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in sorted(tensors.items())
+        name: TensorShape(shape=list(tensor.shape), dtype=tensor.dtype.name) for name, tensor in sorted(tensors.items())
     }
     return CardFile(bytes=len(body), sha256=hashlib.sha256(body).hexdigest(), tensors=shapes)

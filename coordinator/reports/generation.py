@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
+from promptfed.coordinator.aggregation.server_half import NoTorch, call
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import InvalidRequest, NotAGenerator
@@ -31,7 +32,10 @@ def generate(registry: Registry, federation: Federation, request: GenerateReques
         text = f"text features of {federation.name}'s backbone have {wanted} numbers; these have {width}"
         raise InvalidRequest(text, errors=[{"path": "body.text_features", "detail": text}])
     state, _ = decode(registry.blobs.read(stored.sha256))
-    torch.set_num_threads(federation.spec.training.threads)
-    made = federation.method.generate(method_part(state), torch.tensor(request.text_features), context)
+    features = np.array(request.text_features, np.float32)
+    try:
+        made = call(federation, "generate", method_part(state), features, context)
+    except NoTorch as error:
+        raise NotAGenerator(str(error)) from None
     tensors = {name: TensorView.of(tensor) for name, tensor in sorted(made.items())}
     return PromptsView(round=stored.round, state_hash=stored.state_hash, tensors=tensors)

@@ -16,6 +16,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state
+from promptfed.coordinator.aggregation.server_half import NoTorch, call
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.reports import prompt_metrics, rounds
@@ -25,12 +26,13 @@ from promptfed.coordinator.store.lexicon import Lexicon, read_lexicon
 from promptfed.coordinator.store.tables import PhaseRow, StateRow
 from promptfed.shared.api import insight_schemas as schemas
 from promptfed.shared.methods.core.interface.insights import (
+    ChoosesPrompts,
     GeneratesPrompts,
     LearnsContexts,
     PlacesClients,
     learned_prompts,
 )
-from promptfed.shared.tensors import Tensors, method_part
+from promptfed.shared.tensors import Arrays, method_part
 
 KEPT = 5000  # results in memory; each is a few numbers, a matrix of similarities a few thousand
 MOST_ROUNDS = 200  # points of the drift; of more rounds evenly spaced ones are taken
@@ -194,15 +196,17 @@ def _exchanges(session: Session, federation: Federation, round: int) -> list[_Co
 def _drift(
     registry: Registry, federation: Federation, first: str, before: str, digest: str
 ) -> dict[str, schemas.TensorDrift]:
-    global_state.use_threads(federation)
-    start, earlier, now = (
-        learned_prompts(federation.method, _state(registry, state)) for state in (first, before, digest)
-    )
+    start, earlier, now = (_learned(federation, _state(registry, state)) for state in (first, before, digest))
     return prompt_metrics.drift(start, now, earlier)
 
 
+def _learned(federation: Federation, state: Arrays) -> Arrays:
+    if isinstance(federation.method, ChoosesPrompts):
+        return _where_possible(federation, "prompts", state)
+    return cast(Arrays, learned_prompts(federation.method, cast(Any, state)))
+
+
 def _cosines(registry: Registry, federation: Federation, exchange: _CountedPhase) -> list[list[float | None]]:
-    global_state.use_threads(federation)
     if exchange.before is None:
         raise FileNotFoundError
     places = registry.blobs.places([sha256 for _, _, sha256 in exchange.updates[:MOST_CLIENTS]])
@@ -212,15 +216,14 @@ def _cosines(registry: Registry, federation: Federation, exchange: _CountedPhase
 def _words_and_plane(
     registry: Registry, federation: Federation, stored: rounds.StoredState
 ) -> tuple[schemas.WordsView | None, schemas.PlaneView | None]:
-    global_state.use_threads(federation)
     known = read_lexicon(registry.blobs, federation.lexicon) if federation.lexicon is not None else None
     features = known.class_features if known is not None else {}
-    method, state, context = federation.method, _state(registry, stored.sha256), federation.context()
+    method, given = federation.method, (_state(registry, stored.sha256), federation.context(), features)
     words = None
     if known is not None and isinstance(method, LearnsContexts):
-        contexts = method.contexts(state, context, features)
+        contexts = _where_possible(federation, "contexts", *given)
         words = _words(known, contexts) if contexts else None
-    vectors = method.client_vectors(state, context, features) if isinstance(method, PlacesClients) else {}
+    vectors = _where_possible(federation, "client_vectors", *given) if isinstance(method, PlacesClients) else {}
     projected = prompt_metrics.plane(vectors)
     if projected is None:
         return words, None
@@ -229,7 +232,16 @@ def _words_and_plane(
     return words, schemas.PlaneView(of=kind, explained=list(projected.explained), points=points)
 
 
-def _words(known: Lexicon, contexts: Tensors) -> schemas.WordsView:
+def _where_possible(federation: Federation, name: str, *arguments: Any) -> Arrays:
+    """The result of a server function; nothing if it needs torch and there is none."""
+    try:
+        made: Arrays = call(federation, name, *arguments)
+    except NoTorch:
+        return {}
+    return made
+
+
+def _words(known: Lexicon, contexts: Arrays) -> schemas.WordsView:
     views = []
     for label, vectors in list(contexts.items())[:MOST_CONTEXTS]:
         rows = prompt_metrics.nearest(vectors, known.embeddings, NEAREST)
@@ -238,5 +250,5 @@ def _words(known: Lexicon, contexts: Tensors) -> schemas.WordsView:
     return schemas.WordsView(spacing=prompt_metrics.spacing(known.embeddings), contexts=views)
 
 
-def _state(registry: Registry, digest: str) -> Tensors:
+def _state(registry: Registry, digest: str) -> Arrays:
     return method_part(registry.blobs.tensors(digest)[0])

@@ -28,7 +28,7 @@ from promptfed.coordinator.store.cache import ObjectCache, write_hashed
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.partial_uploads import PartialUploads
 from promptfed.shared.files import sync_folder
-from promptfed.shared.tensors import Tensors, decode, decode_file
+from promptfed.shared.tensors import Arrays, decode, decode_file
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -120,7 +120,7 @@ class Blobs:
         place = self.place(digest)
         return place if isinstance(place, bytes) else place.read_bytes()
 
-    def tensors(self, digest: str) -> tuple[Tensors, object | None]:
+    def tensors(self, digest: str) -> tuple[Arrays, object | None]:
         """The tensors and metadata of a blob; a file's are mapped, not read. Raises as ``read`` does, TensorError."""
         place = self.place(digest)
         return decode(place) if isinstance(place, bytes) else decode_file(place)

@@ -10,12 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from alembic.util import CommandError
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Column, Connection, Engine, MetaData, String, Table, insert, inspect, select, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -63,33 +58,43 @@ class Database:
 
     def migrate(self) -> None:
         """Create the tables, or upgrade those of an earlier version. Raises CannotOpen."""
-        config = _migrations()
         try:
             with self._turn, self._watched(), self.backend.writer.begin() as connection:
-                config.attributes["connection"] = connection
                 if self.backend.shared:
                     take_turns(connection)
                 revision = _form(connection)
                 if revision is None:
                     # In their newest form at once: migrations are for tables that are there already.
                     Base.metadata.create_all(connection, checkfirst=False)
-                    command.stamp(config, "head")
-                else:
+                    FORM.create(connection)
+                    connection.execute(insert(FORM).values(version_num=_forms()[-1]))
+                elif revision != _forms()[-1]:
                     self._expect_upgradable(connection, revision)
-                    command.upgrade(config, "head")
-        except CommandError as error:
-            text_ = f"the database at {self.backend.place} was made by another version: {one_line(error)}"
-            raise CannotOpen(f"{text_}: install the version that made it, or a later one") from None
+                    self._upgrade(connection)
         except DBAPIError as error:
             if self.is_damaged(error):
                 raise CannotOpen(self.cannot_be_read(error)) from None
             text_ = f"the tables cannot be made in the database at {self.backend.place}"
             raise CannotOpen(f"{text_}: {str(error.orig).splitlines()[0]}") from None
 
+    def _upgrade(self, connection: Connection) -> None:
+        # Imported here, since a store is seldom upgraded, and each start of the coordinator would wait for it.
+        from alembic import command
+        from alembic.config import Config
+        from alembic.util import CommandError
+
+        config = Config()
+        config.set_main_option("script_location", str(MIGRATIONS))
+        config.attributes["connection"] = connection
+        try:
+            command.upgrade(config, "head")
+        except CommandError as error:
+            text_ = f"the database at {self.backend.place} was made by another version: {one_line(error)}"
+            raise CannotOpen(f"{text_}: install the version that made it, or a later one") from None
+
     def _expect_upgradable(self, connection: Connection, found: str) -> None:
         """Refuse tables that other coordinators work on, unless they are up to date, and tables that are too old."""
-        scripts = ScriptDirectory.from_config(_migrations())
-        if self.backend.shared and found != scripts.get_current_head():
+        if self.backend.shared:
             seen = "SELECT count(*) FROM coordinators WHERE seen > extract(epoch FROM clock_timestamp()) - 5"
             listed = connection.exec_driver_sql("SELECT to_regclass('coordinators') IS NOT NULL").scalar()
             if listed and connection.exec_driver_sql(seen).scalar():
@@ -97,10 +102,11 @@ class Database:
                     f"the tables at {self.backend.place} have to be brought to this version's form, and other "
                     "coordinators work on them: stop those first"
                 )
-        self._expect_not_before(found, scripts.get_base())
+        self._expect_not_before(found)
 
-    def _expect_not_before(self, found: str | None, oldest: str | None) -> None:
-        if found is not None and oldest is not None and found < oldest:
+    def _expect_not_before(self, found: str | None) -> None:
+        oldest = _forms()[0]
+        if found is not None and found < oldest:
             raise CannotOpen(
                 f"the tables at {self.backend.place} have the form {found} of a version before 0.1.0, and can be "
                 f"upgraded from {oldest} on: start promptfed of commit {UPGRADES_OLDER} on them once, then this version"
@@ -108,17 +114,14 @@ class Database:
 
     def expect_this_version(self) -> None:
         """Refuse tables of another version's form. Raises CannotOpen, DatabaseAway."""
-        scripts = ScriptDirectory.from_config(_migrations())
         try:
             with self._watched(), self.backend.reader.connect() as connection:
                 revision = _form(connection)
         except DBAPIError as error:
             raise CannotOpen(self.cannot_be_read(error)) from None
-        self._expect_not_before(revision, scripts.get_base())
-        if revision != scripts.get_current_head():
-            text_ = (
-                f"the tables at {self.backend.place} have the form {revision} instead of {scripts.get_current_head()}"
-            )
+        self._expect_not_before(revision)
+        if revision != _forms()[-1]:
+            text_ = f"the tables at {self.backend.place} have the form {revision} instead of {_forms()[-1]}"
             raise CannotOpen(f"{text_}: start this version of the coordinator on them once")
 
     @contextmanager
@@ -230,12 +233,17 @@ class Database:
             self.on_away()
 
 
-def _migrations() -> Config:
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS))
-    return config
+FORM = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
+"""The table in which alembic stores the revision of the others."""
+
+
+def _forms() -> list[str]:
+    """The revisions that there are migrations for, from the oldest on: their files begin with them."""
+    return sorted(file.name.partition("_")[0] for file in (MIGRATIONS / "versions").glob("[0-9]*.py"))
 
 
 def _form(connection: Connection) -> str | None:
     """The revision of the tables; None where there are none."""
-    return MigrationContext.configure(connection).get_current_revision()
+    if not inspect(connection).has_table(FORM.name):
+        return None
+    return connection.execute(select(FORM.c.version_num)).scalar()

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from torch import Tensor
 
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.shared.spec.spec import ClassName, check_class_names
+from promptfed.shared.tensors import Array, Arrays
 
 WORDS, FEATURES = "word_embeddings", "class_features"
 
@@ -37,8 +37,8 @@ class Lexicon:
     """Embeddings ``(V, d_t)`` of ``words``, and the normalised text feature ``(d_e,)`` of each class name."""
 
     words: tuple[str, ...]
-    embeddings: Tensor
-    class_features: dict[str, Tensor]
+    embeddings: Array
+    class_features: Arrays
 
 
 def read_lexicon(blobs: Blobs, sha256: str) -> Lexicon:

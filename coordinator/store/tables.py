@@ -48,7 +48,10 @@ DELETING = "deleting"
 
 
 class FederationRow(Base):
-    """One federation: its resolved spec and the state of its run."""
+    """One federation: its resolved spec and the state of its run.
+
+    ``arithmetic``: the version with which its states are computed; 1, with torch, where none was stored yet.
+    """
 
     __tablename__ = "federations"
 
@@ -74,6 +77,7 @@ class FederationRow(Base):
     noise_key: Mapped[str | None]
     sampling_key: Mapped[str | None]
     budget_rounds: Mapped[int | None]
+    arithmetic: Mapped[int] = mapped_column(server_default="1")
 
 
 class TokenRow(Base):

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import DTypeLike
 
 from promptfed.coordinator.store.blobs import PREFIX, Blobs, Held
 from promptfed.shared.methods.core.sizes import LARGE
-from promptfed.shared.tensors import Shape, Tensors, encode, encode_file, size_of
-
-Room = Callable[..., Tensor]
-"""Allocates a tensor of a shape, float32 unless ``dtype`` is given."""
+from promptfed.shared.tensors import Array, Arrays, Room, Shape, encode, encode_file, size_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Stored:
     size: int
 
 
-def put_tensors(blobs: Blobs, held: Held, tensors: Tensors) -> Stored:
+def put_tensors(blobs: Blobs, held: Held, tensors: Arrays) -> Stored:
     """Store tensors durably as safetensors; small ones wait for ``Change.keep``."""
     if size_of(tensors) < LARGE:
         content = encode(tensors)
@@ -50,11 +47,12 @@ def room(blobs: Blobs) -> Iterator[Room]:
     """A block with tensors in temporary files, which are removed with the tensors."""
     made: list[Path] = []
 
-    def allocate(shape: Shape, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    def allocate(shape: Shape, /, *, dtype: DTypeLike) -> Array:
+        if not math.prod(shape):  # An empty file cannot be mapped.
+            return np.empty(shape, dtype)
         path = blobs.temporary()
         made.append(path)
-        flat = torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype)
-        return flat.reshape(shape)
+        return np.memmap(path, dtype, mode="w+", shape=shape).view(np.ndarray)
 
     try:
         yield allocate

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from promptfed.coordinator.store.blobs import Held
-from promptfed.shared.tensors import TensorError, Tensors, decode, decode_file
+from promptfed.shared.tensors import Arrays, TensorError, decode, decode_file
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Upload:
         """The whole body."""
         return self.content if self.content is not None else self.path.read_bytes()
 
-    def tensors(self) -> tuple[Tensors, object | None]:
+    def tensors(self) -> tuple[Arrays, object | None]:
         """Tensors and metadata. Raises TensorError."""
         if self.content is None:
             return decode_file(self.path)

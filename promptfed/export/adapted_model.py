@@ -32,7 +32,7 @@ from promptfed.shared.methods.core.interface.base import (
 )
 from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.core.merging import Merges, checkpoint_of
-from promptfed.shared.methods.registry import INSTALL
+from promptfed.shared.methods.core.registry import INSTALL
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms

@@ -34,7 +34,8 @@ from promptfed.shared.api.export_card import (
 from promptfed.shared.clip import Backbone, tiny
 from promptfed.shared.methods import METHODS
 from promptfed.shared.spec.spec import BackboneSpec
-from promptfed.shared.tensors import Tensors, encode, state_hash
+from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_tensors import encode, state_hash
 
 VERSION = metadata.version("promptfed")
 

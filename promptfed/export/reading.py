@@ -32,7 +32,8 @@ from promptfed.shared.api.export_card import (
 from promptfed.shared.canonical import parse_json
 from promptfed.shared.signatures import export_statement, is_signed
 from promptfed.shared.spec.spec import SpecError
-from promptfed.shared.tensors import TensorError, Tensors, decode, state_hash
+from promptfed.shared.tensors import TensorError, Tensors
+from promptfed.shared.torch_tensors import decode, state_hash
 
 AUDIT_FILE = "audit.json"  # written by `promptfed audit export --write`, not signed
 PIECE = 1 << 20

@@ -25,7 +25,8 @@ from promptfed.shared.api.export_card import (
 )
 from promptfed.shared.canonical import parse_json
 from promptfed.shared.clip import Backbone
-from promptfed.shared.tensors import TensorError, Tensors, decode
+from promptfed.shared.tensors import TensorError, Tensors
+from promptfed.shared.torch_tensors import decode
 
 TOLERANCE = 1e-5  # tolerance between two machines that compute the same in float32
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
 from promptfed.shared.messages import Domain, FederationState, Message, Role, TaskKind
 from promptfed.shared.spec.spec import BackboneShape, ClassName, FederationSpec
 from promptfed.shared.spec.spec_section import left_out
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from promptfed.shared.tensors import Array
 
 
 class SweptRate(BaseModel):
@@ -266,10 +264,9 @@ class TensorView(BaseModel):
     data: Any
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorView:
+    def of(cls, tensor: Array) -> TensorView:
         """The view of ``tensor``."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return cls(dtype=dtype, shape=list(tensor.shape), data=tensor.tolist())
+        return cls(dtype=tensor.dtype.name, shape=list(tensor.shape), data=tensor.tolist())
 
 
 class PromptsView(BaseModel):

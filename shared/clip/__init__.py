@@ -1,15 +1,19 @@
 """The frozen backbone: an open_clip model, or a plain vision transformer of timm without text.
 
-It encodes texts and images with prompts and caches image features. Importing this package imports neither open_clip nor
-timm; `load_backbone` does so on its first call.
+It encodes texts and images with prompts and caches image features. Importing this package imports neither torch nor
+open_clip nor timm: its names are imported when they are first used, and `load_backbone` imports the model's library.
 """
 
-from promptfed.shared.clip.backbone import Backbone, Supports, shape_of
-from promptfed.shared.clip.caches.features import FeatureCache
-from promptfed.shared.clip.caches.slots import ImageSplit
-from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.loading import load_backbone
-from promptfed.shared.clip.towers.tokens import ClassPrompts
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip.backbone import Backbone, Supports, shape_of
+    from promptfed.shared.clip.caches.features import FeatureCache
+    from promptfed.shared.clip.caches.slots import ImageSplit
+    from promptfed.shared.clip.errors import BackboneError
+    from promptfed.shared.clip.loading import load_backbone
+    from promptfed.shared.clip.towers.tokens import ClassPrompts
 
 __all__ = [
     "Backbone",
@@ -21,3 +25,20 @@ __all__ = [
     "load_backbone",
     "shape_of",
 ]
+
+_MODULES = {
+    "Backbone": "backbone",
+    "BackboneError": "errors",
+    "ClassPrompts": "towers.tokens",
+    "FeatureCache": "caches.features",
+    "ImageSplit": "caches.slots",
+    "Supports": "backbone",
+    "load_backbone": "loading",
+    "shape_of": "backbone",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

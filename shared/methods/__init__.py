@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
-from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
@@ -19,20 +18,15 @@ from promptfed.shared.methods.core.checks.privacy_checks import check_privacy
 from promptfed.shared.methods.core.checks.rule_checks import check_rule
 from promptfed.shared.methods.core.checks.secure_checks import check_secure
 from promptfed.shared.methods.core.interface.base import Method, MethodError, ServerContext
-from promptfed.shared.methods.rates import swept_rate
-from promptfed.shared.methods.registry import MethodRegistry, UnusableMethod, description
+from promptfed.shared.methods.core.rates import swept_rate
+from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec, merged, parse_spec
 
 
-def _own_methods() -> dict[str, type[Method]]:
-    """The methods defined by the modules and packages of this folder, by name: subclasses that set a name."""
-    kinds: list[type[Method]] = []
-    for module in iter_modules(__path__, f"{__name__}."):
-        members = vars(import_module(module.name)).values()
-        kinds_here = [member for member in members if isinstance(member, type) and issubclass(member, Method)]
-        own = [kind for kind in kinds_here if f"{kind.__module__}.".startswith(f"{module.name}.")]
-        kinds += [kind for kind in own if "name" in vars(kind)]
-    return {kind.name: kind for kind in kinds}
+def _own_methods() -> dict[str, str]:
+    """The modules of the methods by name: every file and folder here but ``core`` is a method of this name."""
+    found = iter_modules(__path__)
+    return {module.name: f"{__name__}.{module.name}" for module in found if module.name != "core"}
 
 
 METHODS = MethodRegistry(_own_methods())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Generator, Tensor
+from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.seeds import initial_draws
+from promptfed.shared.seeds import Draws, initial_draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CoOp(pf.ContextMethod):
@@ -22,7 +25,7 @@ class CoOp(pf.ContextMethod):
         """Empty: the coordinator holds nothing."""
         return ()
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """The empty state: clients draw the common start themselves."""
         return {}
 

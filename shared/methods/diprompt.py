@@ -12,15 +12,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import AfterValidator, Field
-from torch import Generator, Tensor
-from torch.nn import functional as F
 
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone
 
 GLOBAL = TensorSpec("global_prompt", ("m", "d_t"))
@@ -105,13 +106,10 @@ class DiPrompt(pf.Method):
         sizes = {"M": len(self.hyper.candidates), "m": self.hyper.m}
         return sizes | {"d_t": pf.text_width(self.name, self.hyper.m, context)}
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """Every row drawn from N(0, 0.02²)."""
         dims = self.dims(context)
-        return {
-            spec.name: torch.randn(spec.resolve(dims), generator=generator) * pf.INIT_STD
-            for spec in self.state_tensors()
-        }
+        return {spec.name: draws.normal(*spec.resolve(dims)) * pf.INIT_STD for spec in self.state_tensors()}
 
     def aggregate(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import model_validator
-from torch import Tensor
 
+from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.private_context import LOCAL
 from promptfed.shared.methods.core.training import Reparameterisation, train_by, train_through
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHORTER = 10.0  # the released code divides the factors' gradients by it
 PAPER_DELTA = 1e-5  # δ in the released code's noise

@@ -13,15 +13,16 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.arrays import namespace
+from promptfed.shared.lazy import F, no_grad, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.fast_pt.domains import domain_key
+from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone
 
 QUERY = TensorSpec("query_weight", ("n", "d_e"))
@@ -71,7 +72,7 @@ class AdaptiveClassifier:
         with torch.no_grad():
             self._texts = torch.stack([self._text(key) for key in self._keys])  # (n, C, d_e)
 
-    @torch.no_grad()
+    @no_grad
     def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = split.features()
@@ -179,19 +180,19 @@ class FedAPT(pf.Method):
         if len(domains_of(context.clients)) < 2:
             raise pf.MethodError(f"all trainers are of one domain: {self.name} needs a trainer of another domain")
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """P from N(0, 0.02²), Q uniform in ±1/√d_e, each key from its domain and the seed."""
         dims = self.dims(context)
         domains = domains_of(context.clients)
-        prompt = torch.randn(self.meta.resolve(dims), generator=generator) * pf.INIT_STD
-        query = (torch.rand(QUERY.resolve(dims), generator=generator) * 2 - 1) / math.sqrt(dims["d_e"])
-        keys = [self._key(context.seed, domain, dims) for domain in domains]
-        empty = torch.zeros(0, dims["m"], dims["d_t"])
+        prompt = draws.normal(*self.meta.resolve(dims)) * pf.INIT_STD
+        query = (draws.uniform(*QUERY.resolve(dims)) * 2 - 1) / math.sqrt(dims["d_e"])
+        keys, xp = [self._key(context, domain, dims) for domain in domains], draws.xp
+        empty = xp.zeros((0, dims["m"], dims["d_t"]), dtype=xp.float32)
         return {
             META: prompt,
             QUERY.name: query,
-            KEYS.name: torch.stack(keys) if keys else empty,
-            DOMAINS.name: torch.tensor(domains, dtype=torch.int64),
+            KEYS.name: xp.stack(keys) if keys else empty,
+            DOMAINS.name: xp.asarray(domains, dtype=xp.int64),
         }
 
     def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
@@ -200,12 +201,12 @@ class FedAPT(pf.Method):
         if client.role != "trainer" or key_of(client) in known:
             return state
         domain = key_of(client)
-        key = self._key(context.seed, domain, self.dims(context))
-        query = state[QUERY.name]
+        key = self._key(context, domain, self.dims(context))
+        query, xp = state[QUERY.name], namespace(state[QUERY.name])
         return state | {
-            QUERY.name: torch.cat([query, query.new_zeros(1, query.shape[1])]),
-            KEYS.name: torch.cat([state[KEYS.name], key.unsqueeze(0)]),
-            DOMAINS.name: torch.tensor([*known, domain], dtype=torch.int64),
+            QUERY.name: xp.concat([query, xp.zeros((1, query.shape[1]), dtype=query.dtype)]),
+            KEYS.name: xp.concat([state[KEYS.name], key[None]]),
+            DOMAINS.name: xp.asarray([*known, domain], dtype=xp.int64),
         }
 
     def payload(
@@ -217,9 +218,9 @@ class FedAPT(pf.Method):
         row = state[DOMAINS.name].tolist().index(key_of(client))
         return {name: state[name] for name in (META, QUERY.name, DOMAINS.name)} | {KEY.name: state[KEYS.name][row]}
 
-    def _key(self, seed: int, domain: int, dims: dict[str, int]) -> Tensor:
+    def _key(self, context: pf.ServerContext, domain: int, dims: dict[str, int]) -> Any:
         """K ``(m, d_t)`` uniform in [0, 1), whoever else there is."""
-        return torch.rand(dims["m"], dims["d_t"], generator=pf.generator(seed, self.name, str(domain)))
+        return context.draws(self.name, str(domain)).uniform(dims["m"], dims["d_t"])
 
     # Client half
 

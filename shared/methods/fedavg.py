@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import fedsr, generalization
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.fedsr import Representation
 from promptfed.shared.methods.core.generalization import GAP, OWN_LOSS, ROUND, WEIGHTS, Subset
+from promptfed.shared.methods.core.interface.arithmetic import differs_by_rounding
 from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier
 from promptfed.shared.methods.core.weights import CHANGE, WeightMethod, WeightsHyper
+from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FedAvgHyper(WeightsHyper):
@@ -95,11 +97,11 @@ class FedAvg(WeightMethod):
             dims |= {"d_f": dims["d_h"], "d_z": self.hyper.d_z, "d_h": self.hyper.d_z}
         return dims | ({"n": len(context.clients)} if self.adjusts else {})
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """Also FedSR's start, and equal weights."""
-        state, dims = super().initial_state(context, generator), self.dims(context)
+        state, dims = super().initial_state(context, draws), self.dims(context)
         if self.hyper.fedsr:
-            state |= fedsr.start(context.seed, dims["classes"], dims["d_f"], dims["d_z"])
+            state |= fedsr.start(context.draws_of, context.seed, dims["classes"], dims["d_f"], dims["d_z"])
         return state | (generalization.start(context) if self.adjusts else {})
 
     def adopt(self, state: Tensors, context: pf.ServerContext) -> Tensors:
@@ -110,6 +112,7 @@ class FedAvg(WeightMethod):
         """A newcomer gets the mean weight of the others."""
         return generalization.joined(state, client, context) if self.adjusts else state
 
+    @differs_by_rounding
     def aggregate(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:

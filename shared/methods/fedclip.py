@@ -13,16 +13,17 @@ Source: Lu et al., "FedCLIP: Fast Generalization and Personalization for CLIP in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 
-Read = Callable[[pf.Split], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Read = Callable[[pf.Split], "Tensor"]
 """A split's image features ``(N, d_e)``."""
 
 ADAPTER = (
@@ -100,11 +101,11 @@ class FedCLIP(pf.Method):
         """``d_e``."""
         return {"d_e": context.shape.d_e}
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """Every entry uniform in ±1/√d_e, as linear layers usually start."""
         dims = self.dims(context)
         shapes = {spec.name: spec.resolve(dims) for spec in ADAPTER}
-        return {n: (torch.rand(*s, generator=generator) * 2 - 1) / dims["d_e"] ** 0.5 for n, s in shapes.items()}
+        return {n: (draws.uniform(*s) * 2 - 1) / dims["d_e"] ** 0.5 for n, s in shapes.items()}
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of the adapter on CE(τ⁻¹·cos(a(I) ⊙ I, T(y)))."""

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
+import numpy as np
 
+from promptfed.shared.arrays import double, single
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone, ClassPrompts
 
 META_NET = (*pf.layer("meta_net.narrow", "hidden", "d_e"), *pf.layer("meta_net.widen", "d_t", "hidden"))
@@ -31,6 +34,12 @@ class FedCoCoOpHyper(pf.ContextHyper):
     reduction: int = pf.option(
         16, "the meta-net's hidden layer has d_e / reduction units; CoCoOp's is 16", ge=1, le=1024
     )
+
+
+def _between(uniform: Any, bound: float) -> Any:
+    """Uniform in ±``bound`` of ``uniform`` in 0 to 1, rounded once, as torch's ``uniform_`` rounds it."""
+    limit = float(np.float32(bound))
+    return single(double(uniform) * (2 * limit) - limit)
 
 
 class FedCoCoOp(pf.SharedContextMethod):
@@ -60,22 +69,20 @@ class FedCoCoOp(pf.SharedContextMethod):
         d_e = context.shape.d_e
         return super().dims(context) | {"d_e": d_e, "hidden": max(1, d_e // self.hyper.reduction)}
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """PromptFL's start and a meta-net that does not shift it yet."""
-        return super().initial_state(context, generator) | self._meta_net(context, generator)
+        return super().initial_state(context, draws) | self._meta_net(context, draws)
 
-    def initial_state_with(self, backbone: Backbone, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state_with(self, backbone: Backbone, context: pf.ServerContext, draws: Draws) -> Tensors:
         """The same, with a context made of words."""
-        return super().initial_state_with(backbone, context, generator) | self._meta_net(context, generator)
+        return super().initial_state_with(backbone, context, draws) | self._meta_net(context, draws)
 
-    def _meta_net(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def _meta_net(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """First layer uniform in ±1/√d_e, second zero: training starts at the plain context (CoCoOp gives no start)."""
         dims = self.dims(context)
-        state = {spec.name: torch.zeros(spec.resolve(dims)) for spec in META_NET}
-        bound = 1 / math.sqrt(dims["d_e"])
-        for spec in META_NET[:2]:
-            state[spec.name].uniform_(-bound, bound, generator=generator)
-        return state
+        bound, xp = 1 / math.sqrt(dims["d_e"]), draws.xp
+        drawn = {spec.name: _between(draws.uniform(*spec.resolve(dims)), bound) for spec in META_NET[:2]}
+        return drawn | {spec.name: xp.zeros(spec.resolve(dims), dtype=xp.float32) for spec in META_NET[2:]}
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over context and meta-net; sends both."""

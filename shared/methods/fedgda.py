@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
-
+from promptfed.shared.arrays import cholesky, double, namespace
+from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger("promptfed.methods")
 
@@ -60,10 +62,10 @@ class ClassGaussians:
     @classmethod
     def of_sums(cls, share: Tensor, sums: Tensor, moment: Tensor, total: float) -> ClassGaussians:
         """Of Σ_{y=c} 1/N ``(C,)``, Σ_{y=c} x/N ``(C, d)`` and Σ xxᵀ/N ``(d, d)``, N = ``total``."""
-        share, sums, moment = share.double(), sums.double(), moment.double()
-        there = share * total > 1 / 2
-        means = torch.where(there[:, None], sums / share.where(there, torch.ones_like(share))[:, None], 0.0)
-        counts = torch.where(there, share * total, 0.0)
+        share, sums, moment = double(share), double(sums), double(moment)
+        where, there = namespace(share).where, share * total > 1 / 2
+        means = where(there[:, None], sums / where(there, share, 1.0)[:, None], 0.0)
+        counts = where(there, share * total, 0.0)
         return cls(counts, means, total * moment - (counts[:, None] * means).T @ means)
 
     def with_prior(self, prior: ClassGaussians, strength: float) -> ClassGaussians:
@@ -81,18 +83,24 @@ class ClassGaussians:
         scatter = self.scatter + strength * prior.scatter + between.T @ apart
         return ClassGaussians(counts / (1 + strength), means, scatter / (1 + strength))
 
-    def precision(self) -> Tensor | None:
-        """Λ = d·(S + tr S/(N − 1)·1)⁻¹ ``(d, d)``; None where S is no scatter of more than one image."""
-        total, trace, size = float(self.counts.sum()), float(self.scatter.trace()), len(self.scatter)
+    def _factor(self) -> Any | None:
+        """The Cholesky factor of S + tr S/(N − 1)·1; None where S is no scatter of more than one image."""
+        total, trace, xp = float(self.counts.sum()), float(self.scatter.trace()), namespace(self.scatter)
         if total <= 1 or trace <= 0:
             return None
         shrunk = (self.scatter + self.scatter.T) / 2
-        shrunk = shrunk + trace / (total - 1) * torch.eye(size, dtype=torch.float64)
-        factor, failed = torch.linalg.cholesky_ex(shrunk)
-        if int(failed) or not bool(factor.isfinite().all()):
-            return None
-        inverse: Tensor = size * torch.cholesky_inverse(factor)
-        return inverse
+        factor = cholesky(shrunk + trace / (total - 1) * xp.eye(len(shrunk), dtype=xp.float64))
+        return factor if factor is not None and bool(xp.isfinite(factor).all()) else None
+
+    @property
+    def is_scatter(self) -> bool:
+        """Whether S is the scatter of more than one image."""
+        return self._factor() is not None
+
+    def precision(self) -> Tensor | None:
+        """Λ = d·(S + tr S/(N − 1)·1)⁻¹ ``(d, d)``; None where S is no scatter of more than one image."""
+        factor = self._factor()
+        return None if factor is None else len(self.scatter) * torch.cholesky_inverse(factor)
 
 
 def statistics(features: Tensor, labels: Tensor, classes: int, least: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,8 +199,9 @@ class FedGDA(pf.Method):
                 yield update
 
         pooled = combine(noted())
-        after = pooled | {TOTAL.name: torch.tensor(sum(samples[name] for name in counted), dtype=torch.int64)}
-        return after if pooled_gaussians(after).precision() is not None else state
+        xp = namespace(pooled[SHARE.name])
+        after = pooled | {TOTAL.name: xp.asarray(sum(samples[name] for name in counted), dtype=xp.int64)}
+        return after if pooled_gaussians(after).is_scatter else state
 
     def measure(self, before: Tensors, phase: pf.Phase, after: Tensors, context: pf.ServerContext) -> pf.Measured:
         """Of how many images the statistics are; 0 where they were no scatter and not taken."""

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-
-from promptfed.shared.clip.towers.functional import LowRank
+from promptfed.shared.arrays import double, namespace, single
+from promptfed.shared.lazy import F, checkpointing, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
+from promptfed.shared.methods.core.interface.arithmetic import differs_by_rounding
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.text_features import spoken
 from promptfed.shared.methods.core.visual import CacheBlocks, ImageClassifier, Towers, VisualHyper, check_kept_blocks
-from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.seeds import Draws, DrawsOf
+from promptfed.shared.tensors import Tensors, TensorSpec, sum_of_squares
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone
+    from promptfed.shared.clip.towers.functional import LowRank
 
 Tower = Literal["visual", "text"]
 VISUAL, TEXT = "visual", "text"
@@ -139,10 +140,11 @@ class FedLoRA(pf.Method):
             dims |= {f"d_{tower[0]}": width, f"k_{tower[0]}": self.hyper.k if self.hyper.blocks == "last_k" else layers}
         return dims
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """A uniform in ±1/√d, one draw for all; B zero, so that nothing is changed."""
-        return _start(self.state_tensors(), self.dims(context), context.seed)
+        return _start(context.draws_of, self.state_tensors(), self.dims(context), context.seed)
 
+    @differs_by_rounding
     def aggregate(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
@@ -156,6 +158,7 @@ class FedLoRA(pf.Method):
             }
         return super().aggregate(state, phase, updates, combine, context)
 
+    @differs_by_rounding
     def aggregate_measured(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> tuple[Tensors, pf.Measured]:
@@ -176,7 +179,7 @@ class FedLoRA(pf.Method):
         for tower in self.towers:
             k, q, width, r = payload[_b(tower).name].shape
             sizes = {f"k_{tower[0]}": k, "q": q, "r": r, f"d_{tower[0]}": width}
-            drawn |= _start((_a(tower),), sizes, context.seed)
+            drawn |= _start(pf.generator, (_a(tower),), sizes, context.seed)
         return drawn | {name: payload[name] for name in payload}
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
@@ -267,7 +270,9 @@ class _Adapted:
         if size is None or not torch.is_grad_enabled():
             return encode(inputs, 0)
         parts = enumerate(torch.split(inputs, size))
-        return torch.cat([checkpoint(encode, part, number, use_reentrant=False) for number, part in parts])
+        return torch.cat(
+            [checkpointing.checkpoint(encode, part, number, use_reentrant=False) for number, part in parts]
+        )
 
     def text_features(self, step: int | None) -> Tensor:
         """``(C, d_e)`` normalised features of the template's texts."""
@@ -294,6 +299,8 @@ class _Adapted:
 
     def _low_rank(self, tower: str, layers: int, step: int | None, number: int) -> dict[int, LowRank]:
         """The changes by block; without a ``step`` there is no dropout. One set of masks for one step and part."""
+        from promptfed.shared.clip.towers.functional import LowRank
+
         a, b = self._factors[_a(tower).name], self._factors[_b(tower).name]
         first, rate, draws = layers - len(a), 0.0, None
         if step is not None and self._hyper.dropout > 0:
@@ -314,16 +321,15 @@ def _b(tower: str) -> TensorSpec:
     return TensorSpec(f"{tower}_b", (f"k_{tower[0]}", "q", f"d_{tower[0]}", "r"))
 
 
-def _start(specs: Iterable[TensorSpec], dims: Mapping[str, int], seed: int) -> Tensors:
+def _start(draws_of: DrawsOf, specs: Iterable[TensorSpec], dims: Mapping[str, int], seed: int) -> Tensors:
     """The factors before any training; the same wherever they are drawn."""
     made = {}
     for spec in specs:
-        shape = spec.resolve(dims)
+        shape, draws = spec.resolve(dims), draws_of(seed, "lora", spec.name)
         if spec.name.endswith("_b"):
-            made[spec.name] = torch.zeros(shape)
+            made[spec.name] = draws.xp.zeros(shape, dtype=draws.xp.float32)
         else:
-            drawn = torch.rand(shape, generator=pf.generator(seed, "lora", spec.name))
-            made[spec.name] = (drawn * 2 - 1) / math.sqrt(shape[-1])
+            made[spec.name] = (draws.uniform(*shape) * 2 - 1) / math.sqrt(shape[-1])
     return made
 
 
@@ -338,20 +344,16 @@ def product_sums(sums: Tensors, towers: Iterable[str], update: pf.ClientUpdate) 
     """Adds an update's weighted products ``(k, q, d, d)`` to ``sums``, by tower, matrix by matrix."""
     for tower in towers:
         a, b = update.tensors[f"{tower}_a"], update.tensors[f"{tower}_b"]
-        if tower not in sums:
-            sums[tower] = torch.zeros(*a.shape[:2], a.shape[-1], a.shape[-1])
-        for whole, own_a, own_b in zip(sums[tower].flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1), strict=True):
-            whole.addmm_(own_b.float(), own_a.float(), alpha=update.weight)
+        products = update.weight * (single(b) @ single(a))
+        sums[tower] = sums[tower] + products if tower in sums else products
 
 
 def relative_error(towers: Iterable[str], factors: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> float:
     """‖B·A − sum‖/‖sum‖ over all matrices of both towers; 0 where nothing has changed."""
     off = length = 0.0
     for tower in towers:
-        a, b = factors[f"{tower}_a"].flatten(0, 1), factors[f"{tower}_b"].flatten(0, 1)
-        for whole, own_a, own_b in zip(sums[tower].flatten(0, 1), a, b, strict=True):
-            off += float((own_b @ own_a - whole).double().square().sum())
-            length += float(whole.double().square().sum())
+        off += sum_of_squares(factors[f"{tower}_b"] @ factors[f"{tower}_a"] - sums[tower])
+        length += sum_of_squares(sums[tower])
     return (off / length) ** 0.5 if length > 0 else 0.0
 
 
@@ -362,23 +364,24 @@ def best_of_rank(tower: str, updates: Sequence[pf.ClientUpdate], rank: int) -> T
     left one the largest entry is positive.
     """
     kind_a, kind_b = f"{tower}_a", f"{tower}_b"
-    shape = updates[0].tensors[kind_a].shape
-    made: Tensors = {kind_a: torch.empty(shape), kind_b: torch.empty(updates[0].tensors[kind_b].shape)}
+    shape, xp = updates[0].tensors[kind_a].shape, namespace(updates[0].tensors[kind_a])
+    made = {kind: xp.empty(tuple(updates[0].tensors[kind].shape), dtype=xp.float32) for kind in (kind_a, kind_b)}
     total = sum(update.weight for update in updates)
     for place in range(shape[0]):
         for matrix in range(shape[1]):
-            left = torch.cat([u.tensors[kind_b][place, matrix].double() * (u.weight / total) for u in updates], dim=1)
-            right = torch.cat([u.tensors[kind_a][place, matrix].double() for u in updates], dim=0)
+            left = xp.concat([double(u.tensors[kind_b][place, matrix]) * (u.weight / total) for u in updates], 1)
+            right = xp.concat([double(u.tensors[kind_a][place, matrix]) for u in updates], 0)
             made[kind_b][place, matrix], made[kind_a][place, matrix] = _factored(left, right, rank)
     return made
 
 
-def _factored(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def _factored(left: Any, right: Any, rank: int) -> tuple[Any, Any]:
     """B ``(d, rank)`` and A ``(rank, d)`` nearest to left·right."""
-    q_left, r_left = torch.linalg.qr(left)
-    q_right, r_right = torch.linalg.qr(right.T)
-    u, sizes, v = torch.linalg.svd(r_left @ r_right.T, full_matrices=False)
+    xp = namespace(left)
+    q_left, r_left = xp.linalg.qr(left)
+    q_right, r_right = xp.linalg.qr(right.T)
+    u, sizes, v = xp.linalg.svd(r_left @ r_right.T, full_matrices=False)
     u, v = q_left @ u[:, :rank], v[:rank] @ q_right.T
-    signs = u.gather(0, u.abs().argmax(dim=0, keepdim=True)).sign().squeeze(0)
-    root = sizes[:rank].sqrt()
+    signs = xp.sign(u[abs(u).argmax(0), range(u.shape[1])])
+    root = xp.sqrt(sizes[:rank])
     return u * signs * root, v * signs[:, None] * root[:, None]

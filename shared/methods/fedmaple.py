@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Generator, Tensor
-
+from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn
+from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAPLE_DEPTH = 9  # of twelve blocks
 TEXT = TensorSpec("text_prompts", ("depth", "m", "d_t"))
@@ -72,14 +75,12 @@ class FedMaple(pf.Method):
         """As many as ``m``."""
         return self.hyper.m
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """Prompts N(0, 0.02²); maps uniform in ±1/√d_t."""
         dims = self.dims(context)
         bound = 1 / math.sqrt(dims["d_t"])
-        uniform = {
-            spec.name: (torch.rand(*spec.resolve(dims), generator=generator) * 2 - 1) * bound for spec in (WEIGHT, BIAS)
-        }
-        return {TEXT.name: drawn(generator, *TEXT.resolve(dims))} | uniform
+        uniform = {spec.name: (draws.uniform(*spec.resolve(dims)) * 2 - 1) * bound for spec in (WEIGHT, BIAS)}
+        return {TEXT.name: drawn(draws, *TEXT.resolve(dims))} | uniform
 
     def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """The text prompts at the input: deeper ones stand beside hidden states, not beside words."""

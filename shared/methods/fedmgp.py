@@ -14,11 +14,8 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
-
 from promptfed.shared.clip.errors import BackboneError
+from promptfed.shared.lazy import F, no_grad, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.visual import CHUNK, Towers, VisualHyper, drawn
@@ -26,6 +23,8 @@ from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
     from promptfed.shared.clip import Backbone
 
 log = logging.getLogger("promptfed.methods")
@@ -61,7 +60,7 @@ class FedMGPHyper(VisualHyper):
     )
 
 
-Prompts = dict[str, Tensor]
+Prompts = dict[str, "Tensor"]
 """By modality ``(G, m, d)``."""
 
 
@@ -156,7 +155,7 @@ class GroupsClassifier:
         with torch.no_grad():
             self._texts = self._groups.texts(self._prompts)
 
-    @torch.no_grad()
+    @no_grad
     def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         return torch.cat([self._of(split, part) for part in torch.split(indices, CHUNK)])
@@ -251,7 +250,7 @@ class FedMGP(pf.Method):
         """``(G, m, d)`` before any training, the same for all clients."""
         hyper = self.hyper
         width = backbone.d_t if kind == TEXT else backbone.d_v
-        noise = drawn(pf.generator(seed, self.name, kind), hyper.groups, hyper.m, width)
+        noise: Tensor = drawn(pf.generator(seed, self.name, kind), hyper.groups, hyper.m, width)
         if kind == VISUAL or hyper.context_init is None:
             return noise
         words = backbone.embed_words(hyper.context_init).detach().float().cpu()[: hyper.m]

@@ -12,20 +12,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import Json
-from torch import Generator, Tensor
-from torch.nn import functional as F
 
+from promptfed.shared.arrays import namespace
+from promptfed.shared.lazy import F, no_grad, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.visual import ImageClassifier, drawn
+from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.class_descriptions import ClassDescriptions, texts_of
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone
     from promptfed.shared.clip.towers.functional_vision import VisionTower
 
@@ -121,7 +123,7 @@ class PromptedImages:
         self._backbone, self._tower = backbone, backbone.vision_tower()
         expect_class_token(self._tower)
 
-    @torch.no_grad()
+    @no_grad
     def embedded(self, images: Tensor) -> Tensor:
         """``(B, 1 + N, d_v)``, [cls] and patches with positions, before `ln_pre`, of images ``(B, 3, H, W)``."""
         weights, images = self._tower.weights, self._backbone.image_input(images)
@@ -238,11 +240,11 @@ class FedMVP(pf.Method):
         multiples = {f"d_v{n}": n * width for n in (3, 4, 8)}
         return {"d_v": width, "d_e": context.shape.d_e, "r": self.hyper.r} | multiples
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """Attention Xavier uniform, linear maps in ±1/√fan-in, norms 1 and 0, the low-rank part's B zero."""
         dims, made = self.dims(context), {}
         for spec in self.state_tensors():
-            made[spec.name] = _start(spec.name, spec.resolve(dims), generator)
+            made[spec.name] = _start(spec.name, spec.resolve(dims), draws)
         return made
 
     def aggregate(
@@ -253,7 +255,8 @@ class FedMVP(pf.Method):
         if not self._watched:
             return after
         switched = int(state[ACTIVE.name]) or int(float(after[LOSS.name]) < self.hyper.sigma)
-        return after | {ACTIVE.name: torch.tensor(switched, dtype=torch.int64)}
+        xp = namespace(after[LOSS.name])
+        return after | {ACTIVE.name: xp.asarray(switched, dtype=xp.int64)}
 
     # Client half
 
@@ -328,17 +331,18 @@ class FedMVP(pf.Method):
         return ImageClassifier(logits)
 
 
-def _start(name: str, shape: tuple[int, ...], draws: Generator) -> Tensor:
+def _start(name: str, shape: tuple[int, ...], draws: Draws) -> Any:
     """A tensor of the state before any training."""
+    xp = draws.xp
     if name == ACTIVE.name:
-        return torch.zeros(shape, dtype=torch.int64)
+        return xp.zeros(shape, dtype=xp.int64)
     if name == LOSS.name or name.endswith("_b") or name in ("in_bias", "out_bias"):
-        return torch.zeros(shape)
+        return xp.zeros(shape, dtype=xp.float32)
     if name.startswith("norm_"):
-        return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
+        return xp.full(shape, float(name.endswith("weight")), dtype=xp.float32)
     if name.startswith("lora_"):
         return drawn(draws, *shape)
-    uniform = torch.rand(shape, generator=draws) * 2 - 1
+    uniform = draws.uniform(*shape) * 2 - 1
     if name in ("in_weight", "out_weight"):
         return uniform * math.sqrt(6 / sum(shape))
     return uniform / math.sqrt(shape[-1])  # of a bias by its own length: no wider than its weights'

@@ -6,15 +6,15 @@ Source: Li et al., "Global and Local Prompts Cooperation via Optimal Transport f
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.patch_texts import PLAN_METRICS, PatchTextClassifier, PatchTextLogits, Transport
 from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FedOTPHyper(pf.ContextHyper):

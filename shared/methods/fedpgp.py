@@ -7,13 +7,14 @@ equation numbers below are the paper's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
+from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Pairs = Literal["both", "positive_only", "negative_only"]
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.patch_texts import PLAN_METRICS, PatchTextClassifier, PatchTextLogits, Transport
+from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone
 
 
@@ -61,14 +61,14 @@ class FedPLOT(pf.SharedContextMethod):
         """``N``, ``m`` and the text tower's width ``d_t``."""
         return {"N": self.hyper.prompts, **super().dims(context)}
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """N draws from N(0, 0.02²); NeedsBackbone where words are part of them."""
-        drawn = [super(FedPLOT, self).initial_state(context, generator) for _ in range(self.hyper.prompts)]
-        return {self.shared.name: torch.stack([state[self.shared.name] for state in drawn])}
+        drawn = [super(FedPLOT, self).initial_state(context, draws) for _ in range(self.hyper.prompts)]
+        return {self.shared.name: draws.xp.stack([state[self.shared.name] for state in drawn])}
 
-    def start(self, backbone: Backbone, generator: Generator) -> Tensor:
+    def start(self, backbone: Backbone, draws: Draws) -> Tensor:
         """Contexts ``(N, m, d_t)`` that end with the given words; what stands before these differs."""
-        drawn = [super(FedPLOT, self).start(backbone, generator) for _ in range(self.hyper.prompts)]
+        drawn = [super(FedPLOT, self).start(backbone, draws) for _ in range(self.hyper.prompts)]
         if len(drawn) > 1 and torch.equal(drawn[0], drawn[1]):
             raise pf.MethodError(
                 f"context_init fills all m = {self.hyper.m} vectors, so that the {len(drawn)} contexts would stay "

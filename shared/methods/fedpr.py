@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from promptfed.shared.lazy import no_grad, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.fedvpt import FedVPT
 from promptfed.shared.methods.fedvpt_deep import FedVPTDeepHyper
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROUNDING = 1e-9  # of (1 − ρ)·d, which binary arithmetic may leave under a whole number
 
@@ -61,7 +63,7 @@ class NullSpace:
         self._away = [projection(block, rho) for block in self._before]
         self._length = math.sqrt(rho * prompts.shape[-1]) if normalise else 1.0
 
-    @torch.no_grad()
+    @no_grad
     def settle(self) -> None:
         """(N3) what the optimizer has added since the last time goes through Π, in place."""
         steps = self._prompts.detach() - self._before

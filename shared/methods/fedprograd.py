@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.training import train_by
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FedProGradHyper(pf.ContextHyper):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.heads import Head
 from promptfed.shared.methods.core.trained_tower import TrainedTower
 from promptfed.shared.methods.core.weights import WeightMethod, WeightsHyper
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FedProxHyper(WeightsHyper):

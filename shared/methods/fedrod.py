@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+from typing import TYPE_CHECKING
 
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead
 from promptfed.shared.methods.core.trained_tower import TowerHyper
 from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.methods.core.weights import WeightMethod
 from promptfed.shared.tensors import Tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OWN_HEAD, OWN_BIAS = "own_head", "own_bias"  # Q's (C, d_h) and (C,): rows in the order of the shared head's
 ABSENT = -1e9  # in the place of log 0

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.methods.core.interface.arithmetic import needs_torch
 from promptfed.shared.methods.core.text_features import name_features
+from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FeedForward = Literal["relu", "geglu"]
 WIDTHS: dict[FeedForward, tuple[int, int]] = {"relu": (1, 1), "geglu": (8, 4)}
@@ -95,7 +97,7 @@ class FedTPG(pf.Method):
         sizes = {"m": self.hyper.m, "d_t": d_t, "d_e": context.shape.d_e}
         return sizes | {"ff_in": wide * d_t, "ff_out": narrow * d_t}
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """θ⁰: queries from N(0, 0.02²), weights as ``start`` says, norms the identity, biases zero.
 
         The paper gives no initialisation. With Xavier's (Glorot and Bengio, 2010) a query's scores differ from class to
@@ -105,19 +107,22 @@ class FedTPG(pf.Method):
         for spec in PARAMETERS:
             shape = spec.resolve(dims)
             if len(shape) == 2 and (self.hyper.start == "normal" or spec.name == QUERIES):
-                state[spec.name] = torch.randn(shape, generator=generator) * pf.INIT_STD
+                state[spec.name] = draws.normal(*shape) * pf.INIT_STD
             elif len(shape) == 2:
                 bound = math.sqrt(6 / sum(shape))
-                state[spec.name] = (torch.rand(shape, generator=generator) * 2 - 1) * bound
+                state[spec.name] = (draws.uniform(*shape) * 2 - 1) * bound
             else:
-                state[spec.name] = torch.ones(shape) if spec.name.endswith("weight") else torch.zeros(shape)
+                start = float(spec.name.endswith("weight"))
+                state[spec.name] = draws.xp.full(shape, start, dtype=draws.xp.float32)
         return state
 
+    @needs_torch
     def generate(self, state: Tensors, text_features: Tensor, context: pf.ServerContext) -> Tensors:
         """The context ``(m, d_t)`` for classes with text features ``(C, d_e)``."""
         with torch.no_grad():
             return {"context": self.context_of(state, F.normalize(text_features, dim=-1))}
 
+    @needs_torch
     def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """What f_θ makes ``(m, d_t)`` for each client's own class names, where their features are known."""
         made: Tensors = {}
@@ -128,6 +133,7 @@ class FedTPG(pf.Method):
                 made[client.name] = self.generate(state, rows, context)["context"]
         return made
 
+    @needs_torch
     def client_vectors(
         self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]
     ) -> Tensors:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
-
-import torch
-from torch import Generator, Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.heads import Head, HeadRate, LinearHead, TextHead, check_head_rate, head_width
 from promptfed.shared.methods.core.prompted_head import PromptedHead
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, vpt_bound
+from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PROMPTS = TensorSpec("visual_prompts", ("depth_v", "m", "d_v"))
 
@@ -69,10 +70,10 @@ class VisualPromptMethod(pf.Method):
         vpt_bound(context.shape.patch_size, sizes["d_v"])
         return {"m": self.hyper.m} | sizes
 
-    def start(self, depth: int, width: int, patch_size: int | None, generator: Generator) -> Tensor:
+    def start(self, depth: int, width: int, patch_size: int | None, draws: Draws) -> Any:
         """Prompts ``(depth, m, width)`` before any training."""
         bound = vpt_bound(patch_size, width)
-        return (torch.rand(depth, self.hyper.m, width, generator=generator) * 2 - 1) * bound
+        return (draws.uniform(depth, self.hyper.m, width) * 2 - 1) * bound
 
     def train_prompts(
         self, context: pf.ClientContext, start: Tensor, private: Tensors
@@ -115,10 +116,10 @@ class FedVPT(VisualPromptMethod):
         """The prompts."""
         return (PROMPTS,)
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """VPT's uniform start."""
         dims = self.dims(context)
-        return {PROMPTS.name: self.start(dims["depth_v"], dims["d_v"], context.shape.patch_size, generator)}
+        return {PROMPTS.name: self.start(dims["depth_v"], dims["d_v"], context.shape.patch_size, draws)}
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the global prompts and the client's own head."""

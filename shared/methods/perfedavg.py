@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, LinearHead
 from promptfed.shared.methods.core.trained_tower import TrainedTower
@@ -17,7 +14,10 @@ from promptfed.shared.methods.core.training import TaskCancelled, batches, group
 from promptfed.shared.methods.core.weights import WeightMethod, WeightsHyper
 from promptfed.shared.tensors import Tensors
 
-BatchLoss = Callable[[Tensor], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BatchLoss = Callable[["Tensor"], "Tensor"]
 DELTA = 1e-3  # of the finite difference
 
 

@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F, no_grad, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.text_features import spoken
 from promptfed.shared.methods.core.visual import CHUNK, CacheBlocks, check_kept_blocks
 from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.seeds import Draws, DrawsOf
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone
     from promptfed.shared.clip.towers.functional import Adapter
 
@@ -52,22 +52,11 @@ class PFedMMAHyper(pf.Hyperparameters):
     share: Literal["middle", "none", "all"] = pf.option("middle", "what is averaged: S alone, nothing, or D and U too")
 
 
-class _Scaled(torch.autograd.Function):
-    """v as it is; its gradient times c."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
-
-
 def with_gradient_times(value: Tensor, factor: float) -> Tensor:
     """``value``, whose gradient is multiplied by ``factor``."""
-    scaled: Tensor = _Scaled.apply(value, factor)
+    scaled = value.view_as(value)
+    if scaled.requires_grad:
+        scaled.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
     return scaled
 
 
@@ -148,7 +137,7 @@ class AdapterClassifier:
         with torch.no_grad():
             self._text = self._towers.texts(self._own)
 
-    @torch.no_grad()
+    @no_grad
     def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         parts = torch.split(indices, CHUNK)
@@ -209,20 +198,21 @@ class PFedMMA(pf.Method):
             sizes["d_t"] = shape.d_t
         return sizes | {"k": pairs_of(self.hyper, shape.text_layers or 0, shape.vision_layers or 0)}
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """The shared part of the one start that all clients draw."""
-        start = self.start(context.seed, self.dims(context))
+        start = self.start(context.draws_of, context.seed, self.dims(context))
         return {spec.name: start[spec.name] for spec in self.state_tensors()}
 
-    def start(self, seed: int, dims: Mapping[str, int]) -> Tensors:
+    def start(self, draws_of: DrawsOf, seed: int, dims: Mapping[str, int]) -> Tensors:
         """Kaiming normal by fan-out, N(0, 2/out); biases zero."""
         made = {}
         for spec in self.tensors():
             shape = spec.resolve(dims)
-            draws = pf.generator(seed, self.name, spec.name)
-            made[spec.name] = (
-                torch.zeros(shape) if len(shape) == 2 else torch.randn(shape, generator=draws) * math.sqrt(2 / shape[1])
-            )
+            draws = draws_of(seed, self.name, spec.name)
+            if len(shape) == 2:  # a bias in each block
+                made[spec.name] = draws.xp.zeros(shape, dtype=draws.xp.float32)
+            else:
+                made[spec.name] = draws.normal(*shape) * math.sqrt(2 / shape[1])
         return made
 
     def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
@@ -238,7 +228,7 @@ class PFedMMA(pf.Method):
         backbone = context.backbone
         sizes = {"r": self.hyper.r, "d_t": backbone.d_t, "d_v": backbone.d_v}
         sizes["k"] = pairs_of(self.hyper, backbone.text_layers, backbone.vision_layers)
-        start = (private or self.start(context.seed, sizes)) | payload
+        start = (private or self.start(pf.generator, context.seed, sizes)) | payload
         own = pf.leaves(dict(sorted(start.items())), backbone)
         towers, labels = AdaptedTowers(context, self.hyper), context.train.labels.to(backbone.device)
 

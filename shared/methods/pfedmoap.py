@@ -8,15 +8,16 @@ width of the gate, ``h`` its heads.
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.arrays import double
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import ANSWERED, ROWS, ClientRowsMethod, row_of
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger("promptfed.methods")
 
@@ -53,11 +54,12 @@ def pooled(features: Tensor, width: int) -> Tensor:
     return features[..., places]
 
 
-def in_ties(rows: Tensor, at: int) -> Tensor:
+def in_ties(rows: Any, at: int) -> Any:
     """``(n,)`` squared distances of ``rows (n, m, d_t)`` from row ``at``, as whole numbers of ties, float64."""
-    wide = rows.double().flatten(1)
-    squares = (wide - wide[at]).square().sum(1)
-    return (squares / (TIE * squares.max().clamp_min(1e-300))).round()
+    wide = double(rows).reshape(len(rows), -1)
+    apart = wide - wide[at]
+    squares = (apart * apart).sum(1)
+    return (squares / (TIE * max(float(squares.max()), 1e-300))).round()
 
 
 class Gate:
@@ -161,8 +163,7 @@ class PFedMoAP(ClientRowsMethod):
     def _chosen(self, state: Tensors, at: int, client: pf.ClientInfo, context: pf.ServerContext) -> list[int]:
         others = [row for row in self.usable(state, context) if row != at]
         if self.hyper.selection == "random":
-            draws = pf.generator(context.seed, "experts", int(state[ANSWERED.name].max()), client.name)
-            order = torch.randperm(len(others), generator=draws).tolist()
+            order = context.draws("experts", int(state[ANSWERED.name].max()), client.name).permutation(len(others))
             return [others[place] for place in order[: self.hyper.experts]]
         distances = in_ties(state[ROWS.name], at)
         # The sort is stable and rows are in order of name.

@@ -12,18 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Generator, Tensor
-
+from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.client_rows import row_of
 from promptfed.shared.methods.core.heads import HeadRate, LinearHead, head_width
+from promptfed.shared.methods.core.interface.arithmetic import needs_torch
 from promptfed.shared.methods.core.prompted_head import PromptedHead
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, vpt_bound
+from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BASIS, DESCRIPTORS, ADAPTED = "prompt_basis", "descriptors", "adapted_prompts"
 PROMPTS = TensorSpec("prompts", ("m", "d_v"))
@@ -248,7 +251,8 @@ class PFedPG(pf.Method):
         inner = self.hyper.inner_width or width
         return {"m": self.hyper.m, "d_v": width, "d_k": inner, "h": self.hyper.hidden, "n": len(context.clients)}
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    @needs_torch
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """Basis as in VPT, matrices Xavier-uniform, biases zero, descriptors uniform in ±1, one draw for each name."""
         dims = self.dims(context)
         state: Tensors = {}
@@ -262,7 +266,7 @@ class PFedPG(pf.Method):
             bound = math.sqrt(6 / (fan_in + fan_out))
             if name == BASIS:
                 bound = vpt_bound(context.shape.patch_size, dims["d_v"])
-            drawn = (torch.rand(*shape, generator=generator) * 2 - 1) * bound
+            drawn = (draws.uniform(*shape) * 2 - 1) * bound
             state[name] = torch.zeros(shape) if name.startswith("b_") else drawn
         return state | self._fresh_optimizer(state)
 
@@ -279,6 +283,7 @@ class PFedPG(pf.Method):
             steps[f"{STEPS}.{DESCRIPTORS}"] = torch.zeros(len(learned[DESCRIPTORS]), dtype=torch.int64)
         return moments | steps
 
+    @needs_torch
     def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
         """Insert a row for the newcomer at the place of its name: the mean descriptor, without optimizer steps."""
         at = row_of(client.name, context)
@@ -289,10 +294,12 @@ class PFedPG(pf.Method):
             joined[name] = torch.cat([tensor[:at], new, tensor[at:]])
         return state | joined
 
+    @needs_torch
     def prompts(self, state: Tensors) -> Tensors:
         """The basis, and all clients' descriptors; the generator and its optimizer are no prompts."""
         return {name: state[name] for name in (BASIS, DESCRIPTORS) if name in self._learned}
 
+    @needs_torch
     def client_vectors(
         self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]
     ) -> Tensors:
@@ -302,6 +309,7 @@ class PFedPG(pf.Method):
             return {}
         return {client.name: row for client, row in zip(context.clients, rows, strict=True)}
 
+    @needs_torch
     def payload(
         self, state: Tensors, phase: pf.Phase | None, client: pf.ClientInfo, context: pf.ServerContext
     ) -> Tensors:
@@ -321,6 +329,7 @@ class PFedPG(pf.Method):
         """``(k, d_v)``; of no meaning where the generator has none."""
         return state[DESCRIPTORS][rows] if DESCRIPTORS in self._learned else torch.zeros(len(rows), 1)
 
+    @needs_torch
     def aggregate(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:

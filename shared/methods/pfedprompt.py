@@ -8,15 +8,15 @@ stored features of its own images. This is that, and no more is claimed. Notatio
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PFedPromptHyper(pf.ContextHyper):

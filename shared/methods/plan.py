@@ -11,17 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.arrays import namespace, relu, softmax
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
+from promptfed.shared.methods.core.interface.arithmetic import differs_by_rounding
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.tensors import DTYPES, Tensors, TensorSpec
+from promptfed.shared.seeds import Draws
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TEXT, VISUAL = "text", "visual"
 AXES = {TEXT: ("depth_t", "d_t", "r_t"), VISUAL: ("depth_v", "d_v", "r_v")}
@@ -87,24 +90,25 @@ class Aggregator:
     """The attention aggregators of one modality, one for every block; ``tensors`` are those of `aggregator_of`."""
 
     modality: str
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Any]
     residual: bool
 
-    def shares(self, prompts: Tensor) -> Tensor:
+    def shares(self, prompts: Any) -> Any:
         """γ ``(K, depth)`` of prompts ``(K, depth, m, d)``: softmax over clients of ⟨Q, F_q(Tᵏ)⟩ (Eq. 12)."""
         scores = (self._part("query") * self._perceptron("fq", prompts)).sum((-2, -1))
-        return torch.softmax(scores, dim=0)
+        return softmax(scores, 0)
 
-    def __call__(self, prompts: Tensor) -> Tensor:
+    def __call__(self, prompts: Any) -> Any:
         """The global prompts ``(depth, m, d)`` = Σ γ_k·F_a(Tᵏ) of prompts ``(K, depth, m, d)`` (Eq. 13)."""
         return (self.shares(prompts)[..., None, None] * self._perceptron("fa", prompts)).sum(0)
 
-    def _perceptron(self, net: str, tokens: Tensor) -> Tensor:
-        hidden = torch.einsum("klmd,lrd->klmr", tokens, self._part(f"{net}.w1")) + self._part(f"{net}.b1")[:, None]
-        out = torch.einsum("klmr,ldr->klmd", F.relu(hidden), self._part(f"{net}.w2")) + self._part(f"{net}.b2")[:, None]
+    def _perceptron(self, net: str, tokens: Any) -> Any:
+        einsum = namespace(tokens).einsum
+        hidden = einsum("klmd,lrd->klmr", tokens, self._part(f"{net}.w1")) + self._part(f"{net}.b1")[:, None]
+        out = einsum("klmr,ldr->klmd", relu(hidden), self._part(f"{net}.w2")) + self._part(f"{net}.b2")[:, None]
         return tokens + out if self.residual else out
 
-    def _part(self, name: str) -> Tensor:
+    def _part(self, name: str) -> Any:
         return self.tensors[f"{self.modality}_aggregator.{name}"]
 
 
@@ -204,28 +208,29 @@ class Plan(pf.Method):
         """As many as ``m``."""
         return self.hyper.m
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """One common start for all: prompts and queries N(0, 0.02²), perceptrons that add nothing yet."""
         dims = self.dims(context)
-        state = {spec.name: drawn(generator, *spec.resolve(dims)) for spec in GLOBAL}
-        return state | self._new_aggregators(dims, generator) | self._nobodys_prompts(dims)
+        state = {spec.name: drawn(draws, *spec.resolve(dims)) for spec in GLOBAL}
+        return state | self._new_aggregators(dims, draws) | self._nobodys_prompts(dims, draws.xp)
 
-    def _new_aggregators(self, dims: Mapping[str, int], generator: Generator) -> Tensors:
+    def _new_aggregators(self, dims: Mapping[str, int], draws: Draws) -> Tensors:
         specs = [spec for modality in self.attentive for spec in aggregator_of(modality)]
-        return {spec.name: self._start(spec.name, spec.resolve(dims), generator) for spec in specs}
+        return {spec.name: self._start(spec.name, spec.resolve(dims), draws) for spec in specs}
 
-    def _start(self, name: str, shape: tuple[int, ...], generator: Generator) -> Tensor:
+    def _start(self, name: str, shape: tuple[int, ...], draws: Draws) -> Any:
         """W₁ is uniform in ±1/√fan-in; W₂ and biases are zero, so that training starts at x (without it: as W₁)."""
         part = name.rpartition(".")[2]
         if part == "query":
-            return drawn(generator, *shape)
+            return drawn(draws, *shape)
         if part == "w1" or (part == "w2" and not self.hyper.residual):
-            return (torch.rand(*shape, generator=generator) * 2 - 1) / math.sqrt(shape[-1])
-        return torch.zeros(*shape)
+            return (draws.uniform(*shape) * 2 - 1) / math.sqrt(shape[-1])
+        return draws.xp.zeros(shape, dtype=draws.xp.float32)
 
-    def _nobodys_prompts(self, dims: Mapping[str, int]) -> Tensors:
+    def _nobodys_prompts(self, dims: Mapping[str, int], xp: Any) -> Tensors:
         specs = [clients_prompts_of(modality) for modality in self.attentive] + ([OWNERS] if self.attentive else [])
-        return {spec.name: torch.zeros(*spec.resolve({**dims, "K": 0}), dtype=DTYPES[spec.dtype]) for spec in specs}
+        known = {**dims, "K": 0}
+        return {spec.name: xp.zeros(spec.resolve(known), dtype=getattr(xp, spec.dtype)) for spec in specs}
 
     def prompts(self, state: Tensors) -> Tensors:
         """The global prompts; the aggregators are no prompts."""
@@ -239,6 +244,7 @@ class Plan(pf.Method):
         """What the phase names; for an evaluation the global prompts."""
         return GLOBAL if phase is None else phase.down
 
+    @differs_by_rounding
     def aggregate(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
@@ -250,7 +256,7 @@ class Plan(pf.Method):
                 prompts_of(modality).name: self._aggregator(state, modality)(state[clients_prompts_of(modality).name])
                 for modality in self.attentive
             }
-            return state | made | self._nobodys_prompts(self.dims(context))
+            return state | made | self._nobodys_prompts(self.dims(context), namespace(state[OWNERS.name]))
         kept = list(updates)
         plain = [prompts_of(modality).name for modality in (TEXT, VISUAL) if modality not in self.attentive]
         means = [
@@ -260,14 +266,17 @@ class Plan(pf.Method):
         state = state | combine(means) if plain else dict(state)
         for modality in self.attentive:
             name = prompts_of(modality).name
-            state[clients_prompts_of(modality).name] = torch.stack([update.tensors[name] for update in kept])
+            parts = [update.tensors[name] for update in kept]
+            state[clients_prompts_of(modality).name] = namespace(parts[0]).stack(parts)
         if self.attentive:
             roster = [client.name for client in context.clients]
-            state[OWNERS.name] = torch.tensor([roster.index(update.client) for update in kept])
+            xp = namespace(state[OWNERS.name])
+            state[OWNERS.name] = xp.asarray([roster.index(update.client) for update in kept], dtype=xp.int64)
         if self.hyper.aggregators == "reset":  # every round from the same draws
-            state |= self._new_aggregators(self.dims(context), pf.generator(context.seed, self.name, "aggregators"))
+            state |= self._new_aggregators(self.dims(context), context.draws(self.name, "aggregators"))
         return state
 
+    @differs_by_rounding
     def measure(self, before: Tensors, phase: pf.Phase, after: Tensors, context: pf.ServerContext) -> pf.Measured:
         """γ of each client, modality and block with the mean aggregators, and per modality how far it spreads."""
         if phase.name != "aggregators":
@@ -279,7 +288,8 @@ class Plan(pf.Method):
             gamma = self._aggregator(after, modality).shares(before[clients_prompts_of(modality).name])
             for name, blocks in zip(names, gamma.tolist(), strict=True):
                 clients[name] |= {f"gamma_{modality}_{block}": value for block, value in enumerate(blocks)}
-            spread[f"gamma_{modality}_spread"] = float((gamma.amax(0) - gamma.amin(0)).max())
+            columns = list(zip(*gamma.tolist(), strict=True))
+            spread[f"gamma_{modality}_spread"] = max(max(column) - min(column) for column in columns)
         return pf.Measured(phase=spread, clients=clients)
 
     def _aggregator(self, tensors: Mapping[str, Tensor], modality: str) -> Aggregator:
@@ -347,7 +357,8 @@ class Plan(pf.Method):
         def prompts(modality: str) -> Tensor:
             if modality not in self.attentive:
                 return parts[prompts_of(modality).name]
-            return self._aggregator(trained, modality)(parts[clients_prompts_of(modality).name])
+            made: Tensor = self._aggregator(trained, modality)(parts[clients_prompts_of(modality).name])
+            return made
 
         def logits(images: Tensor) -> Tensor:
             return towers.cosine(towers.images(images, prompts(VISUAL)), towers.text(prompts(TEXT), classes))

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import median
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
-
+from promptfed.shared.arrays import double, lengths, namespace, single
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import ANSWERED, ROWS, ClientRowsMethod, row_of
+from promptfed.shared.methods.core.interface.arithmetic import differs_by_rounding
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MESSAGE = TensorSpec("message", ("m", "d_t"))
 COSINE_SIGMA = 10.0
@@ -33,23 +35,21 @@ class PromptFLAMPHyper(pf.ContextHyper):
     proximal: float = pf.option(1.0, "weight λ of (λ/2)·‖w − u‖²; stands for the paper's λ/α", ge=0, le=1e6)
 
 
-def mixing_weights(rows: Tensor, similarity: str, sigma: float | None) -> Tensor:
+def mixing_weights(rows: Any, similarity: str, sigma: float | None) -> Any:
     """ξ ``(a, a)`` float64 of contexts ``(a, ...)``, each row summing to 1 (Eq. 6.1)."""
-    flat = rows.double().flatten(1)
-    count = len(flat)
+    count, xp = len(rows), namespace(rows)
+    flat, others = double(rows).reshape(count, -1), 1 - xp.eye(count, dtype=xp.float64)
     if count == 1:
-        return torch.ones(1, 1, dtype=torch.float64)
+        return xp.ones((1, 1), dtype=xp.float64)
     if similarity == "cosine":
-        lengths = flat.norm(dim=1, keepdim=True).clamp_min(1e-300)
-        cosines = (flat / lengths) @ (flat / lengths).T
-        others = torch.exp((sigma or COSINE_SIGMA) * (cosines - 1)).fill_diagonal_(0)
-        weights = others / others.sum(1, keepdim=True) * (1 - 1 / count)
+        directions = flat / xp.clip(lengths(flat), 1e-300, None)[:, None]
+        powers = xp.exp((sigma or COSINE_SIGMA) * (directions @ directions.T - 1)) * others
+        weights = powers / powers.sum(1)[:, None] * (1 - 1 / count)
     else:
-        squares = torch.stack([(flat - context).square().sum(1) for context in flat])
+        squares = xp.stack([((flat - context) * (flat - context)).sum(1) for context in flat])
         scale = sigma or median(squares[i, j].item() for i in range(count) for j in range(i))
-        weights = torch.exp(-squares / scale) / count if scale > 0 else torch.full_like(squares, 1 / count)
-        weights.fill_diagonal_(0)
-    return weights + torch.diag(1 - weights.sum(1))
+        weights = others * (xp.exp(-squares / scale) / count if scale > 0 else 1 / count)
+    return weights + xp.diag(1 - weights.sum(1))
 
 
 class PromptFLAMP(ClientRowsMethod):
@@ -77,6 +77,7 @@ class PromptFLAMP(ClientRowsMethod):
         """One exchange a round: the mixture down, the client's own context up."""
         return (pf.Phase("train", down=(MESSAGE,), up=(pf.CONTEXT,)),)
 
+    @differs_by_rounding
     def payload(
         self, state: Tensors, phase: pf.Phase | None, client: pf.ClientInfo, context: pf.ServerContext
     ) -> Tensors:
@@ -87,9 +88,9 @@ class PromptFLAMP(ClientRowsMethod):
         rows = state[ROWS.name][usable]
         at = row_of(client.name, context) if any(other.name == client.name for other in context.clients) else None
         if at not in usable:
-            return {MESSAGE.name: rows.double().mean(0).float()}
+            return {MESSAGE.name: single(double(rows).mean(0))}
         weights = mixing_weights(rows, self.hyper.similarity, self.hyper.sigma)[usable.index(at)]
-        return {MESSAGE.name: torch.einsum("a,amd->md", weights, rows.double()).float()}
+        return {MESSAGE.name: single(namespace(rows).einsum("a,amd->md", weights, double(rows)))}
 
     def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """The mixture, to be evaluated with as to train from."""
@@ -106,7 +107,7 @@ class PromptFLAMP(ClientRowsMethod):
         answered = [row for row, round in enumerate(state[ANSWERED.name].tolist()) if round]
         if not answered:
             return {pf.CONTEXT.name: state[pf.CONTEXT.name]}
-        return {pf.CONTEXT.name: state[ROWS.name][answered].double().mean(0).float()}
+        return {pf.CONTEXT.name: single(double(state[ROWS.name][answered]).mean(0))}
 
     def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """The same, as vectors that words can be near."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
 from promptfed.shared.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PromptFLPerHyper(pf.ContextHyper):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.promptfl import PromptFL
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PromptFLProxHyper(pf.ContextHyper):

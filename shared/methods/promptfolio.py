@@ -6,11 +6,14 @@ Source: Pan et al., "Federated Learning from Vision-Language Foundation Models: 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PromptFolioHyper(pf.ContextHyper):

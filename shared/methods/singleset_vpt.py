@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.methods.fedvpt import PROMPTS, VisualPromptMethod
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SingleSetVPT(VisualPromptMethod):
@@ -30,7 +33,8 @@ class SingleSetVPT(VisualPromptMethod):
             return private[PROMPTS.name]
         backbone = context.backbone
         depth = backbone.vision_layers if self.hyper.depth is None else self.hyper.depth
-        return self.start(depth, backbone.d_v, backbone.patch_size, initial_draws(context.seed))
+        start: Tensor = self.start(depth, backbone.d_v, backbone.patch_size, initial_draws(context.seed))
+        return start
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the client's own prompts; sends no tensor."""

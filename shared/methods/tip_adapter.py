@@ -9,15 +9,15 @@ Source: Zhang et al., "Tip-Adapter: Training-free Adaption of CLIP for Few-shot 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F, no_grad, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
 
 KEYS, LABELS, BLEND = "keys", "key_labels", "blend"
 SHARPNESSES, WEIGHTS = 200, 20  # values of b and of a that are tried
@@ -119,7 +119,7 @@ class TipAdapter(pf.Method):
         cache = Cache(keys, labels.to(keys.device))
         return cache.means() if self.hyper.keys == "means" else cache
 
-    @torch.no_grad()
+    @no_grad
     def _keys(self, context: pf.ClientContext) -> Tensor:
         """``(N, d_e)`` normalised features of the images, or the normalised mean of raw features of random crops."""
         if self.hyper.augment == 1:
@@ -134,7 +134,7 @@ class TipAdapter(pf.Method):
             parts.append(F.normalize(torch.stack(views).mean(0), dim=-1))
         return torch.cat(parts)
 
-    @torch.no_grad()
+    @no_grad
     def _searched(self, context: pf.ClientContext, cache: Cache, held: Tensor) -> tuple[float, float, float]:
         """The a and b of the best accuracy on the images that are ``held`` out (of equals the least b, then a)."""
         own = context.for_training()

@@ -12,13 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from promptfed.shared.secagg import SecureError
 from promptfed.shared.secagg.masks import Words, words
-from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors import Array, Arrays
 
 SCALE = 2.0**32
 LARGEST_CHANGE = 16.0
@@ -30,9 +28,7 @@ SMALL_WORD = 1 << 60
 Whole = NDArray[np.int64]
 
 
-def flat_change(
-    update: Mapping[str, Tensor], payload: Mapping[str, Tensor], checked: bool = True
-) -> NDArray[np.float64]:
+def flat_change(update: Mapping[str, Array], payload: Mapping[str, Array], checked: bool = True) -> NDArray[np.float64]:
     """``(d,)`` float64: update - payload over all tensors in name order; tensors missing in the payload count as zero.
 
     Raises:
@@ -41,10 +37,10 @@ def flat_change(
     parts = []
     for name, tensor in sorted(update.items()):
         before = payload.get(name)
-        change = tensor.detach().cpu().double()
+        change = np.asarray(tensor).astype(np.float64)
         if before is not None and before.shape == tensor.shape:
-            change = change - before.cpu().double()
-        flat = change.reshape(-1).numpy()
+            change -= np.asarray(before).astype(np.float64)
+        flat = change.reshape(-1)
         if checked and flat.size and not bool(np.all(np.abs(flat) <= LARGEST_CHANGE)):
             text = f"the change of {name!r} is beyond {LARGEST_CHANGE:g} or not finite: training has diverged"
             raise SecureError("out-of-range", f"{text}; lower training.learning_rate")
@@ -52,14 +48,14 @@ def flat_change(
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def blurred(change: NDArray[np.float64], update: Mapping[str, Tensor]) -> NDArray[np.float64]:
+def blurred(change: NDArray[np.float64], update: Mapping[str, Array]) -> NDArray[np.float64]:
     """``change`` plus uniform noise of up to half the spacing of float32 at the numbers of ``update``.
 
     Float32 numbers lie on a grid. If one client's grid were finer than all others', because of its weight or its small
     numbers, the low digits of the sum would be that client's. The noise is derived from the update's bytes, so the same
     training gives the same numbers. Without the update, nobody knows the noise.
     """
-    flat = np.concatenate([tensor.detach().cpu().float().reshape(-1).numpy() for _, tensor in sorted(update.items())])
+    flat = np.concatenate([np.asarray(tensor).astype(np.float32).reshape(-1) for _, tensor in sorted(update.items())])
     step = np.abs(flat - np.nextafter(flat, np.float32(0))).astype(np.float64)
     key = hashlib.sha256(b"promptfed/blur/1\0" + flat.tobytes()).digest()
     draws: NDArray[np.float64] = (words(key, len(flat)) >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5
@@ -67,7 +63,7 @@ def blurred(change: NDArray[np.float64], update: Mapping[str, Tensor]) -> NDArra
     return moved
 
 
-def encode_change(update: Mapping[str, Tensor], payload: Mapping[str, Tensor], weight: float = 1.0) -> Whole:
+def encode_change(update: Mapping[str, Array], payload: Mapping[str, Array], weight: float = 1.0) -> Whole:
     """``(d,)`` int64: the blurred `flat_change` with ``weight`` 0…1, as integers. Raises as `flat_change`."""
     return encoded(blurred(flat_change(update, payload), update), weight)
 
@@ -126,17 +122,17 @@ def mean_change(total: Whole, weight: float, largest: float = LARGEST_CHANGE) ->
 
 
 def as_tensors(
-    mean: NDArray[np.float64], payload: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
-) -> Tensors:
+    mean: NDArray[np.float64], payload: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]
+) -> Arrays:
     """The payload plus the mean change, float32, with the names and ``shapes`` of an update."""
     result, begin = {}, 0
     for name, shape in sorted(shapes.items()):
         size = int(np.prod(shape, dtype=np.int64))
-        change = torch.from_numpy(mean[begin : begin + size].copy()).reshape(shape)
+        change = mean[begin : begin + size].reshape(shape)
         before = payload.get(name)
         if before is not None and tuple(before.shape) == tuple(shape):
-            change = change + before.double()
-        result[name] = change.float()
+            change = change + before.astype(np.float64)
+        result[name] = change.astype(np.float32)
         begin += size
     if begin != len(mean):
         raise ValueError(f"a vector of {len(mean)} numbers does not fill tensors of {begin}")

@@ -16,6 +16,7 @@ from promptfed.coordinator.engine import registry as registries
 from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 from promptfed.shared.privacy.noise import NoiseStream, SeededNoise
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_tensors import tensor_of, tensors_of
 from promptfed.testing.clients import DEADLINE, ScriptedClient, spec
 from tests.support.coordinators import InThread, in_thread
 from tests.support.waiting import wait_for
@@ -60,9 +61,9 @@ def phases(coordinator: InThread) -> list[tuple[PhaseRow, StateRow, Tensors, lis
             counted = (TaskRow.phase_id == after.phase_id, TaskRow.counted)
             query = select(UpdateRow.sha256).join(TaskRow, TaskRow.id == UpdateRow.task_id).where(*counted)
             digests = session.scalars(query.order_by(TaskRow.client))
-            updates = [registry.blobs.tensors(digest)[0] for digest in digests]
+            updates = [tensors_of(registry.blobs.tensors(digest)[0]) for digest in digests]
             row = session.get_one(PhaseRow, after.phase_id)
-            found.append((row, after, registry.blobs.tensors(before.sha256)[0], updates))
+            found.append((row, after, tensors_of(registry.blobs.tensors(before.sha256)[0]), updates))
         session.expunge_all()
     return found
 
@@ -89,7 +90,7 @@ def test_each_state_is_the_formula_of_its_updates_its_key_and_who_was_expected(c
     assert len({row.noise_key for row, *_ in found}) == 4, "no key twice"
     for row, after, before, updates in found:
         assert row.expected == 3.0
-        committed = coordinator.registry.blobs.tensors(after.sha256)[0]["context"]
+        committed = tensor_of(coordinator.registry.blobs.tensors(after.sha256)[0]["context"])
         torch.testing.assert_close(committed, literal(row, before, updates, 1.5, 1.0), rtol=1e-6, atol=1e-6)
     with coordinator.registry.database.read() as session:
         key = session.get_one(FederationRow, federation.rsplit("/", 1)[-1]).sampling_key
@@ -127,7 +128,7 @@ def test_who_drops_out_changes_no_divisor(coordinator: InThread, leap: Any) -> N
     (row, after, before, updates), *rest = phases(coordinator)
     assert rest == []
     assert (len(updates), row.expected, row.sample_size) == (2, 4.0, 4)
-    committed = coordinator.registry.blobs.tensors(after.sha256)[0]["context"]
+    committed = tensor_of(coordinator.registry.blobs.tensors(after.sha256)[0]["context"])
     torch.testing.assert_close(committed, literal(row, before, updates, 1.5, 1.0), rtol=1e-6, atol=1e-6)
 
 
@@ -139,7 +140,7 @@ def test_a_round_that_asks_nobody_is_noise_alone(coordinator: InThread) -> None:
     # By a key that nobody knows: all five ask with a chance of 0.02^5, 3 in a thousand million.
     assert any(updates == [] for *_, updates in noised)
     for row, after, before, updates in noised:
-        committed = coordinator.registry.blobs.tensors(after.sha256)[0]["context"]
+        committed = tensor_of(coordinator.registry.blobs.tensors(after.sha256)[0]["context"])
         torch.testing.assert_close(committed, literal(row, before, updates, 1.5, 1.0), rtol=1e-6, atol=1e-5)
         assert not torch.equal(committed, before["context"])
 
@@ -169,7 +170,7 @@ def test_an_adaptive_clip_goes_on_from_phase_to_phase(coordinator: InThread) -> 
     assert len({one["clip"] for one in told}) == 3
     z = (1 - (2 * 2.0) ** -2) ** -0.5
     for (row, after, before, updates), one in zip(phases(coordinator), told, strict=True):
-        committed = coordinator.registry.blobs.tensors(after.sha256)[0]["context"]
+        committed = tensor_of(coordinator.registry.blobs.tensors(after.sha256)[0]["context"])
         torch.testing.assert_close(committed, literal(row, before, updates, one["clip"], z), rtol=1e-5, atol=1e-5)
     for round in (1, 2, 3):
         states = coordinator.post(f"{federation}/rounds/{round}/replay", json={})["states"]

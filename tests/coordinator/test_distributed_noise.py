@@ -16,6 +16,7 @@ from promptfed.shared.privacy.distributed import MOST_NUMBERS, PartialNoise, eps
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.secagg import encoding
 from promptfed.shared.spec.spec import SpecError
+from promptfed.shared.torch_tensors import arrays_of, tensors_of
 from promptfed.testing.clients import trained
 from tests.coordinator.test_secure_sums import Leap, drive, federation_of, prompts, step
 from tests.support.coordinators import InThread
@@ -47,13 +48,16 @@ def test_the_state_is_the_mean_of_clipped_changes_with_everybody_s_noise(coordin
     before, names = prompts(coordinator, federation, 0), list("acde")
     total: Any = 0
     for name in names:
-        change = encoding.flat_change(trained(before, name, {"round": 1, "phase": "train"}), before)
+        change = encoding.flat_change(
+            arrays_of(trained(before, name, {"round": 1, "phase": "train"})), arrays_of(before)
+        )
         change = change * min(1.0, (1 - 1e-9) / np.linalg.norm(change))
         stream = SeededNoise(4).stream(1, "train", name)
         drawn = np.array([stream.discrete_gaussian(PART.variance) for _ in change], dtype=np.int64)
         total = total + np.rint(change * 2**32).astype(np.int64) + drawn
     mean = total.astype(np.float64) / (2**32 * len(names))
-    wanted = encoding.as_tensors(mean, before, {name: tuple(tensor.shape) for name, tensor in before.items()})
+    shapes = {name: tuple(tensor.shape) for name, tensor in before.items()}
+    wanted = tensors_of(encoding.as_tensors(mean, arrays_of(before), shapes))
     found = prompts(coordinator, federation, 1)
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), "bit for bit"
     told = coordinator.get(f"{federation}/rounds/2")["phases"][0]["privacy"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdate, ServerContext
 from promptfed.shared.methods.pfedpg import DESCRIPTORS, PFedPG
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
-from promptfed.shared.tensors import Tensors, decode, state_hash
+from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_tensors import decode, state_hash
 from promptfed.testing.clients import DEADLINE, ScriptedClient, bearer, enrolment, secret_of, update_body
 from tests.support.coordinators import InThread
 
@@ -93,6 +95,7 @@ def test_a_round_is_one_server_step_off_the_event_loop(coordinator: InThread, mo
     threads: list[str] = []
     aggregate = PFedPG.aggregate
 
+    @wraps(aggregate)
     def watched(self: PFedPG, *given: Any) -> Tensors:
         threads.append(threading.current_thread().name)
         return aggregate(self, *given)

@@ -20,7 +20,8 @@ from promptfed.shared.messages import PrivacyEvent, SpendReport, Task
 from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.secagg import encoding, member
 from promptfed.shared.spec.weighting import WHOLE_WEIGHT, Weighting, whole_weights
-from promptfed.shared.tensors import Tensors, decode, encode
+from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_tensors import arrays_of, decode, encode, tensors_of
 from promptfed.testing.clients import DEADLINE, trained, update_body
 from tests.support.coordinators import InThread
 from tests.support.secure_clients import SecureClient
@@ -107,9 +108,10 @@ def expected(before: Tensors, names: list[str], weights: Mapping[str, float]) ->
     total: Any = 0
     for name in names:
         update = trained(before, name, ROUND_1)
-        total = total + encoding.encode_change(update, before, weights[name])
+        total = total + encoding.encode_change(arrays_of(update), arrays_of(before), weights[name])
     mean = encoding.mean_change(total, sum(weights[name] for name in names))
-    return encoding.as_tensors(mean, before, {name: tuple(tensor.shape) for name, tensor in before.items()})
+    shapes = {name: tuple(tensor.shape) for name, tensor in before.items()}
+    return tensors_of(encoding.as_tensors(mean, arrays_of(before), shapes))
 
 
 @pytest.mark.parametrize("kind", ["train", "share", "mask", "confirm", "unmask"])

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from promptfed.shared.tensors import TensorError, TensorSpec, check, decode, decode_file, encode, norm, state_hash
+from promptfed.shared.tensors import TensorError, TensorSpec, norm
+from promptfed.shared.torch_tensors import check, decode, decode_file, encode, state_hash
 
 GOOD = {"context": torch.arange(6, dtype=torch.float32).reshape(2, 3), "bias": torch.zeros(0, 4)}
 EXPECTED = {"context": ((2, 3), "float32")}

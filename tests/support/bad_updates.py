@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from promptfed.coordinator.aggregation.changes import change_norm
-from promptfed.shared.tensors import TensorError, Tensors, check, decode
+from promptfed.shared.tensors import TensorError, Tensors
+from promptfed.shared.torch_tensors import check, decode
 from promptfed.testing.clients import content_digest, update_body
 
 EXPECTED = {"context": ((4, 8), "float32")}

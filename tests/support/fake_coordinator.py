@@ -22,7 +22,8 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ServerContext
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
-from promptfed.shared.tensors import Tensors, decode, encode
+from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_tensors import decode, encode
 from tests.support.waiting import PATIENCE
 
 NAMES = ["sun", "anchor", "umbrella", "pair of scissors"]

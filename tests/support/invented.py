@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
-import torch
 
 from promptfed.client_service.privacy.peers import identity_of
 from promptfed.shared.secagg import keys, masks, member, opening, shamir
@@ -17,7 +16,7 @@ from promptfed.shared.secagg.encoding import Whole, encode_change
 from promptfed.shared.secagg.masks import Words
 from promptfed.shared.secagg.member import Limits, Secrets
 from promptfed.shared.secagg.messages import ConfirmAnswer, ConfirmJob, UnmaskAnswer
-from promptfed.shared.tensors import decode
+from promptfed.shared.torch_tensors import decode
 from tests.support.malicious import World
 
 
@@ -105,7 +104,7 @@ class Invented:
 
 def change_of(client: int, size: int) -> Whole:
     """The whole numbers that `World.keys` makes a client's change of."""
-    return encode_change({"context": torch.full((size,), 0.25 * (client + 1))}, {"context": torch.zeros(size)})
+    return encode_change({"context": np.full(size, 0.25 * (client + 1), np.float32)}, {"context": np.zeros(size)})
 
 
 def invented_members(world: World) -> None:

@@ -14,6 +14,7 @@ from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdat
 from promptfed.shared.methods.pfedpg import PFedPG
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_draws import TorchDraws
 from tests.shared.methods.conftest import NAMES
 
 SHAPE = BackboneShape(d_v=24, d_e=16, vision_layers=2, patch_size=8)
@@ -34,7 +35,7 @@ def roster(*names: str, **changes: Any) -> ServerContext:
 
 def start(method: PFedPG, context: ServerContext) -> Tensors:
     """The state before the first round."""
-    return method.initial_state(context, torch.Generator().manual_seed(1))
+    return method.initial_state(context, TorchDraws().manual_seed(1))
 
 
 def noise(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

@@ -15,6 +15,7 @@ from promptfed.shared.methods.core.interface.base import ClientContext, ClientUp
 from promptfed.shared.methods.plan import Plan
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_draws import TorchDraws
 from tests.support import literal_visual as literal
 from tests.support.visual_clients import NAMES, client_context, filled, server_context
 
@@ -29,7 +30,7 @@ def plan(**changes: Any) -> Plan:
 def start(method: Plan, backbone: Backbone, *clients: str, scale: float | None = 0.3) -> Tensors:
     """A state before the first round; with ``scale`` all trainable tensors are far from their usual start."""
     context = server_context(backbone, *clients or ("a",))
-    state = method.initial_state(context, torch.Generator().manual_seed(2))
+    state = method.initial_state(context, TorchDraws().manual_seed(2))
     if scale is not None:
         own = {
             name: tuple(tensor.shape) for name, tensor in state.items() if not name.startswith(("client", "prompt_"))

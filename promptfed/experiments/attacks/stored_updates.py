@@ -37,6 +37,7 @@ from promptfed.shared.methods.core.interface.hooks import Prepares
 from promptfed.shared.spec.spec import FederationSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_tensors import tensors_of
 
 ONE_STEP = TrainingSpec(epochs=1, batch_size=1, optimizer="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0)
 
@@ -116,8 +117,9 @@ def _phases(session: Session, blobs: Blobs, id: str, client: str) -> Iterator[St
         by_phase.setdefault(row.id, []).append(row)
     for rows in by_phase.values():
         for own in (row for row in rows if row.client == client):
-            updates = {row.client: blobs.tensors(row.sha256)[0] for row in rows}
-            yield StoredPhase(own.round, own.name, blobs.tensors(own.payload_sha256)[0], updates)
+            updates = {row.client: tensors_of(blobs.tensors(row.sha256)[0]) for row in rows}
+            payload = tensors_of(blobs.tensors(own.payload_sha256)[0])
+            yield StoredPhase(own.round, own.name, payload, updates)
 
 
 @dataclass(frozen=True)

@@ -15,25 +15,12 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from promptfed.shared.clip.errors import BackboneError
+from promptfed.shared.clip.sizes import BLOCK_KINDS
 
 Weights = Mapping[str, Tensor]
 Adapter = Callable[[Tensor], Tensor]
 """From a block's input behind its ln_1 `(B, R, d)` to what is added to the block's output `(B, R, d)`, row by row."""
 
-BLOCK_KINDS = (
-    "ln_1_weight",
-    "ln_1_bias",
-    "in_proj_weight",
-    "in_proj_bias",
-    "out_proj_weight",
-    "out_proj_bias",
-    "ln_2_weight",
-    "ln_2_bias",
-    "c_fc_weight",
-    "c_fc_bias",
-    "c_proj_weight",
-    "c_proj_bias",
-)
 QKV = 3
 
 

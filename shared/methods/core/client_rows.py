@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Generator, Tensor
-
+from promptfed.shared.arrays import copied, namespace
 from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone
 
 ROWS = TensorSpec("client_contexts", ("n", "m", "d_t"), shared_with_clients=False)
@@ -39,29 +40,31 @@ class ClientRowsMethod(pf.ContextMethod):
         """``m``, ``d_t`` and ``n``, the clients that the state knows."""
         return {**super().dims(context), "n": len(context.clients)}
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """The common start, and empty rows."""
-        return self.adopt(super().initial_state(context, generator), context)
+        return self.adopt(super().initial_state(context, draws), context)
 
-    def initial_state_with(self, backbone: Backbone, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state_with(self, backbone: Backbone, context: pf.ServerContext, draws: Draws) -> Tensors:
         """The initial state, made with a backbone."""
-        return self.adopt(super().initial_state_with(backbone, context, generator), context)
+        return self.adopt(super().initial_state_with(backbone, context, draws), context)
 
     def adopt(self, state: Tensors, context: pf.ServerContext) -> Tensors:
         """The supplied start, with an empty row for each client."""
         count, start = len(context.clients), state[pf.CONTEXT.name]
+        xp = namespace(start)
         empty = {
-            ROWS.name: torch.zeros(count, *start.shape),
-            ANSWERED.name: torch.zeros(count, dtype=torch.int64),
+            ROWS.name: xp.zeros((count, *start.shape), dtype=xp.float32),
+            ANSWERED.name: xp.zeros(count, dtype=xp.int64),
         }
         return state | empty
 
     def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
         """Insert an empty row for the newcomer at the place of its name."""
         at, rows, answered = row_of(client.name, context), state[ROWS.name], state[ANSWERED.name]
+        xp = namespace(rows)
         return state | {
-            ROWS.name: torch.cat([rows[:at], rows.new_zeros(1, *rows.shape[1:]), rows[at:]]),
-            ANSWERED.name: torch.cat([answered[:at], answered.new_zeros(1), answered[at:]]),
+            ROWS.name: xp.concat([rows[:at], xp.zeros((1, *rows.shape[1:]), dtype=rows.dtype), rows[at:]]),
+            ANSWERED.name: xp.concat([answered[:at], xp.zeros(1, dtype=answered.dtype), answered[at:]]),
         }
 
     def forget(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
@@ -69,13 +72,13 @@ class ClientRowsMethod(pf.ContextMethod):
         at = row_of(client.name, context)
         if not int(state[ANSWERED.name][at]):
             return state
-        rows, answered = state[ROWS.name].clone(), state[ANSWERED.name].clone()
+        rows, answered = copied(state[ROWS.name]), copied(state[ANSWERED.name])
         rows[at], answered[at] = 0, 0
         return state | {ROWS.name: rows, ANSWERED.name: answered}
 
     def with_answers(self, state: Tensors, updates: pf.Updates, context: pf.ServerContext) -> Tensors:
         """Replace the rows of the counted clients by their contexts."""
-        rows, answered = state[ROWS.name].clone(), state[ANSWERED.name].clone()
+        rows, answered = copied(state[ROWS.name]), copied(state[ANSWERED.name])
         round = int(answered.max()) + 1 if len(answered) else 1  # every round counts somebody
         for update in updates:
             at = row_of(update.client, context)
@@ -96,10 +99,11 @@ class ClientRowsMethod(pf.ContextMethod):
         self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]
     ) -> Tensors:
         """The clients' last contexts. The state must include all clients, since rows follow the roster."""
-        rows, answered = state.get(ROWS.name, torch.zeros(0)), state.get(ANSWERED.name, torch.zeros(0)).tolist()
+        rows = state.get(ROWS.name, ())
         if len(rows) != len(context.clients):
             return {}
-        return {client.name: rows[row].flatten() for row, client in enumerate(context.clients) if answered[row]}
+        answered = state[ANSWERED.name].tolist()
+        return {client.name: rows[row].reshape(-1) for row, client in enumerate(context.clients) if answered[row]}
 
 
 def row_of(name: str, context: pf.ServerContext) -> int:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F, no_grad, torch
 from promptfed.shared.methods.core.interface.base import (
     Classifier,
     ClientContext,
@@ -22,17 +19,20 @@ from promptfed.shared.methods.core.interface.base import (
 from promptfed.shared.methods.core.interface.hyperparameters import option
 from promptfed.shared.methods.core.interface.protection import Objective
 from promptfed.shared.methods.core.training import leaf, train
+from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone, ClassPrompts
 
 INIT_STD = 0.02
 CONTEXT = TensorSpec("context", ("m", "d_t"))
 LEAST_TEXT = 3  # least positions of a class besides its context: start token, name, end token
 
-Penalty = Callable[[Tensor, Tensor], Tensor]
+Penalty = Callable[["Tensor", "Tensor"], "Tensor"]
 """A term of the loss, of the trained context ``(m, d_t)`` and its text features ``(C, d_e)``."""
 
 
@@ -57,7 +57,7 @@ class FeatureClassifier:
     def __init__(self, of: Callable[[Tensor], Tensor]):
         self._of = of
 
-    @torch.no_grad()
+    @no_grad
     def logits(self, split: Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = split.features()
@@ -116,7 +116,7 @@ class ContextMethod(Method):
         """``m`` and the text tower's width ``d_t``."""
         return {"m": self.hyper.m, "d_t": text_width(self.name, self.hyper.m, context)}
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: ServerContext, draws: Draws) -> Tensors:
         """A context drawn from N(0, 0.02²); NeedsBackbone if it starts from words."""
         if self.hyper.context_init is not None:
             raise NeedsBackbone(
@@ -124,13 +124,13 @@ class ContextMethod(Method):
                 "federation with `promptfed federation create`, or PUT the tensors to its initial-state"
             )
         width = self.dims(context)["d_t"]
-        return {self.shared.name: torch.randn(self.shared_length, width, generator=generator) * INIT_STD}
+        return {self.shared.name: draws.normal(self.shared_length, width) * INIT_STD}
 
-    def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state_with(self, backbone: Backbone, context: ServerContext, draws: Draws) -> Tensors:
         """The initial state, made with a backbone."""
-        return {self.shared.name: self.start(backbone, generator)}
+        return {self.shared.name: self.start(backbone, draws)}
 
-    def start(self, backbone: Backbone, generator: Generator) -> Tensor:
+    def start(self, backbone: Backbone, draws: Draws) -> Tensor:
         """The state's context ``(m, d_t)``: its last vectors are embeddings of the given words, the others random."""
         words = torch.empty(0, backbone.d_t)
         if self.hyper.context_init is not None:
@@ -138,7 +138,8 @@ class ContextMethod(Method):
         m = self.shared_length
         if len(words) > m:
             raise MethodError(f"context_init has {len(words)} tokens, more than m = {m}: raise m or use fewer words")
-        return torch.cat([torch.randn(m - len(words), words.shape[1], generator=generator) * INIT_STD, words])
+        drawn: Tensor = draws.normal(m - len(words), words.shape[1]) * INIT_STD
+        return torch.cat([drawn, words])
 
     def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """The shared context, if the state has one."""

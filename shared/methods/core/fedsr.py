@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import SHARED_HEAD, LinearHead, head_start
+from promptfed.shared.seeds import DrawsOf
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DRAWS = 20  # draws of z whose probabilities are averaged in classification
 
@@ -31,12 +33,14 @@ SHARED = (*SHARED_HEAD, *MAPS)
 """What is shared of all that is trained behind the tower. The linear head stands on z: its ``d_h`` is d_z."""
 
 
-def start(seed: int, classes: int, width: int, size: int) -> Tensors:
+def start(draws_of: DrawsOf, seed: int, classes: int, width: int, size: int) -> Tensors:
     """The shared tensors before any training, drawn from the seed: maps uniform in ±1/√d_f."""
-    tensors = head_start(seed, classes, size)
+    tensors = head_start(draws_of, seed, classes, size)
     for name in ("sr_mean", "sr_scale"):
-        draws = torch.rand(size, width, generator=pf.generator(seed, name))
-        tensors |= {f"{name}_weight": (draws * 2 - 1) / math.sqrt(width), f"{name}_bias": torch.zeros(size)}
+        draws = draws_of(seed, name)
+        bias = draws.xp.zeros(size, dtype=draws.xp.float32)
+        weight = (draws.uniform(size, width) * 2 - 1) / math.sqrt(width)
+        tensors |= {f"{name}_weight": weight, f"{name}_bias": bias}
     return tensors
 
 

@@ -7,13 +7,16 @@ of the roster, a (n) their weights, gap_k the loss of the received state minus t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from promptfed.shared.arrays import double, namespace, single
+from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import row_of
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WEIGHTS = TensorSpec("ga_weights", ("n",), shared_with_clients=False)
 ROUND = TensorSpec("ga_round", (), dtype="int64", shared_with_clients=False)
@@ -25,15 +28,17 @@ HELD_OUT = 10  # one image out of this number
 
 def start(context: pf.ServerContext) -> Tensors:
     """Equal weights, before the first round."""
-    count = len(context.clients)
-    return {WEIGHTS.name: torch.full((count,), 1 / max(1, count)), ROUND.name: torch.zeros((), dtype=torch.int64)}
+    count, xp = len(context.clients), context.draws().xp
+    weights = xp.full((count,), 1 / max(1, count), dtype=xp.float32)
+    return {WEIGHTS.name: weights, ROUND.name: xp.zeros((), dtype=xp.int64)}
 
 
 def joined(state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
     """The state with a weight for a newcomer: the mean of the others."""
     at, weights = row_of(client.name, context), state[WEIGHTS.name]
-    own = weights.mean().reshape(1) if len(weights) else torch.ones(1)
-    grown = torch.cat([weights[:at], own, weights[at:]])
+    xp = namespace(weights)
+    own = weights.mean().reshape(1) if len(weights) else xp.ones(1, dtype=xp.float32)
+    grown = xp.concat([weights[:at], own, weights[at:]])
     return state | {WEIGHTS.name: _normalised(grown)}
 
 
@@ -45,24 +50,25 @@ def adjusted(
     a_k ← clip(a_k + d_r·gap_k/(n·max|gap|), 0, 1), then normalised. d_r = 0.2·(1 − (r − 1)/R); n clients answered.
     """
     names = sorted(gaps)
-    given = torch.tensor([gaps[name] for name in names], dtype=torch.float64)
+    weights = double(state[WEIGHTS.name])
+    xp = namespace(weights)
+    given = xp.asarray([gaps[name] for name in names], dtype=xp.float64)
     if centred:
         given = given - given.mean()
     round = int(state[ROUND.name]) + 1
     step = STEP * (1 - (round - 1) / context.rounds)
-    most = float(given.abs().max())
-    moved = given * (step / (len(names) * most)) if most > 0 else torch.zeros_like(given)
-    weights = state[WEIGHTS.name].double()
+    most = float(abs(given).max())
+    moved = given * (step / (len(names) * most)) if most > 0 else given * 0
     rows = [row_of(name, context) for name in names]
-    weights[rows] = (weights[rows] + moved).clamp(0, 1)
+    weights[rows] = xp.clip(weights[rows] + moved, 0, 1)
     shares = _normalised(weights[rows])
-    after = {WEIGHTS.name: _normalised(weights).float(), ROUND.name: torch.tensor(round)}
+    after = {WEIGHTS.name: single(_normalised(weights)), ROUND.name: xp.asarray(round, dtype=xp.int64)}
     return after, dict(zip(names, shares.tolist(), strict=True))
 
 
 def _normalised(weights: Tensor) -> Tensor:
     total = weights.sum()
-    return weights / total if float(total) > 0 else torch.full_like(weights, 1 / max(1, len(weights)))
+    return weights / total if float(total) > 0 else weights * 0 + 1 / max(1, len(weights))
 
 
 def held_out(seed: int, client: str, count: int) -> tuple[Tensor, Tensor]:

@@ -8,16 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn import functional as F
 
 from promptfed.shared.canonical import canonical_json
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.seeds import DrawsOf
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone
 
 HEAD_RATE = 0.01
@@ -86,7 +87,7 @@ class LinearHead:
         W is uniform in ±1/√d, b zero. Every client of a federation draws the same W for the same number of classes.
         """
         names = context.for_training().class_names
-        start = head_start(context.seed, len(names), width)
+        start = head_start(pf.generator, context.seed, len(names), width)
         return cls(names, start[WEIGHT], start[BIAS])
 
     @classmethod
@@ -191,10 +192,11 @@ def check_head_rate(method: str, given: float | None, *, linear: bool, alone: bo
         )
 
 
-def head_start(seed: int, classes: int, width: int) -> Tensors:
+def head_start(draws_of: DrawsOf, seed: int, classes: int, width: int) -> Tensors:
     """``head_weight (classes, width)`` uniform in ±1/√width and ``head_bias (classes,)`` zero, drawn from the seed."""
-    weight = (torch.rand(classes, width, generator=pf.generator(seed, "head")) * 2 - 1) / math.sqrt(width)
-    return {WEIGHT: weight, BIAS: torch.zeros(classes)}
+    draws = draws_of(seed, "head")
+    weight = (draws.uniform(classes, width) * 2 - 1) / math.sqrt(width)
+    return {WEIGHT: weight, BIAS: draws.xp.zeros(classes, dtype=draws.xp.float32)}
 
 
 def shared_classes(method: str, class_names: Sequence[str] | None) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.transport import TransportPlan, average, balanced, unbalanced
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_ENTRIES = 1 << 23  # of a plan that is made at once: images are scored in parts
 

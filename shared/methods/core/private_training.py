@@ -11,11 +11,13 @@ other. Nothing else here depends on data. Sums, noise and division run in float6
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core.interface.protection import Objective, Protection
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TEXTS_AT_ONCE = 512  # copies times classes; bounds memory and does not affect the result
 NUMBERS_AT_ONCE = 1 << 22  # copies times trained numbers

@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
+from promptfed.shared.lazy import torch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone
 
 BARE = "{}"  # the template of a class name by itself
 
 # The number of threads is part of the key: bits of a feature may depend on it, and states must not.
-_Key = tuple[str, tuple[str, ...], torch.device, int]
+_Key = tuple[str, tuple[str, ...], "torch.device", int]
 _kept: WeakKeyDictionary[Backbone, dict[_Key, Tensor]] = WeakKeyDictionary()
 
 

@@ -10,17 +10,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
-from promptfed.shared.clip.towers.functional import BLOCK_KINDS
+from promptfed.shared.arrays import lengths
+from promptfed.shared.clip.sizes import BLOCK_KINDS
+from promptfed.shared.lazy import checkpointing, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import HeadRate
 from promptfed.shared.methods.core.visual import CacheBlocks, Towers, VisualHyper
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone
     from promptfed.shared.clip.towers.functional_vision import VisionTower
 
@@ -199,7 +199,7 @@ class TrainedTower:
         if size is None or not torch.is_grad_enabled():
             return encode(inputs)
         parts = torch.split(inputs, size)
-        return torch.cat([checkpoint(encode, part, use_reentrant=False) for part in parts])
+        return torch.cat([checkpointing.checkpoint(encode, part, use_reentrant=False) for part in parts])
 
 
 def _frozen(tower: VisionTower, kind: str, first: int) -> Tensor | None:
@@ -214,6 +214,5 @@ def _frozen(tower: VisionTower, kind: str, first: int) -> Tensor | None:
 def kind_norms(changes: Mapping[str, Tensor]) -> Tensors:
     """L2 norms of changes: of a block's kind one for each block ``(k,)``, of the others ``(1,)``."""
     return {
-        kind: torch.linalg.vector_norm(change.reshape(len(change) if kind in BLOCK_KINDS else 1, -1), dim=1)
-        for kind, change in changes.items()
+        kind: lengths(change.reshape(len(change) if kind in BLOCK_KINDS else 1, -1)) for kind, change in changes.items()
     }

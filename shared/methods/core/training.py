@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Generator, Tensor
-from torch.optim.optimizer import ParamsT
-
+from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core.interface.base import ClientContext, MethodError
 from promptfed.shared.methods.core.interface.protection import Objective, UnprotectedError
 from promptfed.shared.methods.core.private_training import PrivateGradients
@@ -18,10 +15,13 @@ from promptfed.shared.seeds import generator
 from promptfed.shared.spec.spec import TrainingSpec
 
 if TYPE_CHECKING:
+    from torch import Generator, Tensor
+    from torch.optim.optimizer import ParamsT
+
     from promptfed.shared.clip import Backbone
 
-Loss = Callable[[Tensor], Tensor]
-Gradients = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
+Loss = Callable[["Tensor"], "Tensor"]
+Gradients = Callable[["Tensor"], tuple["Tensor", Sequence["Tensor"]]]
 """From indices ``(B,)`` the loss and a gradient for each trained tensor, which need not be the loss's own."""
 
 

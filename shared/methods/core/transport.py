@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from promptfed.shared.lazy import no_grad, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 TINY = 1e-37  # a row of the kernel that float32 has lost: no mass goes there
 
@@ -29,7 +33,7 @@ class TransportPlan:
     capped: Tensor
 
 
-@torch.no_grad()
+@no_grad
 def unbalanced(
     similarities: Tensor, mass: float, epsilon: float, *, iterations: int = 100, threshold: float = 1e-3
 ) -> TransportPlan:
@@ -45,7 +49,7 @@ def unbalanced(
     return _scaled(similarities, mass, epsilon, iterations, threshold, cap, start_with_u=False)
 
 
-@torch.no_grad()
+@no_grad
 def balanced(similarities: Tensor, epsilon: float, *, iterations: int = 100, threshold: float = 1e-2) -> TransportPlan:
     """argmin ⟨1 − S, T⟩ − εH(T) with exactly 1/M from every patch and 1/N to every prompt (Sinkhorn's scaling)."""
     patches = similarities.shape[-2]

@@ -10,30 +10,30 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import Field
-from torch import Generator, Tensor
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from promptfed.shared.lazy import F, checkpointing, torch
 from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.seeds import Draws
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone, ClassPrompts
 
 CHUNK = 32  # images in one pass where no gradient is kept
 NEEDS = pf.Needs(vision_transformer=True, cached_features=False)
 
-Logits = Callable[[Tensor], Tensor]
+Logits = Callable[["Tensor"], "Tensor"]
 """Logits ``(B, C)`` of a tower's inputs, as `Read` gives them."""
-Read = Callable[[pf.Split, Tensor], Tensor]
+Read = Callable[[pf.Split, "Tensor"], "Tensor"]
 """What a tower is given for the images at indices ``(B,)`` of a split.
 
 The preprocessed images ``(B, 3, H, W)``, or the rows ``(B, S, d_v)`` that are kept before one of its blocks.
 """
-Term = Callable[[Tensor, Tensor, Tensor], Tensor]
+Term = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 """A term of the loss, of a batch's indices ``(B,)``, the tower's inputs and logits ``(B, C)``."""
 
 
@@ -86,7 +86,7 @@ class Towers:
         if size is None or not torch.is_grad_enabled():
             return encode(images, prompts)
         parts = torch.split(images, size)
-        return torch.cat([checkpoint(encode, part, prompts, use_reentrant=False) for part in parts])
+        return torch.cat([checkpointing.checkpoint(encode, part, prompts, use_reentrant=False) for part in parts])
 
     def text(self, prompts: Tensor, classes: ClassPrompts) -> Tensor:
         """``(C, d_e)`` normalised features of all classes under prompts ``(depth, m, d_t)``."""
@@ -150,9 +150,9 @@ def train_on_images(
     return pf.train(context, parameters, loss, groups=groups)
 
 
-def drawn(generator: Generator, *shape: int) -> Tensor:
+def drawn(draws: Draws, *shape: int) -> Any:
     """Entries drawn from N(0, 0.02²)."""
-    return torch.randn(*shape, generator=generator) * pf.INIT_STD
+    return draws.normal(*shape) * pf.INIT_STD
 
 
 def vpt_bound(patch_size: int | None, d_v: int) -> float:

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.arrays import brain_float
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import heads, trained_tower, visual
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, LinearHead, TextHead
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.trained_tower import TowerHyper, TrainedTower
 from promptfed.shared.methods.core.visual import ImageClassifier, VisualHyper, check_kept_blocks
+from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHANGE = "change."  # prefix of the tensors that a client sends
 HEAD = tuple(spec.name for spec in heads.SHARED_HEAD)
@@ -175,12 +177,13 @@ class WeightMethod(pf.Method):
             dims["d_h"] = dims["d_e"] if self.hyper.projected else dims["d_v"]
         return dims
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """Δ = 0; a shared head starts as a private one would."""
         dims = self.dims(context)
-        state = {kind: torch.zeros(trained_tower.tensor_spec(kind).resolve(dims)) for kind in self.shared_kinds}
+        xp, specs = draws.xp, {kind: trained_tower.tensor_spec(kind) for kind in self.shared_kinds}
+        state = {kind: xp.zeros(spec.resolve(dims), dtype=xp.float32) for kind, spec in specs.items()}
         if self.shares_head:
-            state |= heads.head_start(context.seed, dims["classes"], dims["d_h"])
+            state |= heads.head_start(context.draws_of, context.seed, dims["classes"], dims["d_h"])
         return state
 
     def payload(
@@ -190,7 +193,7 @@ class WeightMethod(pf.Method):
         given = super().payload(state, phase, client, context)
         if self.hyper.transport == "float32" or not given:
             return given
-        return {name: tensor.to(torch.bfloat16) for name, tensor in given.items()}
+        return {name: brain_float(tensor) for name, tensor in given.items()}
 
     def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """The same tensors in every phase and evaluation, so that one payload serves both."""
@@ -204,7 +207,9 @@ class WeightMethod(pf.Method):
             return state
         changes = combine(updates)
         # In place: the result of `combine` has no other user, and may be a file of hundreds of megabytes.
-        return {spec.name: changes[CHANGE + spec.name].add_(state[spec.name]) for spec in self.travelling()}
+        for spec in self.travelling():
+            changes[CHANGE + spec.name] += state[spec.name]
+        return {spec.name: changes[CHANGE + spec.name] for spec in self.travelling()}
 
     def prompts(self, state: Tensors) -> Tensors:
         """How far each kind has moved, by block: the weights themselves are too many to show."""

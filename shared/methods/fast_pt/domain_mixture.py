@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.arrays import namespace
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.tensors import DTYPES, Tensors, TensorSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import ClassPrompts
 
 WEIGHT = TensorSpec("classifier_weight", ("n", "d_e"))
@@ -34,7 +34,9 @@ def has_rows(state: Tensors) -> bool:
     specs = (WEIGHT, BIAS, DOMAINS)
     given = [(spec, state[spec.name]) for spec in specs if spec.name in state]
     fitting = [
-        tensor for spec, tensor in given if (tensor.dim(), tensor.dtype) == (len(spec.shape), DTYPES[spec.dtype])
+        tensor
+        for spec, tensor in given
+        if (tensor.ndim, tensor.dtype) == (len(spec.shape), getattr(namespace(tensor), spec.dtype))
     ]
     return len(fitting) == len(specs) and len({len(tensor) for tensor in fitting}) == 1
 
@@ -43,10 +45,11 @@ def rows_for(state: Tensors, keys: list[int]) -> Tensors:
     """φ of ``state`` with a row for each of ``keys`` in their order: its own where it has one, else zeros."""
     row_of = {key: row for row, key in enumerate(state[DOMAINS.name].tolist())}
     known = [(row, row_of[key]) for row, key in enumerate(keys) if key in row_of]
-    weight, bias = (state[name].new_zeros(len(keys), *state[name].shape[1:]) for name in (WEIGHT.name, BIAS.name))
+    xp, old = namespace(state[WEIGHT.name]), (state[WEIGHT.name], state[BIAS.name])
+    weight, bias = (xp.zeros((len(keys), *rows.shape[1:]), dtype=rows.dtype) for rows in old)
     for row, before in known:
         weight[row], bias[row] = state[WEIGHT.name][before], state[BIAS.name][before]
-    return {WEIGHT.name: weight, BIAS.name: bias, DOMAINS.name: torch.tensor(keys, dtype=torch.int64)}
+    return {WEIGHT.name: weight, BIAS.name: bias, DOMAINS.name: xp.asarray(keys, dtype=xp.int64)}
 
 
 def one_of(updates: list[pf.ClientUpdate], combine: pf.Combine) -> Tensors:

@@ -18,10 +18,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.arrays import namespace
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.fast_pt import domains
@@ -37,9 +35,12 @@ from promptfed.shared.methods.fast_pt.domain_mixture import (
 )
 from promptfed.shared.methods.fast_pt.objective import FastPTHyper, contrastive_loss
 from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit, StyleTransfer
+from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone
 
 GLOBAL = TensorSpec("global_prompt", ("m", "d_t"))
@@ -116,13 +117,13 @@ class FastPT(pf.ContextMethod):
                 f"all trainers are of one domain, {words}: {self.name} needs a trainer of another domain"
             )
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """P^G from N(0, 0.02²), NeedsBackbone where it is made of words; φ is zero."""
-        return (super().initial_state(context, generator) if self._general else {}) | self._classifier({}, context)
+        return (super().initial_state(context, draws) if self._general else {}) | self._classifier({}, context)
 
-    def initial_state_with(self, backbone: Backbone, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state_with(self, backbone: Backbone, context: pf.ServerContext, draws: Draws) -> Tensors:
         """P^G made where a backbone is at hand; `adopt` gives φ its rows once the clients are known."""
-        return super().initial_state_with(backbone, context, generator) | self._classifier({}, context)
+        return super().initial_state_with(backbone, context, draws) | self._classifier({}, context)
 
     def adopt(self, state: Tensors, context: pf.ServerContext) -> Tensors:
         """φ with a row for each trainer's domain, the supplied one where there is one; no domain prompts."""
@@ -133,13 +134,12 @@ class FastPT(pf.ContextMethod):
         """The part of a first state that is not P^G."""
         if not self._by_domain:
             return {}
-        dims = self.dims(context)
-        known = {
-            WEIGHT.name: torch.zeros(0, dims["d_e"]),
-            BIAS.name: torch.zeros(0),
-            DOMAINS.name: torch.zeros(0, dtype=torch.int64),
-        }
-        none = {PROMPTS.name: torch.zeros(0, dims["m"], dims["d_t"]), LISTED.name: torch.zeros(0, dtype=torch.int64)}
+        dims, xp = self.dims(context), context.draws().xp
+        sizes = {WEIGHT.name: (0, dims["d_e"]), BIAS.name: (0,), PROMPTS.name: (0, dims["m"], dims["d_t"])}
+        empty = {name: xp.zeros(size, dtype=xp.float32) for name, size in sizes.items()}
+        nobody = xp.zeros(0, dtype=xp.int64)
+        known = {WEIGHT.name: empty[WEIGHT.name], BIAS.name: empty[BIAS.name], DOMAINS.name: nobody}
+        none = {PROMPTS.name: empty[PROMPTS.name], LISTED.name: nobody}
         return rows_for(known | state, list(domains.trainer_domains(context.clients))) | none
 
     def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
@@ -173,7 +173,8 @@ class FastPT(pf.ContextMethod):
             sent.setdefault(domain_of[update.client], []).append(update)
         listed = [key for key in state[DOMAINS.name].tolist() if key in sent]
         prompts = [one_of(sent[key], combine)[PROMPT.name] for key in listed]
-        return state | {PROMPTS.name: torch.stack(prompts), LISTED.name: torch.tensor(listed, dtype=torch.int64)}
+        xp = namespace(prompts[0])
+        return state | {PROMPTS.name: xp.stack(prompts), LISTED.name: xp.asarray(listed, dtype=xp.int64)}
 
     # Client half
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.fast_pt.domain_mixture import Mixture
 from promptfed.shared.methods.fast_pt.style_transfer import StyleTransferHyper
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FastPTHyper(pf.ContextHyper, StyleTransferHyper):

@@ -15,16 +15,17 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Generator, Tensor
-from torch.nn import functional as F
-
+from promptfed.shared.lazy import F, torch
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.training import TaskCancelled, batches
 from promptfed.shared.methods.fast_pt.domains import domain_key, wording
 from promptfed.shared.tensors import Tensors
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
 
 PARAMETERS = ("w1", "b1", "w2", "b2")
 REPORTED = ("alignment_before", "alignment_after", "consistency_before", "consistency_after")

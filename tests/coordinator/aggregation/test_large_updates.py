@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from promptfed.shared.methods.core.sizes import check_sizes, exchanged, needed_b
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
 from promptfed.shared.tensors import decode_file, encode, encode_file, state_hash
+from promptfed.shared.torch_tensors import arrays_of
 
 VIT_B_32 = BackboneShape(
     d_t=512,
@@ -44,7 +46,7 @@ def updates_in(folder: Path, count: int = 5) -> list[ClientUpdate]:
             "c": torch.tensor(float(number)),
         }
         path = folder / f"{number}.safetensors"
-        encode_file(tensors, path)
+        encode_file(arrays_of(tensors), path)
         found.append(ClientUpdate(f"client-{number}", (number + 1) / 15, decode_file(path)[0]))
     return found
 
@@ -74,14 +76,16 @@ def test_a_robust_rule_comes_to_the_same_bits_from_files(
 ) -> None:
     monkeypatch.setattr(rows, "BLOCK", block)
     updates = updates_in(tmp_path, 7)
-    base = {"b": torch.full((3, 16_411), 0.25), "a": torch.ones(8)}  # "a" is of another size, and begins at zero
+    base = arrays_of(
+        {"b": torch.full((3, 16_411), 0.25), "a": torch.ones(8)}
+    )  # "a" is of another size, and begins at zero
     spec = {"rule": rule, "clip_norm": None if rule == "flame" else 200.0}
     held, mapped = (
         Rule(AggregationSpec.model_validate({**spec, "weighting": "uniform"}), base, bytes(32)) for _ in range(2)
     )
     in_memory = held(updates)
     monkeypatch.setattr(rows, "LARGE", 0)
-    monkeypatch.setattr(rows, "_flat", None)  # nothing is put together
+    monkeypatch.setattr(rows.Rows, "_flat", None)  # nothing is put together
     blobs = Blobs(tmp_path)
     blobs.open()
     with room(blobs) as mapped.room:
@@ -95,7 +99,8 @@ def test_a_robust_rule_comes_to_the_same_bits_from_files(
 def test_a_file_of_tensors_has_the_bytes_that_memory_would_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensors = {"b": torch.randn(3, 5), "a": torch.arange(4), "c": torch.randn(2).bfloat16(), "d": torch.randn(4, 4).T}
+    torch_tensors = {"b": torch.randn(3, 5), "a": torch.arange(4), "c": torch.randn(2).bfloat16()}
+    tensors = arrays_of(torch_tensors) | {"d": np.arange(16.0, dtype=np.float32).reshape(4, 4).T}
     encode_file(tensors, tmp_path / "file", {"task": "ü"})
     assert (tmp_path / "file").read_bytes() == encode(tensors, {"task": "ü"})
     monkeypatch.setattr("promptfed.coordinator.store.tensor_blobs.LARGE", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,8 @@ from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.interface.base import ClientUpdate
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.spec.spec_aggregation import AggregationSpec, ServerOptimizerSpec
-from promptfed.shared.tensors import Tensors, decode, method_part, state_hash
+from promptfed.shared.tensors import Arrays, method_part
+from promptfed.shared.torch_tensors import decode, state_hash
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, in_thread
 
@@ -30,13 +32,13 @@ def spec(**given: Any) -> ServerOptimizerSpec:
     return ServerOptimizerSpec.model_validate(given)
 
 
-def steps(given: ServerOptimizerSpec, deltas: list[list[float]]) -> Tensors:
+def steps(given: ServerOptimizerSpec, deltas: list[list[float]]) -> Arrays:
     """The state after these changes of the mean, from x = 0."""
     method = make_method({"name": "promptfl", "m": 1})
-    state: Tensors = {"context": torch.zeros(1, 2)}
+    state: Arrays = {"context": np.zeros((1, 2), np.float32)}
     state |= fresh_moments(given, moment_tensors(given, method, 10), {"m": 1, "d_t": 2})
     for delta in deltas:
-        mean = state["context"] + torch.tensor([delta])
+        mean = state["context"] + np.array([delta], np.float32)
         optimizer = ServerOptimizer(given, state)
         moved = optimizer.wrap(lambda updates, mean=mean: {"context": mean})([])
         state = state | moved | optimizer.moments

@@ -5,15 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from promptfed.coordinator.engine import growth
+from promptfed.shared.tensors import Arrays
 
 
-def state(size: float) -> dict[str, torch.Tensor]:
+def state(size: float) -> Arrays:
     """The second tensor is no part of what a method learns."""
-    return {"context": torch.full((2, 3), size), "steps": torch.tensor([10**9])}
+    return {"context": np.full((2, 3), size, np.float32), "steps": np.array([10**9])}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from promptfed.shared.tensors import Tensors, decode
+from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_tensors import decode
 from tests.support.coordinators import InThread
 from tests.support.kill_campaign import MethodClient
 

@@ -11,7 +11,8 @@ import torch
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface.base import ClientInfo, MethodError, Needs, ServerContext
 from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.tensors import Tensors, encode
+from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_tensors import encode
 from tests.support.coordinators import InThread
 
 

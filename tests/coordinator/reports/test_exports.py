@@ -11,7 +11,8 @@ from promptfed.sdk.client import Coordinator
 from promptfed.sdk.operations import take
 from promptfed.shared.api.export_card import Facts, Hashes, facts_of, spec_hash
 from promptfed.shared.methods import METHODS
-from promptfed.shared.tensors import method_part, state_hash
+from promptfed.shared.tensors import method_part
+from promptfed.shared.torch_tensors import state_hash
 from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread
 

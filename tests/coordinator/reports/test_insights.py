@@ -18,7 +18,8 @@ from promptfed.shared.methods.core.interface.base import ClientInfo, Method, Ser
 from promptfed.shared.methods.core.interface.insights import LearnsContexts
 from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
-from promptfed.shared.tensors import decode, encode, norm
+from promptfed.shared.tensors import norm
+from promptfed.shared.torch_tensors import decode, encode
 from promptfed.testing.clients import CLASSES, SHAPE, ScriptedClient, drive, trained
 from tests.coordinator.test_pfedpg import answer, delta, federation_of
 from tests.support.coordinators import InThread

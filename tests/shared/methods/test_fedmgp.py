@@ -19,6 +19,7 @@ from promptfed.shared.methods.fedmgp import FedMGP, diversity, draw_slots, liken
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_draws import TorchDraws
 from tests.support import literal_visual as literal
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal import cross_entropy
@@ -39,7 +40,7 @@ def method(**hyper: Any) -> FedMGP:
 
 
 def none(tried: FedMGP, backbone: Backbone) -> Tensors:
-    return tried.initial_state(server_context(backbone, "a"), torch.Generator())
+    return tried.initial_state(server_context(backbone, "a"), TorchDraws())
 
 
 def global_ones(tried: FedMGP, backbone: Backbone, seed: int = 8) -> Tensors:

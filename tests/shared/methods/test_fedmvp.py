@@ -21,6 +21,7 @@ from promptfed.shared.methods.core.interface.hooks import take_own_options
 from promptfed.shared.methods.fedmvp import GENERATOR, LORA, FedMVP, PromptedImages, bins, generated
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_draws import TorchDraws
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal import cross_entropy
 from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone, split_of
@@ -41,7 +42,7 @@ def method(**hyper: Any) -> FedMVP:
 
 
 def started(tried: FedMVP, backbone: Backbone) -> Tensors:
-    return tried.initial_state(server_context(backbone, "a"), torch.Generator().manual_seed(4))
+    return tried.initial_state(server_context(backbone, "a"), TorchDraws().manual_seed(4))
 
 
 def handed(tried: FedMVP, state: Tensors) -> Tensors:

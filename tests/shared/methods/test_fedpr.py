@@ -13,6 +13,7 @@ from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.fedpr import FedPR, projection
 from promptfed.shared.methods.fedvpt import PROMPTS
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_draws import TorchDraws
 from tests.support import literal_visual as literal
 from tests.support.equality import assert_values
 from tests.support.literal import cross_entropy
@@ -102,9 +103,9 @@ def test_adams_step_is_projected_and_not_the_gradient(backbone: Backbone, normal
 
 def test_it_starts_and_serves_as_fedvpt_deep(backbone: Backbone) -> None:
     server, tried = server_context(backbone, "a"), method()
-    start = tried.initial_state(server, torch.Generator().manual_seed(1))
+    start = tried.initial_state(server, TorchDraws().manual_seed(1))
     plain = make_method({"name": "fedvpt_deep", "m": 2})
-    assert start[PROMPTS.name].equal(plain.initial_state(server, torch.Generator().manual_seed(1))[PROMPTS.name])
+    assert start[PROMPTS.name].equal(plain.initial_state(server, TorchDraws().manual_seed(1))[PROMPTS.name])
     context = client_context(backbone, 3)
     shown = [one.classifier(context, start, {}).logits(context.train, torch.arange(3)) for one in (tried, plain)]
     assert shown[0].equal(shown[1])

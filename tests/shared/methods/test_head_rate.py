@@ -14,7 +14,7 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.heads import HEAD_RATE, head_start
 from promptfed.shared.methods.core.interface.base import Method
-from promptfed.shared.seeds import initial_draws
+from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
 from tests.support.equality import assert_gradients, assert_values
@@ -95,7 +95,7 @@ def test_a_step_with_two_rates_is_the_optimizer_s_equation(backbone: Backbone, n
 def test_fedbabu_fine_tunes_tower_and_head_at_their_own_rates(backbone: Backbone) -> None:
     method = method_of("fedbabu", finetune_epochs=1, finetune_learning_rate=TOWER, head_learning_rate=HEAD)
     context = client_context(backbone, round=2, optimizer="sgd", learning_rate=0.5, schedule="cosine")
-    state, start = state_of(method, backbone), head_start(3, 3, 32)
+    state, start = state_of(method, backbone), head_start(generator, 3, 3, 32)
     pixels, rows = context.train.images(torch.arange(6)), torch.arange(6)
     features, leaves = pooled(backbone, state, pixels)
     weight, bias = (start[name].clone().requires_grad_() for name in ("head_weight", "head_bias"))
@@ -118,7 +118,7 @@ def test_beside_prompts_the_head_alone_moves_further(backbone: Backbone, name: s
     state = plain.initial_state(server, initial_draws(3))
     payload = plain.payload(state, phase, server.clients[0], server)
     ours, theirs = (method.train(context, payload, {}) for method in (fast, plain))
-    start = head_start(3, 3, 32)
+    start = head_start(generator, 3, 3, 32)
     for head in ("head_weight", "head_bias"):
         assert_gradients(ours.private[head] - start[head], HEAD / TOWER * (theirs.private[head] - start[head]))
     for kind, tensor in (theirs.update | theirs.private).items():

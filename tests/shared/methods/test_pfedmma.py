@@ -16,8 +16,10 @@ from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, MethodError
 from promptfed.shared.methods.pfedmma import PFedMMA, adapted, with_gradient_times
 from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.seeds import generator
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_draws import TorchDraws
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal import cross_entropy
 from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone, split_of
@@ -38,7 +40,7 @@ def method(**hyper: Any) -> PFedMMA:
 
 def start_of(tried: PFedMMA, backbone: Backbone) -> Tensors:
     """All of the adapters, biases too."""
-    start = tried.start(3, tried.dims(server_context(backbone, "a")))
+    start = tried.start(generator, 3, tried.dims(server_context(backbone, "a")))
     draws = torch.Generator().manual_seed(2)
     return {
         name: one + 0.1 * torch.randn(one.shape, generator=draws) if name.endswith("bias") else one
@@ -172,7 +174,7 @@ def test_texts_are_made_anew_for_every_state(backbone: Backbone) -> None:
 
 def test_only_the_middle_leaves(backbone: Backbone) -> None:
     tried, context = method(), client_context(backbone, 2)
-    state = tried.initial_state(server_context(backbone, "a"), torch.Generator())
+    state = tried.initial_state(server_context(backbone, "a"), TorchDraws())
     found = tried.train(context, state, {})
     assert set(found.update) == {"shared_weight", "shared_bias"}
     assert len(found.private) == 8
@@ -189,17 +191,17 @@ def test_only_the_middle_leaves(backbone: Backbone) -> None:
     assert alone.update == {}
     assert len(alone.private) == 10
     whole = method(share="all")
-    start = whole.initial_state(server_context(backbone, "a"), torch.Generator())
+    start = whole.initial_state(server_context(backbone, "a"), TorchDraws())
     assert len(whole.train(context, start, {}).update) == 10
 
 
 def test_the_start_is_one_for_all_and_every_part_gets_a_gradient(backbone: Backbone) -> None:
     tried = method(r=32)
-    start = tried.start(3, tried.dims(server_context(backbone, "a")))
+    start = tried.start(generator, 3, tried.dims(server_context(backbone, "a")))
     assert all(
         one.equal(again)
         for one, again in zip(
-            start.values(), tried.start(3, tried.dims(server_context(backbone, "b"))).values(), strict=True
+            start.values(), tried.start(generator, 3, tried.dims(server_context(backbone, "b"))).values(), strict=True
         )
     )
     assert float(start["shared_weight"].std()) == pytest.approx((2 / 32) ** 0.5, rel=0.1)
@@ -215,7 +217,7 @@ def test_the_start_is_one_for_all_and_every_part_gets_a_gradient(backbone: Backb
 def test_who_has_trained_none_classifies_zero_shot(backbone: Backbone) -> None:
     context = client_context(backbone, 3)
     for tried in (method(), method(share="none")):
-        state = tried.initial_state(server_context(backbone, "a"), torch.Generator())
+        state = tried.initial_state(server_context(backbone, "a"), TorchDraws())
         assert isinstance(tried.classifier(context, state, {}), TemplateClassifier), "a random adapter is never served"
         evaluator = replace(context, train=split_of(backbone, 0))
         assert isinstance(tried.classifier(evaluator, state, {}), TemplateClassifier)

@@ -14,7 +14,9 @@ from promptfed.shared.methods.core.interface.base import ClientInfo, MethodError
 from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.pfedpg import BASIS, DESCRIPTORS, PFedPG
 from promptfed.shared.spec.spec import BackboneShape, SpecError
-from promptfed.shared.tensors import Tensors, check, state_hash
+from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_draws import TorchDraws
+from promptfed.shared.torch_tensors import check, state_hash
 from tests.shared.methods.conftest import NAMES
 from tests.support.equality import assert_values
 from tests.support.literal_pfedpg import PROMPTS, Server
@@ -76,7 +78,7 @@ def test_a_client_starts_from_the_same_descriptor_whoever_else_is_there() -> Non
     method = method_of()
     few, many = start(method, roster("birch")), start(method, roster(*CLIENTS))
     assert few[DESCRIPTORS][0].equal(many[DESCRIPTORS][1])
-    other = method.initial_state(roster("birch", seed=4), torch.Generator().manual_seed(1))
+    other = method.initial_state(roster("birch", seed=4), TorchDraws().manual_seed(1))
     assert not other[DESCRIPTORS].equal(few[DESCRIPTORS])
 
 

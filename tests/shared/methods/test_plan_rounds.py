@@ -13,6 +13,7 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.interface.base import MethodError
 from promptfed.shared.methods.plan import Aggregator
+from promptfed.shared.torch_draws import TorchDraws
 from tests.support.equality import assert_values
 from tests.support.small_plan import check_state, phase_of, plan, run_phase, slow_reference, start
 from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone
@@ -255,7 +256,7 @@ def test_backbones_that_it_cannot_run(
     server = server_context(backbone, "a")
     other = replace(server, shape=server.shape.model_copy(update=shape))
     with pytest.raises(MethodError, match=told):
-        plan(**changes).initial_state(other, torch.Generator())
+        plan(**changes).initial_state(other, TorchDraws())
 
 
 def test_a_client_without_images_is_told(backbone: Backbone) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from promptfed.shared import methods
 from promptfed.shared.methods import METHODS, method_class
+from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod
 from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.methods.registry import MethodRegistry, UnusableMethod
 from promptfed.shared.spec.spec import SpecError
 
 SOUND = """
@@ -175,7 +175,7 @@ def test_a_file_in_the_folder_is_a_method_as_contributing_says(tmp_path: Path, m
     start = text.index("```python\n", text.index("## Add a method")) + len("```python\n")
     (tmp_path / "promptfl_sparse.py").write_text(dedent("   " + text[start : text.index("   ```", start)].lstrip(" ")))
     monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
-    own = methods._own_methods()
+    own = MethodRegistry(methods._own_methods())
     assert set(own) == {*METHODS.own(), "promptfl_sparse"}
     assert all(kind.name == name for name, kind in own.items())
     assert own["promptfl_sparse"](own["promptfl_sparse"].Hyper(weight=0.5)).hyper.model_dump()["weight"] == 0.5

@@ -18,7 +18,8 @@ from promptfed.shared.methods.core.interface.base import ClientContext
 from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape
-from promptfed.shared.tensors import Tensors, decode, encode
+from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_tensors import decode, encode
 from tests.shared.methods import test_fedpgp, test_fedtpg
 from tests.shared.methods.conftest import MadeUpSplit
 from tests.support import literal

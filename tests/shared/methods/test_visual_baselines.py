@@ -30,6 +30,7 @@ from promptfed.shared.methods.fedmaple import FedMaple
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_draws import TorchDraws
 from tests.support import literal_visual as literal
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal import cross_entropy
@@ -75,7 +76,7 @@ def literal_coupling(tensors: Tensors) -> Tensor:
 def test_fedmaple_trains_text_prompts_and_the_maps_to_visual_ones(backbone: Backbone) -> None:
     method, context = make_method({"name": "fedmaple", "m": 2}), context_of(backbone)
     server = server_context(backbone, "a")
-    shapes = {name: tuple(tensor.shape) for name, tensor in method.initial_state(server, torch.Generator()).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in method.initial_state(server, TorchDraws()).items()}
     assert shapes == {"text_prompts": (2, 2, 24), "coupling_weight": (2, 32, 24), "coupling_bias": (2, 32)}
     payload = filled(shapes, 4, 0.3)
     found = method.train(context, payload, {})
@@ -146,7 +147,7 @@ def test_an_option_of_the_linear_head_needs_one(name: str) -> None:
 @pytest.mark.parametrize("name", ["fedmaple", "fedvpt", "fedvpt_deep"])
 def test_the_coordinator_takes_the_weighted_mean(backbone: Backbone, name: str) -> None:
     method, server = make_method({"name": name, "m": 2}), server_context(backbone, *"ab")
-    state = method.initial_state(server, torch.Generator())
+    state = method.initial_state(server, TorchDraws())
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
     sent = [filled(shapes, seed, 1.0) for seed in (1, 2)]
     updates = [ClientUpdate("a", 0.25, sent[0]), ClientUpdate("b", 0.75, sent[1])]
@@ -267,7 +268,7 @@ def test_prompts_need_a_vision_transformer(backbone: Backbone) -> None:
     server = replace(server_context(backbone, "a"), shape=shape)
     for name in (*VPT, "fedmaple"):
         with pytest.raises(MethodError, match="needs a vision transformer"):
-            make_method({"name": name, "m": 2}).initial_state(server, torch.Generator())
+            make_method({"name": name, "m": 2}).initial_state(server, TorchDraws())
 
 
 def test_the_coupling_is_one_map_for_each_block() -> None:

@@ -21,7 +21,7 @@ from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdat
 from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.fedrod import log_shares
 from promptfed.shared.methods.perfedavg import step
-from promptfed.shared.seeds import initial_draws
+from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
 from tests.support.equality import assert_gradients, assert_values
@@ -81,7 +81,7 @@ def test_fedrep_trains_the_head_under_the_received_tower_and_then_the_tower_unde
     method, context = method_of("fedrep", head_epochs=3, head_learning_rate=HEAD), task(backbone)
     state = state_of(method, backbone)
     result = method.train(context, state, {})
-    start = head_start(3, 3, 32)
+    start = head_start(generator, 3, 3, 32)
     weight, bias = start["head_weight"], start["head_bias"]
     features = pooled(backbone, state, context.train.pixels)[0].detach()
     for _ in range(3):
@@ -123,7 +123,7 @@ def test_fedrep_s_head_is_refitted_under_the_averaged_tower_in_a_copy(backbone: 
 
 def test_fedbabu_s_head_never_changes_and_is_fine_tuned_for_use_alone(backbone: Backbone) -> None:
     method, context = method_of("fedbabu", finetune_epochs=2, head_learning_rate=HEAD), task(backbone)
-    state, start = state_of(method, backbone), head_start(3, 3, 32)
+    state, start = state_of(method, backbone), head_start(generator, 3, 3, 32)
     result = method.train(context, state, {})
     moving, leaves = pooled(backbone, state, context.train.pixels)
     loss = F.cross_entropy(moving @ start["head_weight"].T, context.train.labels)

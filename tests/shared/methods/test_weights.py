@@ -26,6 +26,7 @@ from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import ServerOptimizerSpec
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.torch_tensors import tensors_of
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.textless import MODEL, textless_backbone
 from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone
@@ -158,7 +159,7 @@ def test_a_server_optimizer_steps_on_the_mean_change(backbone: Backbone) -> None
     state, server = state_of(method, backbone), server_context(backbone, "a")
     update = {"change." + name: torch.full_like(tensor, 0.5) for name, tensor in state.items()}
     given = ServerOptimizerSpec(optimizer="momentum", learning_rate=2.0, momentum=0.9)
-    moments = fresh_moments(given, moment_tensors(given, method, 4), method.dims(server))
+    moments = tensors_of(fresh_moments(given, moment_tensors(given, method, 4), method.dims(server)))
     optimizer = ServerOptimizer(given, state | moments)
     [phase] = method.phases(1, 4)
     counted = [ClientUpdate("a", 1.0, update)]

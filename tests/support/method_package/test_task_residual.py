@@ -9,6 +9,7 @@ from promptfed_task_residual import TaskResidual, TaskResidualHyper, class_weigh
 
 from promptfed.shared.methods.core.interface.base import ServerContext
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
+from promptfed.shared.torch_draws import TorchDraws
 
 
 def test_the_weights_are_the_papers() -> None:
@@ -25,6 +26,6 @@ def test_the_weights_are_the_papers() -> None:
 def test_round_0_is_the_template() -> None:
     method = TaskResidual(TaskResidualHyper())
     context = ServerContext(TrainingSpec(), BackboneShape(d_e=4), ("cat", "dog"), (), seed=0, rounds=1)
-    state = method.initial_state(context, torch.Generator())
+    state = method.initial_state(context, TorchDraws())
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {"residual": (2, 4)}
     assert not state["residual"].any()

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
-from torch import Generator, Tensor
-
+from promptfed.shared import seeds
+from promptfed.shared.lazy import torch
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core.interface.classifiers import Classifier as Classifier
 from promptfed.shared.methods.core.interface.classifiers import Fixed as Fixed
@@ -26,11 +25,14 @@ from promptfed.shared.methods.core.interface.hyperparameters import LabelSpace a
 from promptfed.shared.methods.core.interface.hyperparameters import OwnOptions as OwnOptions
 from promptfed.shared.methods.core.interface.protection import Protection
 from promptfed.shared.methods.core.text_features import same_in_a_text, template_features
+from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
-from promptfed.shared.tensors import DTYPES, Shape, Tensors, TensorSpec
+from promptfed.shared.tensors import Shape, Tensors, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from promptfed.shared.clip import Backbone
 
 
@@ -95,7 +97,10 @@ def without_text(shape: BackboneShape) -> bool:
 
 @dataclass(frozen=True)
 class ServerContext:
-    """The inputs of the server half besides the state. ``clients`` are in order of name."""
+    """The inputs of the server half besides the state. ``clients`` are in order of name.
+
+    ``draws_of`` makes numpy arrays in a coordinator, and torch tensors elsewhere.
+    """
 
     training: TrainingSpec
     shape: BackboneShape
@@ -103,15 +108,24 @@ class ServerContext:
     clients: tuple[ClientInfo, ...]
     seed: int
     rounds: int
+    draws_of: seeds.DrawsOf = seeds.generator
+
+    def draws(self, *purpose: str | int) -> Draws:
+        """The draws for one purpose of the server half."""
+        made: Draws = self.draws_of(self.seed, *purpose)
+        return made
 
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """One counted update; ``weight`` is the client's share of the mean (all of a phase's weights sum to 1)."""
+    """One counted update; ``weight`` is the client's share of the mean (all of a phase's weights sum to 1).
+
+    The tensors are numpy arrays in a coordinator that computes with numpy, else torch tensors.
+    """
 
     client: str
     weight: float
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Any]
 
 
 Updates = Iterable[ClientUpdate]
@@ -294,18 +308,19 @@ class Method(ABC):
     def dims(self, context: ServerContext) -> dict[str, int]:
         """Values of the symbols in tensor shapes. Raises MethodError if the backbone lacks one."""
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: ServerContext, draws: Draws) -> Tensors:
         """The global state of round 0. By default every number is zero.
 
         Raises:
             NeedsBackbone: the state can only be made with a backbone (``initial_state_with``).
         """
-        dims = self.dims(context)
-        return {spec.name: torch.zeros(spec.resolve(dims), dtype=DTYPES[spec.dtype]) for spec in self.state_tensors()}
+        dims, xp = self.dims(context), draws.xp
+        specs = self.state_tensors()
+        return {spec.name: xp.zeros(spec.resolve(dims), dtype=getattr(xp, spec.dtype)) for spec in specs}
 
-    def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state_with(self, backbone: Backbone, context: ServerContext, draws: Draws) -> Tensors:
         """The global state of round 0, made with a backbone."""
-        return self.initial_state(context, generator)
+        return self.initial_state(context, draws)
 
     def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
         """The download of ``client`` in ``phase`` or for an evaluation (``phase`` is None): `payload_tensors`."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from promptfed.shared.tensors import Tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Split(Protocol):

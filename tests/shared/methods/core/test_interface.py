@@ -11,6 +11,7 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.torch_draws import TorchDraws
 
 BIAS = TensorSpec("bias", ("C",))
 SECRET = TensorSpec("secret", ("C",), shared_with_clients=False)
@@ -41,7 +42,7 @@ def test_by_default_shared_tensors_go_down_and_up_and_their_combination_is_the_s
     method = Biased(Biased.Hyper())
     [phase] = method.phases(1, 1)
     assert (phase.down, phase.up, phase.mean) == ((BIAS,), (BIAS,), True)
-    state = method.initial_state(CONTEXT, torch.Generator())
+    state = method.initial_state(CONTEXT, TorchDraws())
     assert {name: tensor.tolist() for name, tensor in state.items()} == {"bias": [0, 0], "secret": [0, 0]}
     combined: dict[str, Tensor] = {"bias": torch.ones(2)}
     after = method.aggregate(state, phase, iter(()), lambda updates: combined, CONTEXT)

@@ -9,10 +9,11 @@ import torch
 
 from promptfed.shared.methods.core.heads import BIAS, WEIGHT, LinearHead, head_start, shared_classes
 from promptfed.shared.methods.core.interface.base import MethodError
+from promptfed.shared.seeds import generator
 
 
 def test_its_start_is_the_one_of_private_heads_and_its_rows_follow_the_spec() -> None:
-    start = head_start(7, 3, 16)
+    start = head_start(generator, 7, 3, 16)
     assert start[WEIGHT].shape == (3, 16)
     assert float(start[WEIGHT].abs().max()) <= 1 / math.sqrt(16)
     assert torch.equal(start[BIAS], torch.zeros(3))
@@ -24,7 +25,7 @@ def test_its_start_is_the_one_of_private_heads_and_its_rows_follow_the_spec() ->
 @pytest.mark.parametrize("names", [None, ("sun",), ("a", "b", "c", "d")])
 def test_other_classes_than_it_has_rows_are_refused(names: tuple[str, ...] | None) -> None:
     with pytest.raises(MethodError, match="has 3 rows"):
-        LinearHead.shared(names, head_start(7, 3, 16))
+        LinearHead.shared(names, head_start(generator, 7, 3, 16))
 
 
 def test_without_class_names_in_the_spec_there_is_none() -> None:

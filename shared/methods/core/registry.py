@@ -7,13 +7,14 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict
 from functools import cached_property
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from threading import RLock
 from typing import Any
 
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.methods.core.interface.insights import GeneratesPrompts
-from promptfed.shared.methods.rates import swept_for
+from promptfed.shared.methods.core.rates import swept_for
 from promptfed.shared.tensors import TensorSpec
 
 GROUP = "promptfed.methods"
@@ -32,13 +33,15 @@ class UnusableMethod(KeyError):
 class MethodRegistry(MutableMapping[str, type[Method]]):
     """The classes of methods by name.
 
-    Besides ``own`` ones these are the entry points of the group ``GROUP`` of installed packages, each imported when it
-    is first asked for. Iteration leaves out those that cannot be used, with a warning; asking for one raises
-    UnusableMethod. A package never replaces a method of promptfed's, so that installing one changes no federation.
+    ``own`` are promptfed's, as classes or as names of modules. The others are the entry points of the group ``GROUP``
+    of installed packages. Both are imported when a method is first asked for. Iteration leaves out those that cannot be
+    used, with a warning; asking for one raises UnusableMethod. A package never replaces a method of promptfed's, so
+    that installing one changes no federation.
     """
 
-    def __init__(self, own: Mapping[str, type[Method]]):
-        self._classes = dict(own)
+    def __init__(self, own: Mapping[str, type[Method] | str]):
+        self._modules = {name: module for name, module in own.items() if isinstance(module, str)}
+        self._classes = {name: kind for name, kind in own.items() if not isinstance(kind, str)}
         self._packages: dict[str, str] = {}
         self._unusable: dict[str, str] = {}
         self._given: set[str] = set()  # by `use`
@@ -50,7 +53,7 @@ class MethodRegistry(MutableMapping[str, type[Method]]):
         offers: dict[str, list[EntryPoint]] = {}
         for entry in entry_points(group=GROUP):
             offers.setdefault(entry.name, []).append(entry)
-        for name in offers.keys() & self._classes.keys():
+        for name in offers.keys() & (self._modules.keys() | self._classes.keys()):
             packages = _packages(offers.pop(name))
             log.warning("the method %r of %s is not used: promptfed has its own %r; rename it", name, packages, name)
         return offers
@@ -58,6 +61,8 @@ class MethodRegistry(MutableMapping[str, type[Method]]):
     def __getitem__(self, name: str) -> type[Method]:
         if name in self._unusable:
             raise UnusableMethod(self._unusable[name])
+        if name not in self._classes and name in self._modules:
+            self._classes[name] = _of_module(name, self._modules[name])
         if name not in self._classes:
             self._load(name, self._offers[name])
         return self._classes[name]
@@ -98,7 +103,8 @@ class MethodRegistry(MutableMapping[str, type[Method]]):
         self._given.discard(name)
 
     def __iter__(self) -> Iterator[str]:
-        for name in [*self._classes, *sorted(self._offers.keys() - self._classes.keys())]:
+        own = dict.fromkeys([*self._modules, *self._classes])
+        for name in [*own, *sorted(self._offers.keys() - own.keys())]:
             new = name not in self._unusable
             if name in self:
                 yield name
@@ -110,11 +116,18 @@ class MethodRegistry(MutableMapping[str, type[Method]]):
 
     def own(self) -> list[str]:
         """The names without those that packages bring or somebody has given; no package is imported for it."""
-        return [name for name in self._classes if name not in self._packages and name not in self._given]
+        here = dict.fromkeys([*self._modules, *self._classes])
+        return [name for name in here if name not in self._packages and name not in self._given]
 
     def package(self, name: str) -> str | None:
         """The package that a method in use comes from, as ``name==version``; None for promptfed's own."""
         return self._packages.get(name)
+
+
+def _of_module(name: str, module: str) -> type[Method]:
+    """The method ``name`` of promptfed's, in the file or folder of this name."""
+    members = vars(import_module(module)).values()
+    return next(kind for kind in members if isinstance(kind, type) and vars(kind).get("name") == name)
 
 
 def _packages(offers: Iterable[EntryPoint]) -> str:

@@ -1,0 +1,47 @@
+"""Where the functions of a method's server half are computed: with numpy in the coordinator, or with torch.
+
+The server half of promptfed's methods works on numpy arrays. Functions that need torch say so with `needs_torch`; the
+coordinator then runs them in its tensor worker. So it does with all server functions of other packages' methods, unless
+a class declares ``server = "numpy"`` for those that it defines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+from promptfed.shared.methods.core.interface.base import Method
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+TORCH, NUMPY = 1, 2
+"""Versions of a federation's arithmetic. The first computed with torch, which gives other last digits than numpy."""
+
+
+def needs_torch(function: Function) -> Function:
+    """Mark a server function that is always computed with torch tensors."""
+    function.computed = "torch"  # type: ignore[attr-defined]
+    return function
+
+
+def differs_by_rounding(function: Function) -> Function:
+    """Mark a server function of which numpy and torch give other last digits: recorded ones are repeated with torch."""
+    function.computed = "by version"  # type: ignore[attr-defined]
+    return function
+
+
+def computed(method: Method, name: str) -> Literal["numpy", "torch", "by version"]:
+    """Where the server function ``name`` of ``method`` is computed."""
+    for kind in type(method).__mro__:
+        if name in vars(kind):
+            if not kind.__module__.startswith("promptfed.") and vars(kind).get("server") != "numpy":
+                return "torch"
+            how: Literal["numpy", "torch", "by version"] = getattr(vars(kind)[name], "computed", "numpy")
+            return how
+    return "numpy"
+
+
+def needs_torch_always(method: Method) -> bool:
+    """Whether a federation of ``method`` cannot run without torch in the coordinator."""
+    names = ("initial_state", "adopt", "join", "forget", "payload", "aggregate", "aggregate_measured")
+    return any(computed(method, name) == "torch" for name in names)
