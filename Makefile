@@ -100,21 +100,25 @@ backbone: $(READY)
 backbone-emoji: $(READY)
 	$(BIN)/python -m benchmarks.backbones.emoji.pretrain --data $(or $(DATA),emoji) --out $(or $(OUT),pretraining) $(ARGS)
 
-# The hashes of every file that an image installs, for the versions of constraints.txt.
+# The hashes of every file that an image installs, for the versions of constraints.txt: $(call lock,NAME,LISTS,PACKAGES).
+define lock
+{ cat requirements/services.txt $(2); printf '%s\n' $(3); } | $(BIN)/uv pip compile -q - -c constraints.txt --generate-hashes \
+  --no-header --no-annotate --python-version 3.11 --universal -o requirements/locked/$(1).txt > /dev/null
+endef
+
 lock: $(READY)
 	@$(PIP) install -q -c constraints.txt uv
-	@for image in services coordinator client; do \
-	  extra=; [ $$image != coordinator ] || extra='psycopg[binary] obstore'; own=; [ $$image = services ] || own=requirements/$$image.txt; \
-	  { cat requirements/services.txt $$own; printf '%s\n' $$extra; } | $(BIN)/uv pip compile -q - -c constraints.txt --generate-hashes \
-	    --no-header --no-annotate --python-version 3.11 --universal -o requirements/locked/$$image.txt > /dev/null || exit 1; \
-	done
+	@$(call lock,services)
+	@$(call lock,coordinator,requirements/coordinator.txt,'psycopg[binary]' obstore)
+	@$(call lock,torch,requirements/torch.txt)
+	@$(call lock,client,requirements/torch.txt requirements/client.txt)
 
 # What is in it, for those who have to look through it: CycloneDX, of this environment and of each image.
 sbom: $(READY)
 	@extras=build; $(install)
 	@mkdir -p build/sbom
 	$(BIN)/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml -o build/sbom/environment.cdx.json $(BIN)/python
-	@for image in coordinator client; do $(BIN)/cyclonedx-py requirements --output-reproducible \
+	@for image in coordinator torch client; do $(BIN)/cyclonedx-py requirements --output-reproducible \
 	  -o build/sbom/$$image.cdx.json requirements/locked/$$image.txt || exit 1; done
 
 clean:

@@ -1,4 +1,4 @@
-"""Each image installs two of the lists in requirements/: a service must need nothing that they do not bring."""
+"""Each image installs some of the lists in requirements/: a service must need nothing that they do not bring."""
 
 from __future__ import annotations
 
@@ -40,6 +40,21 @@ def listed(name: str) -> list[Requirement]:
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
 
 
+LISTS = {
+    "services": ("services",),
+    "coordinator": ("services", "coordinator"),
+    "torch": ("services", "torch"),
+    "client": ("services", "torch", "client"),
+}
+"""What each lock, and each stage of the Dockerfile that uses it, has of the lists."""
+
+
+def installed(lock: str) -> list[Requirement]:
+    """What the lists of a lock name, and the extras of the coordinator's image."""
+    extras = [Requirement("psycopg[binary]"), Requirement("obstore")] if lock == "coordinator" else []
+    return [one for name in LISTS[lock] for one in listed(name)] + extras
+
+
 def needed(requirements: list[Requirement]) -> set[str]:
     """Distributions that an installation of ``requirements`` brings here."""
     found: set[str] = set()
@@ -75,14 +90,15 @@ def modules_besides(distributions: set[str]) -> set[str]:
 @pytest.mark.parametrize(
     ("service", "absent"),
     [
-        ("coordinator", {"open_clip", "torchvision", "sklearn", "matplotlib", "PIL", "httpx", "typer", "docker"}),
+        (
+            "coordinator",
+            {"torch", "open_clip", "torchvision", "sklearn", "matplotlib", "PIL", "httpx", "typer", "docker"},
+        ),
         ("client_service", {"sqlalchemy", "alembic", "typer", "docker"}),
     ],
 )
 def test_a_service_imports_with_what_its_image_installs(service: str, absent: set[str]) -> None:
-    image = needed([*listed("services"), *listed("coordinator" if service == "coordinator" else "client")])
-    if service == "coordinator":
-        image |= needed([Requirement("psycopg[binary]"), Requirement("obstore")])
+    image = needed(installed("coordinator" if service == "coordinator" else "client"))
     hidden = modules_besides(image)
     assert absent <= hidden, "the image installs more than it should"
     done = subprocess.run(
@@ -118,13 +134,10 @@ def locked(image: str) -> dict[str, tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("image", ["services", "coordinator", "client"])
+@pytest.mark.parametrize("image", LISTS)
 def test_the_images_install_files_whose_hashes_are_known(image: str) -> None:
-    wanted = listed("services") + (listed(image) if image != "services" else [])
-    if image == "coordinator":
-        wanted += [Requirement("psycopg[binary]"), Requirement("obstore")]
     found = locked(image)
-    assert needed(wanted) <= set(found), "make lock"
+    assert needed(installed(image)) <= set(found), "make lock"
     assert min(hashes for _, hashes in found.values()) >= 1
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     fixed = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
