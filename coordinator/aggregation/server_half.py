@@ -22,6 +22,8 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.arithmetic import TORCH, computed
 from promptfed.shared.methods.core.interface.base import ClientUpdate, Method, MethodError, ServerContext
 
+GET_TORCH = "use an image of the target coordinator-torch, or `pip install torch` where it runs"
+
 
 class NoTorch(MethodError):
     """A computation needs torch, which this coordinator does not have."""
@@ -84,8 +86,7 @@ def call(federation: Federation, name: str, *arguments: Any) -> Any:
         return call_with_torch(federation.method, name, arguments, threads)
     if not has_torch():
         raise NoTorch(
-            f"{federation.method.name} computes {name} with torch, which this coordinator does not have: "
-            "use its image with torch, or install torch beside it"
+            f"{federation.method.name} computes {name} with torch, which this coordinator does not have: {GET_TORCH}"
         )
     result, after = WORKER.run(call_in_worker, federation.spec.method, name, _listed(arguments), threads)
     _take_judgements(arguments, after)

@@ -14,7 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.aggregation import global_state
+from promptfed.coordinator.aggregation import global_state, server_half
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
@@ -24,8 +24,9 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EventRow, FederationRow
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.methods import check_fits, resolve_spec
+from promptfed.shared.methods import check_fits, make_method, resolve_spec
 from promptfed.shared.methods.core.checks.client_checks import allowed_rounds, check_hopeless
+from promptfed.shared.methods.core.interface.arithmetic import needs_torch_always
 from promptfed.shared.methods.core.interface.base import MethodError
 from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.privacy.noise import Noise
@@ -37,10 +38,20 @@ def resolve(raw: dict[str, Any]) -> FederationSpec:
     """The complete spec, with the method's defaults. Raises InvalidSpec."""
     try:
         spec = resolve_spec(raw)
+        _check_torch(spec)
         _check_shape(spec)
     except SpecError as error:
         raise problems.InvalidSpec(str(error), errors=error.errors) from None
     return spec
+
+
+def _check_torch(spec: FederationSpec) -> None:
+    """If the method computes with torch on the coordinator, torch must be installed."""
+    method = make_method(spec.method)
+    with _offence_at("method.name"):
+        if needs_torch_always(method) and not server_half.has_torch():
+            why = f"{method.name} computes with torch on the coordinator, and this one has no torch"
+            raise MethodError(f"{why}: {server_half.GET_TORCH}")
 
 
 def _check_shape(spec: FederationSpec) -> None:

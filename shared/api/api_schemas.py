@@ -40,6 +40,7 @@ class MethodView(BaseModel):
         [], description="training.learning_rate of a spec that leaves it and the optimizer open, by its backbone"
     )
     needs: dict[str, bool]
+    needs_torch: bool = Field(False, description="whether only a coordinator with torch can run it")
     cached_features: bool = Field(description="whether image features may be computed once")
     metrics: list[str] = Field(description="patterns of the numbers about training that clients send beside tensors")
     disclosures: list[dict[str, str]] = Field(

@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from threading import RLock
 from typing import Any
 
+from promptfed.shared.methods.core.interface.arithmetic import needs_torch_always
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.methods.core.interface.insights import GeneratesPrompts
 from promptfed.shared.methods.core.rates import swept_for
@@ -201,6 +202,7 @@ def description(kind: type[Method]) -> dict[str, Any]:
             "domain_descriptions": kind.needs.domain_descriptions,
             "late_join": kind.needs.late_join,
         },
+        "needs_torch": needs_torch_always(method),
         "cached_features": kind.needs.cached_features,
         "metrics": list(kind.metrics),
         "disclosures": [asdict(disclosed) for disclosed in method.disclosures],

@@ -8,11 +8,13 @@ import httpx
 import pytest
 import torch
 
+from promptfed.coordinator.aggregation import server_half
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface.base import ClientInfo, MethodError, Needs, ServerContext
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.torch_tensors import encode
+from promptfed.testing.clients import spec
 from tests.support.coordinators import InThread
 
 
@@ -43,6 +45,28 @@ DOMAIN = {"name": "sketch", "description": "a sketch of a {}"}
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "picky", Picky)
+
+
+@pytest.mark.parametrize("name", ["pfedpg", "picky"])
+def test_without_torch_a_method_that_needs_it_is_refused(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(server_half, "has_torch", lambda: False)
+    for query in ("", "?dry_run=true"):
+        refused = coordinator.post(f"/v1/federations{query}", spec(method={"name": name}), status=422)
+        assert refused["type"].endswith("/invalid-spec")
+        assert [error["path"] for error in refused["errors"]] == ["method.name"]
+        text = refused["errors"][0]["detail"]
+        assert text.startswith(
+            f"{name} computes with torch on the coordinator, and this one has no torch: use an image"
+        )
+        assert "coordinator-torch" in text
+        assert "pip install torch" in text
+    assert coordinator.http.get(f"/v1/methods/{name}").json()["needs_torch"] is True
+    assert coordinator.http.get("/v1/methods/promptfl").json()["needs_torch"] is False
+    coordinator.create(method={"name": "promptfl"})
+    monkeypatch.setattr(server_half, "has_torch", lambda: True)
+    coordinator.create(name="torch", method={"name": name})
 
 
 def refusal(response: httpx.Response) -> tuple[int, str, str]:
