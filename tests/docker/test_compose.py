@@ -174,18 +174,35 @@ def test_a_change_of_code_installs_nothing_again(images: None, tmp_path: Path) -
         shutil.copy2(ROOT / name, context / name)
     for service in ("coordinator", "client_service"):
         (context / service / "__init__.py").write_text(f'"""Changed {tmp_path}."""\n')  # as in no build before
-    for target, copied in (("coordinator", "coordinator"), ("client", "client_service")):
+    for target, copied, lists in (("coordinator", "coordinator", 2), ("client", "client_service", 3)):
         tag = f"promptfed-test-changed-{target}"
         built = docker("build", "--progress=plain", "--target", target, "--tag", tag, str(context))
         docker("image", "rm", tag)
         assert built.returncode == 0, built.stderr
         steps = [part.splitlines() for part in built.stderr.split("\n\n")]
         installs = [lines for lines in steps if "RUN" in lines[0] and " install-locked " in lines[0]]
-        assert len(installs) == 2
+        assert len(installs) == lists
         assert all(lines[1].endswith("CACHED") for lines in installs), installs
         assert not any(
             lines[-1].endswith("CACHED") for lines in steps if f"COPY {copied} promptfed/{copied}" in lines[0]
         )
+
+
+def test_the_coordinator_is_small_and_has_no_torch(images: None) -> None:
+    assert int(docker("image", "inspect", "--format", "{{.Size}}", "promptfed-coordinator").stdout) <= 500_000_000
+    script = "import importlib.util as u; print(*(name for name in ('torch', 'PIL', 'scipy') if u.find_spec(name)))"
+    entry = ["--rm", "--entrypoint", "python", "promptfed-coordinator"]
+    assert docker("run", *entry, "-c", script).stdout.split() == ["scipy"]
+
+
+def test_the_target_with_torch_is_chosen_by_a_variable(engine: None) -> None:
+    def target(**variables: str) -> str:
+        services = json.loads(Project().compose("config", "--format", "json", **variables).stdout)["services"]
+        return str(services["coordinator"]["build"]["target"])
+
+    assert target() == "coordinator"
+    chosen = target(PROMPTFED_COORDINATOR_TARGET="coordinator-torch")
+    assert f"FROM torch AS {chosen}\n" in (ROOT / "Dockerfile").read_text()
 
 
 def test_a_port_in_use(projects: Callable[..., Project]) -> None:
