@@ -115,6 +115,7 @@ class Sharing:
         if takers != self._takers:
             self._takers, self._steady_since = takers, now
         if me not in takers and self._objects is not None and self._objects.gives_away:
+            self._wanted = []
             self._give([lease.federation for lease in look.leases if lease.holder == me])
             return
         free = [lease.federation for lease in look.leases if lease.holder is None]
@@ -195,7 +196,7 @@ class Sharing:
                 continue
             try:
                 self._registry.take_up(id)
-            except FAILURES as error:
+            except Exception as error:  # a method's own code may raise anything, and the others wait for this thread
                 self._give_up([id], error)
 
     def _give_up(self, ids: Iterable[str], error: Exception) -> None:

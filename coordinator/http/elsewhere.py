@@ -121,10 +121,10 @@ async def _in_memory(registry: Registry, id: str) -> Refusal | None:
     if id not in registry.federations:
         try:
             await asyncio.to_thread(registry.take_up, id)
-        except Refusal as refusal:
-            return refusal
-        except (SQLAlchemyError, DatabaseAway):
-            return StoreAway()
+        except (Refusal, SQLAlchemyError, DatabaseAway) as error:
+            if registry.leases is not None:
+                registry.leases.let_go(id)  # and it is taken up again by itself
+            return error if isinstance(error, Refusal) else StoreAway()
     return None if id in registry.federations else _moving()
 
 

@@ -14,7 +14,7 @@ class FolderInUse(InUse):
 
 
 class FolderLock:
-    """A lock that the system releases when the process ends."""
+    """A lock that the system releases when the process ends. Its file holds the process id."""
 
     def __init__(self, folder: Path):
         self._path = folder / "lock"
@@ -29,6 +29,8 @@ class FolderLock:
             os.close(handle)
             text = f"another coordinator works on {self._path.parent}: stop it, or give another --data-dir"
             raise FolderInUse(text) from None
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         self._handle = handle
 
     def release(self) -> None:

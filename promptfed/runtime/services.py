@@ -21,6 +21,7 @@ ENROL_SECONDS = 300.0
 ENROL_SECONDS_EACH = 20.0  # a client computes for seconds when it starts, and many start at once
 POLL_SECONDS = 0.1
 OPERATOR_FILE = "operator.token"
+COORDINATOR_FOLDER = "coordinator"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class LocalFederation(Services):
         self.processes = processes
         self.folder = folder
         self.api = self._start_coordinator(port, options)
-        self.operator_token = folder / "coordinator" / OPERATOR_FILE
+        self.operator_token = folder / COORDINATOR_FOLDER / OPERATOR_FILE
 
     def hand_out(self, token: str) -> None:
         """Write the token beside the clients' folders."""
@@ -141,7 +142,7 @@ class LocalFederation(Services):
         return self.folder / "enrolment.token"
 
     def _start_coordinator(self, port: int, options: Sequence[str]) -> Coordinator:
-        data_dir, port_file = self.folder / "coordinator", self.folder / "coordinator.url"
+        data_dir, port_file = self.folder / COORDINATOR_FOLDER, self.folder / "coordinator.url"
         # Its own database, even if the environment names the database of another coordinator.
         arguments = ["-m", "promptfed.coordinator", f"--data-dir={data_dir}", "--database-url=", "--host=127.0.0.1"]
         port_file.unlink(missing_ok=True)  # left by an earlier process in the same folder

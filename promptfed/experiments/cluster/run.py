@@ -27,11 +27,12 @@ from promptfed.experiments.cluster.connection import (
     result_of,
 )
 from promptfed.experiments.cluster.crew import Assignment, Share, shares, work
+from promptfed.experiments.cluster.orphan import end_orphan
 from promptfed.experiments.cluster.run_folder import RunFolder, identity, run_folder
 from promptfed.experiments.simulation.preparation import prepare
 from promptfed.experiments.simulation.simulation import ProgressCallback, ended_badly, expect_all_evaluated
 from promptfed.runtime.processes import Processes, ProcessFailed
-from promptfed.runtime.services import LocalFederation, Site
+from promptfed.runtime.services import COORDINATOR_FOLDER, LocalFederation, Site
 from promptfed.sdk import operations
 from promptfed.sdk.backbone import BACKBONE_FILE
 from promptfed.sdk.client import CA_VARIABLE
@@ -154,6 +155,7 @@ def _coordinator(folder: RunFolder, address: str) -> Iterator[tuple[LocalFederat
         authority = certificate.read_text()
         options = [f"--host={address}", f"--tls-cert={certificate}", f"--tls-key={key}"]
         os.environ[CA_VARIABLE] = str(certificate)
+    end_orphan(folder.path / COORDINATOR_FOLDER)
     try:
         with Processes(folder.path) as processes, LocalFederation(processes, folder.path, options=options) as local:
             yield local, authority

@@ -5,6 +5,7 @@ If the command's machine is lost, the run continues from this folder with the co
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import secrets
@@ -49,7 +50,7 @@ def run_folder(storage: Path | None, run: str) -> Iterator[RunFolder]:
     """The folder ``storage``, which is new or belongs to ``run``; if None, a temporary one for the block.
 
     Raises:
-        CommandError: it cannot be used, or belongs to something else.
+        CommandError: it cannot be used, belongs to something else, or another command uses it.
     """
     if storage is None:
         with tempfile.TemporaryDirectory(prefix="promptfed-", ignore_cleanup_errors=True) as temporary:
@@ -60,9 +61,16 @@ def run_folder(storage: Path | None, run: str) -> Iterator[RunFolder]:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _claim(path, run)
         key = (path / KEY_FILE).read_text().strip()
+        lock = (path / RUN_FILE).open("r+")
     except OSError as error:
         raise CommandError(f"cannot use --storage {storage}: {error.strerror or error}", Exit.BAD_INPUT) from None
-    yield RunFolder(path, key, lasting=True)
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            text = f"another command runs with --storage {storage}"
+            raise CommandError(f"{text}: wait for its end, or give another folder", Exit.BAD_INPUT) from None
+        yield RunFolder(path, key, lasting=True)
 
 
 def _claim(path: Path, run: str) -> None:

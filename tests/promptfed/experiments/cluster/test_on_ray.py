@@ -129,6 +129,24 @@ def test_a_run_whose_command_died_goes_on_from_its_storage(nodes: Nodes, wanted:
     assert "holds another run" in other
 
 
+def test_the_coordinator_of_a_killed_command_is_ended_and_the_run_goes_on(
+    nodes: Nodes, wanted: str, tmp_path: Path
+) -> None:
+    options = ["--engine", "ray", "--crews", 2, "--address", nodes.cluster.address, "--storage", tmp_path / "storage"]
+    path = written(tmp_path, RUN)
+    running = started("simulate", path, *options)
+    clients = tmp_path / "storage" / "clients"
+    wait_for("enrolment", lambda: clients.exists() and len(list(clients.iterdir())) == 4)
+    orphans = [child for child in below(running.pid) if "promptfed.coordinator" in child.cmdline()]
+    running.kill()
+    running.communicate()
+    assert len(orphans) == 1
+    assert orphans[0].is_running()
+    again = last_json(told("simulate", path, *options, "--json"))
+    assert again["state_hash"] == wanted
+    assert not orphans[0].is_running()
+
+
 def test_killed_crews_nodes_and_coordinators_change_no_bit() -> None:
     """``PROMPTFED_RAY_KILLS=20,5,2,30``: so many crews, nodes and coordinators, in so many rounds."""
     crews, killed_nodes, coordinators, rounds = map(int, os.environ.get("PROMPTFED_RAY_KILLS", "2,1,1,8").split(","))

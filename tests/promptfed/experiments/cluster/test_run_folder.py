@@ -32,6 +32,17 @@ def test_a_folder_belongs_to_one_run_and_keeps_its_key(tmp_path: Path) -> None:
     assert refused.value.exit == Exit.BAD_INPUT
 
 
+def test_two_commands_do_not_use_one_folder_at_once(tmp_path: Path) -> None:
+    with (
+        run_folder(tmp_path / "storage", run()),
+        pytest.raises(CommandError, match="another command runs with --storage"),
+        run_folder(tmp_path / "storage", run()),
+    ):
+        pass
+    with run_folder(tmp_path / "storage", run()):
+        pass
+
+
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "holiday.jpg").touch()
     with pytest.raises(CommandError, match="is not empty, and holds no run"), run_folder(tmp_path, run()):
