@@ -153,7 +153,8 @@ def _asked_first(registry: Registry, asked: str | None) -> Iterator[Federation]:
 
 def address_of(connection: HTTPConnection) -> str:
     """The caller's address."""
-    return connection.client.host if connection.client is not None else "no address"
+    client = connection.scope.get("client")
+    return str(client[0]) if client is not None else "no address"
 
 
 def _identify(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,7 +39,7 @@ from promptfed.shared.messages import (
 from promptfed.shared.methods.core.sizes import HEADER, change_limit
 from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.secagg.keys import is_signed
-from promptfed.shared.tensors import DTYPES, Arrays, TensorError, check
+from promptfed.shared.tensors import DTYPES, Arrays, TensorError, check, decode, decode_file
 
 # Norms of prompts are far smaller. Squares and products of such numbers may overflow float32; one update could then
 # end the federation.
@@ -304,7 +305,7 @@ def _examine(
         size = check(tensors, federation.method.expected_update(phase, client.info(), federation.context()))
     except TensorError as error:
         raise problems.TENSOR_REFUSALS[error.kind](str(error)) from None
-    _check_change(federation, tensors, blobs.tensors(task.payload_sha256 or "")[0])
+    _check_change(federation, tensors, _payload_tensors(blobs.place(task.payload_sha256 or "")))
     if size > LARGEST_NORM:
         text = f"the update's norm is {size:.6g}; no federation takes more than {LARGEST_NORM:g}"
         raise problems.NormTooLarge(f"{text}: training has diverged, lower training.learning_rate")
@@ -320,6 +321,16 @@ def _examine(
         {**about.metrics, **spent_metrics(federation, client, about.privacy)},
         _receipt(federation, task, about),
     )
+
+
+def _payload_tensors(place: bytes | Path) -> Arrays:
+    """The tensors of a payload, which are only read."""
+    return _decoded(place) if isinstance(place, bytes) else decode_file(place)[0]
+
+
+@lru_cache(maxsize=8)  # the clients of a phase mostly have the same payload
+def _decoded(content: bytes) -> Arrays:
+    return decode(content)[0]
 
 
 def _receipt(federation: Federation, task: AskedTask, about: UpdateMetadata) -> dict[str, Any] | None:
