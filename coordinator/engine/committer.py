@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 from promptfed.coordinator.engine.recorder import Change, Changes
 from promptfed.coordinator.problems import Refusal
@@ -192,9 +192,18 @@ class Committer:
 
     def _work(self) -> None:
         while (group := self._groups.get()) is not None:
-            outcomes = self._commit([waiting.entry for waiting in group])
-            if self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._tell, group, outcomes)
+            self._commit(group)
+            self._call(self._done)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on the event loop."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _done(self) -> None:
+        self._committing = False
+        if self._loop is not None:
+            self._go_on(self._loop)
 
     def _tell(self, group: Sequence[_Waiting], outcomes: Sequence[Outcome]) -> None:
         for waiting, outcome in zip(group, outcomes, strict=True):
@@ -204,25 +213,30 @@ class Committer:
                 waiting.outcome.set_exception(outcome)
             else:
                 waiting.outcome.set_result(outcome)
-        self._committing = False
-        if self._loop is not None:
-            self._go_on(self._loop)
 
-    def _commit(self, entries: Sequence[Submission]) -> list[Outcome]:
-        """The outcome of each."""
+    def _commit(self, group: Sequence[_Waiting]) -> None:
+        """Commit a group, and tell each its outcome."""
         try:
-            return self._together(entries)
+            self._together(group)
         except Exception as error:
-            if len(entries) == 1 or isinstance(error, DatabaseAway | RegistryClosed) or self._is_full(error):
-                return [error] * len(entries)
+            if len(group) == 1 or isinstance(error, DatabaseAway | RegistryClosed) or self._is_full(error):
+                self._call(self._tell, group, [error] * len(group))
+                return
             log.warning("answers could not be committed together, each goes by itself: %s", type(error).__name__)
             # Nothing of it is stored. Whichever of them brought it about shall spoil no other.
-            return [outcome for entry in entries for outcome in self._commit([entry])]
+            for waiting in group:
+                self._commit([waiting])
 
-    def _together(self, entries: Sequence[Submission]) -> list[Outcome]:
+    def _together(self, group: Sequence[_Waiting]) -> None:
         outcomes: list[Outcome] = []
+
+        def tell() -> None:
+            point("group-committed")
+            self._call(self._tell, group, outcomes)
+
         with self._changes() as changes:
-            for entry in entries:
+            changes.committed = tell
+            for entry in (waiting.entry for waiting in group):
                 try:
                     outcomes.append(entry.enter(changes.of(entry.federation)))
                 except Refusal as refusal:
@@ -230,5 +244,3 @@ class Committer:
             point("group-stepped")
             changes.write()
             point("group-before-commit")
-        point("group-committed")
-        return outcomes

@@ -115,8 +115,9 @@ class Changes:
     ):
         """``fence`` sees to it that a federation is this coordinator's until the transaction is over, or raises.
 
-        ``noise``: where the keys of phases come from.
+        ``noise``: where the keys of phases come from. ``committed`` is called once the transaction is on the disk.
         """
+        self.committed: Callable[[], None] = lambda: None
         self._fence = fence
         self._noise = noise or SecretNoise()
         self.batch = Batch()

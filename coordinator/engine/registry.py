@@ -356,6 +356,7 @@ class Registry:
             for id, change in changes.by_id.items():
                 self.metrics.observe(change, before[id].run)  # first: whoever sees what has changed finds it counted
             self.federations = before | {id: change.federation for id, change in changes.by_id.items()}
+        changes.committed()
         if changes.batch.superseded:
             self.blobs.remove_superseded(changes.batch.superseded)
         self._announce(changes)
@@ -399,11 +400,12 @@ class Registry:
             self._loop.call_soon_threadsafe(self.wakeups.wake, [*keys, "driver"])
 
     def _announce(self, changes: Changes) -> None:
+        """Wake those whom the changes concern, then log them: nobody waits for a log."""
         keys: list[tuple[str, str]] = []
-        for change in changes.by_id.values():
-            federation = change.federation
-            for kind, data in json_logs.together(change.emitted):
-                log.info(kind, extra=json_logs.of_event(federation.name, data))
-            names = federation.clients if change.everyone else change.wake
-            keys += [(federation.id, EVENTS), *((federation.id, name) for name in names)]
+        for id, change in changes.by_id.items():
+            names = change.federation.clients if change.everyone else change.wake
+            keys += [(id, EVENTS), *((id, name) for name in names)]
         self.wake(keys)
+        for change in changes.by_id.values():
+            for kind, data in json_logs.together(change.emitted):
+                log.info(kind, extra=json_logs.of_event(change.federation.name, data))

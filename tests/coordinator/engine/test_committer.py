@@ -188,7 +188,9 @@ def groups_of(
 
     @contextmanager
     def changes() -> Iterator[Any]:
-        yield types.SimpleNamespace(of=lambda _: None, write=lambda: None)
+        changes = types.SimpleNamespace(of=lambda _: None, write=lambda: None)
+        yield changes
+        changes.committed()
 
     async def run() -> None:
         made = Committer(changes, lambda error: False, lambda federation: open_tasks)
