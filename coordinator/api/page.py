@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Response
 
+from promptfed.coordinator.api.deps import RegistryOf
 from promptfed.coordinator.api.described import documented
 from promptfed.coordinator.problems import NotFound
 from promptfed.shared.service.static_page import MEDIA_TYPES, StaticPage
@@ -25,9 +26,10 @@ CONTENT: dict[str, dict[str, str]] = {kind.split(";")[0]: {} for kind in MEDIA_T
         **documented(),
     },
 )
-async def get_page(if_none_match: Annotated[str | None, Header()] = None) -> Response:
+async def get_page(registry: RegistryOf, if_none_match: Annotated[str | None, Header()] = None) -> Response:
     """The page on which operators watch and control federations."""
-    return _answer("index.html", if_none_match)
+    others = registry.leases.addresses if registry.leases is not None else []
+    return PAGE.answer("index.html", if_none_match, others)
 
 
 @router.get(
@@ -43,11 +45,7 @@ async def get_file(
     file: Annotated[str, Path(max_length=100)], if_none_match: Annotated[str | None, Header()] = None
 ) -> Response:
     """A script, a style sheet, a picture or a licence of the page."""
-    return _answer(file, if_none_match)
-
-
-def _answer(name: str, known: str | None) -> Response:
     try:
-        return PAGE.answer(name, known)
+        return PAGE.answer(file, if_none_match)
     except KeyError:
-        raise NotFound(f"the page has no file {name[:100]!r}") from None
+        raise NotFound(f"the page has no file {file[:100]!r}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -10,6 +11,7 @@ from pathlib import PurePath
 
 from starlette.responses import Response
 
+POLICY = "Content-Security-Policy"
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -51,10 +53,16 @@ class StaticPage:
                 served[entry.name] = PageFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()}"')
         return served
 
-    def answer(self, name: str, if_none_match: str | None) -> Response:
-        """The file, or 304 where ``if_none_match`` names it. Raises KeyError where there is none of this name."""
+    def answer(self, name: str, if_none_match: str | None, others: Sequence[str] = ()) -> Response:
+        """The file, or 304 where ``if_none_match`` names it. Raises KeyError where there is none of this name.
+
+        ``others``: origins of other services that the page may call.
+        """
         file = self.files[name]
         headers = {**self.headers, "ETag": file.etag}
+        if others:
+            own = "connect-src 'self'"
+            headers[POLICY] = headers[POLICY].replace(own, " ".join([own, *others]))
         if if_none_match is not None and file.etag in if_none_match:
             return Response(status_code=304, headers=headers)
         return Response(file.content, media_type=file.media_type, headers=headers)
@@ -75,7 +83,7 @@ def _headers(images: str) -> dict[str, str]:
         "trusted-types 'none'",
     )
     return {
-        "Content-Security-Policy": "; ".join(policy),
+        POLICY: "; ".join(policy),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Opener-Policy": "same-origin",

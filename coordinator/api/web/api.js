@@ -1,5 +1,7 @@
 // The coordinator's API. The token lives in this object, in memory, and travels in a header: never in an address.
 
+import { Group } from "./group.js";
+
 const PATIENCE = 30_000; // ms for an answer; the stream of events has no end
 
 /** A refusal, in the coordinator's own words; `errors` are what is wrong by path, where it says so. */
@@ -14,9 +16,15 @@ export class Refused extends Error {
 export class Api {
   #token;
   #kept = new Map();
+  #group = new Group();
 
   constructor(token) {
     this.#token = token;
+  }
+
+  /** The address that answers where it is not the page's own, else null. */
+  get elsewhere() {
+    return this.#group.elsewhere;
   }
 
   get(path) {
@@ -77,12 +85,12 @@ export class Api {
   }
 
   async #fetch(path, options = {}) {
-    const headers = { ...options.headers, Authorization: `Bearer ${this.#token}` };
+    const headers = { ...options.headers, Authorization: `Bearer ${this.#token}`, "Promptfed-Page": "1" };
     let answer;
     try {
-      answer = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store", redirect: "error" });
+      answer = await this.#group.send(path, { ...options, headers, credentials: "omit", cache: "no-store", redirect: "error" });
     } catch (error) {
-      if (error.name === "AbortError") throw error;
+      if (options.signal?.aborted && error.name === "AbortError") throw error;
       throw new Refused(0, "The coordinator does not answer. Is it running?");
     }
     if (!answer.ok) throw await refusal(answer);
@@ -98,7 +106,16 @@ export class Api {
     const headers = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": last } : {}) };
     const answer = await this.#fetch(path, { headers, signal });
     opened();
-    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    const read = new AbortController();
+    this.#group.watch(read.signal);
+    try {
+      await this.#read(answer.body.pipeThrough(new TextDecoderStream()).getReader(), take);
+    } finally {
+      read.abort();
+    }
+  }
+
+  async #read(reader, take) {
     let rest = "";
     for (;;) {
       const { value, done } = await reader.read();
@@ -130,7 +147,8 @@ function parsed(block) {
 async function refusal(answer) {
   try {
     const problem = await answer.json();
-    return new Refused(answer.status, problem.detail ?? problem.title ?? answer.statusText, problem.errors ?? []);
+    const where = problem.coordinator ? `: open its page at ${problem.coordinator}` : "";
+    return new Refused(answer.status, (problem.detail ?? problem.title ?? answer.statusText) + where, problem.errors ?? []);
   } catch {
     return new Refused(answer.status, answer.statusText || `status ${answer.status}`);
   }
