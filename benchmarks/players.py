@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from promptfed.shared.service.addresses import HEARTBEAT
 from promptfed.testing.clients import content_digest, enrolment, secret_of
 from tests.support.coordinators import CoordinatorProcess
 
@@ -115,11 +116,14 @@ class Player:
         body = enrolment(self.name, backbone_shape={"d_t": self._shape[1], "d_e": 8})
         await http.expect(201, token, "POST", f"{self._path}/clients", body)
 
-    async def poll(self, http: Connection, seconds: int) -> tuple[int, dict[str, Any]]:
+    async def poll(self, http: Connection, seconds: int, heartbeats: bool = False) -> tuple[int, dict[str, Any]]:
         """Wait at most ``seconds`` for a task: the status 200, 204 (no task) or 410 (ended), and the task."""
-        status, _, body = await http.ask(self._secret, "GET", f"{self._path}/task?wait={seconds}")
+        headers = {HEARTBEAT.replace("-", "_"): "2"} if heartbeats else {}
+        status, _, body = await http.ask(self._secret, "GET", f"{self._path}/task?wait={seconds}", **headers)
         if status not in (200, 204, 410):
             raise SystemExit(f"a poll is answered {status}: {body[:500]!r}")
+        if status == 200 and not body.strip():
+            status = 204
         return status, json.loads(body) if status == 200 else {}
 
     async def answer(self, http: Connection, task: dict[str, Any]) -> None:

@@ -22,8 +22,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.engine import json_logs
+from promptfed.coordinator.engine.expiry import has_expired
 from promptfed.coordinator.engine.malloc import share_heaps
-from promptfed.coordinator.http.connection_limits import ACCEPTED_AT_ONCE, QUEUE, LimitedConnection, raise_open_files
+from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.http.connection_limits import ACCEPTED_AT_ONCE, QUEUE, LimitedConnection
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.operations.bootstrap import BootstrapFailed, read_spec
 from promptfed.coordinator.problems import Refusal
@@ -32,7 +34,9 @@ from promptfed.coordinator.store import tokens
 from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway
 from promptfed.coordinator.store.opening import Store, open_store
 from promptfed.shared.files import write_whole
+from promptfed.shared.messages import ENDED
 from promptfed.shared.service.net import bind, url_of
+from promptfed.shared.service.open_files import HOW_TO_RAISE, most_connections, raise_open_files
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -121,6 +125,7 @@ def serve(settings: Settings) -> int:
         log.info("listening on %s, data in %s, database at %s", base_url, settings.data_dir, place)
         token = settings.data_dir / tokens.OPERATOR_FILE
         log.info("the operator's page is %s/; its token lies in %s", base_url, token)
+        _warn_of_file_limit(app.state.registry)
         if settings.port_file is not None:
             write_whole(settings.port_file, f"{base_url}\n".encode(), synced=False)
 
@@ -142,6 +147,17 @@ def serve(settings: Settings) -> int:
         logging.shutdown()
         os._exit(0)
     return 0
+
+
+def _warn_of_file_limit(registry: Registry) -> None:
+    """Warn if more clients have enrolled, or may enrol with tokens, than there may be connections."""
+    running = [federation for federation in registry.federations.values() if federation.run.state not in ENDED]
+    known = [token for federation in running for token in federation.tokens.values() if not token.closed]
+    left = sum(token.uses - token.used for token in known if token.uses is not None and not has_expired(token))
+    enrolled, most = sum(len(federation.clients) for federation in running), most_connections()
+    if enrolled + left > most:
+        text = "open files are enough for %d clients; %d have enrolled and %d may with the tokens that are out: %s"
+        log.warning(text, most, enrolled, left, HOW_TO_RAISE)
 
 
 def _why(error: Exception, store: Store) -> str:

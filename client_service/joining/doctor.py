@@ -25,6 +25,7 @@ from promptfed.client_service.joining.checks import (
     check_data,
     check_device,
     check_disk,
+    check_files,
     check_versions,
 )
 from promptfed.client_service.joining.disclosure import Disclosure, disclose
@@ -113,7 +114,7 @@ class Examination:
 
     def run(self) -> None:
         """Look at everything."""
-        self.checks += [check_versions(), check_device(self.settings.device), check_disk(self.folder)]
+        self.checks += [check_versions(), check_device(self.settings.device), check_disk(self.folder), check_files()]
         source = self._source()
         path = self.settings.policy_file
         read = None if path is None else self._try("policy", lambda: read_policy(path))

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from promptfed.coordinator import server
 from promptfed.coordinator.http import connection_limits
-from promptfed.shared.service import http_connection
+from promptfed.shared.service import http_connection, open_files
 from promptfed.testing.clients import drive
 from tests.support.coordinators import CoordinatorProcess, InThread, in_thread
 from tests.support.waiting import PATIENCE
@@ -150,7 +151,7 @@ def test_strangers_cannot_use_up_the_open_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("hard", "raised", "connected"),
-    [(4096, 4096, 3696), (600, 600, 300), (resource.RLIM_INFINITY, connection_limits.ENOUGH_FILES, 65_136)],
+    [(4096, 4096, 3696), (600, 600, 300), (resource.RLIM_INFINITY, open_files.ENOUGH_FILES, 65_136)],
 )
 def test_as_many_connections_as_the_system_has_files_for(
     monkeypatch: pytest.MonkeyPatch, hard: int, raised: int, connected: int
@@ -158,9 +159,25 @@ def test_as_many_connections_as_the_system_has_files_for(
     limits = [(256, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: limits.append(wanted))
-    connection_limits.raise_open_files()
+    open_files.raise_open_files()
     assert limits[-1] == (raised, hard)
-    assert connection_limits.most_connections() == connected
+    assert open_files.most_connections() == connected
+
+
+def test_the_start_warns_of_more_clients_than_open_files(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    federation = coordinator.create()
+    coordinator.enrol(federation, "a", "b")
+    coordinator.token(federation, uses=10)
+    monkeypatch.setattr(server, "most_connections", lambda: 2000)
+    server._warn_of_file_limit(coordinator.registry)
+    assert not caplog.records
+    monkeypatch.setattr(server, "most_connections", lambda: 11)
+    server._warn_of_file_limit(coordinator.registry)
+    [record] = caplog.records
+    assert "open files are enough for 11 clients; 2 have enrolled and" in record.getMessage()
+    assert "ulimit -n" in record.getMessage()
 
 
 def test_a_limit_that_cannot_be_raised_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,5 +186,5 @@ def test_a_limit_that_cannot_be_raised_stays(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(resource, "setrlimit", refuse)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    connection_limits.raise_open_files()
+    open_files.raise_open_files()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before

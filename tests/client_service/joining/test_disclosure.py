@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pty
+import resource
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,14 @@ import pytest
 import torch
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.joining.checks import Check, check_clock, check_data, check_device, check_disk
+from promptfed.client_service.joining.checks import (
+    Check,
+    check_clock,
+    check_data,
+    check_device,
+    check_disk,
+    check_files,
+)
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.disclosure import EACH, Declared, Disclosure, disclose
 from promptfed.client_service.privacy.agreement import terms_of
@@ -276,3 +284,15 @@ def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_disk(tmp_path / "not" / "yet").verdict == "pass"
     (tmp_path / "file").write_text("")
     assert check_disk(tmp_path / "file" / "below").verdict == "fail"
+
+
+@pytest.mark.parametrize(("hard", "clients", "verdict"), [(1024, "624", "warn"), (20_000, "19,600", "pass")])
+def test_the_limit_on_open_files_is_named(
+    monkeypatch: pytest.MonkeyPatch, hard: int, clients: str, verdict: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, hard))
+    check = check_files()
+    assert (check.verdict, check.text) == (
+        verdict, f"a process may open {hard:,}: enough for a coordinator with {clients} clients",
+    )  # fmt: skip
+    assert (check.advice is not None and "ulimit -n" in check.advice) is (verdict == "warn")
