@@ -119,7 +119,7 @@ class Player:
     async def poll(self, http: Connection, seconds: int, heartbeats: bool = False) -> tuple[int, dict[str, Any]]:
         """Wait at most ``seconds`` for a task: the status 200, 204 (no task) or 410 (ended), and the task."""
         headers = {HEARTBEAT.replace("-", "_"): "2"} if heartbeats else {}
-        status, _, body = await http.ask(self._secret, "GET", f"{self._path}/task?wait={seconds}", **headers)
+        status, _, body = await http.ask(self._secret, "GET", f"{self._path}/task?wait={seconds}", b"", **headers)
         if status not in (200, 204, 410):
             raise SystemExit(f"a poll is answered {status}: {body[:500]!r}")
         if status == 200 and not body.strip():
