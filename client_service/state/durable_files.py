@@ -11,6 +11,7 @@ class Disk:
     """Writes files. If ``synced``, they are on the disk when a call returns."""
 
     def __init__(self, synced: bool):
+        self._synced = synced
         self._sync = os.fsync if synced else _leave
 
     def write(self, path: Path, content: bytes) -> None:
@@ -20,6 +21,14 @@ class Disk:
             file.write(content)
             file.flush()
             self._sync(file.fileno())
+
+    def move(self, source: Path, target: Path) -> None:
+        """Rename a file over another one."""
+        # A file system writes a file's content to the disk before the file replaces another one, which takes
+        # milliseconds. Files that are not synced need no such care.
+        if not self._synced:
+            target.unlink(missing_ok=True)
+        os.replace(source, target)
 
     def adopt(self, source: Path, path: Path) -> None:
         """A second name for a file, or a copy if the file system has no hard links."""

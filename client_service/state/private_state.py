@@ -234,7 +234,7 @@ class PrivateState:
 
     def commit(self) -> None:
         """The coordinator has the pending update: its private tensors become the committed ones."""
-        os.replace(self._pending / "private.safetensors", self.folder / "committed.safetensors")
+        self._disk.move(self._pending / "private.safetensors", self.folder / "committed.safetensors")
         self._disk.sync_folder(self.folder)
         self._keep_answered()
 
@@ -367,7 +367,7 @@ class PrivateState:
         """A file of bytes, on the disk when this returns."""
         draft = self.folder / f"{name}.tmp"
         self._disk.write(draft, content)
-        os.replace(draft, self.folder / name)
+        self._disk.move(draft, self.folder / name)
         self._disk.sync_folder(self.folder)
 
     def _read_json(self, name: str) -> Any:

@@ -28,6 +28,10 @@ Round = Annotated[str, typer.Option(help="a round's number, or latest")]
 RunFilePath = Annotated[Path, typer.Argument(help="run file: a federation's spec and its clients, in YAML")]
 Trainers = Annotated[int | None, typer.Option(min=1, help="trainers; default: as many as the run file has")]
 Pool = Annotated[int, typer.Option(min=1, help="clients that compute at once")]
+SimulationPool = Annotated[
+    int | None,
+    typer.Option(min=1, help="clients that compute at once; default: one for each core, or 1 on a GPU or with threads"),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
 Engine = Annotated[Literal["ray"] | None, typer.Option(help="ray: on a Ray cluster (promptfed[ray])")]
 RayAddress = Annotated[

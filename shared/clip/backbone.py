@@ -181,7 +181,7 @@ class Backbone:
         """Token ids `(N, L)` of whole texts on the backbone's device. BackboneError if a text is too long."""
         return self._tokenizer.texts(texts).to(self.device)
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int | None]:
         """`mlp_width`, `positions`, `heads_v` and `heads_t` of a `BackboneShape`; None if a tower lacks them."""
         sizes: dict[str, int | None] = dict.fromkeys(("mlp_width", "positions", "heads_v", "heads_t"))

@@ -20,9 +20,9 @@ from promptfed.cli.common import (
     Device,
     Engine,
     Json,
-    Pool,
     RayAddress,
     RunFilePath,
+    SimulationPool,
     Trainers,
     Written,
     refuse,
@@ -78,7 +78,7 @@ def simulate(
     written: Written,
     allow_backbone: AllowBackbone,
     clients: Trainers = None,
-    pool: Pool = 1,
+    pool: SimulationPool = None,
     out: Annotated[Path | None, typer.Option(help="keep result.json and prompts.safetensors here")] = None,
     track: Annotated[list[str] | None, typer.Option(help="tensorboard:FOLDER or mlflow:URI, repeatable")] = None,
     device: Device = "cpu",
@@ -129,7 +129,7 @@ def _result(spec: FederationSpec, sites: Sequence[Site], cluster: Cluster, **opt
     if cluster.engine is None:
         return simulation.simulate(spec, sites, **options)
     on_ray = OnRay(cluster.crews, cluster.address, cluster.gpus_per_crew, cluster.storage)
-    return simulate_on_ray(spec, sites, on_ray, **options)
+    return simulate_on_ray(spec, sites, on_ray, **options | {"pool": options["pool"] or 1})
 
 
 def summaries(accuracies: Sequence[Accuracy]) -> list[RoleSummary]:

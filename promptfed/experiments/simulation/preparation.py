@@ -69,7 +69,7 @@ class SimulationSetup:
 def prepare(
     raw: FederationSpec | Mapping[str, Any],
     sites: Sequence[Site],
-    pool: int,
+    pool: int | None,
     backbone: Backbone | None,
     allow_backbone: bool,
     device: str = "cpu",
@@ -96,13 +96,13 @@ def choose_kernels(training: TrainingSpec, backbone: Backbone) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def expect_usable(sites: Sequence[Site], pool: int) -> None:
+def expect_usable(sites: Sequence[Site], pool: int | None) -> None:
     """Raise CommandError if two sites have the same name, or the pool is empty."""
     names = [site.name for site in sites]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise CommandError(f"two clients are called {twice[0]!r}: give each a name of its own", Exit.BAD_INPUT)
-    if pool < 1:
+    if pool is not None and pool < 1:
         raise CommandError(f"a pool of {pool} clients cannot compute: give at least 1", Exit.BAD_INPUT)
 
 

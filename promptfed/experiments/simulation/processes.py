@@ -12,6 +12,7 @@ import gc
 import importlib
 import mmap
 import multiprocessing
+import os
 import pickle
 import queue
 import signal
@@ -43,6 +44,7 @@ from promptfed.shared.spec.spec import FederationSpec
 
 HEAR_SECONDS = 0.1  # between two looks at whether a task was cancelled
 END_SECONDS = 2.0  # for a process to end
+MOST_PROCESSES = 8  # more wait for the coordinator, unless training takes long
 SENT = ("name", "role", "state", "agreement", "own_options", "privacy", "rules")  # fields of TaskWork
 
 Sent = Mapping[str, Any]
@@ -246,6 +248,19 @@ class RemoteWork(TaskWork):
         return self.processes.run(cancelled, job, {name: getattr(self, name) for name in SENT}, *arguments)
 
 
+def forks(threads: int, device: str) -> bool:
+    """Whether clients with so many torch ``threads`` each can compute in forked processes on ``device``.
+
+    Neither a GPU, autograd's threads on a machine that has one, nor OpenMP's threads can be used after a fork.
+    """
+    return sys.platform == "linux" and threads == 1 and device == "cpu" and not torch.cuda.is_available()
+
+
+def usual_pool(threads: int, device: str) -> int:
+    """One client for each core where processes compute; threads would gain nothing."""
+    return min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if forks(threads, device) else 1
+
+
 @contextmanager
 def computing_processes(
     count: int,
@@ -254,15 +269,11 @@ def computing_processes(
     backbone: Backbone,
     features: FeatureCache,
 ) -> Iterator[Processes | None]:
-    """``count`` processes for a block; None where threads serve better or forking is not safe.
-
-    One process would gain nothing. Neither a GPU, autograd's threads on a machine that has one, nor OpenMP's threads
-    can be used after a fork.
-    """
-    forks = sys.platform == "linux" and not torch.cuda.is_available()
-    if count < 2 or spec.training.threads > 1 or backbone.device.type != "cpu" or not forks:
+    """``count`` processes for a block, but no more than clients; None where one thread or several compute."""
+    if count < 2 or not forks(spec.training.threads, backbone.device.type):
         yield None
         return
+    count = min(count, len(clients))
     if spec.privacy.level != "none":  # imported once, and not in each process
         for accountant in ("pld", "rdp"):
             importlib.import_module(f"dp_accounting.{accountant}")

@@ -25,7 +25,7 @@ from promptfed.coordinator.store.tokens import OPERATOR_FILE
 from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.other_prompts import swapped_outcomes
 from promptfed.experiments.simulation.preparation import SimulationSetup, open_site, prepare, warm_all
-from promptfed.experiments.simulation.processes import computing_processes
+from promptfed.experiments.simulation.processes import computing_processes, usual_pool
 from promptfed.experiments.simulation.workers import AHEAD, RunningWorkers, run_workers
 from promptfed.runtime.services import Site
 from promptfed.sdk import operations
@@ -55,7 +55,7 @@ def simulate(
     sites: Sequence[Site],
     *,
     folder: Path | None = None,
-    pool: int = 1,
+    pool: int | None = 1,
     backbone: Backbone | None = None,
     features: Path | FeatureCache | None = None,
     sources: SharedSources | None = None,
@@ -67,7 +67,8 @@ def simulate(
     """Run a federation to its end in this process.
 
     ``folder`` (new or empty; default: a temporary one) keeps the state of coordinator and clients. ``pool`` clients
-    compute at once, each with ``training.threads`` torch threads. ``backbone``, ``features`` and ``sources`` can be
+    compute at once (None: one for each core, if processes can compute), each with ``training.threads`` torch threads;
+    more than one in forked processes, if possible. ``backbone``, ``features`` and ``sources`` can be
     given to share them among runs; by default they are made from the spec, in ``folder`` and from the sites' URIs.
     With ``swap_prompts`` the outcomes include each client's answers with the others' prompts and its own head.
     ``progress`` is called in another thread, at most five times a second and only after a change: it may miss a quick
@@ -80,6 +81,7 @@ def simulate(
     with _torch_put_back(), new_folder(folder) as place:
         started = time.monotonic()
         wanted, initial, backbone = prepare(spec, sites, pool, backbone, allow_backbone, device)
+        pool = pool or usual_pool(wanted.training.threads, backbone.device.type)
         cache = features if isinstance(features, FeatureCache) else FeatureCache(features or place / "features")
         shared = sources or SharedSources()
         clients = tuple(open_site(site, shared) for site in sites)

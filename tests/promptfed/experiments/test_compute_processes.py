@@ -14,7 +14,7 @@ import torch
 from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.experiments.simulation.features import images_of
 from promptfed.experiments.simulation.preparation import open_site
-from promptfed.experiments.simulation.processes import Inherited, Processes, computing_processes
+from promptfed.experiments.simulation.processes import Inherited, Processes, computing_processes, usual_pool
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError
@@ -140,3 +140,14 @@ def test_processes_compute_the_features_that_one_thread_computes(
     assert torch.equal(own.features(backbone, images), other.features(backbone, images))
     assert own.images_computed == 0
     assert other.images_computed == len(images)
+
+
+@pytest.mark.parametrize(
+    ("threads", "device", "gpu", "pool"), [(1, "cpu", False, 2), (2, "cpu", False, 1), (1, "cuda", True, 1)]
+)
+def test_a_pool_has_a_client_for_each_core_where_processes_compute(
+    threads: int, device: str, gpu: bool, pool: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 3})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert usual_pool(threads, device) == pool
