@@ -33,13 +33,19 @@ def compares(name: str, kilobytes: int, clients: int) -> bool:
 
 
 @contextlib.contextmanager
-def own_python() -> Iterator[str]:
-    """Make a virtual environment with flwr for a block; its Python."""
+def own_python(wanted: str = WANTED, made: str | None = None) -> Iterator[str]:
+    """Make a virtual environment with ``wanted`` for a block; its Python.
+
+    ``made``: the Python of one that exists already.
+    """
+    if made is not None:
+        yield made
+        return
     with tempfile.TemporaryDirectory(prefix="promptfed-flower-") as folder:
         venv.create(folder, with_pip=True)
         python = str(Path(folder) / "bin" / "python")
-        print(f"installing {WANTED} for this run", file=sys.stderr)
-        subprocess.run([python, "-m", "pip", "install", "-q", WANTED], check=True)  # noqa: S603 (ourselves)
+        print(f"installing {wanted} for this run", file=sys.stderr)
+        subprocess.run([python, "-m", "pip", "install", "-q", wanted], check=True)  # noqa: S603 (ourselves)
         yield python
 
 
