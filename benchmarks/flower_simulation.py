@@ -78,7 +78,7 @@ def trained(start: np.ndarray, number: int, round: int) -> tuple[np.ndarray, int
     return context.detach().numpy(), len(labels)
 
 
-@client_app.train()
+@client_app.train()  # type: ignore[untyped-decorator]
 def train(message: Message, context: Context) -> Message:
     """Answer a task."""
     start = message.content["arrays"]["context"].numpy()
@@ -88,7 +88,7 @@ def train(message: Message, context: Context) -> Message:
     return Message(content=RecordDict(answer), reply_to=message)
 
 
-@server_app.main()
+@server_app.main()  # type: ignore[untyped-decorator]
 def serve(grid: Grid, context: Context) -> None:
     """Carry out all rounds, and write the result."""
     job = json.loads((FOLDER / "job.json").read_text())
@@ -115,6 +115,6 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    import flower_simulation  # by its name, so that Ray's workers import this file and keep what they have loaded
+    from benchmarks import flower_simulation  # by its name, so that Ray's workers import this file and keep what they have loaded
 
     flower_simulation.run()
