@@ -73,7 +73,7 @@ def trained(start: np.ndarray, number: int, round: int) -> tuple[np.ndarray, int
         optimizer.zero_grad()
         text = backbone.encode_prompts(context, prompts, path=job["path"])
         logits = backbone.logit_scale * features[rows] @ text.T
-        torch.nn.functional.cross_entropy(logits, labels[rows]).backward()
+        torch.autograd.backward(torch.nn.functional.cross_entropy(logits, labels[rows]))
         optimizer.step()
     return context.detach().numpy(), len(labels)
 
