@@ -115,6 +115,8 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import flower_simulation  # by its name, so that Ray's workers import this file and keep what they have loaded
+    from benchmarks import (
+        flower_simulation,
+    )  # by its name, so that Ray's workers import this file and keep what they have loaded
 
     flower_simulation.run()
