@@ -16,7 +16,7 @@ import torch
 
 from promptfed.coordinator.engine import committer
 from promptfed.coordinator.engine.committer import Committer, RegistryClosed
-from promptfed.coordinator.engine.recorder import Change
+from promptfed.coordinator.engine.recorder import Change, Changes
 from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.store.database import Database
 from promptfed.testing.clients import ScriptedClient, drive, update_body
@@ -64,6 +64,25 @@ def test_answers_that_arrive_together_are_one_commit(coordinator: InThread, monk
     coordinator.until(federation, phase="evaluation")
     [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
     assert [one["client"] for one in phase["counted"]] == list(NAMES)
+
+
+@pytest.mark.both_databases
+def test_the_transaction_that_commits_a_state_serves_the_next_tasks(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation, clients, tasks = open_first_phase(coordinator, *NAMES, rounds=1)
+    announced: list[set[bool]] = []
+    announce = coordinator.registry._announce
+
+    def noted(changes: Changes) -> None:
+        open_tasks = [change.federation.tasks.values() for change in changes.by_id.values()]
+        announced.extend({task.payload_sha256 is not None for task in some} for some in open_tasks if some)
+        announce(changes)
+
+    monkeypatch.setattr(coordinator.registry, "_announce", noted)
+    assert send_all(clients, tasks, updates_of(clients, tasks)) == [(201, "")] * 4
+    coordinator.until(federation, phase="evaluation")
+    assert announced == [{True}], "the evaluation's tasks, all with their payload"
 
 
 @pytest.mark.both_databases
