@@ -3,6 +3,7 @@
 A long run of the campaign of `tests.support.takeovers`, which describes the disturbances. All blobs are objects.
 
     python -m benchmarks.takeover --seed 0 --json benchmarks/takeover.json
+    python -m benchmarks.takeover --ways store=6 --seed 5 --json benchmarks/takeover.json
     python -m benchmarks.takeover --many 1000 --running 100 --json benchmarks/takeover.json
 
 - Each federation must end with the state hashes, counted updates, weights and accuracies of an undisturbed run by one
@@ -32,7 +33,7 @@ from tests.support.takeovers import WAYS, Group, campaign
 
 SEED = 0
 METHODS = ("promptfl with adam", "promptfl", "pfedmoap")
-USUAL = {"kill": 4, "stop": 12, "inside": 10, "cut": 12, "freeze": 6}
+USUAL = "kill=4,stop=12,inside=10,cut=12,freeze=6"
 
 
 @contextmanager
@@ -54,8 +55,7 @@ def group() -> Iterator[tuple[Path, PostgresServer, Group]]:
 def main() -> None:
     """Run and print."""
     command = parser(__doc__)
-    for way in WAYS:
-        command.add_argument(f"--{way}", type=int, default=USUAL[way], help="how many of these disturbances")
+    command.add_argument("--ways", default=USUAL, help=f"how many disturbances of each kind, of {', '.join(WAYS)}")
     command.add_argument("--rounds", type=int, default=25, help="of each federation")
     command.add_argument("--seed", type=int, default=SEED)
     command.add_argument("--many", type=int, default=0, help="so many federations instead, and the death of one holder")
@@ -66,7 +66,7 @@ def main() -> None:
         if options.many:
             name, figures = "many", kill_one_of_three(made, postgres, options.many, options.running)
         else:
-            wanted = {way: getattr(options, way) for way in WAYS}
+            wanted = {way: int(number) for way, number in (each.split("=") for each in options.ways.split(","))}
             name, figures = (
                 f"seed {options.seed}",
                 campaign(wanted, options.rounds, METHODS, options.seed, folder, made),

@@ -28,7 +28,7 @@ def test_however_holders_are_disturbed_the_run_is_the_undisturbed_one(
     monkeypatch.setitem(METHODS, "two_phase", TwoPhase)
     group = Group(tmp_path, postgres.schema(), object_store, dict(object_server.environment))
     try:
-        wanted = {"kill": 2, "stop": 1, "inside": 1, "cut": 1, "freeze": 1}
+        wanted = {"kill": 2, "stop": 1, "inside": 1, "cut": 1, "store": 1, "freeze": 1}
         found = campaign(wanted, 12, ["promptfl", "two_phase"], 0, tmp_path, group)
     finally:
         group.close()
@@ -36,7 +36,7 @@ def test_however_holders_are_disturbed_the_run_is_the_undisturbed_one(
     assert found["updates"] > 0
     assert found["stale_answers"] == []
     assert found["watched_answers"] > 0
-    assert found["takeover_seconds"]["most"] < 10
+    assert found["takeover_seconds"]["most"] < 15
 
 
 def view(

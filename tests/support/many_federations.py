@@ -106,10 +106,7 @@ def _made(group: Group, count: int, running: int) -> Many:
     with httpx.Client(headers=OPERATOR, timeout=60.0) as http:
         for number in range(count):
             url = next(turns)
-            raw = spec(name=f"many-{number}", rounds=ROUNDS, participation={"min_clients": len(CLIENTS)})
-            answer = http.post(f"{url}/v1/federations", json=raw)
-            assert answer.status_code == 201, answer.text
-            made_by[url].append(answer.json()["id"])
+            made_by[url].append(_create(http, url, f"many-{number}"))
     for number in range(running):
         url = group.urls[number % len(group.urls)]
         id = made_by[url][number // len(group.urls)]
@@ -118,6 +115,17 @@ def _made(group: Group, count: int, running: int) -> Many:
         api.start(id)
         many.running.add(id)
     return many
+
+
+def _create(http: httpx.Client, url: str, name: str) -> str:
+    """The id of a new federation; asked for again where a busy coordinator cannot create it at the moment."""
+    raw = spec(name=name, rounds=ROUNDS, participation={"min_clients": len(CLIENTS)})
+
+    def created() -> str | None:
+        answer = http.post(f"{url}/v1/federations", json=raw, headers={"Idempotency-Key": name})
+        return str(answer.json()["id"]) if answer.status_code in (200, 201) else None
+
+    return str(wait_for("a federation", created, every=EVERY_SECONDS))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ is disturbed in one of these ways, each time until another one has taken over:
 - ``stop``: SIGSTOP at any moment, and SIGCONT.
 - ``inside``: it stops within a transaction, between statements that were sent together, and SIGCONT.
 - ``cut``: nothing passes between it and PostgreSQL, and no connection ends.
+- ``store``: nothing passes between it and the object store, and no connection ends.
 - ``freeze``: SIGSTOP for a time from 0.2 s to 8 s, whether another one takes over or not, and SIGCONT.
 """
 
@@ -39,7 +40,7 @@ from tests.support.stale_answers import Witness
 from tests.support.waiting import wait_for
 
 COORDINATORS = 3
-WAYS = ("kill", "stop", "inside", "cut", "freeze")
+WAYS = ("kill", "stop", "inside", "cut", "store", "freeze")
 PAUSE_SECONDS = 1.0  # that one stays disturbed once another has taken over
 LOOK_SECONDS = 0.05
 FREEZES = (0.2, 8.0)  # seconds
@@ -64,20 +65,28 @@ class Tally:
 
 
 class Group:
-    """The coordinators, each a process of its own with its own line to PostgreSQL; ``database`` is its name there."""
+    """The coordinators, each a process of its own with its own lines to PostgreSQL and to the object store.
+
+    ``database`` is the database's name.
+    """
 
     def __init__(self, folder: Path, database_url: str, store: str, environment: dict[str, str]):
         self.processes: dict[str, ForkedCoordinator] = {}
         self.lines: dict[str, Line] = {}
+        self.store_lines: dict[str, Line] = {}
         database = make_url(database_url)
         self.database = str(database.database)
         for number in range(COORDINATORS):
             own = own_options()
             line = self.lines[own["advertise_url"]] = Line(f"{database.host}:{database.port}")
+            objects = self.store_lines[own["advertise_url"]] = Line(environment["AWS_ENDPOINT_URL"])
             through_line = database.set(port=line.port).render_as_string(hide_password=False)
             options = shared_options(folder / "shared", through_line, store) | own
             process = ForkedCoordinator(
-                folder / f"data-{number}", *as_arguments(options), constants=FILES, environment=environment
+                folder / f"data-{number}",
+                *as_arguments(options),
+                constants=FILES,
+                environment=environment | {"AWS_ENDPOINT_URL": objects.url},
             )
             if process.dead:
                 raise SystemExit(process.log())
@@ -93,7 +102,7 @@ class Group:
         for process in self.processes.values():
             process.signal(signal.SIGCONT)
             process.kill()
-        for line in self.lines.values():
+        for line in (*self.lines.values(), *self.store_lines.values()):
             line.close()
 
 
@@ -140,10 +149,11 @@ class Disturber:
 
     def _disturb(self, name: str, holder: str, way: str) -> bool:
         """Disturb the holder, and undo it; whether it was disturbed."""
-        process, line = self._group.processes[holder], self._group.lines[holder]
+        process = self._group.processes[holder]
+        line = (self._group.store_lines if way == "store" else self._group.lines)[holder]
         if way == "kill":
             process.signal(signal.SIGKILL)
-        elif way == "cut":
+        elif way in ("cut", "store"):
             line.cut()
         elif way == "inside":
             process.signal(STOPS_INSIDE)
