@@ -25,7 +25,7 @@ PART = 1 << 20
 CONNECT = timedelta(seconds=5)
 SILENCE = timedelta(seconds=300)  # for one request, however large its body
 RETRIES, RETRY_SECONDS = 3, timedelta(seconds=15)
-PROBE = timedelta(seconds=2.5)  # for each request of a probe, which is not repeated
+PROBE = timedelta(seconds=2)  # for each request of a probe, which is not repeated
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
