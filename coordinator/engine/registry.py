@@ -193,20 +193,6 @@ class Registry:
         log.info("%s is taken up", federation.name, extra=json_logs.where(federation))
         self.wake([])
 
-    def may_move(self, id: str) -> bool:
-        """Whether the federation can move to another coordinator now, and nobody has to do anything again.
-
-        That is while it is not running, or while a phase is open to which nobody has answered.
-        """
-        federation = self.federations.get(id)
-        if federation is None or federation.run.state != "running":
-            return federation is None or not federation.starting
-        run = federation.run
-        if run.stage is None or run.stage.closed or run.due_job is not None or federation.resend:
-            return False
-        filled = all(task.payload_sha256 is not None for task in federation.tasks.values())
-        return filled and set(run.stage.asks.values()) == {"open"}
-
     def lose(self, id: str) -> None:
         """Let go of a federation that another coordinator has taken over."""
         with self._turn:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
+from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.store.leases import LeaseView
 
 SLACK = 0.1  # of a fair share: smaller differences are left as they are
@@ -47,3 +48,19 @@ def surplus(
         if len(own) > share + max(1.0, SLACK * share):
             over += [federation for federation in own if may_move(federation)][: len(own) - share]
     return over
+
+
+def may_move(federation: Federation | None) -> bool:
+    """Whether a federation (None: it is not in memory) can move now, and nobody has to do anything again.
+
+    That is while it is not running, or while a phase is open to which nobody has answered.
+    """
+    if federation is None:
+        return True
+    run = federation.run
+    if run.state != "running":
+        return not federation.starting
+    if run.stage is None or run.stage.closed or run.due_job is not None or federation.resend:
+        return False
+    filled = all(task.payload_sha256 is not None for task in federation.tasks.values())
+    return filled and set(run.stage.asks.values()) == {"open"}

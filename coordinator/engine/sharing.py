@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.registry import Registry, operator_of
-from promptfed.coordinator.engine.shares import deal, surplus
+from promptfed.coordinator.engine.shares import deal, may_move, surplus
 from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.leases import RENEW_SECONDS, LeaseLook, Leases
@@ -130,7 +130,7 @@ class Sharing:
 
     def _may_move(self, id: str) -> bool:
         stays = time.monotonic() - self._taken_at.get(id, float("-inf")) < STAY_SECONDS
-        return not stays and self._registry.may_move(id)
+        return not stays and may_move(self._registry.federations.get(id))
 
     def _give(self, ids: Sequence[str]) -> None:
         if not ids:
