@@ -115,8 +115,7 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import (
-        flower_simulation,
-    )  # by its name, so that Ray's workers import this file and keep what they have loaded
+    # By its name, so that Ray's workers import this file, and keep what they have loaded.
+    from benchmarks import flower_simulation
 
     flower_simulation.run()

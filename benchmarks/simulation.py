@@ -2,7 +2,8 @@
 
 Each client has 16 training and 10 test images of one style. In each round a tenth of the clients trains `promptfl` on
 the embedded backbone for one epoch. "before round 1" includes loading the backbone, drawing and encoding all images,
-and enrolment. CPU seconds are those of all threads; compare these on a busy machine. Peak memory is the process's.
+and enrolment. CPU seconds are those of all threads and processes; compare these on a busy
+machine. Peak memory is the main process's.
 
     python -m benchmarks.simulation --json benchmarks/simulation.json
     python -m benchmarks.simulation --cases 100:20 --pool 2
@@ -11,13 +12,14 @@ and enrolment. CPU seconds are those of all threads; compare these on a busy mac
 from __future__ import annotations
 
 import json
+import multiprocessing
 import resource
 import time
 from typing import Any
 
 import torch
 
-from benchmarks.harness import in_own_process, parser, shown, write
+from benchmarks.harness import cpu_seconds_of, in_own_process, parser, shown, write
 from promptfed.experiments.bench.provenance import provenance
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
@@ -44,6 +46,13 @@ def plan(clients: int, rounds: int) -> tuple[dict[str, Any], list[Site]]:
     return spec, [Site(f"site-{number}", f"{data}&client={number}") for number in range(clients)]
 
 
+def cpu_seconds() -> float:
+    """CPU seconds of this process, and of those that compute for it or have done so."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    alive = sum(cpu_seconds_of(child.pid) for child in multiprocessing.active_children() if child.pid is not None)
+    return time.process_time() + alive + ended.ru_utime + ended.ru_stime
+
+
 def measure(clients: int, rounds: int, pool: int) -> dict[str, Any]:
     """Run a case in this process; its figures."""
     torch.set_num_threads(1)
@@ -51,11 +60,11 @@ def measure(clients: int, rounds: int, pool: int) -> dict[str, Any]:
 
     def progress(snapshot: Snapshot) -> None:
         if snapshot.state == "running" and not running:
-            running.append(time.process_time())
+            running.append(cpu_seconds())
 
-    started = time.process_time()
+    started = cpu_seconds()
     run = simulate(*plan(clients, rounds), pool=pool, progress=progress)
-    ended = time.process_time()
+    ended = cpu_seconds()
     phases = [phase for report in run.reports for phase in report["phases"]]
     evaluations = [report["evaluation"] for report in run.reports if report["evaluation"]]
     return {
