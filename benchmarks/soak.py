@@ -7,7 +7,6 @@ second only those of the last round.
     python -m benchmarks.soak --json soak.json
     python -m benchmarks.soak --legs 32:20:3:all          # KB, clients, rounds, retention: a quick look
     python -m benchmarks.soak --after 10,10000 --databases sqlite,postgresql      # what a late round costs
-    python -m benchmarks.soak --pages 500 --databases sqlite,postgresql           # what its pages cost
 
 - updates/s: over all rounds, from a round's first task received to its last 201.
 - task: a poll with `wait=0` by a client that has just received its task; each round, every tenth client sends one. A
@@ -24,10 +23,6 @@ them with played rounds. Then rounds are played on top, some on one store, some 
 - CPU per update: CPU time of the coordinator process, in the rounds and in a pause after them in which the retention of
   the last round does its work. The median of the turns.
 - start: from the command to the first answer, with the copied rounds; memory then, and at the end.
-
-``--pages`` asks each GET route of such a federation, in which all clients also evaluate after each round. Milliseconds
-are from the request to the last byte, of an event stream to the first one: of the first request, and the median of the
-next five.
 """
 
 from __future__ import annotations
@@ -43,7 +38,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import httpx
 import numpy as np
 
 from benchmarks.coordinator_load import LoadClient, play
@@ -57,11 +51,9 @@ from benchmarks.harness import (
     machine,
     parser,
     shown,
-    table,
     write,
 )
 from benchmarks.players import SHAPES, Operator, Record, operator_of
-from promptfed.testing.clients import bearer, secret_of
 from tests.support.coordinators import CoordinatorProcess
 from tests.support.past_rounds import add_past_rounds, url_of
 from tests.support.postgres import PostgresServer
@@ -71,16 +63,6 @@ PROBES = 10  # in each round, every tenth client asks again for its task
 LONGEST_SECONDS = 6 * 3600.0
 LATE_KB, LATE_CLIENTS, MOST_ROUNDS = 1, 100, 100_000
 TURN_ROUNDS = 10
-LONG_MS = 2000.0  # what takes longer is asked for once
-PAGE_FIGURES = ("first_ms", "median_ms", "kilobytes")
-FURTHER_PAGES = (  # what the operator's page and the command ask for, beside the plain routes
-    "rounds?after=499",
-    "rounds?limit=20",
-    "metrics?limit=20",
-    "metrics?format=csv",
-    "events?newest=60",
-    "clients?limit=1000",
-)
 PAUSE_SECONDS = 2.5  # longer than retention waits between two removals, and the scheduler between two looks
 
 
@@ -250,10 +232,19 @@ async def begin(operator: Operator, retention: str, evaluate_every: int | None) 
         client.http.close()
 
 
+class LearningClient(LoadClient):
+    """A client whose updates differ from round to round, and so do states and payloads, as when somebody trains."""
+
+    def _update(self, task: dict[str, Any]) -> bytes:
+        draws = np.random.default_rng([task["round"], self.number])
+        self._content = draws.standard_normal(SHAPES[LATE_KB], dtype=np.float32).tobytes()
+        return super()._update(task)
+
+
 def load_clients(operator: Operator) -> list[LoadClient]:
     """The clients of the federation of ``begin``."""
     record = Record()
-    return [LoadClient(operator.port, number, LATE_KB, record) for number in range(LATE_CLIENTS)]
+    return [LearningClient(operator.port, number, LATE_KB, record) for number in range(LATE_CLIENTS)]
 
 
 def late_rounds(
@@ -292,52 +283,6 @@ def compare(urls: Sequence[str | None], numbers: Sequence[int], retention: str, 
         return [{"retention": retention} | store.figures() for store in stores]
 
 
-def pages(url: str | None, rounds: int) -> list[dict[str, Any]]:
-    """What each GET route of a federation with so many rounds costs."""
-    with coordinator(*(["--database-url", url] if url else [])) as process:
-        store = late_rounds(process, url, rounds, "all", evaluate_every=1)
-        task = store.clients[0].poll(store.clients[0].http, 0)
-        values = {"federation": "load", "round": rounds, "task_id": asyncio.run(task)[1]["task_id"], "name": "promptfl"}
-        enrolment = process.token("load")
-        tokens = [process.operator, *map(bearer, (secret_of(store.clients[0].name), enrolment))]
-        paths = [path for path, verbs in process.get("/openapi.json")["paths"].items() if "get" in verbs]
-        paths += [f"/v1/federations/{{federation}}/{more}" for more in FURTHER_PAGES]
-        return [asked(process.http, path, path.format(**values), tokens) for path in sorted(paths)]
-
-
-def asked(http: httpx.Client, path: str, address: str, tokens: Sequence[dict[str, str]]) -> dict[str, Any]:
-    """The cost of one page, with the first of the tokens that may have it."""
-    for token in tokens:
-        milliseconds, sizes = [], []
-        while len(milliseconds) < (6 if sum(milliseconds) < LONG_MS else 1):
-            begun = time.perf_counter()
-            with http.stream("GET", address, headers=token) as answer:
-                parts = answer.iter_bytes()
-                first = next(parts, b"")
-                endless = answer.headers.get("content-type", "").startswith("text/event-stream")
-                sizes.append(len(first) + (0 if endless else sum(map(len, parts))))
-            milliseconds.append((time.perf_counter() - begun) * 1e3)
-            if answer.status_code in (401, 403):
-                break
-        else:
-            figures = {"first_ms": milliseconds[0], "median_ms": float(np.median(milliseconds[1:] or milliseconds))}
-            return {"page": path, "status": answer.status_code, **figures, "kilobytes": sizes[-1] / 1e3}
-    raise SystemExit(f"nobody may ask for {path}")
-
-
-def pages_of_all(rounds: int, databases: Sequence[str]) -> list[dict[str, Any]]:
-    """``pages`` on each database."""
-    measured = []
-    with contextlib.ExitStack() as stack:
-        for database in databases:
-            server = PostgresServer(fsync=True) if database == "postgresql" else None
-            if server is not None:
-                stack.callback(server.remove)
-            rows = pages(server.schema() if server is not None else None, rounds)
-            measured += [{"database": database} | row for row in rows]
-    return measured
-
-
 def compare_all(numbers: Sequence[int], databases: Sequence[str], turns: int) -> list[dict[str, Any]]:
     """``compare`` on each database and with each retention."""
     measured = []
@@ -372,8 +317,7 @@ def main() -> None:
         "--legs", type=parse_legs, default=LEGS, help="KB:clients:rounds:retention, separated by commas"
     )
     command.add_argument("--after", type=integers, help="compare rounds after so many rounds each, as 10,10000")
-    command.add_argument("--pages", type=int, help="measure the pages of a federation with so many rounds")
-    command.add_argument("--databases", default="sqlite", help="sqlite, postgresql, or both with a comma")
+    command.add_argument("--databases", default="sqlite", help="of --after: sqlite, postgresql, or both with a comma")
     command.add_argument("--turns", type=int, default=10, help="of --after: turns of ten rounds on each store")
     options = command.parse_args()
     allow_many_connections()
@@ -381,12 +325,6 @@ def main() -> None:
         measured = compare_all(options.after, options.databases.split(","), options.turns)
         write(options.json, {"machine": machine(), "stores": measured})
         print("\n\n".join(map(shown, measured)))
-        return
-    if options.pages:
-        rows = pages_of_all(options.pages, options.databases.split(","))
-        write(options.json, {"machine": machine(), "pages": rows})
-        cells = [[row["database"], row["page"], *(f"{row[key]:,.0f}" for key in PAGE_FIGURES)] for row in rows]
-        print(table(["database", "page", "first, ms", "median, ms", "kB"], cells, texts=2))
         return
     measured = []
     for leg in options.legs:

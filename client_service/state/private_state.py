@@ -91,9 +91,8 @@ class Serving:
 class PrivateState:
     """The state folder of one client, locked against a second process.
 
-    An ``ephemeral`` one is for a client that is not restarted after a crash. It is neither locked nor synced, so that a
-    process can hold a thousand of them. With ``synced`` it is synced all the same, so that another process can go on.
-    ``resumable``: whether another process may continue with this folder.
+    An ``ephemeral`` one is for a client that is not restarted after a crash: neither locked nor synced, so that one
+    process can hold a thousand of them. With ``synced`` another process can go on all the same: it is ``resumable``.
 
     Raises:
         ClientError: STATE where the folder is in use, unusable or damaged.
@@ -309,11 +308,7 @@ class PrivateState:
         self.write_file(name, text.encode())
 
     def read_note(self, name: str) -> str | None:
-        """A file that `write_note` wrote.
-
-        Raises:
-            ClientError: STATE where it cannot be read.
-        """
+        """A file that `write_note` wrote. Raises ClientError: STATE if it cannot be read."""
         try:
             return (self.folder / name).read_text()
         except FileNotFoundError:

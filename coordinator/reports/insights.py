@@ -35,7 +35,7 @@ from promptfed.shared.methods.core.interface.insights import (
 from promptfed.shared.tensors import Arrays, method_part
 
 KEPT = 5000  # results in memory; each is a few numbers, a matrix of similarities a few thousand
-MOST_ROUNDS = 200  # points of the drift; of more rounds evenly spaced ones are taken
+MOST_ROUNDS = 200  # points of the drift; of more rounds evenly spaced ones are taken, and the last
 MOST_CLIENTS = 64  # in a matrix of similarities, first in order of name
 MOST_CONTEXTS = 32
 NEAREST = 3
@@ -159,18 +159,24 @@ class Insights:
 def _plan(registry: Registry, federation: Federation, round: int | None) -> _Plan:
     with registry.database.read() as session:
         stored = rounds.state_of(session, federation, round)
-        rows = session.scalars(queries.states(federation.id).where(StateRow.round <= stored.round))
+        columns = (StateRow.round, StateRow.sha256, StateRow.stored)
+        mine = (StateRow.federation_id == federation.id, StateRow.round <= stored.round)
+        rows = session.execute(select(*columns).where(*mine).order_by(StateRow.id))
         history = {row.round: row.sha256 if row.stored else None for row in rows}
         history |= {stored.round: stored.sha256}  # of a round under way, its phases' states are no round's
         return _Plan(stored, _spaced(history), tuple(_exchanges(session, federation, stored.round)))
 
 
 def _spaced(history: dict[int, str | None]) -> dict[int, str | None]:
-    rounds = list(history)
-    if len(rounds) <= MOST_ROUNDS:
-        return history
-    last = len(rounds) - 1
-    chosen = {rounds[place * last // (MOST_ROUNDS - 1)] for place in range(MOST_ROUNDS)}
+    """At most ``MOST_ROUNDS`` of the rounds: the last one, and every second, fourth, eighth, ... one.
+
+    When a round is added, most points stay, whose drift is known.
+    """
+    rounds, stride = list(history), 1
+    chosen = set(rounds)
+    while len(chosen) > MOST_ROUNDS:
+        stride *= 2
+        chosen = {*rounds[::stride], rounds[-1]}
     return {round: digest for round, digest in history.items() if round in chosen}
 
 
