@@ -192,7 +192,7 @@ def test_the_link_to_the_content_stays_in_the_federation(coordinator: InThread, 
 def test_what_does_not_answer_is_not_called_live(coordinator: InThread, visited: Visit) -> None:
     enrolled(coordinator, "a", "b")
     page = visited.page
-    page.route("**/events", lambda route: route.abort())
+    page.route("**/events?*", lambda route: route.abort())
     visited.open()
     page.evaluate(
         "window.said = []; const link = document.getElementById('link');"
@@ -201,7 +201,7 @@ def test_what_does_not_answer_is_not_called_live(coordinator: InThread, visited:
     visited.sign_in()
     expect(page.locator("#link")).to_have_text("reconnecting…")
     assert set(page.evaluate("window.said")) == {"reconnecting…"}
-    page.unroute("**/events")
+    page.unroute("**/events?*")
     expect(page.locator("#link")).to_have_text("live")
 
 
