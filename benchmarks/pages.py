@@ -5,7 +5,7 @@ The federation is filled as by `benchmarks.soak --after`: three rounds are playe
     python -m benchmarks.pages --rounds 500 --databases sqlite,postgresql --json benchmarks/pages.json
 
 Milliseconds are from the request to the last byte, of an event stream to the first one: of the first request, and the
-median of the next five. What takes longer than two seconds is asked for once.
+median of the next five; what takes longer than two seconds is asked for once. CPU is the coordinator's, for a request.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import numpy as np
 
-from benchmarks.harness import allow_many_connections, coordinator, machine, parser, table, write
+from benchmarks.harness import allow_many_connections, coordinator, cpu_seconds_of, machine, parser, table, write
 from benchmarks.soak import late_rounds
 from promptfed.testing.clients import bearer, secret_of
+from tests.support.coordinators import CoordinatorProcess
 from tests.support.postgres import PostgresServer
 
 LONG_MS = 2000.0
-PAGE_FIGURES = ("first_ms", "median_ms", "kilobytes")
+PAGE_FIGURES = ("first_ms", "median_ms", "cpu_ms", "kilobytes")
 FURTHER_PAGES = (  # what the operator's page and the command ask for, beside the plain routes
     "rounds?after=499",
     "rounds?limit=20",
@@ -52,16 +52,16 @@ def pages(url: str | None, rounds: int) -> list[dict[str, Any]]:
         tokens = [process.operator, *map(bearer, (secret_of(store.clients[0].name), enrolment))]
         paths = [path for path, verbs in process.get("/openapi.json")["paths"].items() if "get" in verbs]
         paths += [f"/v1/federations/{{federation}}/{more}" for more in FURTHER_PAGES]
-        return [asked(process.http, path, path.format(**values), tokens) for path in sorted(paths)]
+        return [asked(process, path, path.format(**values), tokens) for path in sorted(paths)]
 
 
-def asked(http: httpx.Client, path: str, address: str, tokens: Sequence[dict[str, str]]) -> dict[str, Any]:
+def asked(process: CoordinatorProcess, path: str, address: str, tokens: Sequence[dict[str, str]]) -> dict[str, Any]:
     """The cost of one page, with the first of the tokens that may have it."""
     for token in tokens:
-        milliseconds, sizes = [], []
+        milliseconds, sizes, before = [], [], cpu_seconds_of(process.pid)
         while len(milliseconds) < (6 if sum(milliseconds) < LONG_MS else 1):
             begun = time.perf_counter()
-            with http.stream("GET", address, headers=token) as answer:
+            with process.http.stream("GET", address, headers=token) as answer:
                 parts = answer.iter_bytes()
                 first = next(parts, b"")
                 endless = answer.headers.get("content-type", "").startswith("text/event-stream")
@@ -70,7 +70,12 @@ def asked(http: httpx.Client, path: str, address: str, tokens: Sequence[dict[str
             if answer.status_code in (401, 403):
                 break
         else:
-            figures = {"first_ms": milliseconds[0], "median_ms": float(np.median(milliseconds[1:] or milliseconds))}
+            cpu = (cpu_seconds_of(process.pid) - before) / len(milliseconds) * 1e3
+            figures = {
+                "cpu_ms": cpu,
+                "first_ms": milliseconds[0],
+                "median_ms": float(np.median(milliseconds[1:] or milliseconds)),
+            }
             return {"page": path, "status": answer.status_code, **figures, "kilobytes": sizes[-1] / 1e3}
     raise SystemExit(f"nobody may ask for {path}")
 
@@ -98,7 +103,7 @@ def main() -> None:
     rows = pages_of_all(options.rounds, options.databases.split(","))
     write(options.json, {"machine": machine(), "rounds": options.rounds, "pages": rows})
     cells = [[row["database"], f"`{row['page']}`", *(f"{row[key]:,.0f}" for key in PAGE_FIGURES)] for row in rows]
-    print(table(["database", "page", "first, ms", "median, ms", "kB"], cells, texts=2))
+    print(table(["database", "page", "first, ms", "median, ms", "CPU, ms", "kB"], cells, texts=2))
 
 
 if __name__ == "__main__":

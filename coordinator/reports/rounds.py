@@ -24,7 +24,7 @@ from promptfed.coordinator.store.tables import Base, EvaluationRow, PhaseRow, St
 from promptfed.shared.api import report_schemas
 from promptfed.shared.messages import ENDED
 
-MOST_TASKS = 3000  # of the rounds of one page, whose reports take less than two tenths of a second
+MOST_TASKS = 1000  # of the rounds of one page: their reports take less than a tenth of a second
 
 
 @dataclass(frozen=True)

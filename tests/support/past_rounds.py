@@ -1,12 +1,14 @@
 """More past rounds for a federation that really ran: rows, copied in bulk while no coordinator runs it.
 
 Every row of a copied round is a row of a round that was played, under new ids and digests: all tables, all columns, and
-what retention has left of it are as in a real run. Only the bytes of copied blobs do not have their digests.
+what retention has left of it are as in a real run. Copied tensors differ in their last number, and so do digests.
 """
 
 from __future__ import annotations
 
+import random
 import secrets
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 from sqlalchemy import Column, Connection, Table, create_engine, func, insert, select, text, update
 
 from promptfed.coordinator.engine.recorder import new_task_id
+from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.opening import SQLITE_FILE
 from promptfed.coordinator.store.tables import (
     Base,
@@ -130,13 +133,16 @@ class _Template:
         def fresh(digest: str | None) -> str | None:
             return None if digest is None else digests.setdefault(digest, f"sha256:{secrets.token_hex(32)}")
 
-        for kind in (PhaseRow, TaskRow, *OF_TASKS, SumRow, StateRow, EventRow, BlobRow):
+        for row in self.rows[BlobRow]:
+            # The last number of the last tensor: other bytes, and still tensors of the same sizes.
+            content = row["content"][:-4] + struct.pack("<f", random.random())
+            digests[row["digest"]] = digest_of(content)
+            yield BlobRow, {"digest": digests[row["digest"]], "content": content}
+        for kind in (PhaseRow, TaskRow, *OF_TASKS, SumRow, StateRow, EventRow):
             for row in self.rows[kind]:
                 copy = dict(row)
                 for key in copy.keys() & {"sha256", "payload_sha256"}:
                     copy[key] = fresh(copy[key])
-                if kind is BlobRow:
-                    copy["digest"] = fresh(copy["digest"])
                 if kind is TaskRow:
                     copy["id"] = tasks[copy["id"]]
                 if "task_id" in copy:

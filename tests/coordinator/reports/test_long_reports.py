@@ -29,6 +29,12 @@ def coordinator(served: InThread) -> InThread:
     return served
 
 
+@pytest.fixture(autouse=True)
+def long_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rounds of these federations are one page."""
+    monkeypatch.setattr(rounds, "MOST_TASKS", 10_000)
+
+
 @pytest.fixture
 def federation(coordinator: InThread) -> str:
     id = coordinator.create()
