@@ -38,6 +38,7 @@ from promptfed.client_service.privacy.policy import Policy, enforce, expect_orig
 from promptfed.client_service.privacy.protection import SiteProtection, own_ledger, site_facts, site_plan
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings
+from promptfed.client_service.state.known_coordinators import keep_known, use_known
 from promptfed.client_service.state.private_state import Identity, PrivateState
 from promptfed.client_service.training.data import TEST, TRAIN, ClientData, domain_of, open_data
 from promptfed.client_service.training.executor import Compute
@@ -54,8 +55,6 @@ from promptfed.shared.spec.spec import BackboneShape, SpecError
 from promptfed.shared.tensors import TensorError
 
 log = logging.getLogger("promptfed.client")
-
-COORDINATORS = "coordinators.json"
 
 
 class FederationEnded(Exception):
@@ -100,7 +99,8 @@ class Joining:
         self.monitor.stage("enrolling")
         policy = self._policy()
         self.coordinator.may_move = partial(expect_origin, policy)
-        self._remember_addresses()
+        use_known(self.coordinator.book, self.state.folder)
+        keep_known(self.coordinator.book, self.state)
         token = self.parts.enrolment_token or enrolment_token(settings, identity)
         info, token = await self._info(token, identity)
         check_protocol(info)
@@ -135,12 +135,6 @@ class Joining:
         await self._enrol(identity, token, request, source)
         await self.compute.run(lambda: _restore(work, self.compute))
         return work
-
-    def _remember_addresses(self) -> None:
-        """Go on with the coordinators that were told of before, and keep those that are told of from now on."""
-        book = self.coordinator.book
-        book.told(self.state.read_as(COORDINATORS, list[str]) or [])
-        book.changed = partial(self.state.write_as, COORDINATORS)
 
     def _expect_use(self, info: EnrolmentInfo, identity: Identity) -> None:
         """Raises ClientError or FederationEnded if the federation is over and this client would serve nothing."""

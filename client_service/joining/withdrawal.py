@@ -15,6 +15,7 @@ from promptfed.client_service.http.coordinator_client import CoordinatorClient, 
 from promptfed.client_service.privacy.agreement import FILE, WITHDRAWN
 from promptfed.client_service.privacy.policy import expect_origin, read_policy
 from promptfed.client_service.settings import Settings
+from promptfed.client_service.state.known_coordinators import use_known
 from promptfed.client_service.state.private_state import Identity, PrivateState
 from promptfed.shared.files import write_whole
 
@@ -82,6 +83,7 @@ async def _send(settings: Settings, federation: str, secret: str) -> None:
         coordinator = CoordinatorClient(http, settings.coordinator, federation, ANSWER_SECONDS, secret)
         if settings.policy_file is not None:
             coordinator.may_move = partial(expect_origin, read_policy(settings.policy_file)[0])
+        use_known(coordinator.book, settings.state_dir)
         await coordinator.withdraw()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -15,8 +16,8 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http import connection, watched_line
 from promptfed.client_service.http.bodies import Body
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
-from promptfed.client_service.joining.flow import COORDINATORS, Joining
 from promptfed.client_service.settings import make_settings
+from promptfed.client_service.state.known_coordinators import FILE, keep_known, use_known
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.service import addresses
 from promptfed.shared.service.addresses import HEARTBEAT, TOLD
@@ -178,19 +179,22 @@ def telling(told: str, then: Handler) -> Handler:
 
 
 def test_addresses_that_were_told_are_kept_for_a_restart(tmp_path: Path) -> None:
-    given = {"coordinator": A, "federation": "f", "name": "n", "data": "d", "state_dir": tmp_path / "state"}
-    settings, state = make_settings(**given), PrivateState(tmp_path / "state")
+    state = PrivateState(tmp_path)
 
     def started(hosts: Hosts) -> CoordinatorClient:
         client = hosts.client(A)
-        Joining(settings, None, state, client, None, None, None)._remember_addresses()
+        use_known(client.book, tmp_path)
+        keep_known(client.book, state)
         return client
 
     asyncio.run(started(Hosts(a=telling(f"{A}, {B}", idle))).task(30))
-    assert state.read_as(COORDINATORS, list[str]) == [A, B]
+    assert json.loads((tmp_path / FILE).read_text()) == [A, B]
     hosts = Hosts(a=refused, b=idle)
     assert asyncio.run(started(hosts).task(30)) is None
     assert hosts.asked == ["a", "b"]
+    for damaged in (b"\xff", b"{}", b"[1]"):
+        (tmp_path / FILE).write_bytes(damaged)
+        assert started(Hosts()).book.all == [A]
 
 
 def test_an_address_that_the_policy_does_not_list_is_not_used() -> None:

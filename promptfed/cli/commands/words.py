@@ -16,6 +16,7 @@ from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import tell
 from promptfed.sdk.text import size
+from promptfed.shared.service.net import addresses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +51,7 @@ def supply_words(api: Coordinator, federation: str, allow_backbone: bool, as_jso
     count = api.send(operations.put_lexicon(federation, content)).view.words
     text = f"Gave {view.name} {count:,} words and features of {len(names)} class names ({size(len(content))})."
     facts = {"words": count, "class_names": len(names), "bytes": len(content)}
-    tell(as_json, facts, f"{text} Its page at {api.url}/ names words now.")
+    tell(as_json, facts, f"{text} Its page at {addresses_of(api.url)[0]}/ names words now.")
 
 
 def make_lexicon(backbone: Backbone, class_names: list[str]) -> bytes:

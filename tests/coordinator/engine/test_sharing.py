@@ -27,7 +27,8 @@ from promptfed.coordinator.store.opening import open_store
 from promptfed.coordinator.store.tables import ClientRow, CoordinatorRow, LeaseRow
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
-from promptfed.testing.clients import ScriptedClient, drive, enrolment
+from promptfed.shared.service.addresses import TOLD
+from promptfed.testing.clients import ScriptedClient, bearer, drive, enrolment
 from tests.support.coordinators import InThread
 from tests.support.kill_campaign import CASES, play_case
 from tests.support.object_store import ObjectStoreServer
@@ -99,6 +100,45 @@ def test_a_request_is_sent_on_to_the_holder_with_its_token(start: Start) -> None
     assert two.http.get("/readyz").status_code == 200
     problem = two.http.post("/v1/federations", json=one.get(id)["spec"] | {"name": "eyes"}, headers=OPERATOR)
     assert (problem.status_code, kind(problem)) == (409, "name-taken")
+
+
+def test_callers_with_a_token_are_told_all_addresses(start: Start) -> None:
+    one, two = start(), start()
+    one.registry.leases.look()
+    listed = one.http.get("/v1/federations", headers=OPERATOR)
+    assert set(listed.headers[TOLD].split(", ")) == {one.url, two.url}
+    federation = one.create(name="eyes")
+    token = bearer(one.token(federation))
+    assert TOLD in one.http.get("/v1/federations/eyes/enrolment", headers=token).headers
+    [client] = one.enrol(federation, "a")
+    assert TOLD in client.task().headers, "the calls of a round too"
+    for headers in ({}, bearer("0" * 64)):
+        assert TOLD not in one.http.get("/v1/federations", headers=headers).headers
+    sharing_ended = update(CoordinatorRow).where(CoordinatorRow.url == one.url).values(seen=0.0)
+    with two.registry.database.write() as session:
+        session.execute(sharing_ended)
+    two.registry.leases.look()
+    assert set(two.registry.leases.addresses) == {one.url, two.url}, "it may come back"
+
+
+def test_a_page_may_ask_the_others_and_is_told_where_a_federation_is(start: Start) -> None:
+    one, two = start(), start()
+    one.create(name="eyes")
+    two.registry.leases.look()
+    page = OPERATOR | {"Origin": one.url, "Promptfed-Page": "1"}
+    answer = two.http.get("/v1/federations/eyes", headers=page)
+    assert (answer.status_code, kind(answer), answer.json()["coordinator"]) == (421, "misdirected", one.url)
+    assert answer.headers["access-control-allow-origin"] == one.url
+    asked = {"Origin": one.url, "Access-Control-Request-Method": "GET"}
+    allowed = two.http.request("OPTIONS", "/v1/federations/eyes", headers=asked)
+    assert allowed.status_code == 204
+    assert "Authorization" in allowed.headers["access-control-allow-headers"]
+    assert two.http.get("/readyz", headers={"Origin": one.url}).headers["access-control-allow-origin"] == one.url
+    for origin in ("https://elsewhere.example", "null", one.url + ".example"):
+        refused = two.http.get("/v1/federations", headers=OPERATOR | {"Origin": origin})
+        assert "access-control-allow-origin" not in refused.headers
+    policy = two.http.get("/").headers["content-security-policy"]
+    assert one.url in policy.partition("connect-src ")[2].partition(";")[0].split()
 
 
 def test_what_one_has_just_created_the_others_know(start: Start) -> None:
