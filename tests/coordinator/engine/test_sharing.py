@@ -130,7 +130,7 @@ def test_a_page_may_ask_the_others_and_is_told_where_a_federation_is(start: Star
     assert (answer.status_code, kind(answer), answer.json()["coordinator"]) == (421, "misdirected", one.url)
     assert answer.headers["access-control-allow-origin"] == one.url
     asked = {"Origin": one.url, "Access-Control-Request-Method": "GET"}
-    allowed = two.http.request("OPTIONS", "/v1/federations/eyes", headers=asked)
+    allowed = httpx.request("OPTIONS", f"{two.url}/v1/federations/eyes", headers=asked)
     assert allowed.status_code == 204
     assert "Authorization" in allowed.headers["access-control-allow-headers"]
     assert two.http.get("/readyz", headers={"Origin": one.url}).headers["access-control-allow-origin"] == one.url
