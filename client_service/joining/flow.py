@@ -38,7 +38,7 @@ from promptfed.client_service.privacy.policy import Policy, enforce, expect_orig
 from promptfed.client_service.privacy.protection import SiteProtection, own_ledger, site_facts, site_plan
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings
-from promptfed.client_service.state.known_coordinators import keep_known, use_known
+from promptfed.client_service.state.known_coordinators import keep_known
 from promptfed.client_service.state.private_state import Identity, PrivateState
 from promptfed.client_service.training.data import TEST, TRAIN, ClientData, domain_of, open_data
 from promptfed.client_service.training.executor import Compute
@@ -99,7 +99,6 @@ class Joining:
         self.monitor.stage("enrolling")
         policy = self._policy()
         self.coordinator.may_move = partial(expect_origin, policy)
-        use_known(self.coordinator.book, self.state.folder)
         keep_known(self.coordinator.book, self.state)
         token = self.parts.enrolment_token or enrolment_token(settings, identity)
         info, token = await self._info(token, identity)

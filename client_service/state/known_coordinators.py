@@ -26,7 +26,8 @@ def use_known(book: AddressBook, folder: Path) -> None:
 
 
 def keep_known(book: AddressBook, state: PrivateState) -> None:
-    """Write the addresses down whenever a coordinator tells others."""
+    """As `use_known`, and write the addresses down whenever a coordinator tells others."""
+    use_known(book, state.folder)
     book.changed = partial(_keep, state)
 
 

@@ -17,7 +17,7 @@ from promptfed.client_service.http import connection, watched_line
 from promptfed.client_service.http.bodies import Body
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.settings import make_settings
-from promptfed.client_service.state.known_coordinators import FILE, keep_known, use_known
+from promptfed.client_service.state.known_coordinators import FILE, keep_known
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.service import addresses
 from promptfed.shared.service.addresses import HEARTBEAT, TOLD
@@ -183,7 +183,6 @@ def test_addresses_that_were_told_are_kept_for_a_restart(tmp_path: Path) -> None
 
     def started(hosts: Hosts) -> CoordinatorClient:
         client = hosts.client(A)
-        use_known(client.book, tmp_path)
         keep_known(client.book, state)
         return client
 
