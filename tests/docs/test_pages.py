@@ -45,6 +45,8 @@ PAPERS = (
     "pfedmma",
     "fedapt",
     "fedmgp",
+    "fedtaskres",
+    "fedclipadapter",
 )
 
 

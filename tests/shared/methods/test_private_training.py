@@ -38,6 +38,8 @@ TEXT = [
     {"name": "fedpgp", "m": M, "full_rank": True},
     {"name": "fedcocoop", "m": M},
     {"name": "fedclip"},
+    {"name": "fedtaskres"},
+    {"name": "fedclipadapter", "sides": "both"},
     {"name": "fedtpg", "m": M},
     {"name": "promptfolio", "m": M},
     {"name": "fedpha", "m": M},
@@ -45,7 +47,7 @@ TEXT = [
     {"name": "dpfpl", "m": M, "b": 2},
     {"name": "dpfpl", "m": M, "b": 2, "factorise": "every_task"},
 ]
-COPIED = [*TEXT[:9], *TEXT[-2:]]  # whose gradients come from batches of copies
+COPIED = [*TEXT[:11], *TEXT[-2:]]  # whose gradients come from batches of copies
 
 
 class Silent(NoiseStream):
