@@ -108,6 +108,8 @@ class Line(LoopbackServer):
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             await self._whole.wait()
+        except asyncio.CancelledError:
+            pass  # The server is closed. Python 3.11 would log a task that ends as cancelled.
         finally:
             for way in ways:
                 way.cancel()
