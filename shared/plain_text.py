@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 import unicodedata
+from collections.abc import Iterable
 
 # Cc: ESC and other controls. Cf: what turns the direction of writing, or shows as nothing. Cs, Cn, Co: what terminals
 # draw as they like. Zl, Zp: further ends of lines.
@@ -13,6 +14,9 @@ JOINERS = "\u200c\u200d"  # that some scripts, and emoji, are written with; they
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 MARKDOWN = "\\`*_[]|#!~"
 CELL = "\\`[]|!"  # of those, what makes code, a link, an image or a further column in the middle of a line
+
+# Small letters, Cyrillic and Greek, that are drawn like Latin ones, also as capitals.
+DRAWN_ALIKE = str.maketrans("авекмнорстухѕіјһԁԛԝαβεικνορτυχ", "abekmhopctyxsijhdqwabeikvoptux")
 
 
 def plain(text: object, keep: str = "") -> str:
@@ -32,6 +36,23 @@ def _code(letter: str) -> str:
     if number < 0x100:
         return f"\\x{number:02x}"
     return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+def look_alikes(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Groups of different ``names`` that people or text towers take for one.
+
+    Such names differ only in case, spaces, hyphens, underscores, unseen characters, or letters that are drawn alike.
+    """
+    groups: dict[str, set[str]] = {}
+    for name in names:
+        groups.setdefault(_drawn(name), set()).add(name)
+    return [tuple(sorted(group)) for group in groups.values() if len(group) > 1]
+
+
+def _drawn(name: str) -> str:
+    folded = unicodedata.normalize("NFKC", name).casefold().translate(DRAWN_ALIKE)
+    dropped = UNSEEN | {"Pd", "Pc"}
+    return "".join(letter for letter in folded if not letter.isspace() and unicodedata.category(letter) not in dropped)
 
 
 def csv_cell(text: str) -> str:

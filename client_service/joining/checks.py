@@ -16,6 +16,7 @@ import torch
 
 from promptfed.client_service.settings import DEVICE_PATTERN
 from promptfed.shared.data import DataError, Source, Split
+from promptfed.shared.plain_text import look_alikes
 from promptfed.shared.service.open_files import HOW_TO_RAISE, connections_of, open_files
 
 Verdict = Literal["pass", "warn", "fail"]
@@ -116,8 +117,20 @@ def check_clock(seconds: float | None) -> Check:
 
 
 def check_data(source: Source, role: str) -> list[Check]:
-    """How many images of which classes there are, and whether some of each split can be read."""
-    return [_counts(source, role), *_readable(source)]
+    """How many images of which classes there are, whether names look alike, and whether some images can be read."""
+    return [_counts(source, role), *_look_alike(source), *_readable(source)]
+
+
+def _look_alike(source: Source) -> list[Check]:
+    groups = look_alikes(source.class_names)
+    if not groups:
+        return []
+    text = "; ".join(" and ".join(map(_spelt, group)) for group in groups)
+    return [Check("classes", "warn", f"these names look alike: {text}", "rename them, or merge classes that are one")]
+
+
+def _spelt(name: str) -> str:
+    return repr(name) if name.isascii() else f"{name!r} (spelt {name!a})"
 
 
 def _counts(source: Source, role: str) -> Check:

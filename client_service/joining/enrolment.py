@@ -15,6 +15,7 @@ from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.state.private_state import Identity
 from promptfed.client_service.training.data import check_classes, check_domain
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
+from promptfed.shared.clip.loading import expect_device
 from promptfed.shared.clip.weights.permissions import CHECKPOINT_SUFFIXES
 from promptfed.shared.data import Source
 from promptfed.shared.messages import PROTOCOL_VERSION, Domain, EnrolmentInfo, EnrolRequest, Role
@@ -27,10 +28,14 @@ from promptfed.shared.spec.spec import BackboneSpec, SpecError
 
 
 def choose_device(wanted: str) -> str:
-    """``auto`` is the first CUDA device, else the CPU."""
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """``auto`` is the first CUDA device, else the CPU. Raises ClientError: BACKBONE where torch has no such device."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        expect_device(wanted)
+    except BackboneError as error:
+        raise ClientError(Exit.BACKBONE, str(error)) from None
+    return wanted
 
 
 def describe_device(device: torch.device) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.clip.caches.features import rows_before
-from promptfed.shared.data.image_files import IMAGE_FORMATS
+from promptfed.shared.data.image_files import IMAGE_FORMATS, expect_numbers
 from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, Mixes
 
 MAX_PIXELS = 16_000_000
@@ -143,6 +143,7 @@ def read_image(content: bytes) -> Image.Image:
                     raise TooManyPixels(f"the image has {image.width}x{image.height} pixels; {MAX_PIXELS} are allowed")
                 if image.format == "JPEG":
                     image.draft("RGB", (DRAFT, DRAFT))
+                expect_numbers(image)
                 return image.convert("RGB")
         except Image.DecompressionBombError:
             raise TooManyPixels(f"the image has too many pixels; {MAX_PIXELS} are allowed") from None

@@ -1,6 +1,7 @@
 """Loading a backbone by name: which names are free, which need the data owner's consent, and clear refusals."""
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +49,7 @@ def load_backbone(
     """
     if precision not in PRECISIONS:
         raise BackboneError(f"Unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}.")
-    _check_device(device)
+    expect_device(device)
     own_weights = _own_weights(weights_file, model)  # before a model is built
     if model.startswith("timm:"):
         return load_timm(model, pretrained, precision=precision, device=device, allow_unregistered=allow_unregistered)
@@ -108,11 +109,21 @@ def _with_file(model: str, pretrained: str | None) -> tuple[str, None, dict[str,
     return model, None, options | {"force_preprocess_cfg": {key: known[key] for key in PREPROCESSING if key in known}}
 
 
-def _check_device(device: str) -> None:
+def expect_device(device: str) -> None:
+    """Raise BackboneError if torch cannot compute on ``device``."""
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise BackboneError(f"The device {device!r} cannot be used: {one_line(error)}") from error
+        gpus = torch.cuda.device_count()
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            reason = "it is none of cpu, cuda and cuda:N"
+        elif not gpus:
+            reason = "there is no GPU, or no driver or no CUDA in torch for it; `promptfed doctor` looks for them"
+        elif int(device.partition(":")[2] or 0) >= gpus:
+            reason = f"the GPUs here are {', '.join(f'cuda:{number}' for number in range(gpus))}"
+        else:
+            reason = one_line(error)
+        raise BackboneError(f"The device {device!r} cannot be used: {reason}. Or give --device cpu.") from error
 
 
 def _check_embedded(model: str, pretrained: str | None, random: bool) -> None:

@@ -2,6 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+_TOLD = 3  # problems in a message; of further ones only the number
+
 
 class DataError(ValueError):
-    """A data URI or its data cannot be used; the message is one sentence with the reason."""
+    """A data URI or its data cannot be used; the message gives the reason in one line.
+
+    ``problems`` has a sentence for every problem, where the message has only the first ones.
+    """
+
+    def __init__(self, text: str, problems: Sequence[str] = ()):
+        super().__init__(text)
+        self.problems = tuple(problems) or (text,)
+
+
+def shortened(problems: Sequence[str]) -> list[str]:
+    """The first problems, and how many more there are."""
+    more = [f"And {len(problems) - _TOLD} more; `promptfed data show` lists all."] if len(problems) > _TOLD else []
+    return [*problems[:_TOLD], *more]

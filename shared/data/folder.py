@@ -8,12 +8,13 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from promptfed.shared.data.errors import shortened
 from promptfed.shared.data.image_files import read_image
 from promptfed.shared.data.options import Options, kept_names, with_classes
 from promptfed.shared.data.partition import train_test, whole_groups
@@ -24,8 +25,7 @@ TEMPLATE = "a photo of a {}."
 WORDS_FILE = "domain.txt"  # file in a folder that describes its images in words
 _SPLITS = ("train", "test")
 _OF_FILE_MANAGERS = frozenset({"thumbs.db", "desktop.ini"})  # files that Windows creates beside images
-_TOLD = 3  # unreadable files that are listed; of further ones only the number
-_NAMED = 20  # classes listed for one problem; of further ones only the number
+_NAMED = 20  # classes listed for one problem in a message; of further ones only the number
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class _Listing:
     domain: ImageDomain | None
     empty: tuple[Path, ...] = ()  # class folders without an image
     by_folders: bool = False  # whether splits are folders
+    wrong: tuple[str, ...] = ()  # problems of what stands in the place of an item
 
 
 def open_folder(body: str, options: Options) -> Source:
@@ -57,28 +58,25 @@ def open_folder(body: str, options: Options) -> Source:
             folders = ", ".join(_subfolders(root)) or "none"
             raise DataError(f"{options.uri}: {root} has no domain folder {domain}; it has {folders}.")
         root = root / domain
-    listing = _listing(root, domain, options)
-    return _source(replace(listing, items=_grouped(listing.items, options)), options)
+    return _source(_grouped(_listing(root, domain, options), options), options)
 
 
-def _grouped(items: list[_Item], options: Options) -> list[_Item]:
+def _grouped(listing: _Listing, options: Options) -> _Listing:
     """Set each item's group: the first capture of the regular expression ``group=`` in the file's name."""
     given = options.text("group")
     if given is None:
-        return items
+        return listing
     try:
         pattern = re.compile(given)
     except re.error as error:
         raise DataError(f"{options.uri}: group={given} is not a regular expression ({error}).") from None
     if pattern.groups < 1:
         raise DataError(f"{options.uri}: group={given} captures nothing; put the part that names the group in (...).")
-    grouped = []
-    for item in items:
-        match = pattern.search(item.path.name)
-        if match is None or not match.group(1):
-            raise DataError(f"{item.path}: its name has no group ({given}).")
-        grouped.append(replace(item, group=match.group(1)))
-    return grouped
+    matches = [pattern.search(item.path.name) for item in listing.items]
+    groups = [match.group(1) if match is not None else None for match in matches]
+    items = [replace(item, group=group) for item, group in zip(listing.items, groups, strict=True)]
+    wrong = [f"{item.path}: its name has no group ({given})." for item in items if not item.group]
+    return replace(listing, items=items, wrong=(*listing.wrong, *wrong))
 
 
 def _listing(root: Path, domain: str | None, options: Options) -> _Listing:
@@ -90,11 +88,13 @@ def _listing(root: Path, domain: str | None, options: Options) -> _Listing:
         raise DataError(_unlike_splits(root, names))
     items: list[_Item] = []
     empty: list[Path] = []
+    wrong: list[str] = []
     for split in splits:
-        images, lacking = _class_items(root if split is None else root / split, split)
+        images, lacking, nested = _class_items(root if split is None else root / split, split)
         items += images
         empty += lacking
-    return _Listing(items, root, _domain(domain, root / WORDS_FILE), tuple(empty), splits != [None])
+        wrong += nested
+    return _Listing(items, root, _domain(domain, root / WORDS_FILE), tuple(empty), splits != [None], tuple(wrong))
 
 
 def _unlike_splits(root: Path, names: list[str]) -> str:
@@ -106,24 +106,24 @@ def _unlike_splits(root: Path, names: list[str]) -> str:
     return f"{text} Evaluators (--role evaluator) need no train folder." if names == ["test"] else text
 
 
-def _class_items(root: Path, split: str | None) -> tuple[list[_Item], list[Path]]:
-    """The images of the class folders in ``root``, and the folders without images."""
+def _class_items(root: Path, split: str | None) -> tuple[list[_Item], list[Path], list[str]]:
+    """The images of the class folders in ``root``, the folders without images, and a problem for each nested folder."""
     names = _subfolders(root)
     if not names:
         raise DataError(f"{root} has no class folder; put the images of each class into a folder of the class's name.")
     items: list[_Item] = []
-    empty = []
+    empty, nested = [], []
     for name in names:
         files = sorted(p for p in (root / name).iterdir() if not _is_hidden(p))
         if not files:
             empty.append(root / name)
         for path in files:
             if path.is_dir():
-                raise DataError(
-                    f"{path} is a folder where images should be; if {name} is a domain, add domain={name} to the URI."
-                )
-            items.append(_Item(path, _label(name), split))
-    return items, empty
+                advice = f"if {name} is a domain, add domain={name} to the URI"
+                nested.append(f"{path} is a folder where images should be; {advice}.")
+            else:
+                items.append(_Item(path, _label(name), split))
+    return items, empty, nested
 
 
 def _label(folder: str) -> str:
@@ -146,7 +146,14 @@ def open_csv(body: str, options: Options) -> Source:
         for needed in ("path", "label", *wanted):
             if needed not in columns:
                 raise DataError(f"{table} has no column {needed}.")
-        items = [_csv_item(table, number, row, group) for number, row in enumerate(reader, 2) if _wanted(row, domain)]
+        rows = [(number, row) for number, row in enumerate(reader, 2) if _wanted(row, domain)]
+    wrong = [problem for number, row in rows for problem in _row_problems(table, number, row, group)]
+    if wrong:
+        unread = (
+            [] if options.names_only else _unreadable(_csv_item(table, row, group) for _, row in rows if row["path"])
+        )
+        _refuse([*wrong, *unread])
+    items = [_csv_item(table, row, group) for _, row in rows]
     if not items:
         raise DataError(f"{table} has no image" + (f" of the domain {domain}." if domain is not None else "."))
     given = {item.split for item in items}
@@ -163,27 +170,33 @@ def _wanted(row: dict[str, str], domain: str | None) -> bool:
     return domain is None or row["domain"] == domain
 
 
-def _csv_item(table: Path, number: int, row: dict[str, str], group: str | None) -> _Item:
+def _row_problems(table: Path, number: int, row: dict[str, str], group: str | None) -> Iterator[str]:
+    where, split = f"{table}, line {number}", row.get("split") or None
     if not row["path"] or not row["label"]:
-        raise DataError(f"{table}, line {number}: path and label must not be empty.")
-    split = row.get("split") or None
+        yield f"{where}: path and label must not be empty."
     if split not in (None, *_SPLITS):
-        raise DataError(f"{table}, line {number}: the split is {split}, not train or test.")
+        yield f"{where}: the split is {split}, not train or test."
     if group is not None and not row[group]:
-        raise DataError(f"{table}, line {number}: the group ({group}) must not be empty.")
-    return _Item(table.parent / row["path"], row["label"], split, row[group] if group is not None else None)
+        yield f"{where}: the group ({group}) must not be empty."
+
+
+def _csv_item(table: Path, row: dict[str, str], group: str | None) -> _Item:
+    split, own_group = row.get("split") or None, row[group] if group is not None else None
+    return _Item(table.parent / row["path"], row["label"], split, own_group)
 
 
 def _source(listing: _Listing, options: Options) -> Source:
     """The source without the classes that ``only=`` and ``min_per_class=`` exclude. Raises DataError."""
     names = tuple(sorted({item.label for item in listing.items}))
     if not names:
-        raise DataError(" ".join(_emptiness(listing.empty)))
+        _refuse(listing.wrong, _emptiness(listing.empty), _emptiness(listing.empty, None))
     wanted = kept_names(names, _usable(listing, options), options)
     items = [item for item in listing.items if item.label in wanted]
-    problems = [] if options.names_only else [*_problems(listing, items, options), *_unreadable(items)]
-    if problems:
-        raise DataError(" ".join(problems))
+    if not options.names_only:
+        files = [*listing.wrong, *_unreadable(items)]
+        _refuse(files, _problems(listing, items, options), _problems(listing, items, options, None))
+    elif listing.wrong:
+        _refuse(listing.wrong)
     # Labels refer to all names, so that the seeded split of a class does not depend on excluded classes.
     labels = torch.tensor([names.index(item.label) for item in items])
     groups = [item.group for item in items if item.group is not None] or None
@@ -202,6 +215,12 @@ def _source(listing: _Listing, options: Options) -> Source:
     _check_apart(whole, train, test, options)
     source = Source(options.uri, names, listing.domain, TEMPLATE, whole.select(train), whole.select(test))
     return source if len(wanted) == len(names) else with_classes(source, [names.index(name) for name in wanted])
+
+
+def _refuse(files: Sequence[str], classes: Sequence[str] = (), all_classes: Sequence[str] = ()) -> None:
+    """Raise DataError for problems of files and of classes, if there are any; ``all_classes`` names every class."""
+    if files or classes:
+        raise DataError(" ".join([*classes, *shortened(files)]), [*all_classes, *files])
 
 
 def _check_apart(whole: Split, train: torch.Tensor, test: torch.Tensor, options: Options) -> None:
@@ -230,59 +249,59 @@ def _absent(items: Iterable[_Item]) -> dict[str, str]:
     return {label: split for split in sorted(filter(None, splits)) for label in labels if (label, split) not in present}
 
 
-def _problems(listing: _Listing, items: list[_Item], options: Options) -> list[str]:
-    """One sentence for each problem of classes."""
+def _problems(listing: _Listing, items: list[_Item], options: Options, most: int | None = _NAMED) -> list[str]:
+    """One sentence for each problem of classes, of which each names at most ``most``."""
     problems = []
     if options.text("only") is None and options.text("min_per_class") is None:  # may exclude empty folders
-        problems += _emptiness(listing.empty)
+        problems += _emptiness(listing.empty, most)
     if options.is_whole_test:
         return problems
     if items and items[0].split is None:
         counts = Counter(item.label for item in items)
         single = sorted(label for label, count in counts.items() if count < 2)
         if single:
-            classes = (
-                f"class {single[0]} has one image" if len(single) == 1 else f"classes {_listed(single)} have one image"
-            )
+            several = f"classes {_listed(single, most)} have one image"
+            classes = f"class {single[0]} has one image" if len(single) == 1 else several
             problems.append(f"{listing.where}: the {classes}; two are needed to split.")
     elif listing.by_folders:  # a table may have classes without test images
-        problems += _lacking(listing, items)
+        problems += _lacking(listing, items, most)
     if problems:
         problems.append("Leave classes out with only=NAME,NAME or, those of fewer images, with min_per_class=2.")
     return problems
 
 
-def _emptiness(folders: Collection[Path]) -> list[str]:
+def _emptiness(folders: Collection[Path], most: int | None = _NAMED) -> list[str]:
     if not folders:
         return []
-    classes = f"class folder {next(iter(folders))} is" if len(folders) == 1 else f"class folders {_listed(folders)} are"
+    several = f"class folders {_listed(folders, most)} are"
+    classes = f"class folder {next(iter(folders))} is" if len(folders) == 1 else several
     return [f"the {classes} empty; add images or remove {'it' if len(folders) == 1 else 'them'}."]
 
 
-def _lacking(listing: _Listing, items: list[_Item]) -> list[str]:
+def _lacking(listing: _Listing, items: list[_Item], most: int | None) -> list[str]:
     absent = _absent(items)
     problems = []
     for split in sorted(set(absent.values())):
         labels = [label for label, missing in absent.items() if missing == split]
-        classes = f"class {labels[0]}" if len(labels) == 1 else f"classes {_listed(labels)}"
+        classes = f"class {labels[0]}" if len(labels) == 1 else f"classes {_listed(labels, most)}"
         problems.append(f"{listing.where / split} has no folder for the {classes}.")
     return problems
 
 
-def _listed(things: Collection[object]) -> str:
-    shown = ", ".join(str(thing) for thing in list(things)[:_NAMED])
-    return shown + (f" and {len(things) - _NAMED} more" if len(things) > _NAMED else "")
+def _listed(things: Collection[object], most: int | None) -> str:
+    shown = ", ".join(str(thing) for thing in list(things)[:most])
+    return shown + (f" and {len(things) - most} more" if most is not None and len(things) > most else "")
 
 
-def _unreadable(items: list[_Item]) -> list[str]:
-    """One sentence for each of the first unreadable files; all files are read."""
+def _unreadable(items: Iterable[_Item]) -> list[str]:
+    """One sentence for each unreadable file."""
     wrong = []
     for item in items:
         try:
             read_image(item.path)
         except DataError as error:
             wrong.append(str(error))
-    return wrong[:_TOLD] + ([f"And {len(wrong) - _TOLD} more."] if len(wrong) > _TOLD else [])
+    return wrong
 
 
 def _domain(name: str | None, words_file: Path) -> ImageDomain | None:

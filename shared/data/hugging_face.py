@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from promptfed.shared.data.image_files import expect_numbers
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.partition import train_test
 from promptfed.shared.data.source import DataError, Source, Split, refuse_special_files
@@ -81,8 +82,9 @@ def _split(dataset: Any, image: str, label: str, names: tuple[str, ...], options
 
     def read(row: int) -> Image.Image:
         try:
-            decoded: Image.Image = dataset[row][image].convert("RGB")
-            return decoded
+            decoded: Image.Image = dataset[row][image]
+            expect_numbers(decoded)
+            return decoded.convert("RGB")
         except (OSError, SyntaxError, ValueError, AttributeError) as error:
             raise DataError(f"row {row}: column {image} holds no readable image ({error}).") from error
 

@@ -6,6 +6,7 @@ import math
 import warnings
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from promptfed.shared.data.source import DataError
@@ -43,6 +44,7 @@ def read_image(path: Path) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # such an image is scaled down
             with open_file(path) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
+                expect_numbers(image)
                 return image.convert("RGB") if image.width * image.height <= LARGE else _shrunk(image)
     except NotAFile as error:
         raise DataError(f"{path} cannot be read as an image: {error}; remove it.") from error
@@ -57,6 +59,14 @@ def read_image(path: Path) -> Image.Image:
         raise DataError(f"{path} cannot be read as an image: it has too many pixels; {advice} ({error}).") from error
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(f"{path} cannot be read as an image; repair or remove it ({error}).") from error
+
+
+def expect_numbers(image: Image.Image) -> None:
+    """Raise ValueError if an image of floats has no finite pixel: it would be read as a black one."""
+    tops = range(0, image.height, _STRIP)
+    boxes = ((0, top, image.width, min(top + _STRIP, image.height)) for top in tops)
+    if image.mode == "F" and not any(np.isfinite(np.asarray(image.crop(box))).any() for box in boxes):
+        raise ValueError("none of its pixels is a finite number")
 
 
 def _shrunk(image: Image.Image) -> Image.Image:

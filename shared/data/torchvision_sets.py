@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from promptfed.shared.data.image_files import expect_numbers
 from promptfed.shared.data.options import Options, with_classes
 from promptfed.shared.data.partition import train_test
 from promptfed.shared.data.source import DataError, Source, Split, refuse_special_files
@@ -97,6 +98,7 @@ def _split(name: str, dataset: Any) -> Split:
             image = dataset[row][0]
             if not isinstance(image, Image.Image):
                 raise ValueError(f"it is {type(image).__name__}, no image")
+            expect_numbers(image)
             return image.convert("RGB")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(f"image {row} of torchvision's {name} cannot be read ({error}).") from error

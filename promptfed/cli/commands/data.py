@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +13,8 @@ from promptfed.cli.app import app, with_options
 from promptfed.cli.common import Json
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json, say, table
+from promptfed.shared.data import DataError
+from promptfed.shared.plain_text import plain
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -109,11 +113,13 @@ def show(
 
     if part not in ("train", "test"):
         raise CommandError(f"there is no part {part!r}: use train or test", Exit.BAD_INPUT)
-    source = open_source(uri, role)
-    split = source.train if part == "train" else source.test
-    if not len(split):
-        raise CommandError(f"{uri} has no image in {part}: give --part test", Exit.BAD_INPUT)
-    _save(contact_sheet(split, source.class_names, count), out)
+    with _listing_problems(uri, as_json):
+        source = open_source(uri, role)
+        split = source.train if part == "train" else source.test
+        if not len(split):
+            raise CommandError(f"{uri} has no image in {part}: give --part test", Exit.BAD_INPUT)
+        sheet = contact_sheet(split, source.class_names, count)
+    _save(sheet, out)
     counts = {name: _counts(source, label) for label, name in enumerate(source.class_names)}
     if as_json:
         domain = source.domain.description if source.domain is not None else None
@@ -123,6 +129,21 @@ def show(
     rows.append(["all", str(len(source.train)), str(len(source.test))])
     console.print(table(None, ["class", "train", "test"], rows))
     say(f"{out}: {min(count, len(split))} images of {uri}")
+
+
+@contextmanager
+def _listing_problems(uri: str, as_json: bool) -> Iterator[None]:
+    """List all problems of the data, on lines of their own or with ``as_json`` as a JSON value."""
+    try:
+        yield
+    except DataError as error:
+        if as_json:
+            print_json({"uri": uri, "problems": list(error.problems)})
+        if len(error.problems) < 2:
+            raise
+        for problem in () if as_json else error.problems:
+            say(plain(problem))
+        raise CommandError(f"{uri} has {len(error.problems)} problems", Exit.BAD_INPUT) from None
 
 
 def _counts(source: Source, label: int) -> dict[str, int]:

@@ -296,3 +296,14 @@ def test_the_limit_on_open_files_is_named(
         verdict, f"a process may open {hard:,}: enough for a coordinator with {clients} clients",
     )  # fmt: skip
     assert (check.advice is not None and "ulimit -n" in check.advice) is (verdict == "warn")
+
+
+def test_names_that_look_alike_are_a_warning(source: Source) -> None:
+    names = ("blue bird", "Blue-Bird", "cat", "c\u0430t", "dog", "d\u200bog", "bird", "birds", "caf\u00e9", "cafe")
+    text = check_data(replace(source, class_names=names), "trainer")[1]
+    assert (text.name, text.verdict) == ("classes", "warn")
+    for pair in ("'Blue-Bird' and 'blue bird'", "'cat' and 'c\u0430t' (spelt 'c\\u0430t')", "(spelt 'd\\u200bog')"):
+        assert pair in text.text
+    assert "birds" not in text.text
+    assert "caf" not in text.text
+    assert "classes" not in [check.name for check in check_data(source, "trainer")]

@@ -107,6 +107,17 @@ def test_a_backbone_outside_the_registry_needs_the_owners_consent(
     assert coordinator.client is None
 
 
+def test_a_device_that_is_not_here_is_one_line(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
+) -> None:
+    coordinator = make_coordinator()
+    error = ends(make_worker(coordinator, backbone=None, settings=settings.model_copy(update={"device": "cuda:99"})))
+    assert error.exit is Exit.BACKBONE
+    assert str(error).startswith("The device 'cuda:99' cannot be used: ")
+    assert str(error).endswith("Or give --device cpu.")
+    assert coordinator.client is None
+
+
 def test_consent_is_to_one_name(
     make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from promptfed.cli.commands.data import SHOWN, SOURCES
 from promptfed.cli.main import app
 from promptfed.sdk.errors import Exit
-from promptfed.shared.data import SCHEMES, open_source
+from promptfed.shared.data import SCHEMES, DataError, open_source
 from promptfed.shared.data.emoji.styles import EMBEDDED
 from tests.support.own_images import write_folder
 
@@ -87,3 +87,34 @@ def test_a_source_is_told_with_its_classes_and_their_counts(tmp_path: Path) -> N
     assert json.loads(whole.stdout)["classes"]["circle"] == {"train": 0, "test": 10}
     none = CliRunner().invoke(app, [*arguments, "--role", "evaluator", "--part", "train"])
     assert "has no image in train" in none.stderr
+
+
+def test_every_problem_of_a_folder_is_listed(tmp_path: Path) -> None:
+    """A client's error names the first problems; here nothing is left out."""
+    own = write_folder(tmp_path / "own", {"circle": 3, "bar": 3})
+    wrong = [own / "bar" / f"wrong{number}.png" for number in range(7)]
+    for path in wrong:
+        path.write_text("no image")
+    (own / "bar" / "deeper").mkdir()
+    many = [f"empty{number:02}" for number in range(25)]
+    for name in many:
+        (own / name).mkdir()
+    arguments = ["data", "show", f"folder:{own}", "--out", str(tmp_path / "x.png")]
+    for listed in (CliRunner().invoke(app, arguments), CliRunner().invoke(app, [*arguments, "--json"])):
+        assert listed.exit_code == Exit.BAD_INPUT
+        for path in (*wrong, own / "bar" / "deeper", *(own / name for name in many)):
+            assert str(path) in listed.stdout
+        assert "more" not in listed.stdout
+    problems = json.loads(listed.stdout)["problems"]
+    assert sum("cannot be read as an image" in problem for problem in problems) == 7
+    with pytest.raises(DataError, match=r"And 5 more; `promptfed data show` lists all"):
+        open_source(f"folder:{own}")
+
+
+def test_every_problem_of_a_table_is_listed(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("path,label,split\n,bar,train\na.png,,train\na.png,bar,middle\ngone.png,bar,train\n")
+    done = CliRunner().invoke(app, ["data", "show", f"csv:{table}", "--out", str(tmp_path / "x.png"), "--json"])
+    problems = json.loads(done.stdout)["problems"]
+    for part in ("line 2: path", "line 3: path", "line 4: the split is middle", "gone.png cannot be read as an image"):
+        assert any(part in problem for problem in problems), part

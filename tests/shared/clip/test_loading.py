@@ -36,7 +36,11 @@ def test_unknown_names_say_what_is_near(model: Any, pretrained: Any, message: An
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"precision": "fp8"}, "Unknown precision 'fp8'"), ({"device": "nonsense"}, "device 'nonsense' cannot be used")],
+    [
+        ({"precision": "fp8"}, "Unknown precision 'fp8'"),
+        ({"device": "nonsense"}, "'nonsense' cannot be used: it is none of cpu, cuda and cuda:N. Or give --device cpu"),
+        ({"device": "cuda:77"}, "'cuda:77' cannot be used: (there is no GPU|the GPUs here are).* Or give --device cpu"),
+    ],
 )
 def test_bad_options(small: Any, options: Any, message: Any) -> None:
     with pytest.raises(BackboneError, match=message):

@@ -13,9 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
+from promptfed.client_service.serving import prediction
+from promptfed.client_service.serving.prediction import BadImage
 from promptfed.client_service.training.data import domain_of
-from promptfed.shared.data import DataError, image_files, open_source
+from promptfed.shared.data import DataError, hugging_face, image_files, open_source, torchvision_sets
 from promptfed.shared.data.image_files import LARGE, SHRUNK, read_image
+from promptfed.shared.data.options import Options
 from promptfed.shared.data.registry import class_names_of
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.data.union import union_uri
@@ -212,6 +215,28 @@ def test_a_huge_image_is_read_smaller_and_looks_the_same(
     assert abs(small.width / small.height - 2000 / 1025) < 0.01
     there = np.asarray(small.resize((8, 4)).convert("L")).astype(int)
     assert np.abs(there - np.asarray(image.convert("RGB").resize((8, 4)).convert("L")).astype(int)).max() <= 6
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_image_without_a_finite_number_is_refused(tmp_path: Path, value: float) -> None:
+    pixels = np.full((40, 30), value, dtype=np.float32)
+    Image.fromarray(pixels).save(tmp_path / "a.tiff")
+    with pytest.raises(DataError, match=r"a\.tiff cannot be read as an image; repair or remove it \(none of its"):
+        read_image(tmp_path / "a.tiff")
+    with pytest.raises(BadImage):
+        prediction.read_image((tmp_path / "a.tiff").read_bytes())
+    pixels[20, 20] = 100
+    Image.fromarray(pixels).save(tmp_path / "b.tiff")
+    assert read_image(tmp_path / "b.tiff").getpixel((20, 20)) == (100, 100, 100)
+
+
+def test_a_library_gives_no_image_without_a_finite_number() -> None:
+    image = Image.fromarray(np.full((8, 8), np.nan, dtype=np.float32))
+    rows = {"label": [0], 0: {"image": image}}
+    with pytest.raises(DataError, match=r"column image holds no readable image \(none of its pixels"):
+        hugging_face._split(rows, "image", "label", ("a", "b"), Options("hf:own")).image(0)
+    with pytest.raises(DataError, match=r"image 0 of torchvision's own cannot be read \(none of its pixels"):
+        torchvision_sets._split("own", [(image, 0)]).image(0)
 
 
 def test_an_ordinary_image_is_read_as_it_is(tmp_path: Path) -> None:
