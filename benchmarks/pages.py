@@ -58,7 +58,9 @@ def pages(url: str | None, rounds: int) -> list[dict[str, Any]]:
 def asked(process: CoordinatorProcess, path: str, address: str, tokens: Sequence[dict[str, str]]) -> dict[str, Any]:
     """The cost of one page, with the first of the tokens that may have it."""
     for token in tokens:
-        milliseconds, sizes, before = [], [], cpu_seconds_of(process.pid)
+        milliseconds: list[float] = []
+        sizes: list[int] = []
+        before = cpu_seconds_of(process.pid)
         while len(milliseconds) < (6 if sum(milliseconds) < LONG_MS else 1):
             begun = time.perf_counter()
             with process.http.stream("GET", address, headers=token) as answer:
