@@ -47,6 +47,8 @@ PAPERS = (
     "fedmgp",
     "fedtaskres",
     "fedclipadapter",
+    "fedtipf",
+    "fedclap",
 )
 
 

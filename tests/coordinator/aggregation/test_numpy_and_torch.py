@@ -27,8 +27,10 @@ from tests.support import recording
 from tests.support.recording import SHAPE
 
 LATER: dict[str, dict[str, Any]] = {  # options of methods that are younger than the record
+    "fedclap": {},
     "fedclipadapter": {"reduction": 2, "sides": "both"},
     "fedtaskres": {},
+    "fedtipf": {"keys": "shared"},
 }
 SMALL = recording.METHODS | LATER
 NAMES = ("B", "a", "c")

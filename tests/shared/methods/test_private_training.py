@@ -40,6 +40,7 @@ TEXT = [
     {"name": "fedclip"},
     {"name": "fedtaskres"},
     {"name": "fedclipadapter", "sides": "both"},
+    {"name": "fedclap", "constraint": "constant"},
     {"name": "fedtpg", "m": M},
     {"name": "promptfolio", "m": M},
     {"name": "fedpha", "m": M},
@@ -47,7 +48,7 @@ TEXT = [
     {"name": "dpfpl", "m": M, "b": 2},
     {"name": "dpfpl", "m": M, "b": 2, "factorise": "every_task"},
 ]
-COPIED = [*TEXT[:11], *TEXT[-2:]]  # whose gradients come from batches of copies
+COPIED = [*TEXT[:12], *TEXT[-2:]]  # whose gradients come from batches of copies
 
 
 class Silent(NoiseStream):
