@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.sent import help_lines
 from promptfed.shared.messages import Role
 from promptfed.shared.service.net import addresses_of, is_loopback
 from promptfed.shared.spec.spec import NAME_PATTERN, Name
@@ -22,10 +23,7 @@ DEVICE_PATTERN = r"^(auto|cpu|cuda(:\d+)?)$"
 
 
 class Settings(BaseSettings):
-    """Settings of one client; those without a default must be given.
-
-    Nothing here is sent to the coordinator but the name and the role: it never learns the data URI or a path.
-    """
+    """Settings of one client; those without a default must be given. The coordinator learns no data URI and no path."""
 
     model_config = SettingsConfigDict(env_prefix="PROMPTFED_CLIENT_", extra="forbid", cli_kebab_case=True)
 
@@ -255,6 +253,9 @@ class Settings(BaseSettings):
     def features_dir(self) -> Path:
         """Where image features are kept."""
         return self.feature_cache or self.state_dir / "features"
+
+
+Settings.__doc__ = "\n".join([Settings.__doc__ or "", "", *help_lines()])  # the head of the service's help
 
 
 def ledger_path(dataset: str) -> Path:

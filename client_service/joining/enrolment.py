@@ -16,7 +16,7 @@ from promptfed.client_service.state.private_state import Identity
 from promptfed.client_service.training.data import check_classes, check_domain
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
 from promptfed.shared.clip.loading import expect_device
-from promptfed.shared.clip.weights.permissions import CHECKPOINT_SUFFIXES
+from promptfed.shared.clip.weights.permissions import permits
 from promptfed.shared.data import Source
 from promptfed.shared.messages import PROTOCOL_VERSION, Domain, EnrolmentInfo, EnrolRequest, Role
 from promptfed.shared.methods import METHODS, make_method
@@ -41,14 +41,6 @@ def choose_device(wanted: str) -> str:
 def describe_device(device: torch.device) -> str:
     """As it is declared at enrolment, such as ``cuda (NVIDIA H200)``."""
     return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
-
-
-def permits(allowed: Sequence[str], spec: BackboneSpec) -> bool:
-    """Whether the data owner permits all that lies outside open_clip's registry, by the very names in the spec."""
-    weights = spec.pretrained or ""
-    if ":" not in spec.model:
-        return weights in allowed
-    return spec.model in allowed and (weights in allowed or not weights.endswith(CHECKPOINT_SUFFIXES))
 
 
 def open_backbone(spec: BackboneSpec, device: str, allowed: Sequence[str], file: Path | None = None) -> Backbone:

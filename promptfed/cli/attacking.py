@@ -22,10 +22,11 @@ from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source, open_source
 from promptfed.shared.methods.core.interface.base import Classifier
+from promptfed.shared.spec.spec import AllowedBackbones
 
 
 def attack_export(
-    export: Path, uri: str, parts: tuple[str, str], references: list[Path], allow_backbone: bool
+    export: Path, uri: str, parts: tuple[str, str], references: list[Path], allow_backbone: AllowedBackbones
 ) -> list[Attack]:
     """The attacks on an export with the images of ``uri``, of whose ``parts`` the first was trained on.
 
@@ -54,7 +55,7 @@ def attack_updates(
     parts: tuple[str, str],
     most: int,
     delta: float,
-    allow_backbone: bool,
+    allow_backbone: AllowedBackbones,
 ) -> list[Attack]:
     """The attacks on a client's stored updates with at most ``most`` images of each of two ``parts`` of ``uri``.
 
@@ -70,7 +71,9 @@ def attack_updates(
         return Attacker(stored, client, backbone, data).attacks(*parts, most, delta)
 
 
-def attack_run(path: Path, client: str | None, seeds: int, canaries: int, allow_backbone: bool, quiet: bool) -> Shadows:
+def attack_run(
+    path: Path, client: str | None, seeds: int, canaries: int, allow_backbone: AllowedBackbones, quiet: bool
+) -> Shadows:
     """Shadows of a run file, each trained on another half of a client's images.
 
     Raises:
@@ -98,7 +101,9 @@ def served(
     return model.classifier, model.template
 
 
-def _logits(export: Path, source: Source, part: str, cache: FeatureCache, allow_backbone: bool) -> LabelledLogits:
+def _logits(
+    export: Path, source: Source, part: str, cache: FeatureCache, allow_backbone: AllowedBackbones
+) -> LabelledLogits:
     """``(n, C)`` logits of a part's images under an export, and their labels ``(n,)``."""
     model, names = model_of_export(export, otherwise=source.class_names)
     backbone = open_backbone_of(model, allow_backbone)

@@ -48,6 +48,7 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec, write_file
 from promptfed.sdk.output import console, print_json, say
 from promptfed.sdk.text import whole_numbers
+from promptfed.shared.spec.spec import AllowedBackbones
 
 EVALUATIONS = 10  # of a federation beside the first: a curve, for a tenth of what evaluating each round may cost
 
@@ -62,7 +63,7 @@ def run_bench(
     protocol: str,
     results: Sequence[str],
     options: BenchOptions,
-    allow_backbone: bool,
+    allow_backbone: AllowedBackbones,
     written: Set[str],
     as_json: bool,
 ) -> None:

@@ -12,6 +12,7 @@ from promptfed.experiments.bench.verification import chosen, read_runs, verify
 from promptfed.experiments.figures.comparison import Comparison, answers_of, compare
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import print_json, say
+from promptfed.shared.spec.spec import AllowedBackbones
 
 ROW = "#"  # between a folder and a row of its table
 _COMPARE = {"protocol", "results", "as_json"}
@@ -72,7 +73,7 @@ def _line(row: Comparison) -> str:
 
 
 def verify_result(
-    results: Sequence[str], options: BenchOptions, allow_backbone: bool, written: Set[str], as_json: bool
+    results: Sequence[str], options: BenchOptions, allow_backbone: AllowedBackbones, written: Set[str], as_json: bool
 ) -> None:
     """Compute one run of a finished bench again.
 

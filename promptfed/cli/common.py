@@ -50,6 +50,12 @@ Key = Annotated[
         envvar=KEY_VARIABLE, help="the coordinator's public key: refuse an export that is not as it has signed it"
     ),
 ]
+AllowedNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-backbone", help="a model or checkpoint outside open_clip's registry that may be loaded; repeatable"
+    ),
+]
 BackboneFile = Annotated[
     Path | None,
     typer.Option(help="file of the backbone's weights, or a folder with one, that is read instead of a download"),
@@ -80,11 +86,11 @@ def use_backbone_file(backbone_file: Path | None) -> None:
 
 
 def _backbone_allowed(
-    allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
+    allow_backbone: AllowedNames = None,
     backbone_file: BackboneFile = None,
-) -> bool:
+) -> list[str]:
     use_backbone_file(backbone_file)
-    return allow_backbone
+    return allow_backbone or []
 
 
 def _class_names(
@@ -107,7 +113,7 @@ def _written(context: typer.Context) -> Set[str]:
 
 AskedLater = Annotated[Access, Made(Access)]  # for commands that may need no coordinator
 Api = Annotated[Coordinator, Made(_opened)]
-AllowBackbone = Annotated[bool, Made(_backbone_allowed)]
+AllowBackbone = Annotated[list[str], Made(_backbone_allowed)]
 ClassNames = Annotated[tuple[str, ...] | None, Made(_class_names)]
 Written = Annotated[Set[str], Made(_written)]  # names of the parameters that the command line gives
 

@@ -23,6 +23,7 @@ from promptfed.sdk.operations import take
 from promptfed.sdk.output import console, note, print_json, say, table
 from promptfed.sdk.text import percent
 from promptfed.shared.plain_text import csv_cell, plain
+from promptfed.shared.spec.spec import AllowedBackbones
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".jp2", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm"})
 BAR = 24  # columns of a whole bar
@@ -65,7 +66,7 @@ def _expect_names(names: tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def predict_folder(
-    model: AdaptedModel, names: Sequence[str], folder: Path, allow_backbone: bool, out: Path | None
+    model: AdaptedModel, names: Sequence[str], folder: Path, allow_backbone: AllowedBackbones, out: Path | None
 ) -> None:
     """Classify all images below ``folder``, a line of CSV for each, to ``out`` or to stdout.
 
@@ -116,7 +117,12 @@ def _best(answer: Mapping[str, Any], column: str) -> list[str]:
 
 
 def predict(
-    model: AdaptedModel, names: Sequence[str], images: Sequence[Path], allow_backbone: bool, top: int, as_json: bool
+    model: AdaptedModel,
+    names: Sequence[str],
+    images: Sequence[Path],
+    allow_backbone: AllowedBackbones,
+    top: int,
+    as_json: bool,
 ) -> None:
     """Classify ``images`` and print the ``top`` classes of each.
 

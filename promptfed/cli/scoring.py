@@ -25,12 +25,15 @@ from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data import open_source
 from promptfed.shared.metrics import BINS, calibration_error, class_accuracies, macro_f1
 from promptfed.shared.plain_text import csv_cell, plain
+from promptfed.shared.spec.spec import AllowedBackbones
 
 SCORE_FILE, CONFUSION_FILE, PICTURE = "score.json", "confusion.csv", "confusion.png"
 _NAMED = 40  # classes, beyond which a picture has no room for their names
 
 
-def run_score(export: Path, uri: str, out: Path, allow_backbone: bool, as_json: bool, key: str | None = None) -> None:
+def run_score(
+    export: Path, uri: str, out: Path, allow_backbone: AllowedBackbones, as_json: bool, key: str | None = None
+) -> None:
     """Score an export on all images of ``uri`` and write the figures and the confusion matrix into ``out``.
 
     With a coordinator's public ``key``, the export must have its signature.

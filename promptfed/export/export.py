@@ -30,6 +30,7 @@ from promptfed.shared.api.export_card import (
 )
 from promptfed.shared.clip import Backbone
 from promptfed.shared.plain_text import plain
+from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.torch_tensors import encode
 
 TRIES = 3  # attempts to get a card signed while its federation goes on
@@ -46,7 +47,7 @@ class ExportOptions:
 
     class_names: tuple[str, ...] | None = None
     anonymous: bool = False
-    allow_backbone: bool = False
+    allow_backbone: AllowedBackbones = False
     merged: bool = False
 
 
@@ -126,7 +127,7 @@ def _why_no_weights(model: AdaptedModel, names: tuple[str, ...] | None) -> str |
     return reason
 
 
-def open_backbone_of(model: AdaptedModel, allow: bool) -> Backbone:
+def open_backbone_of(model: AdaptedModel, allow: AllowedBackbones) -> Backbone:
     """The federation's backbone on the CPU. Raises CommandError if it cannot be loaded here."""
     return open_backbone(model.terms.backbone, allow_backbone=allow)
 

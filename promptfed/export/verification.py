@@ -25,6 +25,7 @@ from promptfed.shared.api.export_card import (
 )
 from promptfed.shared.canonical import parse_json
 from promptfed.shared.clip import Backbone
+from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.tensors import TensorError, Tensors
 from promptfed.shared.torch_tensors import decode
 
@@ -44,7 +45,7 @@ def verify_export(
     key: str,
     *,
     recompute: bool = True,
-    allow_backbone: bool = False,
+    allow_backbone: AllowedBackbones = False,
     backbone: Backbone | None = None,
 ) -> Verification:
     """Check an export against a coordinator's public key, and recompute the parts that can be recomputed.
@@ -53,7 +54,7 @@ def verify_export(
         folder: a folder that `promptfed export` wrote.
         key: the public key in hexadecimal, from ``GET /v1/signing-key``.
         recompute: load the backbone and recompute the class weights and the merged model.
-        allow_backbone: permit a backbone outside open_clip's registry.
+        allow_backbone: names of a model or checkpoint outside open_clip's registry that may be loaded; True: any.
         backbone: the backbone, if it is loaded already.
 
     Raises:
@@ -115,7 +116,9 @@ def _not(files: dict[str, Tensors]) -> str:
     return f"{', '.join(sorted(files))} not computed again"
 
 
-def _recomputed(opened: OpenedExport, files: dict[str, Tensors], given: Backbone | None, allow: bool) -> str:
+def _recomputed(
+    opened: OpenedExport, files: dict[str, Tensors], given: Backbone | None, allow: AllowedBackbones
+) -> str:
     """Compare files with results recomputed by the backbone; a sentence that states the outcome."""
     model, names = opened.model, tuple(opened.card.class_names or ())
     try:

@@ -14,6 +14,7 @@ from promptfed.sdk.client import DEFAULT_URL, URL_VARIABLE, Coordinator, open_co
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import Snapshot, follow
 from promptfed.sdk.progress import Watcher
+from promptfed.shared.spec.spec import AllowedBackbones
 
 
 def connect(url: str | None = None, *, token: str | None = None, token_file: Path | str | None = None) -> Connection:
@@ -53,7 +54,7 @@ class Connection:
         self._api.close()
 
     def create(
-        self, method: str | dict[str, Any], name: str, *, allow_backbone: bool = False, **spec: Any
+        self, method: str | dict[str, Any], name: str, *, allow_backbone: AllowedBackbones = False, **spec: Any
     ) -> Federation:
         """Create a federation; ``spec`` has the further keys of its spec. The backbone is loaded here, for its
         fingerprint.
@@ -83,7 +84,7 @@ class Connection:
 class Federation:
     """One federation at a coordinator. Every call asks the coordinator; every refusal is a CommandError."""
 
-    def __init__(self, api: Coordinator, id: str, allow_backbone: bool = False):
+    def __init__(self, api: Coordinator, id: str, allow_backbone: AllowedBackbones = False):
         self._api, self.id, self._allow = api, id, allow_backbone
 
     def __repr__(self) -> str:

@@ -22,6 +22,7 @@ from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.sdk.text import percent
 from promptfed.shared.clip import Backbone
 from promptfed.shared.messages import Role
+from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Result:
 
     taken: FederationResult
     backbone: Backbone | None = None
-    allow_backbone: bool = False
+    allow_backbone: AllowedBackbones = False
     coordinator: Coordinator | None = None
     _predictors: dict[tuple[str, ...], Predictor] = field(default_factory=dict)
 

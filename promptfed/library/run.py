@@ -20,6 +20,7 @@ from promptfed.shared.data import Source
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface.base import Method
+from promptfed.shared.spec.spec import AllowedBackbones
 
 Data = Mapping[str, str | Source] | Sequence[str | Source]
 Methodlike = str | RawSpec | type[Method] | Method
@@ -37,7 +38,7 @@ def run(
     folder: Path | str | None = None,
     pool: int = 1,
     device: str = "cpu",
-    allow_backbone: bool = False,
+    allow_backbone: AllowedBackbones = False,
     progress: bool | None = None,
     **spec: Any,
 ) -> Result:
@@ -57,7 +58,7 @@ def run(
         folder: a new folder for the state of coordinator and clients; default: a temporary one.
         pool: clients that compute at once.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-        allow_backbone: permit a backbone outside open_clip's registry.
+        allow_backbone: names of a model or checkpoint outside open_clip's registry that may be loaded; True: any.
         progress: whether to show progress; default: if stderr is a terminal.
         **spec: further keys of the federation's spec: ``rounds``, ``class_names``, ``training``, ``seed``, ...
 

@@ -13,11 +13,12 @@ from typing import Any
 from promptfed.sdk.errors import CommandError, Exit, offences
 from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
+from promptfed.shared.clip.weights.permissions import permits
 from promptfed.shared.methods import check_fits, method_for, resolve_spec
 from promptfed.shared.methods.core.interface.base import Method, MethodError, NeedsBackbone, ServerContext
 from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, FederationSpec, SpecError
+from promptfed.shared.spec.spec import AllowedBackbones, BackboneShape, BackboneSpec, FederationSpec, SpecError
 from promptfed.shared.torch_tensors import encode
 
 
@@ -35,7 +36,7 @@ def resolve(raw: Mapping[str, Any] | FederationSpec) -> FederationSpec:
         raise CommandError(offences(error.errors), Exit.BAD_INPUT) from None
 
 
-def with_backbone(spec: FederationSpec, allow_backbone: bool) -> tuple[FederationSpec, bytes | None]:
+def with_backbone(spec: FederationSpec, allow_backbone: AllowedBackbones) -> tuple[FederationSpec, bytes | None]:
     """The spec with the backbone's fingerprint and shape, and the initial state if it needs a backbone.
 
     Raises:
@@ -49,7 +50,7 @@ BACKBONE_FILE = "PROMPTFED_BACKBONE_FILE"
 
 
 def open_backbone(
-    spec: BackboneSpec, *, allow_backbone: bool, device: str = "cpu", file: Path | None = None
+    spec: BackboneSpec, *, allow_backbone: AllowedBackbones, device: str = "cpu", file: Path | None = None
 ) -> Backbone:
     """The backbone that a spec names, with the weights in ``file``, else in $PROMPTFED_BACKBONE_FILE if it is set.
 
@@ -62,7 +63,7 @@ def open_backbone(
             spec.pretrained,
             precision=spec.precision,
             device=device,
-            allow_unregistered=allow_backbone,
+            allow_unregistered=permits(allow_backbone, spec),
             weights_file=file or (Path(os.environ[BACKBONE_FILE]) if os.environ.get(BACKBONE_FILE) else None),
         )
     except BackboneError as error:
@@ -95,7 +96,7 @@ def check_fingerprint(backbone: Backbone, wanted: str | None) -> str:
     return backbone.fingerprint
 
 
-def backbone_of(federation: FederationView, allow_backbone: bool) -> Backbone:
+def backbone_of(federation: FederationView, allow_backbone: AllowedBackbones) -> Backbone:
     """Load the backbone of a federation at a coordinator.
 
     Raises:

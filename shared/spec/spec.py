@@ -7,6 +7,7 @@ itself (``promptfed.shared.methods.resolve_spec``), which also fills in the defa
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -114,6 +115,10 @@ class BackboneShape(Section):
     ] = None
     heads_v: Annotated[Depth | None, Field(description="attention heads of the vision tower")] = None
     heads_t: Annotated[Depth | None, Field(description="attention heads of the text tower")] = None
+
+
+AllowedBackbones = bool | Sequence[str]
+"""Names of models and checkpoints outside open_clip's registry that may be loaded; True: any."""
 
 
 class BackboneSpec(Section):

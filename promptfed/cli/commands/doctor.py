@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from promptfed.cli.app import Made, app
-from promptfed.cli.common import BackboneFile, Json, use_backbone_file
+from promptfed.cli.common import AllowedNames, BackboneFile, Json, use_backbone_file
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json, say
 from promptfed.shared.spec.spec import BackboneSpec
@@ -29,7 +29,7 @@ class ClientOptions:
     role: Annotated[Literal["trainer", "evaluator"], typer.Option(help="what the data is for")] = "trainer"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto"
     state_dir: Annotated[Path | None, typer.Option(help="the client's state folder; default: in your home")] = None
-    allow_backbone: Annotated[list[str] | None, typer.Option(help="as of `promptfed client`, repeatable")] = None
+    allow_backbone: AllowedNames = None
     backbone_file: BackboneFile = None
     policy: Annotated[Path | None, typer.Option(help="this site's policy; default: as of `promptfed client`")] = None
     ca_file: Annotated[Path | None, typer.Option(help="PEM file of the coordinator's authority")] = None

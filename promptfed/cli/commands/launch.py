@@ -27,7 +27,7 @@ from promptfed.sdk.progress import Watcher, result_table
 from promptfed.sdk.remarks import remarks
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.sdk.text import size
-from promptfed.shared.spec.spec import FederationSpec
+from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
 KEYS = ("method", "runtime", "rounds", "seconds", "state_hash", "zero_shot", "federated", "bytes_up", "bytes_down")
 LOGS = "look at the logs with --keep FOLDER"
@@ -58,13 +58,13 @@ def launch(
         from promptfed.runtime.containers import open_engine
 
         engine = open_engine()
-    prepared, initial_state, permitted = _prepared(run, allow_backbone)
+    prepared, initial_state = _prepared(run, allow_backbone)
     with (
         new_folder(keep, "--keep") as folder,
         Watcher(prepared.rounds, quiet=as_json) as watcher,
         started_services(engine, port, folder, keep is not None, watcher) as services,
     ):
-        services.permitted = permitted
+        services.permitted = tuple(allow_backbone)
         result = conduct(services, prepared, run.sites, watcher, initial_state, chosen_gpus)
     seconds = time.monotonic() - started
     if as_json:
@@ -147,15 +147,14 @@ def summary(result: FederationResult, seconds: float) -> dict[str, Any]:
     }
 
 
-def _prepared(run: RunFile, allow_backbone: bool) -> tuple[FederationSpec, bytes | None, tuple[str, ...]]:
-    """The resolved spec, the initial state if a backbone must make it, and the backbones that clients must permit."""
+def _prepared(run: RunFile, allow_backbone: AllowedBackbones) -> tuple[FederationSpec, bytes | None]:
+    """The resolved spec, and the initial state if a backbone must make it."""
     from promptfed.sdk.backbone import resolve, with_backbone
 
     # Rounds start once everybody is there, so that evaluators see the first evaluation too.
-    spec, initial_state = with_backbone(resolve({**run.spec, "start": "manual"}), allow_backbone)
-    check_trainers(run.sites, spec.participation.min_clients)
-    named = (spec.backbone.model, spec.backbone.pretrained) if allow_backbone else ()
-    return spec, initial_state, tuple(name for name in named if name is not None)
+    prepared = with_backbone(resolve({**run.spec, "start": "manual"}), allow_backbone)
+    check_trainers(run.sites, prepared[0].participation.min_clients)
+    return prepared
 
 
 @contextmanager

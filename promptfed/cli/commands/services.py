@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from promptfed.cli.app import Made, app
 from promptfed.cli.settings_options import options_of
+from promptfed.client_service.sent import help_lines
 from promptfed.client_service.settings import Settings as ClientSettings
 from promptfed.client_service.settings import make_settings
 from promptfed.coordinator.settings import Settings as CoordinatorSettings
@@ -20,7 +21,7 @@ def coordinator(given: Annotated[dict[str, Any], Made(options_of(CoordinatorSett
     leave(start(given))
 
 
-@app.add(section="Take part with own data")
+@app.add(section="Take part with own data", epilog="\b\n" + "\n".join(help_lines()))
 def client(given: Annotated[dict[str, Any], Made(options_of(ClientSettings))]) -> None:
     """Run a client, which takes part in a federation with this owner's data."""
     from promptfed.client_service.__main__ import start

@@ -17,6 +17,7 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import tell
 from promptfed.sdk.text import size
 from promptfed.shared.service.net import addresses_of
+from promptfed.shared.spec.spec import AllowedBackbones
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +38,7 @@ def words(federation: Federation, api: Api, allow_backbone: AllowBackbone, as_js
     supply_words(api, federation, allow_backbone, as_json)
 
 
-def supply_words(api: Coordinator, federation: str, allow_backbone: bool, as_json: bool) -> None:
+def supply_words(api: Coordinator, federation: str, allow_backbone: AllowedBackbones, as_json: bool) -> None:
     """Make the lexicon with the federation's backbone and PUT it.
 
     Raises:

@@ -26,7 +26,7 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.data import DataError
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.outcomes import Outcomes
-from promptfed.shared.spec.spec import FederationSpec, TrainingSpec, merged
+from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, TrainingSpec, merged
 
 FORMAT = 3  # of a run's file: another number makes it be run again
 
@@ -124,7 +124,7 @@ class Runner:
     out: Path
     pool: int = 1
     device: str = "cpu"
-    allow_backbone: bool = False
+    allow_backbone: AllowedBackbones = False
     _backbones: dict[str, Backbone] = field(default_factory=dict)
     _sources: SharedSources = field(default_factory=SharedSources)
 

@@ -26,7 +26,7 @@ from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.plain_text import markdown_cell
-from promptfed.shared.spec.spec import merged
+from promptfed.shared.spec.spec import AllowedBackbones, merged
 
 SHARE = 0.25  # of the training images that are held out, unless told otherwise
 DECIDES = {
@@ -171,7 +171,7 @@ def tune(
     *,
     pool: int = 1,
     device: str = "cpu",
-    allow_backbone: bool = False,
+    allow_backbone: AllowedBackbones = False,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> Tuned:
     """The rate of ``grid`` with the highest accuracy on held-out training images, or the lowest of equals.

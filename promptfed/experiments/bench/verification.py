@@ -16,6 +16,7 @@ from promptfed.experiments.bench.runner import Job, Runner
 from promptfed.experiments.protocols.protocols import Trial
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.spec.spec import AllowedBackbones
 
 
 class Verdict(BaseModel):
@@ -71,7 +72,7 @@ def chosen(runs: Sequence[BenchRun], label: str | None, seed: int | None, trial:
     return min(fitting, key=lambda run: run.wall_seconds)
 
 
-def verify(run: BenchRun, device: str = "cpu", allow_backbone: bool = False) -> Verdict:
+def verify(run: BenchRun, device: str = "cpu", allow_backbone: AllowedBackbones = False) -> Verdict:
     """Repeat a run in a temporary folder, and compare.
 
     Raises:

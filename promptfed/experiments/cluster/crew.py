@@ -29,7 +29,7 @@ from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.files import write_whole
 from promptfed.shared.outcomes import Outcomes
-from promptfed.shared.spec.spec import FederationSpec
+from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
 PATIENCE_SECONDS = 1800.0  # without an answer of the coordinator, which may be restarting
 OUTCOMES = "outcomes"
@@ -43,7 +43,7 @@ class Share:
     crews: int
     pool: int
     device: str
-    allow_backbone: bool
+    allow_backbone: AllowedBackbones
 
 
 @dataclass(frozen=True)

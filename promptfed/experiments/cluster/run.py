@@ -41,7 +41,7 @@ from promptfed.sdk.follow import follow
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.messages import ENDED
 from promptfed.shared.outcomes import Outcomes
-from promptfed.shared.spec.spec import FederationSpec
+from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
 MAX_RESTARTS = 100  # of one crew
 START_SECONDS = 300.0  # until all crews must have started
@@ -102,7 +102,7 @@ def simulate_on_ray(
     *,
     pool: int = 1,
     device: str = "cpu",
-    allow_backbone: bool = False,
+    allow_backbone: AllowedBackbones = False,
     progress: ProgressCallback | None = None,
 ) -> FederationResult:
     """Run a federation to its end; ``pool`` clients of each crew compute at once, on ``device``.

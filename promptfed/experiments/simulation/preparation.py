@@ -31,7 +31,7 @@ from promptfed.shared.data import DataError
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods import method_for
 from promptfed.shared.outcomes import Record
-from promptfed.shared.spec.spec import BackboneSpec, FederationSpec, TrainingSpec
+from promptfed.shared.spec.spec import AllowedBackbones, BackboneSpec, FederationSpec, TrainingSpec
 
 log = logging.getLogger("promptfed.simulation")
 
@@ -71,7 +71,7 @@ def prepare(
     sites: Sequence[Site],
     pool: int | None,
     backbone: Backbone | None,
-    allow_backbone: bool,
+    allow_backbone: AllowedBackbones,
     device: str = "cpu",
 ) -> tuple[FederationSpec, bytes | None, Backbone]:
     """The resolved spec as it is simulated, the initial state if only a backbone can make it, and the backbone.

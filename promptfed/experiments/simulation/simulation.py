@@ -40,7 +40,7 @@ from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
-from promptfed.shared.spec.spec import FederationSpec
+from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
 URL = "http://127.0.0.1"  # of a coordinator without a socket
 POLL_SECONDS = 0.2
@@ -60,7 +60,7 @@ def simulate(
     features: Path | FeatureCache | None = None,
     sources: SharedSources | None = None,
     device: str = "cpu",
-    allow_backbone: bool = False,
+    allow_backbone: AllowedBackbones = False,
     progress: ProgressCallback | None = None,
     swap_prompts: bool = False,
 ) -> FederationResult:

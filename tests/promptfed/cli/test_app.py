@@ -31,6 +31,15 @@ def commands(group: Any = None, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from commands(command, f"{path}{name} ")
 
 
+def test_every_command_permits_backbones_by_name() -> None:
+    """As `promptfed client` does: no command permits a model that was not named."""
+
+    options = [option for _, command in commands() for option in command.params]
+    permits = [option for option in options if "--allow-backbone" in option.opts]
+    assert len(permits) > 10
+    assert all(option.multiple and not option.is_flag for option in permits)
+
+
 def test_the_help_has_every_section_and_whole_sentences() -> None:
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).stdout
     assert [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")][1:] == [
@@ -110,8 +119,8 @@ def test_parameters_are_made_of_options(monkeypatch: pytest.MonkeyPatch) -> None
         """Make `own` a group."""
 
     assert CliRunner().invoke(own, ["look"]).exit_code == 0
-    assert CliRunner().invoke(own, ["look", "--size", "5", "--allow-backbone"]).exit_code == 0
-    assert seen == [(3, False, set()), (5, True, {"size", "allow_backbone"})]
+    assert CliRunner().invoke(own, ["look", "--size", "5", "--allow-backbone", "timm:a"]).exit_code == 0
+    assert seen == [(3, [], set()), (5, ["timm:a"], {"size", "allow_backbone"})]
     assert CliRunner().invoke(own, ["look", "--size", "0"]).exit_code == Exit.USAGE
 
 
