@@ -68,7 +68,7 @@ class Settings(BaseSettings):
         False
     )
     role: Annotated[Role, Field(description="trainer, or evaluator (test data only)")] = "trainer"
-    device: Annotated[str, Field(pattern=DEVICE_PATTERN, description="auto, cpu, cuda or cuda:N")] = "auto"
+    device: Annotated[str, Field(description="auto, cpu, cuda or cuda:N")] = "auto"
     threads: Annotated[
         int, Field(ge=1, le=256, description="torch threads until the first task; tasks bring the spec's number")
     ] = 1
@@ -197,6 +197,13 @@ class Settings(BaseSettings):
         if len(set(names)) < len(names):
             raise ValueError("an option is given twice")
         return given
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, text: str) -> str:
+        if not re.fullmatch(DEVICE_PATTERN, text):
+            raise ValueError(f"{text!r} is no device: give auto, cpu, cuda or cuda:N")
+        return text
 
     @field_validator("coordinator")
     @classmethod

@@ -163,6 +163,10 @@ def test_an_api_token_that_cannot_be_read(command: Callable[..., int], capsys: p
             "--allow-plain-http",
         ),
         (["--no-such-option"], "--no-such-option"),
+        (
+            ["--coordinator=http://localhost", "--federation=f", "--data=d", "--device=gpu"],
+            "--device: 'gpu' is no device: give auto, cpu, cuda or cuda:N",
+        ),
     ],
 )
 def test_a_wrong_command_line(arguments: list[str], words: str) -> None:

@@ -232,7 +232,10 @@ def test_classes_that_the_federation_does_not_know(make_coordinator: MakeCoordin
     error = ends(make_worker(coordinator, source=source))
     assert error.exit is Exit.BAD_INPUT
     assert "does not know the classes 'lynx', 'otter'" in str(error)
+    assert "look alike" not in str(error)
     assert coordinator.client is None
+    error = ends(make_worker(coordinator, source=made_up_source(names=["Sun", "anchor"])))
+    assert "(these look alike: 'Sun' and 'sun')" in str(error)
 
 
 @pytest.mark.parametrize("where", ["own", "tested"])
