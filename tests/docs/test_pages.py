@@ -49,6 +49,7 @@ PAPERS = (
     "fedclipadapter",
     "fedtipf",
     "fedclap",
+    "fedprolip",
 )
 
 
