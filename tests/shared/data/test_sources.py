@@ -134,7 +134,9 @@ def test_unreadable_images_are_named(tmp_path: Path) -> None:
     refuse(f"folder:{tmp_path}", "broken.png", "cannot be read")
     for number in range(4):
         (tmp_path / "cat" / f"notes-{number}.txt").write_text("not an image either")
-    refuse(f"folder:{tmp_path}", "broken.png", "notes-0.txt", "notes-1.txt", "And 2 more; `promptfed data show` lists all")
+    refuse(
+        f"folder:{tmp_path}", "broken.png", "notes-0.txt", "notes-1.txt", "And 2 more; `promptfed data show` lists all"
+    )
 
 
 def test_what_file_managers_leave_is_no_image_of_the_class(tmp_path: Path) -> None:
