@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from promptfed.shared.arrays import lengths, namespace
 from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.class_rows import check_class_rows
+from promptfed.shared.methods.core.class_rows import check_class_rows, class_means, directions
 from promptfed.shared.methods.fedtaskres import relative_rate
 from promptfed.shared.methods.tip_adapter import LABELS, Cache
 from promptfed.shared.methods.zero_shot import TemplateClassifier
@@ -89,16 +88,14 @@ class FedTipF(pf.Method):
         after = super().aggregate(state, phase, updates, combine, context)
         if phase.name != MEANS:
             return after
-        sizes = lengths(after[KEYS.name])
-        return after | {KEYS.name: after[KEYS.name] / namespace(sizes).where(sizes > 0, sizes, 1.0)[:, None]}
+        return after | {KEYS.name: directions(after[KEYS.name])}
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """Sums of features, or E epochs of CE(T1) over the keys at the rate η/√d_e."""
+        if context.phase == MEANS:
+            return pf.TrainResult({KEYS.name: class_means(context)})
         context.expect_images()
         features, labels = context.train.features(), context.train.labels.to(context.backbone.device)
-        if context.phase == MEANS:
-            sums = features.new_zeros(len(context.class_names), features.shape[1]).index_add_(0, labels, features)
-            return pf.TrainResult({KEYS.name: sums / len(features)})
         cache = self._cache(context, payload, private)
         keys = pf.leaf(cache.keys, context.backbone)
         trained = Cache(keys, cache.labels)

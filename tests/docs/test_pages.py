@@ -50,6 +50,7 @@ PAPERS = (
     "fedtipf",
     "fedclap",
     "fedprolip",
+    "fedlp",
 )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from promptfed.shared.arrays import lengths, namespace
 from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 
@@ -34,3 +35,17 @@ def rows_of_candidates(context: pf.ClientContext, rows: Tensor) -> Tensor:
         )
     extended = torch.cat([rows, torch.zeros_like(rows[:1])])  # the index -1 is the row of zeros
     return extended[context.trained_rows()]
+
+
+def class_means(context: pf.ClientContext) -> Tensor:
+    """``(C, d_e)`` Σ_{y=c} f/N of the N training features; their weighted mean over clients is that of all images."""
+    context.expect_images()
+    features, labels = context.train.features(), context.train.labels.to(context.backbone.device)
+    sums = features.new_zeros(len(context.class_names), features.shape[1])
+    return sums.index_add_(0, labels, features) / len(features)
+
+
+def directions(rows: Any) -> Any:
+    """``rows (C, d)``, each normalised; a row of zeros stays. The server half uses it."""
+    sizes = lengths(rows)
+    return rows / namespace(rows).where(sizes > 0, sizes, 1.0)[:, None]

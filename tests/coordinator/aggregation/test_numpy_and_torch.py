@@ -29,6 +29,7 @@ from tests.support.recording import SHAPE
 LATER: dict[str, dict[str, Any]] = {  # options of methods that are younger than the record
     "fedclap": {},
     "fedclipadapter": {"reduction": 2, "sides": "both"},
+    "fedlp": {},
     "fedprolip": {},
     "fedtaskres": {},
     "fedtipf": {"keys": "shared"},
