@@ -7,6 +7,7 @@ import sys
 from typing import Literal
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.joining.sent import help_lines
 from promptfed.client_service.log_messages import EventJsonLines, EventTextLines
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.shared.service.command_line import given_settings
@@ -59,8 +60,9 @@ def check(settings: Settings) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code of a client with the settings that the command line gives."""
+    sent = "\n".join(help_lines())
     try:
-        settings = make_settings(**given_settings(Settings, "client_service", arguments))
+        settings = make_settings(**given_settings(Settings, "client_service", arguments, sent))
     except ClientError as error:
         print(error, file=sys.stderr)
         return error.exit

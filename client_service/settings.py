@@ -14,7 +14,6 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.sent import help_lines
 from promptfed.shared.messages import Role
 from promptfed.shared.service.net import addresses_of, is_loopback
 from promptfed.shared.spec.spec import NAME_PATTERN, Name
@@ -260,9 +259,6 @@ class Settings(BaseSettings):
     def features_dir(self) -> Path:
         """Where image features are kept."""
         return self.feature_cache or self.state_dir / "features"
-
-
-Settings.__doc__ = "\n".join([Settings.__doc__ or "", "", *help_lines()])  # the head of the service's help
 
 
 def ledger_path(dataset: str) -> Path:

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from promptfed.cli.main import app
 from promptfed.client_service.__main__ import main
-from promptfed.client_service.sent import ENROLMENT, EVALUATION, FAILURE, SECURE_SUM, SENT, UPDATE, help_lines
+from promptfed.client_service.joining.sent import ENROLMENT, EVALUATION, FAILURE, SECURE_SUM, SENT, UPDATE, help_lines
 from promptfed.shared.messages import EnrolRequest, EvaluationRequest, FailureRequest, UpdateMetadata
 from promptfed.shared.secagg.messages import ConfirmAnswer, KeysAnswer, SharesAnswer, UnmaskAnswer
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from promptfed.cli.app import Made, app
 from promptfed.cli.settings_options import options_of
-from promptfed.client_service.sent import help_lines
+from promptfed.client_service.joining.sent import help_lines
 from promptfed.client_service.settings import Settings as ClientSettings
 from promptfed.client_service.settings import make_settings
 from promptfed.coordinator.settings import Settings as CoordinatorSettings
