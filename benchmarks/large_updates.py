@@ -27,7 +27,7 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ServerContext
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import encode_file
+from promptfed.shared.tensors.torch_tensors import encode_file
 from promptfed.testing.clients import ScriptedClient, digest_header_of
 
 SHAPE = {

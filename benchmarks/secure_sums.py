@@ -45,7 +45,7 @@ from promptfed.shared.secagg.messages import (
 from promptfed.shared.secagg.roster import make_roster, read_roster
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.weighting import Weighting
-from promptfed.shared.torch_tensors import encode
+from promptfed.shared.tensors.torch_tensors import encode
 
 SPEC, UNIFORM = SecureAggregationSpec(), Weighting(weighting="uniform")
 NUMBERS = 8192  # in the vector

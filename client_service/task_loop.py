@@ -38,7 +38,7 @@ from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.secagg.member import Limits
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import TensorError
-from promptfed.shared.torch_tensors import decode_place
+from promptfed.shared.tensors.torch_tensors import decode_place
 
 log = logging.getLogger("promptfed.client")
 

@@ -18,7 +18,7 @@ from promptfed.shared.methods import METHODS, describe, make_method
 from promptfed.shared.methods.core.interface.base import ClientInfo, Phase, ServerContext
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import TensorSpec
-from promptfed.shared.torch_tensors import DTYPES
+from promptfed.shared.tensors.torch_tensors import DTYPES
 
 FOLDER = Path(__file__).parent / "reference" / "methods"
 MARKED = re.compile(r"<!-- table: (\w+) (\w+) -->\n.*?<!-- end of table -->", re.DOTALL)

@@ -17,7 +17,7 @@ from promptfed.shared.plain_text import plain
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors import TensorSpec
-from promptfed.shared.torch_tensors import DTYPES
+from promptfed.shared.tensors.torch_tensors import DTYPES
 
 EACH, SOME = "in each round in which it is asked", "in round"
 NAMES = 6  # class names that are shown

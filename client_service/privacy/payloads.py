@@ -29,7 +29,7 @@ from promptfed.shared.methods.core.interface.base import ClientInfo, Method, Met
 from promptfed.shared.secagg.keys import is_signed, public_identity, sign
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode, encode
+from promptfed.shared.tensors.torch_tensors import decode, encode
 
 FILE, LAST = "payloads.json", "payload-last.safetensors"
 LONGER = 10.0  # times the longest row of the first payload and of the last own update

@@ -33,7 +33,7 @@ from promptfed.shared.privacy.accounting import (
 )
 from promptfed.shared.privacy.noise import Noise
 from promptfed.shared.privacy.settings import PrivacySpec
-from promptfed.shared.torch_tensors import decode
+from promptfed.shared.tensors.torch_tensors import decode
 
 FILE = "protection.json"  # what was planned when this client enrolled
 Groups = Sequence[Sequence[int]] | None

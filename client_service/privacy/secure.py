@@ -34,7 +34,7 @@ from promptfed.shared.secagg.messages import ConfirmJob, KeysAnswer, MaskJob, Ro
 from promptfed.shared.secagg.roster import Roster, read_roster
 from promptfed.shared.spec.weighting import Weighting
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import arrays_of, decode, encode
+from promptfed.shared.tensors.torch_tensors import arrays_of, decode, encode
 
 WORK, ATTEMPT = "secure-work.safetensors", "secure-attempt.json"
 MASKED, MARKERS = "secure-masked.safetensors", "secure-markers.json"

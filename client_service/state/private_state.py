@@ -35,7 +35,7 @@ from promptfed.client_service.http.bodies import Body, sha256_of
 from promptfed.client_service.state.durable_files import Disk
 from promptfed.shared.messages import EnrolmentInfo, Role, TaskConfig
 from promptfed.shared.tensors import TensorError, Tensors
-from promptfed.shared.torch_tensors import decode, encode
+from promptfed.shared.tensors.torch_tensors import decode, encode
 
 PENDING = "pending"
 ANSWERED = "answered"

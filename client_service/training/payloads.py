@@ -10,7 +10,7 @@ from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core.interface.base import ClientInfo, Method, MethodError, Phase, ServerContext
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Shape, Tensors, TensorSpec
-from promptfed.shared.torch_tensors import check
+from promptfed.shared.tensors.torch_tensors import check
 
 
 def known_sizes(method: Method, shape: BackboneShape, class_names: tuple[str, ...] | None) -> dict[str, int]:

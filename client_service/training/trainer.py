@@ -49,7 +49,7 @@ from promptfed.shared.privacy.distributed import PartialNoise
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import DTYPES, decode_place, encode
+from promptfed.shared.tensors.torch_tensors import DTYPES, decode_place, encode
 
 log = logging.getLogger("promptfed.client")
 

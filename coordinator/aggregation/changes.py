@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from promptfed.shared.arrays import double
 from promptfed.shared.methods.core.interface.base import ClientUpdate
 from promptfed.shared.tensors import Arrays, chunks, sum_of_squares
+from promptfed.shared.tensors.arrays import double
 
 FAR = 10.0  # times the median of a phase's changes: no honest client is so far from the others
 LEAST = 3  # updates: of two, nobody can say which is far from the other

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from promptfed.coordinator.aggregation.rows import Combined, Rows, squared_distances
-from promptfed.shared.arrays import double
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
+from promptfed.shared.tensors.arrays import double
 
 BLOCK = 1 << 18  # numbers of noise at once
 BYTES = 8  # of a uniform number

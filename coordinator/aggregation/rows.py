@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from promptfed.shared.arrays import double, in_namespace, namespace, single
 from promptfed.shared.methods.core.interface.base import ClientUpdate
 from promptfed.shared.methods.core.sizes import LARGE
 from promptfed.shared.tensors import Room, Shape, size_of
+from promptfed.shared.tensors.arrays import double, in_namespace, namespace, single
 
 BLOCK = 1 << 21  # numbers of a block: 16 MB in float64
 NEAR = 1e-4  # a squared distance by the squared lengths: under it, too few of float64's digits are left

@@ -18,11 +18,11 @@ import numpy as np
 from promptfed.coordinator.aggregation.flame import flame, noise_blocks
 from promptfed.coordinator.aggregation.rows import Combined, Rows, Values, squared_distances
 from promptfed.coordinator.aggregation.weights import weighted_mean
-from promptfed.shared.arrays import argsort, double, namespace, solve, take_along
 from promptfed.shared.methods.core.interface.base import ClientUpdate
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
 from promptfed.shared.spec.weighting import capped
 from promptfed.shared.tensors import Room
+from promptfed.shared.tensors.arrays import argsort, double, namespace, solve, take_along
 
 log = logging.getLogger("promptfed.coordinator")
 

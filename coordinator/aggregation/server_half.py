@@ -129,7 +129,7 @@ def _take_judgements(arguments: tuple[Any, ...], after: tuple[Any, ...]) -> None
 
 def _tensors(value: Any) -> Any:
     """An argument with torch tensors in place of arrays."""
-    from promptfed.shared.torch_tensors import tensor_of
+    from promptfed.shared.tensors.torch_tensors import tensor_of
 
     if isinstance(value, np.ndarray):
         return tensor_of(value)
@@ -153,7 +153,7 @@ def _arrays(value: Any) -> Any:
     if isinstance(value, np.generic):
         return np.asarray(value)
     if hasattr(value, "detach"):
-        from promptfed.shared.torch_tensors import array_of
+        from promptfed.shared.tensors.torch_tensors import array_of
 
         return array_of(value)
     return value

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from promptfed.coordinator.aggregation.rows import Values
-from promptfed.shared.arrays import double, namespace, single
 from promptfed.shared.methods.core.interface.base import ClientUpdate, Combine, Method
 from promptfed.shared.spec.spec_aggregation import ServerOptimizerSpec
 from promptfed.shared.tensors import SERVER, Arrays, TensorSpec
+from promptfed.shared.tensors.arrays import double, namespace, single
 
 MOMENTUM, SQUARE = SERVER + "momentum.", SERVER + "square."
 

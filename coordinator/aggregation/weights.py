@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from promptfed.coordinator.aggregation.rows import Values
-from promptfed.shared.arrays import double, in_namespace, namespace, single
 from promptfed.shared.methods.core.interface.base import ClientUpdate
 from promptfed.shared.methods.core.sizes import LARGE
 from promptfed.shared.tensors import Room, chunks, size_of
+from promptfed.shared.tensors.arrays import double, in_namespace, namespace, single
 
 
 def weighted_mean(updates: Iterable[ClientUpdate], room: Room = np.empty) -> Values:

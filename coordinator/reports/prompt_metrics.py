@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from promptfed.shared.api.insight_schemas import TensorDrift
-from promptfed.shared.arrays import double
 from promptfed.shared.tensors import Array, Arrays, decode_place, norm
+from promptfed.shared.tensors.arrays import double
 
 COLUMNS = 1 << 16  # entries of all updates that are worked on together in float64
 Source = Path | bytes

@@ -31,7 +31,7 @@ from promptfed.shared.api.export_card import (
 from promptfed.shared.clip import Backbone
 from promptfed.shared.plain_text import plain
 from promptfed.shared.spec.spec import AllowedBackbones
-from promptfed.shared.torch_tensors import encode
+from promptfed.shared.tensors.torch_tensors import encode
 
 TRIES = 3  # attempts to get a card signed while its federation goes on
 DIFFERS = "export-differs"

@@ -35,7 +35,7 @@ from promptfed.shared.clip import Backbone, tiny
 from promptfed.shared.methods import METHODS
 from promptfed.shared.spec.spec import BackboneSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import encode, state_hash
+from promptfed.shared.tensors.torch_tensors import encode, state_hash
 
 VERSION = metadata.version("promptfed")
 

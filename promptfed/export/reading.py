@@ -33,7 +33,7 @@ from promptfed.shared.canonical import parse_json
 from promptfed.shared.signatures import export_statement, is_signed
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import TensorError, Tensors
-from promptfed.shared.torch_tensors import decode, state_hash
+from promptfed.shared.tensors.torch_tensors import decode, state_hash
 
 AUDIT_FILE = "audit.json"  # written by `promptfed audit export --write`, not signed
 PIECE = 1 << 20

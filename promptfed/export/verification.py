@@ -27,7 +27,7 @@ from promptfed.shared.canonical import parse_json
 from promptfed.shared.clip import Backbone
 from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.tensors import TensorError, Tensors
-from promptfed.shared.torch_tensors import decode
+from promptfed.shared.tensors.torch_tensors import decode
 
 TOLERANCE = 1e-5  # tolerance between two machines that compute the same in float32
 

@@ -19,7 +19,7 @@ from promptfed.shared.methods.core.interface.base import Method, MethodError, Ne
 from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import AllowedBackbones, BackboneShape, BackboneSpec, FederationSpec, SpecError
-from promptfed.shared.torch_tensors import encode
+from promptfed.shared.tensors.torch_tensors import encode
 
 
 def resolve(raw: Mapping[str, Any] | FederationSpec) -> FederationSpec:

@@ -73,7 +73,7 @@ class FederationResult:
     @cached_property
     def state(self) -> Tensors:
         """The global state by name."""
-        from promptfed.shared.torch_tensors import decode
+        from promptfed.shared.tensors.torch_tensors import decode
 
         return decode(self.body)[0]
 

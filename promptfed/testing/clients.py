@@ -17,7 +17,7 @@ import torch
 
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode, encode
+from promptfed.shared.tensors.torch_tensors import decode, encode
 
 PATIENCE = 300.0  # seconds until a test is taken to hang: a bound, not a measure of speed
 SHAPE = {"d_t": 8, "d_e": 8, "d_v": 8}

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import model_validator
 
-from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.private_context import LOCAL
 from promptfed.shared.methods.core.training import Reparameterisation, train_by, train_through
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

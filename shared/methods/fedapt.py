@@ -13,12 +13,12 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from promptfed.shared.arrays import namespace
-from promptfed.shared.lazy import F, no_grad, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.arrays import namespace
+from promptfed.shared.tensors.lazy import F, no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import fedsr, generalization
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.fedsr import Representation
@@ -16,6 +15,7 @@ from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier
 from promptfed.shared.methods.core.weights import CHANGE, WeightMethod, WeightsHyper
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from promptfed.shared.lazy import F, no_grad, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.fedtaskres import relative_rate
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import F, no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from promptfed.shared.arrays import double, single
-from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.arrays import double, single
+from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from promptfed.shared.arrays import double, namespace, single
-from promptfed.shared.lazy import F, checkpointing, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.interface.arithmetic import differs_by_rounding
@@ -20,6 +18,8 @@ from promptfed.shared.methods.core.text_features import spoken
 from promptfed.shared.methods.core.visual import CacheBlocks, ImageClassifier, Towers, VisualHyper, check_kept_blocks
 from promptfed.shared.seeds import Draws, DrawsOf
 from promptfed.shared.tensors import Tensors, TensorSpec, sum_of_squares
+from promptfed.shared.tensors.arrays import double, namespace, single
+from promptfed.shared.tensors.lazy import F, checkpointing, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,12 +10,12 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

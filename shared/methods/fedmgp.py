@@ -15,12 +15,12 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Literal
 
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.lazy import F, no_grad, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.visual import CHUNK, Towers, VisualHyper, drawn
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import F, no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Json
 
-from promptfed.shared.arrays import namespace
-from promptfed.shared.lazy import F, no_grad, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.visual import ImageClassifier, drawn
 from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.class_descriptions import ClassDescriptions, texts_of
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.arrays import namespace
+from promptfed.shared.tensors.lazy import F, no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.patch_texts import PLAN_METRICS, PatchTextClassifier, PatchTextLogits, Transport
 from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
+from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

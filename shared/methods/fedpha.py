@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.private_context import MOST_VECTORS, PairLoss, PrivateContextMethod
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from promptfed.shared.lazy import no_grad, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.fedvpt import FedVPT
 from promptfed.shared.methods.fedvpt_deep import FedVPTDeepHyper
+from promptfed.shared.tensors.lazy import no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

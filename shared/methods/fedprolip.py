@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from promptfed.shared.lazy import F, no_grad, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.visual import CHUNK, NEEDS, ImageClassifier
 from promptfed.shared.methods.fedtaskres import relative_rate
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import F, no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

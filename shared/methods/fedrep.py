@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead
 from promptfed.shared.methods.core.trained_tower import TowerHyper, TrainedTower
 from promptfed.shared.methods.core.weights import WeightMethod
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

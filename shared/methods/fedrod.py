@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead
 from promptfed.shared.methods.core.trained_tower import TowerHyper
 from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.methods.core.weights import WeightMethod
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.class_rows import check_class_rows, rows_of_candidates
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

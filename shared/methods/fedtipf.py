@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.class_rows import check_class_rows, class_means, directions
 from promptfed.shared.methods.fedtaskres import relative_rate
 from promptfed.shared.methods.tip_adapter import LABELS, Cache
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

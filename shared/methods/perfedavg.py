@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, LinearHead
 from promptfed.shared.methods.core.trained_tower import TrainedTower
 from promptfed.shared.methods.core.training import TaskCancelled, batches, group_rate, learning_rate
 from promptfed.shared.methods.core.weights import WeightMethod, WeightsHyper
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

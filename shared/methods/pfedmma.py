@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from promptfed.shared.lazy import F, no_grad, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.text_features import spoken
@@ -22,6 +21,7 @@ from promptfed.shared.methods.core.visual import CHUNK, CacheBlocks, check_kept_
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import Draws, DrawsOf
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import F, no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

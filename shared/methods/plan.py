@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from promptfed.shared.arrays import namespace, relu, softmax
-from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.interface.arithmetic import differs_by_rounding
@@ -22,6 +20,8 @@ from promptfed.shared.methods.core.visual import ImageClassifier, Towers, Visual
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.arrays import namespace, relu, softmax
+from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from promptfed.shared.arrays import double, lengths, namespace, single
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import ANSWERED, ROWS, ClientRowsMethod, row_of
 from promptfed.shared.methods.core.interface.arithmetic import differs_by_rounding
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.arrays import double, lengths, namespace, single
 
 if TYPE_CHECKING:
     from torch import Tensor

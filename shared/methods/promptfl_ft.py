@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

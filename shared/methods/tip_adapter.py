@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from promptfed.shared.lazy import F, no_grad, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import F, no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

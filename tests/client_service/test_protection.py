@@ -22,7 +22,7 @@ from promptfed.shared.privacy.accounting import Event, epsilon_of
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
-from promptfed.shared.torch_tensors import decode
+from promptfed.shared.tensors.torch_tensors import decode
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import FakeCoordinator, problem
 

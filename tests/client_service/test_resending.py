@@ -18,7 +18,7 @@ from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.training import trainer
 from promptfed.shared.methods.coop import CoOp
 from promptfed.shared.spec.spec import TrainingSpec
-from promptfed.shared.torch_tensors import state_hash
+from promptfed.shared.tensors.torch_tensors import state_hash
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import FakeCoordinator, Wire, problem
 

@@ -18,7 +18,7 @@ from promptfed.client_service.http.bodies import Body
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.shared.messages import Task
-from promptfed.shared.torch_tensors import decode, decode_file
+from promptfed.shared.tensors.torch_tensors import decode, decode_file
 from promptfed.testing.clients import SHAPE, ScriptedClient, secret_of, update_body
 from tests.support.coordinators import InThread, in_thread
 from tests.support.relay import Cut, Relay

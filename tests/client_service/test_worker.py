@@ -27,7 +27,7 @@ from promptfed.shared.methods.core.interface.base import ClientContext, Needs
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import state_hash
+from promptfed.shared.tensors.torch_tensors import state_hash
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import problem, until
 from tests.support.waiting import PATIENCE

@@ -16,7 +16,7 @@ from promptfed.coordinator.engine import registry as registries
 from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 from promptfed.shared.privacy.noise import NoiseStream, SeededNoise
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import tensor_of, tensors_of
+from promptfed.shared.tensors.torch_tensors import tensor_of, tensors_of
 from promptfed.testing.clients import DEADLINE, ScriptedClient, spec
 from tests.support.coordinators import InThread, in_thread
 from tests.support.waiting import wait_for

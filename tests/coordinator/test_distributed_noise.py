@@ -16,7 +16,7 @@ from promptfed.shared.privacy.distributed import MOST_NUMBERS, PartialNoise, eps
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.secagg import encoding
 from promptfed.shared.spec.spec import SpecError
-from promptfed.shared.torch_tensors import arrays_of, tensors_of
+from promptfed.shared.tensors.torch_tensors import arrays_of, tensors_of
 from promptfed.testing.clients import trained
 from tests.coordinator.test_secure_sums import Leap, drive, federation_of, prompts, step
 from tests.support.coordinators import InThread

@@ -11,7 +11,7 @@ import torch
 
 from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode, encode
+from promptfed.shared.tensors.torch_tensors import decode, encode
 from promptfed.testing.clients import DEADLINE, ScriptedClient, update_body
 from tests.support.coordinators import InThread
 from tests.support.waiting import PATIENCE

@@ -16,7 +16,7 @@ from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdat
 from promptfed.shared.methods.pfedpg import DESCRIPTORS, PFedPG
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode, state_hash
+from promptfed.shared.tensors.torch_tensors import decode, state_hash
 from promptfed.testing.clients import DEADLINE, ScriptedClient, bearer, enrolment, secret_of, update_body
 from tests.support.coordinators import InThread
 

@@ -21,7 +21,7 @@ from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.secagg import encoding, member
 from promptfed.shared.spec.weighting import WHOLE_WEIGHT, Weighting, whole_weights
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import arrays_of, decode, encode, tensors_of
+from promptfed.shared.tensors.torch_tensors import arrays_of, decode, encode, tensors_of
 from promptfed.testing.clients import DEADLINE, trained, update_body
 from tests.support.coordinators import InThread
 from tests.support.secure_clients import SecureClient

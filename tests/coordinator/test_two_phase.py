@@ -11,7 +11,7 @@ import torch
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface.base import Phase
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode
+from promptfed.shared.tensors.torch_tensors import decode
 from promptfed.testing.clients import DEADLINE, ScriptedClient, update_body
 from tests.support.coordinators import InThread
 from tests.support.two_phase import TwoPhase

@@ -19,7 +19,7 @@ from sqlalchemy import text
 from promptfed.coordinator.store import blobs
 from promptfed.coordinator.store.database import Database
 from promptfed.shared.methods import METHODS
-from promptfed.shared.torch_tensors import encode
+from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import content_digest, drive, enrolment, spec, trained, update_body
 from tests.support.coordinators import InThread, in_thread
 from tests.support.open_phases import kind, open_first_phase, stored_rows

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from promptfed.shared.tensors import TensorError, TensorSpec, norm
-from promptfed.shared.torch_tensors import check, decode, decode_file, encode, state_hash
+from promptfed.shared.tensors.torch_tensors import check, decode, decode_file, encode, state_hash
 
 GOOD = {"context": torch.arange(6, dtype=torch.float32).reshape(2, 3), "bias": torch.zeros(0, 4)}
 EXPECTED = {"context": ((2, 3), "float32")}

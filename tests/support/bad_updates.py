@@ -13,7 +13,7 @@ import torch
 
 from promptfed.coordinator.aggregation.changes import change_norm
 from promptfed.shared.tensors import TensorError, Tensors
-from promptfed.shared.torch_tensors import check, decode
+from promptfed.shared.tensors.torch_tensors import check, decode
 from promptfed.testing.clients import content_digest, update_body
 
 EXPECTED = {"context": ((4, 8), "float32")}

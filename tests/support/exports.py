@@ -17,7 +17,7 @@ from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, load_backbone, shape_of
 from promptfed.shared.data import open_source
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode, encode, state_hash
+from promptfed.shared.tensors.torch_tensors import decode, encode, state_hash
 from tests.support.coordinators import InThread
 
 NAMES = ["anchor", "sun", "umbrella", "pair of scissors"]

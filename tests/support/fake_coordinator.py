@@ -23,7 +23,7 @@ from promptfed.shared.methods.core.interface.base import ServerContext
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode, encode
+from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.support.waiting import PATIENCE
 
 NAMES = ["sun", "anchor", "umbrella", "pair of scissors"]

@@ -16,7 +16,7 @@ from promptfed.shared.secagg.encoding import Whole, encode_change
 from promptfed.shared.secagg.masks import Words
 from promptfed.shared.secagg.member import Limits, Secrets
 from promptfed.shared.secagg.messages import ConfirmAnswer, ConfirmJob, UnmaskAnswer
-from promptfed.shared.torch_tensors import decode
+from promptfed.shared.tensors.torch_tensors import decode
 from tests.support.malicious import World
 
 

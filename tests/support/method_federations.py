@@ -17,7 +17,7 @@ from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode
+from promptfed.shared.tensors.torch_tensors import decode
 from tests.support.coordinators import InThread
 from tests.support.waiting import PATIENCE
 

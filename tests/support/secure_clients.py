@@ -15,7 +15,7 @@ from promptfed.client_service.privacy.secure import OwnNoise, SecureWork, Traine
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import EnrolRequest, SpendReport, Task
 from promptfed.shared.secagg.keys import public_identity, sign
-from promptfed.shared.torch_tensors import decode
+from promptfed.shared.tensors.torch_tensors import decode
 from promptfed.testing.clients import ScriptedClient, content_digest, enrolment, trained
 
 

@@ -14,7 +14,7 @@ from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdat
 from promptfed.shared.methods.pfedpg import PFedPG
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_draws import TorchDraws
 from tests.shared.methods.conftest import NAMES
 
 SHAPE = BackboneShape(d_v=24, d_e=16, vision_layers=2, patch_size=8)

@@ -15,7 +15,7 @@ from promptfed.shared.methods.core.interface.base import ClientContext, ClientUp
 from promptfed.shared.methods.plan import Plan
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_draws import TorchDraws
 from tests.support import literal_visual as literal
 from tests.support.visual_clients import NAMES, client_context, filled, server_context
 

@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 
 from promptfed.export.reading import read_export
 from promptfed.export.verification import verify_export
-from promptfed.shared.torch_tensors import decode, state_hash
+from promptfed.shared.tensors.torch_tensors import decode, state_hash
 from promptfed.testing.clients import FINGERPRINT, SHAPE, ScriptedClient, drive
 from tests.support.coordinators import InThread
 from tests.web.conftest import PATIENCE, Visit

@@ -49,6 +49,6 @@ def generate(
 def _safetensors(tensors: Mapping[str, TensorView]) -> bytes:
     import torch
 
-    from promptfed.shared.torch_tensors import DTYPES, encode
+    from promptfed.shared.tensors.torch_tensors import DTYPES, encode
 
     return encode({name: torch.tensor(view.data, dtype=DTYPES[view.dtype]) for name, view in tensors.items()})

@@ -65,7 +65,7 @@ def make_lexicon(backbone: Backbone, class_names: list[str]) -> bytes:
 
     from promptfed.shared.clip import BackboneError
     from promptfed.shared.methods.core.text_features import name_features
-    from promptfed.shared.torch_tensors import encode
+    from promptfed.shared.tensors.torch_tensors import encode
 
     try:
         words, embeddings = vocabulary(backbone)

@@ -37,7 +37,7 @@ from promptfed.shared.methods.core.interface.hooks import Prepares
 from promptfed.shared.spec.spec import FederationSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import tensors_of
+from promptfed.shared.tensors.torch_tensors import tensors_of
 
 ONE_STEP = TrainingSpec(epochs=1, batch_size=1, optimizer="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from promptfed.shared.arrays import lengths, namespace
-from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.tensors.arrays import lengths, namespace
+from promptfed.shared.tensors.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from promptfed.shared.arrays import copied, namespace
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.arrays import copied, namespace
 
 if TYPE_CHECKING:
     from torch import Tensor

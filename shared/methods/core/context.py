@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from promptfed.shared.lazy import F, no_grad, torch
 from promptfed.shared.methods.core.interface.base import (
     Classifier,
     ClientContext,
@@ -22,6 +21,7 @@ from promptfed.shared.methods.core.training import leaf, train
 from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import F, no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

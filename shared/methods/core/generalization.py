@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from promptfed.shared.arrays import double, namespace, single
-from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import row_of
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.arrays import double, namespace, single
+from promptfed.shared.tensors.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

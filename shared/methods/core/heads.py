@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.seeds import DrawsOf
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

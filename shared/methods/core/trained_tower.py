@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from promptfed.shared.arrays import lengths
 from promptfed.shared.clip.sizes import BLOCK_KINDS
-from promptfed.shared.lazy import checkpointing, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import HeadRate
 from promptfed.shared.methods.core.visual import CacheBlocks, Towers, VisualHyper
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.arrays import lengths
+from promptfed.shared.tensors.lazy import checkpointing, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from promptfed.shared.lazy import torch
 from promptfed.shared.methods.core.interface.base import ClientContext, MethodError
 from promptfed.shared.methods.core.interface.protection import Objective, UnprotectedError
 from promptfed.shared.methods.core.private_training import PrivateGradients
 from promptfed.shared.seeds import generator
 from promptfed.shared.spec.spec import TrainingSpec
+from promptfed.shared.tensors.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

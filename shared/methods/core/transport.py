@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from promptfed.shared.lazy import no_grad, torch
+from promptfed.shared.tensors.lazy import no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from promptfed.shared.lazy import F, checkpointing, torch
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.seeds import Draws
+from promptfed.shared.tensors.lazy import F, checkpointing, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from promptfed.shared.arrays import brain_float
-from promptfed.shared.lazy import F, torch
 from promptfed.shared.methods.core import heads, trained_tower, visual
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, LinearHead, TextHead
@@ -21,6 +19,8 @@ from promptfed.shared.methods.core.trained_tower import TowerHyper, TrainedTower
 from promptfed.shared.methods.core.visual import ImageClassifier, VisualHyper, check_kept_blocks
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.arrays import brain_float
+from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

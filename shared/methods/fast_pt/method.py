@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from promptfed.shared.arrays import namespace
-from promptfed.shared.lazy import F, torch
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.fast_pt import domains
@@ -37,6 +35,8 @@ from promptfed.shared.methods.fast_pt.objective import FastPTHyper, contrastive_
 from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit, StyleTransfer
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.arrays import namespace
+from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

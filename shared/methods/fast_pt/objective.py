@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from promptfed.shared.lazy import F
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.fast_pt.domain_mixture import Mixture
 from promptfed.shared.methods.fast_pt.style_transfer import StyleTransferHyper
+from promptfed.shared.tensors.lazy import F
 
 if TYPE_CHECKING:
     from torch import Tensor

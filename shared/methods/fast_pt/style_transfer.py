@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from promptfed.shared.lazy import F, torch
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.training import TaskCancelled, batches
 from promptfed.shared.methods.fast_pt.domains import domain_key, wording
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

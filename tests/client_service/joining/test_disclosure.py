@@ -39,7 +39,7 @@ from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
-from promptfed.shared.torch_tensors import decode
+from promptfed.shared.tensors.torch_tensors import decode
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import NAMES
 from tests.support.waiting import PATIENCE

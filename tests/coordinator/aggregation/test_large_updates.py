@@ -20,7 +20,7 @@ from promptfed.shared.methods.core.sizes import check_sizes, exchanged, needed_b
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
 from promptfed.shared.tensors import decode_file, encode, encode_file, state_hash
-from promptfed.shared.torch_tensors import arrays_of
+from promptfed.shared.tensors.torch_tensors import arrays_of
 
 VIT_B_32 = BackboneShape(
     d_t=512,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode
+from promptfed.shared.tensors.torch_tensors import decode
 from promptfed.testing.clients import CLASSES, ScriptedClient, spec, trained, update_body
 from tests.support import literal_rules as literal
 from tests.support.coordinators import InThread

@@ -23,7 +23,7 @@ from promptfed.shared.methods.core.interface.base import ClientUpdate
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.spec.spec_aggregation import AggregationSpec, ServerOptimizerSpec
 from promptfed.shared.tensors import Arrays, method_part
-from promptfed.shared.torch_tensors import decode, state_hash
+from promptfed.shared.tensors.torch_tensors import decode, state_hash
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, in_thread
 

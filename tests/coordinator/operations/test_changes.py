@@ -9,7 +9,7 @@ import torch
 
 from promptfed.coordinator.aggregation.changes import change_norm, far_off
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import encode
+from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import ScriptedClient, content_digest, update_body
 from tests.support.coordinators import InThread
 

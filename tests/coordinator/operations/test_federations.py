@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from promptfed.shared.seeds import initial_draws, sampling_order
-from promptfed.shared.torch_tensors import decode, encode, state_hash
+from promptfed.shared.tensors.torch_tensors import decode, encode, state_hash
 from promptfed.testing.clients import DEADLINE, FINGERPRINT, SHAPE, bearer, content_digest, drive, spec, trained
 from tests.support.coordinators import InThread
 from tests.support.waiting import wait_for

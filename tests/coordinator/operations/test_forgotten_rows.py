@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode
+from promptfed.shared.tensors.torch_tensors import decode
 from tests.support.coordinators import InThread
 from tests.support.kill_campaign import MethodClient
 

@@ -18,7 +18,7 @@ from promptfed.coordinator.operations import mending
 from promptfed.coordinator.store import blob_rows
 from promptfed.coordinator.store.tables import BlobRow, StateRow
 from promptfed.shared.methods.core.interface.base import MethodError
-from promptfed.shared.torch_tensors import encode
+from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import ScriptedClient, drive, trained, update_body
 from tests.support.coordinators import InThread, in_thread
 from tests.support.waiting import wait_for

@@ -13,7 +13,7 @@ from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface.base import ClientInfo, MethodError, Needs, ServerContext
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import encode
+from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import spec
 from tests.support.coordinators import InThread
 

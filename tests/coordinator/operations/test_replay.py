@@ -16,7 +16,7 @@ from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.store.tables import StateRow, TaskRow
 from promptfed.shared.methods import METHODS
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode, encode, state_hash
+from promptfed.shared.tensors.torch_tensors import decode, encode, state_hash
 from promptfed.testing.clients import ScriptedClient, drive, update_body
 from tests.support import literal_rules as literal
 from tests.support.coordinators import InThread, in_thread

@@ -16,7 +16,7 @@ import torch
 
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.privacy.accounting import training_event
-from promptfed.shared.torch_tensors import encode
+from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import DEADLINE, bearer, content_digest, secret_of, trained, update_body
 from tests.support.coordinators import InThread
 from tests.support.open_phases import kind, open_first_phase, stored_rows

@@ -20,7 +20,7 @@ from promptfed.shared.api.report_schemas import RoundReport
 from promptfed.shared.methods import METHODS
 from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.tensors import method_part
-from promptfed.shared.torch_tensors import state_hash
+from promptfed.shared.tensors.torch_tensors import state_hash
 from promptfed.testing.clients import DEADLINE, ScriptedClient, drive, update_body
 from tests.support.coordinators import InThread
 from tests.support.open_phases import open_first_phase

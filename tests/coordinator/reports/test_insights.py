@@ -19,7 +19,7 @@ from promptfed.shared.methods.core.interface.insights import LearnsContexts
 from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import norm
-from promptfed.shared.torch_tensors import decode, encode
+from promptfed.shared.tensors.torch_tensors import decode, encode
 from promptfed.testing.clients import CLASSES, SHAPE, ScriptedClient, drive, trained
 from tests.coordinator.test_pfedpg import answer, delta, federation_of
 from tests.support.coordinators import InThread

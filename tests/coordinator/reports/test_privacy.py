@@ -11,7 +11,7 @@ import torch
 from promptfed.shared.messages import receipt_body
 from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.secagg.keys import new_identity, public_identity, sign
-from promptfed.shared.torch_tensors import encode
+from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import ScriptedClient
 from tests.support.coordinators import InThread
 from tests.support.open_phases import kind, open_first_phase

@@ -71,7 +71,7 @@ def test_classes_that_no_client_has_get_a_context(coordinator: InThread, backbon
 
 
 def load_state(coordinator: InThread) -> dict[str, torch.Tensor]:
-    from promptfed.shared.torch_tensors import decode
+    from promptfed.shared.tensors.torch_tensors import decode
 
     path = "/v1/federations/texts/prompts"
     return decode(coordinator.http.get(path, headers=coordinator.operator).content)[0]

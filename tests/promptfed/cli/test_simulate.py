@@ -21,7 +21,7 @@ from promptfed.cli.commands.simulate import MOST_ROWS, _table, summaries
 from promptfed.cli.main import app
 from promptfed.sdk.errors import Exit
 from promptfed.sdk.result import Accuracy
-from promptfed.shared.torch_tensors import state_hash
+from promptfed.shared.tensors.torch_tensors import state_hash
 from tests import ROOT
 from tests.support.client_processes import wait_for
 from tests.support.waiting import PATIENCE

@@ -14,7 +14,7 @@ from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError
 from promptfed.shared.clip import Backbone, load_backbone, shape_of, tiny
 from promptfed.shared.methods.core.text_features import name_features
-from promptfed.shared.torch_tensors import decode
+from promptfed.shared.tensors.torch_tensors import decode
 from promptfed.testing.clients import CLASSES, drive
 from tests.support.coordinators import InThread, in_thread
 

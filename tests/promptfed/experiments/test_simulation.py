@@ -33,7 +33,7 @@ from promptfed.shared.methods import resolve_spec
 from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import state_hash
+from promptfed.shared.tensors.torch_tensors import state_hash
 from tests.support.waiting import PATIENCE, wait_for
 
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=3&client={}"

@@ -29,7 +29,7 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.methods.fedmvp import ClassTexts, FedMVPHyper
-from promptfed.shared.torch_tensors import decode
+from promptfed.shared.tensors.torch_tensors import decode
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread
 from tests.support.exports import DOMAINS, NAMES, SPECS

@@ -31,7 +31,7 @@ from promptfed.shared.canonical import parse_json
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.signatures import export_statement, statement
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode, encode
+from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread
 from tests.support.hub import running_hub

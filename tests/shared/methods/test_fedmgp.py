@@ -19,7 +19,7 @@ from promptfed.shared.methods.fedmgp import FedMGP, diversity, draw_slots, liken
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_draws import TorchDraws
 from tests.support import literal_visual as literal
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal import cross_entropy

@@ -21,7 +21,7 @@ from promptfed.shared.methods.core.interface.hooks import take_own_options
 from promptfed.shared.methods.fedmvp import GENERATOR, LORA, FedMVP, PromptedImages, bins, generated
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_draws import TorchDraws
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal import cross_entropy
 from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone, split_of

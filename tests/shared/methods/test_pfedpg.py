@@ -15,8 +15,8 @@ from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.pfedpg import BASIS, DESCRIPTORS, PFedPG
 from promptfed.shared.spec.spec import BackboneShape, SpecError
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_draws import TorchDraws
-from promptfed.shared.torch_tensors import check, state_hash
+from promptfed.shared.tensors.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_tensors import check, state_hash
 from tests.shared.methods.conftest import NAMES
 from tests.support.equality import assert_values
 from tests.support.literal_pfedpg import PROMPTS, Server

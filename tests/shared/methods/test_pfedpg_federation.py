@@ -30,7 +30,7 @@ from promptfed.shared.messages import Task
 from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT
 from promptfed.shared.methods.pfedpg import ADAPTED
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode, encode
+from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.support.agreed import agreed
 from tests.support.fake_coordinator import FakeCoordinator, made_up_source
 from tests.support.textless import MODEL, textless_backbone

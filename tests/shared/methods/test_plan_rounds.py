@@ -13,7 +13,7 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.interface.base import MethodError
 from promptfed.shared.methods.plan import Aggregator
-from promptfed.shared.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_draws import TorchDraws
 from tests.support.equality import assert_values
 from tests.support.small_plan import check_state, phase_of, plan, run_phase, slow_reference, start
 from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone

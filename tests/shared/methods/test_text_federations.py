@@ -19,7 +19,7 @@ from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode, encode
+from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.shared.methods import test_fedpgp, test_fedtpg
 from tests.shared.methods.conftest import MadeUpSplit
 from tests.support import literal

@@ -30,7 +30,7 @@ from promptfed.shared.methods.fedmaple import FedMaple
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_draws import TorchDraws
 from tests.support import literal_visual as literal
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal import cross_entropy

@@ -26,7 +26,7 @@ from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import ServerOptimizerSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import tensors_of
+from promptfed.shared.tensors.torch_tensors import tensors_of
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.textless import MODEL, textless_backbone
 from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone

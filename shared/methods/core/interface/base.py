@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from promptfed.shared import seeds
-from promptfed.shared.lazy import torch
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core.interface.classifiers import Classifier as Classifier
 from promptfed.shared.methods.core.interface.classifiers import Fixed as Fixed
@@ -29,6 +28,7 @@ from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Shape, Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_draws import TorchDraws
 
 BIAS = TensorSpec("bias", ("C",))
 SECRET = TensorSpec("secret", ("C",), shared_with_clients=False)

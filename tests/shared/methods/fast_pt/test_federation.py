@@ -28,7 +28,7 @@ from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode, encode
+from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.support import literal, literal_fast_pt
 from tests.support.agreed import agreed
 from tests.support.equality import assert_values

@@ -17,7 +17,7 @@ from promptfed.shared.methods.fast_pt.objective import contrastive_loss
 from promptfed.shared.methods.fast_pt.style_transfer import StyleTransfer
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.torch_tensors import decode, encode
+from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.shared.methods.conftest import NAMES, MadeUpSplit
 from tests.support import literal, literal_fast_pt
 from tests.support.equality import assert_values

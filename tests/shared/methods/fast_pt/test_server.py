@@ -14,7 +14,7 @@ from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdat
 from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape
-from promptfed.shared.torch_tensors import decode, encode
+from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.support.equality import assert_values
 from tests.support.small_fast_pt import (
     CHALK,

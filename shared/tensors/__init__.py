@@ -21,8 +21,8 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from promptfed.shared.arrays import double
 from promptfed.shared.canonical import canonical_json, each_key_once
+from promptfed.shared.tensors.arrays import double
 
 if TYPE_CHECKING:
     from torch import Tensor

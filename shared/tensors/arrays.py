@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from promptfed.shared.lazy import F, torch
+from promptfed.shared.tensors.lazy import F, torch
 
 
 def namespace(array: Any) -> Any:
