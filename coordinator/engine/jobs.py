@@ -208,8 +208,7 @@ def fill_payloads(registry: Registry, id: str) -> None:
     with registry.database.read() as session:
         state = method_part(current_state(registry, session, id))
     with registry.blobs.hold() as held:
-        with registry.metrics.job_seconds.labels("payloads").time():
-            made = _with_payloads(registry, held, federation, state, pending)
+        made = _with_payloads(registry, held, federation, state, pending)
         with registry.change(id) as change:
             change.keep(held)
             _serve(change, made)
@@ -235,6 +234,13 @@ def _with_payloads(
     registry: Registry, held: Held, federation: Federation, state: Arrays, tasks: list[OpenTask]
 ) -> dict[str, OpenTask]:
     """The tasks with their payloads, which are stored, by id. ``state``: the method's part."""
+    with registry.metrics.job_seconds.labels("payloads").time():
+        return _made_payloads(registry, held, federation, state, tasks)
+
+
+def _made_payloads(
+    registry: Registry, held: Held, federation: Federation, state: Arrays, tasks: list[OpenTask]
+) -> dict[str, OpenTask]:
     context = federation.context()
     made: dict[str, OpenTask] = {}
     last: tuple[tuple[object, ...], Arrays, Stored] | None = None

@@ -24,6 +24,7 @@ from promptfed.coordinator.store.tables import Base, EvaluationRow, PhaseRow, St
 from promptfed.shared.api import report_schemas
 from promptfed.shared.messages import ENDED
 
+LAST_ROUND = 1 << 31  # beyond every round, and no more than databases take
 MOST_TASKS = 1000  # of the rounds of one page: their reports take less than a tenth of a second
 
 
@@ -78,7 +79,7 @@ def numbers_of_page(session: Session, id: str, limit: int | None, after: str | N
 
     A page with several rounds has at most `MOST_TASKS` tasks.
     """
-    last = int(after) if after is not None and after.isdecimal() else -1
+    last = min(int(after), LAST_ROUND) if after is not None and after.isdecimal() else -1
     if limit is None:
         return rounds(session, id, last), None
     query = select(PhaseRow.round, func.count(TaskRow.phase_id)).outerjoin(TaskRow, TaskRow.phase_id == PhaseRow.id)

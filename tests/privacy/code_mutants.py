@@ -96,8 +96,8 @@ MUTANTS = (
     Mutant(
         "a 307 is followed wherever it leads",
         "client_service/http/connection.py",
-        "                    self.may_move(origin)\n",
-        "",
+        "        self.may_move(origin)\n        if self.book.is_silent(origin):\n",
+        "        if self.book.is_silent(origin):\n",
         TASKS,
         "307_to_an_origin_that_the_policy_does_not_list and update",
     ),

@@ -1,7 +1,7 @@
 """More past rounds for a federation that really ran: rows, copied in bulk while no coordinator runs it.
 
 Every row of a copied round is a row of a round that was played, under new ids and digests: all tables, all columns, and
-what retention has left of it are as in a real run. Copied tensors differ in their last number, and so do digests.
+what retention has left of it are as in a real run. Copied tensors differ in their last two numbers, and so do digests.
 """
 
 from __future__ import annotations
@@ -134,8 +134,9 @@ class _Template:
             return None if digest is None else digests.setdefault(digest, f"sha256:{secrets.token_hex(32)}")
 
         for row in self.rows[BlobRow]:
-            # The last number of the last tensor: other bytes, and still tensors of the same sizes.
-            content = row["content"][:-4] + struct.pack("<f", random.random())
+            # The last numbers of the last tensor: other bytes, and still tensors of the same sizes. One number has too
+            # few values for thousands of copies.
+            content = row["content"][:-8] + struct.pack("<2f", random.random(), random.random())
             digests[row["digest"]] = digest_of(content)
             yield BlobRow, {"digest": digests[row["digest"]], "content": content}
         for kind in (PhaseRow, TaskRow, *OF_TASKS, SumRow, StateRow, EventRow):
