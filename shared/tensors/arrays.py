@@ -26,7 +26,7 @@ def copied(array: Any) -> Any:
 
 def double(array: Any) -> Any:
     """``array`` in float64."""
-    return array.astype(np.float64) if namespace(array) is np else array.double()
+    return array.astype(np.float64, copy=False) if namespace(array) is np else array.double()
 
 
 def brain_float(array: Any) -> Any:
