@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from promptfed.coordinator import problems
+from promptfed.coordinator.aggregation.tensor_worker import CannotCompute
 from promptfed.coordinator.api import (
     clients,
     events,
@@ -80,6 +81,7 @@ ANSWERED_AS_PROBLEMS: tuple[type[Exception], ...] = (
     OSError,
     SQLAlchemyError,
     DatabaseAway,
+    CannotCompute,
     DamagedBlob,
     Exception,
 )
@@ -207,6 +209,8 @@ def _refusal_of(request: Request, error: Exception) -> problems.Refusal:
             if registry.database.is_full(error):
                 return problems.StorageFull("the disk is full, nothing was stored: make room and send it again")
             return problems.InternalError("the coordinator's store failed; its log says why")
+        case CannotCompute():
+            return problems.MethodAbsent(str(error))
         case DamagedBlob():
             with contextlib.suppress(problems.Refusal):
                 registry.report_damage(registry.find_any(str(request.path_params.get("federation"))).id, error)

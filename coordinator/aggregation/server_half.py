@@ -15,17 +15,17 @@ import numpy as np
 
 from promptfed.coordinator.aggregation.rules import Rule
 from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer
-from promptfed.coordinator.aggregation.tensor_worker import WORKER
+from promptfed.coordinator.aggregation.tensor_worker import WORKER, CannotCompute
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.shared import seeds
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.arithmetic import TORCH, computed
-from promptfed.shared.methods.core.interface.base import ClientUpdate, Method, MethodError, ServerContext
+from promptfed.shared.methods.core.interface.base import ClientUpdate, Method, ServerContext
 
 GET_TORCH = "use an image of the target coordinator-torch, or `pip install torch` where it runs"
 
 
-class NoTorch(MethodError):
+class NoTorch(CannotCompute):
     """A computation needs torch, which this coordinator does not have."""
 
 
@@ -74,6 +74,7 @@ def call(federation: Federation, name: str, *arguments: Any) -> Any:
 
     Raises:
         NoTorch: it needs torch, which is not installed.
+        WorkerDied: the tensor worker ended before it answered.
         Others: as the function.
     """
     how = computed(federation.method, name)

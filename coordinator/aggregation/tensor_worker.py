@@ -14,11 +14,17 @@ import threading
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from promptfed.shared.methods.core.interface.base import MethodError
+
 IDLE_SECONDS = 60.0
 TRIES = 2  # it may end for want of work just when it is asked
 
 
-class WorkerDied(Exception):
+class CannotCompute(MethodError):
+    """A server function could not be computed here and now; nothing is wrong with the method or its updates."""
+
+
+class WorkerDied(CannotCompute):
     """The tensor worker ended before it answered, such as when the system has no memory left."""
 
 
@@ -43,6 +49,9 @@ class TensorWorker:
                 except (EOFError, BrokenPipeError, pickle.UnpicklingError):
                     self._end()
                     continue
+                except BaseException:
+                    self._end()  # Part of an answer may be left in the pipe.
+                    raise
                 if succeeded:
                     return result
                 raise result
@@ -52,7 +61,10 @@ class TensorWorker:
         if self._process is None or self._process.poll() is not None:
             self._end()
             command = [sys.executable, "-m", "promptfed.coordinator.aggregation.tensor_worker"]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603
+            # In a session of its own: Ctrl-C is for the coordinator, whose end closes the pipes.
+            self._process = subprocess.Popen(  # noqa: S603 (ourselves)
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(job)

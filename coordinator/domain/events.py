@@ -96,6 +96,10 @@ class Grown(_Explained):
     """The state after the closed phase grows without bound and is not committed; ``reason`` begins with ``GROWN``."""
 
 
+class NotComputed(_Explained):
+    """The due work could not be computed on this machine; it stays due."""
+
+
 class Failed(_OfClient):
     """A client said that it cannot answer."""
 

@@ -101,7 +101,7 @@ class Machine:
                 self._settle_open(name, "answered", now)
             case events.AnsweredLast(name, now):
                 self._answered_last(name, now)
-            case events.SumInvalid(reason) | events.Grown(reason):
+            case events.SumInvalid(reason) | events.Grown(reason) | events.NotComputed(reason):
                 self._expect("running")
                 self._move("paused", reason)
             case events.Failed(name, now):

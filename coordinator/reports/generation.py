@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from promptfed.coordinator.aggregation.server_half import NoTorch, call
+from promptfed.coordinator.aggregation.server_half import call
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import InvalidRequest, NotAGenerator
@@ -33,9 +33,6 @@ def generate(registry: Registry, federation: Federation, request: GenerateReques
         raise InvalidRequest(text, errors=[{"path": "body.text_features", "detail": text}])
     state, _ = decode(registry.blobs.read(stored.sha256))
     features = np.array(request.text_features, np.float32)
-    try:
-        made = call(federation, "generate", method_part(state), features, context)
-    except NoTorch as error:
-        raise NotAGenerator(str(error)) from None
+    made = call(federation, "generate", method_part(state), features, context)
     tensors = {name: TensorView.of(tensor) for name, tensor in sorted(made.items())}
     return PromptsView(round=stored.round, state_hash=stored.state_hash, tensors=tensors)

@@ -16,7 +16,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state
-from promptfed.coordinator.aggregation.server_half import NoTorch, call
+from promptfed.coordinator.aggregation.server_half import call
+from promptfed.coordinator.aggregation.tensor_worker import CannotCompute
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.reports import prompt_metrics, rounds
@@ -239,10 +240,10 @@ def _words_and_plane(
 
 
 def _where_possible(federation: Federation, name: str, *arguments: Any) -> Arrays:
-    """The result of a server function; nothing if it needs torch and there is none."""
+    """The result of a server function; nothing if it cannot be computed here."""
     try:
         made: Arrays = call(federation, name, *arguments)
-    except NoTorch:
+    except CannotCompute:
         return {}
     return made
 

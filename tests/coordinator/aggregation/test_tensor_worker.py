@@ -55,6 +55,24 @@ def test_a_process_that_dies_fails_the_computation_and_the_next_starts_another(w
     assert worker.run(os.getpid) != first
 
 
+class OnlyThere:
+    """Can be sent, and not be read here."""
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return read_there, (os.getpid(),)
+
+
+def read_there(pid: int) -> None:
+    if os.getpid() != pid:
+        raise AttributeError("cannot be read here")
+
+
+def test_an_answer_that_cannot_be_read_leaves_nothing_in_the_pipe(worker: TensorWorker) -> None:
+    with pytest.raises(AttributeError, match="cannot be read here"):
+        worker.run(OnlyThere)
+    assert worker.run(max, 2, 3) == 3
+
+
 def test_a_process_that_has_ended_for_want_of_work_is_started_again(worker: TensorWorker) -> None:
     first = worker.run(os.getpid)
     assert worker._process is not None

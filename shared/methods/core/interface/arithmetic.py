@@ -43,5 +43,5 @@ def computed(method: Method, name: str) -> Literal["numpy", "torch", "by version
 
 def needs_torch_always(method: Method) -> bool:
     """Whether a federation of ``method`` cannot run without torch in the coordinator."""
-    names = ("initial_state", "adopt", "join", "forget", "payload", "aggregate", "aggregate_measured")
+    names = ("initial_state", "adopt", "join", "forget", "payload", "aggregate", "aggregate_measured", "measure")
     return any(computed(method, name) == "torch" for name in names)
