@@ -1,0 +1,83 @@
+"""Successive halving: many candidates train for a few rounds, the better ones for more, the last ones to the end.
+
+A candidate is anything that can be compared, such as a method with a learning rate. Scores are accuracies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+FACTOR = 3  # candidates of a rung for each that goes on, and rounds of a rung for each round of the rung before
+DECADES = 4
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """``candidates`` train for ``rounds`` rounds from the start."""
+
+    candidates: int
+    rounds: int
+
+
+def rungs(candidates: int, rounds: int, last: int = 2) -> tuple[Rung, ...]:
+    """The rungs for ``candidates``, from many with few rounds to at most ``last`` with all ``rounds``.
+
+    A rung has a third of the candidates of the one before, and three times its rounds. If there are too few rounds for
+    this, the first rungs share a number of rounds of at least 1.
+
+    Raises:
+        ValueError: a number is below 1.
+    """
+    if min(candidates, rounds, last) < 1:
+        raise ValueError("candidates, rounds and last must be at least 1")
+    counts = [candidates]
+    while counts[-1] > last:
+        counts.append(max(last, math.ceil(counts[-1] / FACTOR)))
+    steps = range(len(counts) - 1, -1, -1)
+    return tuple(Rung(count, math.ceil(rounds / FACTOR**step)) for count, step in zip(counts, steps, strict=True))
+
+
+def ranked(scores: Mapping[Key, float]) -> list[Key]:
+    """The candidates from the highest score to the lowest; equal ones in the order of ``scores``."""
+    return sorted(scores, key=lambda key: -scores[key])
+
+
+def survivors(scores: Mapping[Key, float], keep: int, default: Key) -> list[Key]:
+    """The ``keep`` best candidates in the order of their scores. The ``default`` always survives, if need be as last.
+
+    Raises:
+        ValueError: ``keep`` is below 1, or the default has no score.
+    """
+    if keep < 1 or default not in scores:
+        raise ValueError("at least one candidate must be kept, and the default must have a score")
+    best = ranked(scores)[:keep]
+    return best if default in best else [*best[: keep - 1], default]
+
+
+def grid(centre: float, decades: float = DECADES, per_decade: int = 1) -> tuple[float, ...]:
+    """Rates in equal ratios over ``decades``, in ascending order, with ``centre`` in the middle."""
+    half = math.ceil(decades * per_decade / 2)
+    return tuple(_short(centre * 10 ** (step / per_decade)) for step in range(-half, half + 1))
+
+
+def beyond(rates: Iterable[float], best: float) -> float | None:
+    """The next rate outside the grid if ``best`` is its smallest or largest; None: ``best`` is inside.
+
+    Raises:
+        ValueError: ``rates`` holds fewer than two rates, or not ``best``.
+    """
+    ordered = sorted(rates)
+    if len(ordered) < 2 or best not in ordered:
+        raise ValueError("a grid has at least two rates, and its best is one of them")
+    if best == ordered[0]:
+        return _short(best * best / ordered[1])
+    return _short(best * best / ordered[-2]) if best == ordered[-1] else None
+
+
+def _short(rate: float) -> float:
+    """The rate with three digits, as it is written into a spec."""
+    return float(f"{rate:.3g}")
