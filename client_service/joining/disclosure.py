@@ -153,6 +153,7 @@ class Disclosure:
                 ("rounds", f"up to {terms.rounds}"),
                 ("method", _settings(terms.method) or "no settings"),
                 ("training", _settings(terms.training.model_dump())),
+                *([] if terms.loss.is_plain else [("loss", _settings(terms.loss.model_dump()))]),
                 ("seed", f"{terms.seed}, which batches and crops follow from"),
             ]
         if self.plan is not None:

@@ -30,6 +30,8 @@ COMMON_OPTIONS = (
     "test_on",
     "corrupt",
     "among",
+    "tail",
+    "flip",
 )
 CUTTING_OPTIONS = frozenset(COMMON_OPTIONS) - {"split_seed"}  # options that do not describe the whole data set
 _PARTITION_OPTIONS = ("alpha", "clients", "client", "classes_per_client", "partition_seed")
@@ -134,6 +136,8 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     ``min_per_class=5``: classes with fewer images are left out. ``template``: replaces the data set's template.
     ``corrupt=noise:2``: corrupts the test images. ``classes=novel&among=base``: images of novel classes are classified
     among the names of the base classes, none of which is right. Their labels are -1, and nobody can train on them.
+    ``tail=100`` and ``flip=0.4`` make the training images worse, after ``validation`` holds some out: the numbers of
+    images of the classes fall to a hundredth from the first to the last, and 40 % get the label of another class.
     ``known`` stores the partition of ``source`` for its next client.
     """
     source = _worded(_only(source, options), options)
@@ -141,6 +145,7 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     if not options.names_only:
         source = _hold_out(source, options)
     source = _test_on(source, options)
+    source = _worsened(source, options)
     source = _cut_client(source, options, {} if known is None else known)
     corrupt = options.text("corrupt")
     if corrupt is not None:
@@ -237,6 +242,20 @@ def _test_on(source: Source, options: Options) -> Source:
     if options.text("validation") is not None:
         raise DataError(f"{options.uri}: test_on=all looks at the test images, which validation= keeps out of sight.")
     return replace(source, test=joined(source.test, source.train))
+
+
+def _worsened(source: Source, options: Options) -> Source:
+    """The source with a long tail of classes and wrong labels in training."""
+    tail, flip, train = options.number("tail"), options.number("flip"), source.train
+    if tail is not None:
+        if tail < 1:
+            raise DataError(f"{options.uri}: tail={tail:g} is less than 1; 100 leaves the last class a hundredth.")
+        train = train.select(partition.long_tail(train.labels, len(source.class_names), tail, options.split_seed))
+    if flip is not None:
+        if not 0 < flip < 1:
+            raise DataError(f"{options.uri}: flip={flip:g} is not between 0 and 1.")
+        train = train.labelled(partition.flipped(train.labels, len(source.class_names), flip, options.split_seed))
+    return source if train is source.train else replace(source, train=train)
 
 
 def _cut_client(source: Source, options: Options, known: Parts) -> Source:

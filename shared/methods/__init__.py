@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from promptfed.shared.methods.core.checks.client_checks import with_noise
 from promptfed.shared.methods.core.checks.distributed_checks import with_parts
+from promptfed.shared.methods.core.checks.loss_checks import check_loss
 from promptfed.shared.methods.core.checks.privacy_checks import check_privacy
 from promptfed.shared.methods.core.checks.rule_checks import check_rule
 from promptfed.shared.methods.core.checks.secure_checks import check_secure
@@ -109,6 +110,7 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
         ("method", lambda: method.check(resolved)),
         ("aggregation", lambda: check_rule(method, resolved)),
         ("secure_aggregation", lambda: check_secure(method, resolved)),
+        ("loss", lambda: check_loss(method, resolved)),
         ("privacy", lambda: check_privacy(method, resolved)),
     ]
     if resolved.class_names is not None:

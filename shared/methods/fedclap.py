@@ -38,6 +38,7 @@ class FedCLAP(FedTaskRes):
     paper = (
         "Silva-Rodríguez et al., A Closer Look at the Few-Shot Adaptation of Large VLMs (CLAP), 2024, made federated"
     )
+    takes_losses = True
     protects = True
     Hyper = FedCLAPHyper
     hyper: FedCLAPHyper

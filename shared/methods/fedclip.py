@@ -80,6 +80,7 @@ class FedCLIP(pf.Method):
     name = "fedclip"
     summary = "An attention adapter behind the frozen image tower; the adapter is all that is trained and travels."
     paper = "Lu et al., FedCLIP: Fast Generalization and Personalization for CLIP in Federated Learning, 2023"
+    takes_losses = True
     protects = True
     Hyper = FedCLIPHyper
     hyper: FedCLIPHyper
@@ -113,16 +114,17 @@ class FedCLIP(pf.Method):
         adapter = pf.leaves(payload, context.backbone)
         features, labels = self._read(context.train), context.train.labels.to(device)
         text = pf.template_features(context.backbone, context.template, context.class_names)
+        loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
             some = indices.to(device)
             logits = context.backbone.logit_scale * attended(adapter, features[some]) @ text.T
-            return F.cross_entropy(logits, labels[some])
+            return loss_of(logits, labels[some])
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
             some = indices.to(device)
             logits = context.backbone.logit_scale * attended_each(copies, features[some]) @ text.T
-            return F.cross_entropy(logits, labels[some], reduction="none")
+            return loss_of.each(logits, labels[some])
 
         final = pf.train(context, list(adapter.values()), loss, objective=pf.Objective(units))
         return pf.TrainResult(adapter, metrics={"loss": final})

@@ -54,6 +54,7 @@ class FedCLIPAdapter(pf.Method):
     name = "fedclipadapter"
     summary = "A bottleneck network behind the frozen image or text tower, whose output is blended with the feature."
     paper = "Gao et al., CLIP-Adapter: Better Vision-Language Models with Feature Adapters, 2021, made federated"
+    takes_losses = True
     protects = True
     Hyper = FedCLIPAdapterHyper
     hyper: FedCLIPAdapterHyper
@@ -105,17 +106,18 @@ class FedCLIPAdapter(pf.Method):
         adapters = pf.leaves(payload, context.backbone)
         features, labels = context.train.features(), context.train.labels.to(device)
         text = pf.template_features(context.backbone, context.template, context.class_names)
+        loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
             rows = indices.to(device)
             logits = scale * self.images(adapters, features[rows]) @ self.texts(adapters, text).T
-            return F.cross_entropy(logits, labels[rows])
+            return loss_of(logits, labels[rows])
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
             rows, own = indices.to(device), dict(zip(adapters, copies, strict=True))
             images = self.images(own, features[rows].unsqueeze(1))
             logits = scale * (images @ self.texts(own, text).mT).squeeze(1)
-            return F.cross_entropy(logits, labels[rows], reduction="none")
+            return loss_of.each(logits, labels[rows])
 
         groups = [pf.Group([matrix], relative_rate(context, matrix.shape[-1])) for matrix in adapters.values()]
         final = pf.train(context, [], loss, groups=groups, objective=pf.Objective(units))

@@ -48,6 +48,7 @@ class FedCoCoOp(pf.SharedContextMethod):
     name = "fedcocoop"
     summary = "PromptFL whose context a shared meta-net shifts for each image."
     paper = "Zhou et al., Conditional Prompt Learning for Vision-Language Models (CoCoOp), 2022; averaged by FedAvg"
+    takes_losses = True
     protects = True
     Hyper = FedCoCoOpHyper
     hyper: FedCoCoOpHyper
@@ -90,6 +91,7 @@ class FedCoCoOp(pf.SharedContextMethod):
         learned = pf.leaves(payload, backbone)
         prompts = pf.class_prompts(context, self.hyper.m)
         features, labels = context.train.features(), context.train.labels.to(backbone.device)
+        loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
             # The loss is a sum over images: all parts but the last are backpropagated here, each graph freed in turn.
@@ -99,14 +101,14 @@ class FedCoCoOp(pf.SharedContextMethod):
                 if part.requires_grad:
                     torch.autograd.backward(part)
                 logits = conditional_logits(backbone, learned, features[rows], prompts)
-                part = F.cross_entropy(logits, labels[rows], reduction="sum") / len(indices)
+                part = loss_of.each(logits, labels[rows]).sum() / len(indices)
                 total = total + part.detach()
             return part + (total - part.detach())
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
             rows, state = indices.to(backbone.device), dict(zip(learned, copies, strict=True))
             logits = conditional_logits_each(backbone, state, features[rows], prompts)
-            return F.cross_entropy(logits, labels[rows], reduction="none")
+            return loss_of.each(logits, labels[rows])
 
         final = pf.train(context, list(learned.values()), loss, objective=pf.Objective(units))
         return pf.TrainResult(learned, metrics={"loss": final})

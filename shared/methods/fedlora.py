@@ -64,6 +64,7 @@ class FedLoRA(pf.Method):
     name = "fedlora"
     summary = "Low-rank changes of the attention of both towers (LoRA), averaged over clients."
     paper = "Zanella & Ben Ayed, CLIP-LoRA, 2024; averaged as in FL2oRA (Singha et al., 2025)"
+    takes_losses = True
     Hyper = FedLoRAHyper
     hyper: FedLoRAHyper
     needs = visual.NEEDS
@@ -191,10 +192,11 @@ class FedLoRA(pf.Method):
         model = _Adapted(self.hyper, context, factors)
         labels = context.train.labels.to(device)
         steps = iter(range(1 << 62))
+        loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
             scores = model.logits(indices, next(steps))
-            return F.cross_entropy(scores, labels[indices.to(device)])
+            return loss_of(scores, labels[indices.to(device)])
 
         final = pf.train(context, list(leaves.values()), loss)
         return pf.TrainResult(leaves, {}, {"loss": final})

@@ -41,6 +41,7 @@ class FedProLIP(pf.Method):
     name = "fedprolip"
     summary = "The image tower's last projection, fine-tuned near its pretrained values; its change is shared."
     paper = "Fahes et al., Fine-tuning CLIP's Last Visual Projector (ProLIP), 2024, made federated"
+    takes_losses = True
     protects = True
     needs = NEEDS
     Hyper = FedProLIPHyper
@@ -80,15 +81,17 @@ class FedProLIP(pf.Method):
         def penalty(changes: Sequence[Tensor]) -> Tensor:
             return weight * changes[0].square().sum()
 
+        loss_of = pf.ClassificationLoss(context)
+
         def loss(indices: Tensor) -> Tensor:
             some = indices.to(device)
             images = F.normalize(pooled[some] @ (frozen + change), dim=-1)
-            return F.cross_entropy(backbone.logit_scale * images @ text.T, labels[some]) + penalty([change])
+            return loss_of(backbone.logit_scale * images @ text.T, labels[some]) + penalty([change])
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
             some = indices.to(device)
             images = F.normalize(torch.einsum("bv,bve->be", pooled[some], frozen + copies[0]), dim=-1)
-            return F.cross_entropy(backbone.logit_scale * images @ text.T, labels[some], reduction="none")
+            return loss_of.each(backbone.logit_scale * images @ text.T, labels[some])
 
         size = float(frozen.square().mean().sqrt())
         group = pf.Group([change], size * relative_rate(context, len(frozen)))

@@ -30,6 +30,7 @@ class FedProx(WeightMethod):
     name = "fedprox"
     summary = "FedAvg of the image tower with a penalty on the distance to the received weights."
     paper = "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), 2020"
+    takes_losses = True
     Hyper = FedProxHyper
     hyper: FedProxHyper
 

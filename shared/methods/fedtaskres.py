@@ -45,6 +45,7 @@ class FedTaskRes(pf.Method):
         "A residual of each class's text feature; texts are encoded once, and training needs image features alone."
     )
     paper = "Yu et al., Task Residual for Tuning Vision-Language Models, 2023, made federated"
+    takes_losses = True
     protects = True
     Hyper = FedTaskResHyper
     hyper: FedTaskResHyper
@@ -84,17 +85,18 @@ class FedTaskRes(pf.Method):
         features, labels = context.train.features(), context.train.labels.to(device)
         text = pf.template_features(context.backbone, context.template, context.class_names)
         penalty = self.penalty(context, text)
+        loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
             rows = indices.to(device)
-            value = F.cross_entropy(scale * features[rows] @ self.class_weights(text, residual).T, labels[rows])
+            value = loss_of(scale * features[rows] @ self.class_weights(text, residual).T, labels[rows])
             return value if penalty is None else value + penalty([residual])
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
             rows = indices.to(device)
             weights = self.class_weights(text, copies[0])
             logits = scale * torch.einsum("bd,bcd->bc", features[rows], weights)
-            return F.cross_entropy(logits, labels[rows], reduction="none")
+            return loss_of.each(logits, labels[rows])
 
         group = pf.Group([residual], relative_rate(context, text.shape[1]))
         final = pf.train(context, [], loss, groups=[group], objective=pf.Objective(units, penalty))

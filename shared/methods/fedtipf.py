@@ -17,7 +17,7 @@ from promptfed.shared.methods.fedtaskres import relative_rate
 from promptfed.shared.methods.tip_adapter import LABELS, Cache
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.lazy import F, torch
+from promptfed.shared.tensors.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +45,7 @@ class FedTipF(pf.Method):
     paper = (
         "Zhang et al., Tip-Adapter: Training-free Adaption of CLIP for Few-shot Classification, 2022 (Tip-Adapter-F)"
     )
+    takes_losses = True
     unprotected = "its keys start as features of a client's images, untouched by noise"
     Hyper = FedTipFHyper
     hyper: FedTipFHyper
@@ -100,10 +101,11 @@ class FedTipF(pf.Method):
         keys = pf.leaf(cache.keys, context.backbone)
         trained = Cache(keys, cache.labels)
         text = pf.template_features(context.backbone, context.template, context.class_names)
+        loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
             rows = indices.to(labels.device)
-            return F.cross_entropy(self._logits(context, trained, text, features[rows]), labels[rows])
+            return loss_of(self._logits(context, trained, text, features[rows]), labels[rows])
 
         group = pf.Group([keys], relative_rate(context, features.shape[1]))
         final = pf.train(context, [], loss, groups=[group])

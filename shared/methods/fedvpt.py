@@ -110,6 +110,7 @@ class FedVPT(VisualPromptMethod):
     name = "fedvpt"
     summary = "Visual prompts at the input, averaged over clients; text head, or a private linear one."
     paper = "Jia et al., Visual Prompt Tuning (VPT), 2022; averaged as in the tables of pFedPG (Yang et al., 2023)"
+    takes_losses = True
     protects = True
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:

@@ -32,6 +32,7 @@ class PromptFLPer(PrivateContextMethod):
     name = "promptfl_per"
     summary = "PromptFL whose last context vectors are each client's own; the first ones are shared."
     paper = "Arivazhagan et al., Federated Learning with Personalization Layers (FedPer), 2019; PromptFL as above"
+    takes_losses = True
     protects = True
     Hyper = PromptFLPerHyper
     hyper: PromptFLPerHyper

@@ -21,6 +21,7 @@ from pydantic import (
 
 from promptfed.shared.privacy.settings import Evaluations, PrivacySpec
 from promptfed.shared.spec.class_descriptions import ClassDescriptions, check_descriptions
+from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec, SecureAggregationSpec
 from promptfed.shared.spec.spec_hints import meant
 from promptfed.shared.spec.spec_section import Section, ceil_fraction, left_out
@@ -223,6 +224,9 @@ class FederationSpec(Section):
     template: Template | None = "a photo of a {}."  # none: each data source's own
     rounds: Annotated[int, Field(ge=1, le=100_000)] = 10
     training: TrainingSpec = TrainingSpec()
+    loss: Annotated[
+        LossSpec, left_out(LossSpec(), description="the loss of training, for wrong labels and unequal classes")
+    ] = LossSpec()
     participation: ParticipationSpec = ParticipationSpec()
     aggregation: AggregationSpec = AggregationSpec()
     secure_aggregation: Annotated[SecureAggregationSpec | None, left_out()] = None

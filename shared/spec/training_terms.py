@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.class_descriptions import ClassDescriptions
+from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec import BackboneSpec, ClassName, FederationSpec, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.spec_section import left_out
@@ -31,6 +32,7 @@ class TrainingTerms(BaseModel):
 
     method: dict[str, Any]
     training: TrainingSpec
+    loss: Annotated[LossSpec, left_out(LossSpec())] = LossSpec()
     backbone: BackboneSpec
     class_names: Annotated[list[ClassName], Field(max_length=100_000)] | None
     class_descriptions: Annotated[ClassDescriptions | None, left_out()] = None

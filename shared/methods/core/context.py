@@ -17,11 +17,12 @@ from promptfed.shared.methods.core.interface.base import (
 )
 from promptfed.shared.methods.core.interface.hyperparameters import option
 from promptfed.shared.methods.core.interface.protection import Objective
+from promptfed.shared.methods.core.losses import ClassificationLoss
 from promptfed.shared.methods.core.training import leaf, train
 from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.lazy import F, no_grad, torch
+from promptfed.shared.tensors.lazy import no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -177,23 +178,24 @@ def class_prompts(context: ClientContext, m: int) -> ClassPrompts:
 
 
 class BatchCrossEntropy:
-    """CE(τ⁻¹·I(x)·T(y)) over batches of a client's training images, on cached image features."""
+    """CE(τ⁻¹·I(x)·T(y)), or the spec's loss, over batches of a client's training images, on cached image features."""
 
     def __init__(self, context: ClientContext):
         self._scale = context.backbone.logit_scale
         self._features = context.train.features()
         self._labels = context.train.labels.to(context.backbone.device)
+        self._loss = ClassificationLoss(context)
 
     def __call__(self, indices: Tensor, text: Tensor) -> Tensor:
         """The mean loss of the images at ``indices (B,)`` under normalised text features ``(C, d_e)``."""
         logits = cosine_logits(self._scale, self._features, indices, text)
-        return F.cross_entropy(logits, self._labels[indices.to(self._labels.device)])
+        return self._loss(logits, self._labels[indices.to(self._labels.device)])
 
     def each(self, indices: Tensor, texts: Tensor) -> Tensor:
         """Losses ``(b,)`` of the images at ``indices (b,)``, each under its own text features ``texts (b, C, d_e)``."""
         some = indices.to(self._labels.device)
         logits = self._scale * torch.einsum("bd,bcd->bc", self._features[some.to(self._features.device)], texts)
-        return F.cross_entropy(logits, self._labels[some], reduction="none")
+        return self._loss.each(logits, self._labels[some])
 
 
 def train_context(context: ClientContext, start: Tensor, penalty: Penalty | None = None) -> tuple[Tensor, float]:

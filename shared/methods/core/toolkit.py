@@ -38,6 +38,7 @@ from promptfed.shared.methods.core.interface.hyperparameters import option as op
 from promptfed.shared.methods.core.interface.insights import Measured as Measured
 from promptfed.shared.methods.core.interface.protection import Objective as Objective
 from promptfed.shared.methods.core.layers import layer as layer
+from promptfed.shared.methods.core.losses import ClassificationLoss as ClassificationLoss
 from promptfed.shared.methods.core.text_features import template_features as template_features
 from promptfed.shared.methods.core.training import Group as Group
 from promptfed.shared.methods.core.training import leaf as leaf

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.seeds import Draws
-from promptfed.shared.tensors.lazy import F, checkpointing, torch
+from promptfed.shared.tensors.lazy import checkpointing, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,12 +139,12 @@ def train_on_images(
 
     Returns the mean loss over the samples of the last epoch. Raises as `promptfed.shared.methods.core.training.train`.
     """
-    labels = context.train.labels.to(context.backbone.device)
+    labels, loss_of = context.train.labels.to(context.backbone.device), pf.ClassificationLoss(context)
 
     def loss(indices: Tensor) -> Tensor:
         inputs = read(context.train, indices)
         scores = logits(inputs)
-        value = F.cross_entropy(scores, labels[indices.to(labels.device)])
+        value = loss_of(scores, labels[indices.to(labels.device)])
         return value if term is None else value + term(indices, inputs, scores)
 
     return pf.train(context, parameters, loss, groups=groups)

@@ -20,7 +20,7 @@ from promptfed.shared.methods.core.visual import ImageClassifier, VisualHyper, c
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import brain_float
-from promptfed.shared.tensors.lazy import F, torch
+from promptfed.shared.tensors.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -282,11 +282,12 @@ class WeightMethod(pf.Method):
 
             return visual.train_on_images(context, parameters, logits, extra, groups=groups, read=tower.read)
         features, labels = self.fixed_features(context, tower), context.train.labels.to(context.backbone.device)
+        loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
             rows = indices.to(labels.device)
             scores = head.logits(features[rows])
-            value = F.cross_entropy(scores, labels[rows])
+            value = loss_of(scores, labels[rows])
             return value if extra is None else value + extra(indices, features, scores)
 
         return pf.train(context, parameters, loss, epochs=epochs, groups=groups)

@@ -244,6 +244,7 @@ class Method(ABC):
     fine_tunes: ClassVar[bool] = False  # whether classifiers are trained once more, without noise, on a client's images
     unprotected: ClassVar[str] = "its training has not been looked at for this"  # the reason why not, as a clause
     Own: ClassVar[type[OwnOptions]] = OwnOptions  # options that each client may choose
+    takes_losses: ClassVar[bool] = False  # whether `train` minimises the spec's `loss`; not inherited
     change_per_number: ClassVar[float] = 10.0  # largest admitted root mean square of a change
 
     def __init__(self, hyper: Hyperparameters):
@@ -254,6 +255,11 @@ class Method(ABC):
     def can_protect(cls) -> bool:
         """Whether this class itself sets ``protects``. It is not inherited, since a subclass may train differently."""
         return bool(vars(cls).get("protects", False))
+
+    @classmethod
+    def can_take_losses(cls) -> bool:
+        """Whether this class itself sets ``takes_losses``, as in `can_protect`."""
+        return bool(vars(cls).get("takes_losses", False))
 
     @property
     def disclosures(self) -> tuple[Disclosed, ...]:

@@ -1,0 +1,44 @@
+"""The classification loss of a client's training, as the spec's section ``loss`` describes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from promptfed.shared.methods.core.interface.base import ClientContext
+from promptfed.shared.tensors.lazy import F, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ClassificationLoss:
+    """The loss of logits under the labels of a client's training images, which are among ``class_names``."""
+
+    def __init__(self, context: ClientContext):
+        self._spec, self._shift, self._weights = context.terms.loss, None, None
+        if self._spec.balance == "none":
+            return
+        labels = context.train.labels
+        counts = torch.bincount(labels, minlength=len(context.class_names)).to(context.backbone.device)
+        if self._spec.balance == "logit_adjusted":
+            # A class without images has the shift -inf: it is no alternative of the softmax.
+            self._shift = self._spec.adjustment * torch.log(counts / counts.sum())
+        else:
+            inverse = 1 / (1 - torch.pow(self._spec.beta, counts))  # infinite without images, which no label has
+            self._weights = inverse / inverse[counts > 0].mean()
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss of ``logits (B, C)`` under ``labels (B,)``."""
+        if self._spec.is_plain:
+            return F.cross_entropy(logits, labels)
+        return self.each(logits, labels).mean()
+
+    def each(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Losses ``(B,)`` of ``logits (B, C)`` under ``labels (B,)``."""
+        if self._shift is not None:
+            logits = logits + self._shift
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        if self._spec.kind != "cross_entropy":
+            q = 1.0 if self._spec.kind == "mae" else self._spec.q
+            losses = -torch.expm1(-q * losses) / q  # (1 - p^q)/q, of -log p
+        return losses if self._weights is None else losses * self._weights[labels]

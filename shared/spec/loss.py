@@ -1,0 +1,38 @@
+"""The spec's section ``loss``: the classification loss of training, for noisy labels and unequal classes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from promptfed.shared.spec.spec_section import Section
+
+
+class LossSpec(Section):
+    """The loss of one image, and how it makes up for classes of unequal size."""
+
+    kind: Annotated[
+        Literal["cross_entropy", "gce", "mae"],
+        Field(
+            description="gce: (1 - p^q)/q of the probability p of the given label, which trains less on labels that "
+            "the model finds unlikely (Zhang and Sabuncu 2018); mae: 1 - p, which is gce at q = 1"
+        ),
+    ] = "cross_entropy"
+    q: Annotated[float, Field(gt=0, le=1, description="of gce: near 0 it is the cross-entropy, at 1 mae")] = 0.7
+    balance: Annotated[
+        Literal["none", "logit_adjusted", "class_balanced"],
+        Field(
+            description="by the numbers of the client's own training images of each class. logit_adjusted: training "
+            "adds adjustment·log(share of the class) to its logit (Menon et al. 2021; at 1 it is the balanced softmax "
+            "of Ren et al. 2020); class_balanced: each image counts 1/(1 - beta^n) of a class with n images, scaled "
+            "to a mean of 1 over the client's classes (Cui et al. 2019)"
+        ),
+    ] = "none"
+    adjustment: Annotated[float, Field(gt=0, le=10, description="of logit_adjusted")] = 1.0
+    beta: Annotated[float, Field(gt=0, lt=1, description="of class_balanced")] = 0.999
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is the cross-entropy over all images alike."""
+        return self.kind == "cross_entropy" and self.balance == "none"
