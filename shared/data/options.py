@@ -24,6 +24,7 @@ COMMON_OPTIONS = (
     "classes_per_client",
     "partition_seed",
     "validation",
+    "validation_seed",
     "only",
     "min_per_class",
     "template",
@@ -132,7 +133,8 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     """Reduce the source to its base or novel classes, then to one client's part, then to a few shots.
 
     ``validation=0.25``: this share of the training images of each class replaces the test images, which are not used
-    then; for choosing hyperparameters. ``test_on=all``: training images are test images too, for evaluators.
+    then; for choosing hyperparameters. ``validation_seed`` draws another share.
+    ``test_on=all``: training images are test images too, for evaluators.
     ``min_per_class=5``: classes with fewer images are left out. ``template``: replaces the data set's template.
     ``corrupt=noise:2``: corrupts the test images. ``classes=novel&among=base``: images of novel classes are classified
     among the names of the base classes, none of which is right. Their labels are -1, and nobody can train on them.
@@ -223,16 +225,19 @@ def _cut_classes(source: Source, options: Options) -> Source:
 def _hold_out(source: Source, options: Options) -> Source:
     share = options.number("validation")
     if share is None:
+        if "validation_seed" in options.values:
+            raise DataError(f"{options.uri}: validation_seed needs validation=, the share that is held out.")
         return source
+    seed = options.integer("validation_seed", options.split_seed) or 0
     if not 0 < share < 1:
         raise DataError(f"{options.uri}: validation={share:g} is not between 0 and 1.")
     if not len(source.train):
         raise DataError(f"{options.uri}: validation={share:g} holds out training images, and there are none.")
     if source.train.groups is not None:
         both = source.train.groups, source.train.labels
-        train, held_out = partition.whole_groups(*both, options.split_seed, options.uri, share)
+        train, held_out = partition.whole_groups(*both, seed, options.uri, share)
     else:
-        train, held_out = partition.train_test(source.train.labels, options.split_seed, share)
+        train, held_out = partition.train_test(source.train.labels, seed, share)
     return replace(source, train=source.train.select(train), test=source.train.select(held_out))
 
 

@@ -1,10 +1,11 @@
-"""`promptfed tune`: chooses a learning rate for a run file by held-out training images."""
+"""`promptfed tune`: chooses a method and a learning rate for a run file by held-out training images."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -15,56 +16,103 @@ from promptfed.runtime.run_file import read_run
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec, write_file
 from promptfed.sdk.output import console, note, print_json, say, table
-from promptfed.sdk.text import percent, whole_numbers
-from promptfed.shared.spec.spec import merged
+from promptfed.sdk.text import percent, size, whole_numbers
 
 if TYPE_CHECKING:
-    from promptfed.experiments.bench.sweep import Tuned
+    from promptfed.experiments.tuning.choosing import Chosen, Gain
+
+MOST_ROWS = 12  # candidates that the table shows
 
 
 @app.add(section="Try and simulate")
 def tune(
     spec: RunFilePath,
-    out: Annotated[Path, typer.Option(help="a new file: the run file with the chosen rate")],
+    out: Annotated[Path, typer.Option(help="a new file: the run file with the chosen method and rate")],
     allow_backbone: AllowBackbone,
-    rates: Annotated[str, typer.Option(help="learning rates to try, by commas")] = "0.002,0.01,0.03,0.1,0.3",
-    seeds: Annotated[str, typer.Option(help="seeds, by commas")] = "10",
+    methods: Annotated[
+        str | None, typer.Option(help="auto, or methods by commas, beside the run file's own; default: that alone")
+    ] = None,
+    rates: Annotated[
+        str | None, typer.Option(help="learning rates by commas; default: four decades around each method's default")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="seeds of the last candidates, by commas")] = "10,11",
     validation: Annotated[float, typer.Option(help="share of the training images that is held out")] = 0.25,
+    seconds: Annotated[float, typer.Option(min=1, help="time for the search")] = 300,
+    most_bytes: Annotated[
+        float | None,
+        typer.Option("--bytes", min=1, help="bytes that one client may send and receive in all rounds; default: any"),
+    ] = None,
     pool: Pool = 1,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Choose a learning rate by simulation on held-out training images, and write it into a new run file."""
-    from promptfed.experiments.bench.sweep import Grid, rates_of
-    from promptfed.experiments.bench.sweep import tune as choose_rate
+    """Choose a method and a learning rate by simulation on held-out training images, and write a new run file."""
+    from promptfed.experiments.bench.sweep import rates_of
+    from promptfed.experiments.tuning.choosing import AUTO, Plan, choose
+    from promptfed.experiments.tuning.trials import Trials
 
-    grid = Grid(rates_of(rates, "--rates"), whole_numbers(seeds, "--seeds"), validation)
+    plan = Plan(
+        AUTO if methods == "auto" else tuple(name.strip() for name in (methods or "").split(",") if name.strip()),
+        None if rates is None else rates_of(rates, "--rates"),
+        whole_numbers(seeds, "--seeds"),
+        seconds,
+        most_bytes,
+    )
     if out.exists():
         raise CommandError(f"{out} is there already: give --out a new file", Exit.BAD_INPUT)
-
-    def show(done: int, total: int, title: str) -> None:
-        note(f"{done + 1} of {total}: {title}")
-
-    run = read_run(spec)
-    tuned = choose_rate(run, grid, pool=pool, device=device, allow_backbone=allow_backbone, progress=show)
-    write_file(out, _text(spec, tuned, grid.share).encode())
+    with TemporaryDirectory(prefix="promptfed-tune-") as features:
+        trials = Trials(
+            read_run(spec), Path(features), validation, pool=pool, device=device, allow_backbone=allow_backbone
+        )
+        chosen = choose(trials, plan, note)
+        changes = trials.changes(chosen.winner.method, chosen.winner.rate)
+    write_file(out, _text(spec, changes, chosen, validation).encode())
     if as_json:
-        print_json(asdict(tuned) | {"out": str(out)})
-        return
+        print_json(asdict(chosen) | {"out": str(out)})
+    else:
+        _show(chosen, out)
+
+
+def _show(chosen: Chosen, out: Path) -> None:
+    template = [] if chosen.zero_shot is None else [["zero-shot", "", "", percent(chosen.zero_shot), ""]]
     rows = [
-        [f"{rate:g}" + (" (chosen)" if rate == tuned.chosen else ""), percent(accuracy)]
-        for rate, accuracy in tuned.by_rate.items()
+        [
+            row.candidate.method + (" (chosen)" if row.candidate == chosen.winner else ""),
+            f"{row.candidate.rate:g}",
+            str(row.rounds),
+            percent(row.accuracy),
+            size(row.bytes),
+        ]
+        for row in chosen.tried[:MOST_ROWS]
     ]
-    template = [] if tuned.zero_shot is None else [["zero-shot", percent(tuned.zero_shot)]]
-    console.print(table("Accuracy on held-out training images", ["rate", "accuracy"], [*template, *rows]))
-    if tuned.at_edge:
-        say(f"{tuned.chosen:g} is the smallest or largest rate that was tried: a better one may lie beyond (--rates).")
+    columns = ["method", "rate", "rounds", "accuracy", "bytes of a client"]
+    console.print(table("Accuracy on held-out training images", columns, [*template, *rows]))
+    say(f"{_words(chosen)}.")
+    for method, reason in chosen.refused.items():
+        say(f"Left out: {method}: {reason}")
+    if chosen.untried:
+        say(f"{chosen.untried} candidates were not tried in every rung for lack of time: give more --seconds.")
+    if chosen.at_edge:
+        say(f"{chosen.winner.rate:g} is the smallest or largest rate that was tried: a better one may lie beyond.")
     say(f"Wrote {out}: run it with `promptfed simulate {out}`.")
 
 
-def _text(path: Path, tuned: Tuned, share: float) -> str:
-    """The run file with the chosen rate, under a comment that names the rates and their accuracies."""
-    raw = merged(read_spec(path), {"training": {"learning_rate": tuned.chosen}})
-    tried = ", ".join(f"{rate:g}: {100 * accuracy:.1f} %" for rate, accuracy in tuned.by_rate.items())
-    head = f"# training.learning_rate by `promptfed tune`, on {share:g} of the training images held out ({tried})\n"
-    return head + yaml.safe_dump(raw, sort_keys=False, allow_unicode=True)
+def _words(chosen: Chosen) -> str:
+    """The winner with its gains in one clause each."""
+    gains = [
+        f"{_points(gain)} over {other}"
+        for gain, other in ((chosen.template_gain, "zero-shot"), (chosen.default_gain, f"{chosen.default}"))
+        if gain is not None
+    ]
+    own = "" if chosen.winner != chosen.default else ", which the run file names,"
+    return f"{chosen.winner}{own} wins with {percent(chosen.accuracy)}" + (f": {', '.join(gains)}" if gains else "")
+
+
+def _points(gain: Gain) -> str:
+    return f"{100 * gain.mean:+.1f} points [95 %: {100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
+
+
+def _text(path: Path, changes: dict[str, Any], chosen: Chosen, share: float) -> str:
+    """The run file with ``changes``, under a comment that names the winner, its gains and how it was chosen."""
+    head = f"# By `promptfed tune` on {share:g} of the training images held out: {_words(chosen)}\n"
+    return head + yaml.safe_dump(read_spec(path) | changes, sort_keys=False, allow_unicode=True)

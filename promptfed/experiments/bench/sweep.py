@@ -1,4 +1,4 @@
-"""Learning rates chosen on held-out training images: for the entries of a bench, or for a run file (`tune`).
+"""Learning rates chosen on held-out training images for the entries of a bench.
 
 Every entry gets the same grid of rates, and no test image is looked at.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 
 from pydantic import BaseModel
 
@@ -18,15 +16,9 @@ from promptfed.experiments.bench.entries import BenchEntry
 from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.bench.runner import Bench
 from promptfed.experiments.bench.tables import markdown_table, scores_of
-from promptfed.experiments.protocols.setting import with_options
-from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime import run_file
-from promptfed.runtime.services import Site
-from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.plain_text import markdown_cell
-from promptfed.shared.spec.spec import AllowedBackbones, merged
+from promptfed.shared.spec.spec import merged
 
 SHARE = 0.25  # of the training images that are held out, unless told otherwise
 DECIDES = {
@@ -144,78 +136,3 @@ def sweep_table(rows: Sequence[Swept]) -> list[str]:
         "",
         *markdown_table(["method", *(f"{rate:g}" for rate in rows[0].by_rate)], lines),
     ]
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """Accuracies on held-out images by rate (fractions, mean over trainers and seeds), the template's, and the choice.
-
-    ``at_edge``: the chosen rate is the smallest or the largest that was tried, so a better one may lie outside.
-    """
-
-    by_rate: dict[float, float]
-    zero_shot: float | None
-    chosen: float
-    at_edge: bool
-
-
-def held_out_sites(sites: Sequence[Site], share: float) -> list[Site]:
-    """The trainers, each tested on a share of its own training images. No test image is used."""
-    trainers = [site for site in sites if site.role == "trainer"]
-    return [replace(site, data=with_options(site.data, {"validation": share}), tests={}) for site in trainers]
-
-
-def tune(
-    run: run_file.RunFile,
-    grid: Grid,
-    *,
-    pool: int = 1,
-    device: str = "cpu",
-    allow_backbone: AllowedBackbones = False,
-    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
-) -> Tuned:
-    """The rate of ``grid`` with the highest accuracy on held-out training images, or the lowest of equals.
-
-    ``progress`` receives how many federations are done, how many there are, and the next one in words.
-
-    Raises:
-        CommandError: the run cannot be simulated, or all rates have the same accuracy.
-    """
-    sites, sources = held_out_sites(run.sites, grid.share), SharedSources()
-    spec = resolve(run.spec)
-    backbone = open_backbone(spec.backbone, allow_backbone=allow_backbone, device=device)
-    jobs = [(rate, seed) for rate in grid.rates for seed in grid.seeds]
-    accuracies: dict[float, list[float]] = {rate: [] for rate in grid.rates}
-    templates: list[float] = []
-    with TemporaryDirectory(prefix="promptfed-tune-") as features:
-        for done, (rate, seed) in enumerate(jobs):
-            progress(done, len(jobs), f"rate {rate:g}, seed {seed}")
-            changes = {"training": {"learning_rate": rate}, "evaluation": {"every": spec.rounds}}
-            try:
-                result = simulate(
-                    merged(dict(run.spec), changes) | {"seed": seed},
-                    sites,
-                    pool=pool,
-                    backbone=backbone,
-                    features=Path(features),
-                    sources=sources,
-                )
-            except CommandError as error:
-                if not _has_diverged(error):
-                    raise
-                accuracies[rate].append(0.0)  # the coordinator refused the updates of this rate: it loses
-                continue
-            own = [row for row in result.final() if row.split == "test"]
-            accuracies[rate].append(fmean(row.accuracy for row in own))
-            templates += [row.zero_shot for row in own if row.zero_shot is not None]
-    by_rate = {rate: fmean(values) for rate, values in accuracies.items()}
-    if len(set(by_rate.values())) == 1 and len(by_rate) > 1:
-        raise CommandError("every rate has the same accuracy: the method trains nothing that shows", Exit.BAD_INPUT)
-    best, edge = best_rate(by_rate)
-    return Tuned(by_rate, fmean(templates) if templates else None, best, edge)
-
-
-def _has_diverged(error: CommandError) -> bool:
-    """Whether the federation ended because a change was too long or the state grew without bound."""
-    ended = error.exit is Exit.FEDERATION_ENDED_BADLY
-    return ended and ("norm-too-large" in str(error) or "grown: " in str(error))

@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
-from promptfed.experiments.bench.sweep import held_out_sites
+from promptfed.experiments.tuning.trials import held_out_sites
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import Exit
 from promptfed.sdk.remarks import movement, near_chance
@@ -33,33 +33,32 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_a_rate_is_chosen_on_training_images_and_written_into_a_new_run_file(tmp_path: Path) -> None:
+def test_a_method_and_a_rate_are_chosen_on_training_images_and_written_into_a_new_run_file(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
-    code, output = invoke(
-        "tune",
-        str(tmp_path / "run.yaml"),
-        "--out",
-        str(tmp_path / "tuned.yaml"),
-        "--rates",
-        "0.01,100,0.0001",
-        "--json",
-    )
+    tune = ("tune", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "tuned.yaml"))
+    code, output = invoke(*tune, "--methods", "fedtaskres,pfedpg,nothing", "--seeds", "1", "--json")
     assert code == 0, output
     found = json.loads(output.splitlines()[-1])
-    assert list(found["by_rate"]) == ["0.0001", "0.01", "100.0"]
-    best = [float(rate) for rate, value in found["by_rate"].items() if value == max(found["by_rate"].values())]
-    assert found["chosen"] == best[0]
-    assert found["at_edge"] == (found["chosen"] != 0.01)
+    assert found["default"] == {"method": "promptfl", "rate": 0.002}
+    last = [row for row in found["tried"] if row["rounds"] == 3]
+    assert found["accuracy"] == max(row["accuracy"] for row in last)
+    [default] = [row for row in last if row["candidate"] == found["default"]]
+    assert found["winner"]["method"] == "fedtaskres"
+    assert found["accuracy"] - default["accuracy"] == pytest.approx(found["default_gain"]["mean"])
+    assert 0 < found["default_gain"]["mean"] <= found["default_gain"]["high"]
+    rates = [row["candidate"]["rate"] for row in last if row["candidate"]["method"] == "fedtaskres"]
+    assert min(rates) < found["winner"]["rate"] < max(rates)
+    assert not found["at_edge"]
+    assert "classifier for evaluators" in found["refused"]["pfedpg"]
+    assert "no method 'nothing'" in found["refused"]["nothing"]
     text = (tmp_path / "tuned.yaml").read_text()
     tuned, before = yaml.safe_load(text), yaml.safe_load(RUN)
-    assert tuned["training"] == {"batch_size": 8, "learning_rate": found["chosen"]}
-    assert {key: value for key, value in tuned.items() if key != "training"} == {
-        key: value for key, value in before.items() if key != "training"
-    }
-    assert text.startswith(
-        "# training.learning_rate by `promptfed tune`, on 0.25 of the training images held out (0.0001:"
-    )
-    code, output = invoke("tune", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "tuned.yaml"))
+    assert tuned["method"] == {"name": "fedtaskres"}
+    assert tuned["training"] == {"batch_size": 8, "learning_rate": found["winner"]["rate"]}
+    assert len(tuned["class_names"]) == 13  # fedtaskres has a row for each
+    assert (tuned["rounds"], tuned["clients"]) == (before["rounds"], before["clients"])
+    assert text.startswith("# By `promptfed tune` on 0.25 of the training images held out: fedtaskres, rate ")
+    code, output = invoke(*tune)
     assert (code, "is there already" in output) == (Exit.BAD_INPUT, True)
     code, output = invoke("tune", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "new"), "--rates", "a")
     assert (code, "--rates 'a'" in output) == (Exit.BAD_INPUT, True)
@@ -76,6 +75,11 @@ def test_no_test_image_decides() -> None:
     assert not tried & {held.train.digest(row) for row in range(len(held.train))}
     assert not tried & test
     assert not site.tests
+    [other] = held_out_sites([Site("a", uri)], 0.25, seed=1)
+    again = open_source(other.data)
+    others = {again.test.digest(row) for row in range(len(again.test))}
+    assert others <= train
+    assert others != tried
 
 
 def test_a_template_near_chance_is_remarked() -> None:

@@ -1,0 +1,151 @@
+"""Default learning rates against a sweep of four decades: each method on held-out training images of six data sets.
+
+    python -m benchmarks.defaults --json benchmarks/defaults.json --methods fedclip,fedlora
+    python -m benchmarks.defaults --json benchmarks/defaults.json --table
+
+A run continues where the last one with the same file ended. Rates are multiples of the method's default: 0.01 to 100 in
+decades, further ones while the best is at an edge, then half a decade around the best. The best is that of the mean
+over the data sets. A federation has two sites, about six images of each class, and four rounds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.harness import parser, table, write
+from promptfed.experiments.tuning.trials import Candidate, Trials, mean_of
+from promptfed.runtime.run_file import RunFile
+from promptfed.runtime.services import Site
+from promptfed.sdk.errors import CommandError
+from promptfed.shared.methods import METHODS
+from promptfed.shared.spec.halving import beyond, grid
+
+ROUNDS, SEED = 4, 7
+TINY, EMOJI = "promptfed-tiny", "promptfed-emoji"
+DRAWN = "symbols:{}?topic={}&per_class=12&shots=6"
+THINGS = (
+    "ant,bear,cat,chicken,cow,crocodile,dog,elephant,frog,goat,koala,monkey,octopus,panda,penguin,pig,snail,tiger,"
+    "banana,bread,cherries,grapes,lemon,mushroom,peach,pineapple,pizza,strawberry,tomato,watermelon"
+)
+NAMED = f"emoji:{{}}?level=names&test=fxemoji&only={THINGS}"
+# A backbone, the share of training images that is held out, and the sites.
+DATA: dict[str, tuple[str, float, tuple[str, ...]]] = {
+    "signs": (TINY, 0.5, (DRAWN.format("neon", "signs"), DRAWN.format("blueprint", "signs"))),
+    "weather": (TINY, 0.5, (DRAWN.format("sketch", "weather"), DRAWN.format("chalk", "weather"))),
+    "tools": (TINY, 0.5, (DRAWN.format("quickdraw", "tools"), DRAWN.format("stamp", "tools"))),
+    "digits": (TINY, 0.1, tuple(f"digits?shots=6&partition=iid&clients=2&client={index}" for index in range(2))),
+    "kinds": (EMOJI, 0.3, ("emoji:fxemoji", "emoji:notomono")),
+    "names": (EMOJI, 0.5, (NAMED.format("notomono+contrast"), NAMED.format("notov1+contrast"))),
+}
+LARGEST = 1e4  # multiple of a default that is tried
+
+
+class Sweep:
+    """Accuracies by method, data set and multiple of the default rate, kept in a file after each federation."""
+
+    def __init__(self, path: Path, features: Path):
+        self.path, self.features = path, features
+        self.runs: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self._trials: dict[str, Trials] = {}
+
+    def trials(self, data: str) -> Trials:
+        """The trials on a data set, opened once."""
+        if data not in self._trials:
+            model, share, uris = DATA[data]
+            spec = {
+                "name": "sweep",
+                "method": {"name": "zero_shot"},
+                "backbone": {"model": model, "pretrained": "embedded"},
+                "template": None,
+                "rounds": ROUNDS,
+                "participation": {"min_clients": len(uris)},
+            }
+            sites = tuple(Site(f"site-{index}", uri) for index, uri in enumerate(uris))
+            self._trials[data] = Trials(RunFile(spec, sites), self.features, share)
+        return self._trials[data]
+
+    def measure(self, method: str, multiples: Sequence[float]) -> None:
+        """Run the multiples of the default that are missing, on every data set. A method that refuses has a reason."""
+        for data in DATA:
+            entry = self.runs.setdefault(method, {}).setdefault(data, {"accuracy": {}, "seconds": {}})
+            for multiple in multiples:
+                if "refused" in entry or _has_no_rate(entry) or f"{multiple:g}" in entry["accuracy"]:
+                    continue
+                try:
+                    self._measure(method, data, entry, multiple)
+                except CommandError as error:
+                    entry["refused"] = str(error)
+                write(self.path, self.runs)
+
+    def _measure(self, method: str, data: str, entry: dict[str, Any], multiple: float) -> None:
+        trials = self.trials(data)
+        rate = entry.setdefault("default", trials.spec(method).training.learning_rate)
+        trial = trials.run(Candidate(method, float(f"{rate * multiple:.3g}")), ROUNDS, SEED)
+        entry["accuracy"][f"{multiple:g}"] = trial.accuracy
+        entry["seconds"][f"{multiple:g}"] = round(trial.seconds, 2)
+        if trial.template:
+            entry.update(zero_shot=mean_of(trial.template), bytes_round=trial.bytes_round)
+        print(f"{method} {data} ×{multiple:g}: {100 * trial.accuracy:.1f}, {trial.seconds:.1f} s", flush=True)
+
+    def means(self, method: str) -> dict[float, float]:
+        """The mean gain over the template by multiple, over the data sets that have it."""
+        entries = [entry for entry in self.runs.get(method, {}).values() if "zero_shot" in entry]
+        common = set.intersection(*(set(entry["accuracy"]) for entry in entries)) if entries else set()
+        return {
+            float(key): fmean(entry["accuracy"][key] - entry["zero_shot"] for entry in entries)
+            for key in sorted(common, key=float)
+        }
+
+    def sweep(self, method: str) -> None:
+        """All decades, further ones while the best is at an edge, then the half decades around the best."""
+        self.measure(method, (1.0, 100.0, 10.0, 0.1, 0.01))
+        while len(means := self.means(method)) > 2:  # a method without a rate has two
+            best = max(means, key=means.__getitem__)
+            step = beyond(means, best)
+            if step is None or not 1 / LARGEST <= step <= LARGEST:
+                self.measure(method, [multiple for multiple in grid(best, 1, 2) if multiple != best])
+                break
+            self.measure(method, [step])
+
+
+def _has_no_rate(entry: dict[str, Any]) -> bool:
+    """Whether a hundred times the rate gave the very same accuracy: the method has no learning rate."""
+    accuracy = entry["accuracy"]
+    return "100" in accuracy and accuracy["100"] == accuracy["1"]
+
+
+def markdown(sweep: Sweep) -> str:
+    """The gains of the default and of the best multiple, in points, over all six data sets."""
+    rows = []
+    for method in sorted(sweep.runs):
+        means = sweep.means(method)
+        if not means or 1.0 not in means:
+            continue
+        best = max(means, key=means.__getitem__)
+        edge = " (edge)" if len(means) > 1 and best in (min(means), max(means)) else ""
+        share = f"{means[1.0] / means[best]:.0%}" if means[best] > 0 else "-"
+        rows.append([f"`{method}`", f"{100 * means[1.0]:+.1f}", f"{100 * means[best]:+.1f}", f"×{best:g}{edge}", share])
+    return table(["method", "default", "best", "at", "share"], rows)
+
+
+def main() -> None:
+    """Sweep the methods in the order given, or print the table."""
+    command = parser(__doc__)
+    command.add_argument("--methods", help="names by commas; default: all")
+    command.add_argument("--table", action="store_true", help="only print the table of the file")
+    options = command.parse_args()
+    with TemporaryDirectory(prefix="promptfed-defaults-") as features:
+        sweep = Sweep(options.json, Path(features))
+        if not options.table:
+            for method in options.methods.split(",") if options.methods else METHODS.own():
+                sweep.sweep(method)
+        print(markdown(sweep))
+
+
+if __name__ == "__main__":
+    main()
