@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import and_, case, func, select
+from sqlalchemy import and_, case, exists, func, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.reports.federations import client_view, federation_view
-from promptfed.coordinator.reports.privacy import last_spent
+from promptfed.coordinator.reports.privacy import spent_in
 from promptfed.coordinator.reports.rounds import round_report, state_of
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow, ExchangeRow, PhaseRow, StateRow, SumRow, TaskRow, UpdateRow
@@ -70,12 +70,16 @@ def tally_of(session: Session, federation: Federation, round: int) -> Tally:
     answers, kind = (ExchangeRow, "mask") if secure else (UpdateRow, "train")
     counts = and_(TaskRow.counted, PhaseRow.kind == kind)
     tasks = select(TaskRow).join(PhaseRow, PhaseRow.id == TaskRow.phase_id).where(*until)
-    sums = (func.sum(answers.bytes), func.sum(TaskRow.bytes_down), func.count(case((counts, 1))))
+    last = func.max(case((answers.metrics.is_not(None), TaskRow.phase_id)))
+    sums = (func.sum(answers.bytes), func.sum(TaskRow.bytes_down), func.count(case((counts, 1))), last)
     by_client = tasks.outerjoin(answers, answers.task_id == TaskRow.id).with_only_columns(TaskRow.client, *sums)
-    for client, up, down, counted in session.execute(by_client.group_by(TaskRow.client)):
+    phases: dict[str, int] = {}
+    for client, up, down, counted, phase in session.execute(by_client.group_by(TaskRow.client)):
         tally.up += int(up or 0)
         tally.down += int(down or 0)
         tally.counted[client] = counted
+        if phase is not None:
+            phases[client] = phase
     states = (StateRow.federation_id == federation.id, StateRow.round <= round, StateRow.phase_id.is_not(None))
     tally.states = session.scalar(select(func.count(StateRow.round.distinct())).where(*states)) or 0
     tally.measured = _last_measured(session, federation, until)
@@ -83,9 +87,11 @@ def tally_of(session: Session, federation: Federation, round: int) -> Tally:
         opened = select(func.min(SumRow.count)).join(PhaseRow, PhaseRow.id == SumRow.phase_id)
         tally.smallest_sum = session.scalar(opened.where(*until))
     if federation.spec.privacy.level == "sample":
-        rounds_counted = tasks.where(counts).with_only_columns(func.count(PhaseRow.round.distinct()))
-        tally.rounds_counted = session.scalar(rounds_counted) or 0
-        tally.spent = last_spent(session, federation, round)
+        counting = exists().where(TaskRow.phase_id == PhaseRow.id, counts)
+        tally.rounds_counted = (
+            session.scalar(select(func.count(PhaseRow.round.distinct())).where(*until, counting)) or 0
+        )
+        tally.spent = {client: cost for client, (_, cost) in spent_in(session, answers, phases).items()}
     if federation.spec.privacy.level == "client":
         tally.central = _last_release(session, until)
     return tally

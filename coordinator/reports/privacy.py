@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from sqlalchemy import func, select, tuple_
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Client, Federation
@@ -26,19 +26,12 @@ MOST_RECEIPTS = 256  # that one client is shown: more witnesses than any policy 
 
 def spends_of(session: Session, federation: Federation, client: Client) -> SpendList:
     """The privacy cost that one client has reported, in order of its reports."""
-    spends = _spends(session, federation, client.name).get(client.name, [])
+    spends = [*_of_updates(session, federation, client), *_of_evaluations(session, federation, client)]
+    spends.sort(key=lambda spend: (spend.at, spend.round, spend.phase))
     return SpendList(federation_id=federation.id, client=client.name, spends=spends)
 
 
-def _spends(session: Session, federation: Federation, client: str | None = None) -> dict[str, list[SpendView]]:
-    """By client: of all clients, or of one."""
-    spends: dict[str, list[SpendView]] = {}
-    for name, spend in (*_of_updates(session, federation, client), *_of_evaluations(session, federation, client)):
-        spends.setdefault(name, []).append(spend)
-    return {name: sorted(own, key=lambda spend: (spend.at, spend.round, spend.phase)) for name, own in spends.items()}
-
-
-def _of_updates(session: Session, federation: Federation, client: str | None) -> Iterator[tuple[str, SpendView]]:
+def _of_updates(session: Session, federation: Federation, client: Client) -> Iterator[SpendView]:
     """Updates, and masked vectors, whose changes are not known."""
     plain = (UpdateRow.sha256.label("sent"), UpdateRow.metrics, UpdateRow.received_at)
     masked = (ExchangeRow.digest.label("sent"), ExchangeRow.metrics, ExchangeRow.received_at)
@@ -47,22 +40,21 @@ def _of_updates(session: Session, federation: Federation, client: str | None) ->
             spent = spent_privacy(row.metrics or {})
             if spent is not None:
                 release = row.sent.removeprefix("sha256:") if table is UpdateRow else None
-                event = _event(federation, federation.clients[row.client], row.metrics)
-                yield row.client, _spend(row, spent, [event], release, split="train")
+                event = _event(federation, client, row.metrics)
+                yield _spend(row, spent, [event], release, split="train")
 
 
-def last_spent(session: Session, federation: Federation, round: int) -> dict[str, report_schemas.SpentPrivacy]:
-    """By client: the privacy cost with its last update, or masked vector, up to ``round``."""
-    spent: dict[str, report_schemas.SpentPrivacy] = {}
-    for table in (UpdateRow, ExchangeRow):
-        told = select(TaskRow.client, func.max(TaskRow.phase_id)).join(table, table.task_id == TaskRow.id)
-        told = told.join(PhaseRow, PhaseRow.id == TaskRow.phase_id).where(table.metrics.is_not(None))
-        last = told.where(PhaseRow.federation_id == federation.id, PhaseRow.round <= round).group_by(TaskRow.client)
-        metrics = select(TaskRow.client, table.metrics).join(table, table.task_id == TaskRow.id)
-        for client, numbers in session.execute(metrics.where(tuple_(TaskRow.client, TaskRow.phase_id).in_(last))):
-            cost = spent_privacy(numbers)
-            if cost is not None:
-                spent[client] = cost
+def spent_in(
+    session: Session, table: type[UpdateRow | ExchangeRow], phases: Mapping[str, int]
+) -> dict[str, tuple[int, report_schemas.SpentPrivacy]]:
+    """By client: the round and the privacy cost of its update, or masked vector, in the phase with this id."""
+    query = select(TaskRow.client, PhaseRow.id, PhaseRow.round, table.metrics).join(table, table.task_id == TaskRow.id)
+    query = query.join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
+    spent: dict[str, tuple[int, report_schemas.SpentPrivacy]] = {}
+    for client, phase, round, metrics in session.execute(query.where(PhaseRow.id.in_(set(phases.values())))):
+        cost = spent_privacy(metrics or {})
+        if cost is not None and phases.get(client) == phase:
+            spent[client] = (round, cost)
     return spent
 
 
@@ -75,13 +67,13 @@ def _event(federation: Federation, client: Client, metrics: dict[str, Any]) -> P
     return PrivacyEvent.model_validate(event.as_json())
 
 
-def _of_evaluations(session: Session, federation: Federation, client: str | None) -> Iterator[tuple[str, SpendView]]:
+def _of_evaluations(session: Session, federation: Federation, client: Client) -> Iterator[SpendView]:
     """Evaluations with noisy counts, which report their privacy cost."""
     columns = (EvaluationRow.body, EvaluationRow.received_at)
     for row in _answers(session, federation, client, EvaluationRow, *columns):
         if row.body.get("privacy") is not None:
             spent = SpendReport.model_validate(row.body["privacy"])
-            yield row.client, _spend(row, spent, spent.events, None, split="test")
+            yield _spend(row, spent, spent.events, None, split="test")
 
 
 def _spend(
@@ -106,15 +98,15 @@ def _spend(
     )
 
 
-def _answers(session: Session, federation: Federation, client: str | None, table: Any, *columns: Any) -> Iterator[Any]:
+def _answers(session: Session, federation: Federation, client: Client, table: Any, *columns: Any) -> Iterator[Any]:
     query = (
-        select(TaskRow.id, TaskRow.client, PhaseRow.round, PhaseRow.name, *columns)
+        select(TaskRow.id, PhaseRow.round, PhaseRow.name, *columns)
         .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
         .join(table, table.task_id == TaskRow.id)
-        .where(TaskRow.federation_id == federation.id)
+        .where(TaskRow.federation_id == federation.id, TaskRow.client == client.name)
         .order_by(table.received_at)
     )
-    yield from session.execute(query if client is None else query.where(TaskRow.client == client))
+    yield from session.execute(query)
 
 
 def privacy_view(session: Session, federation: Federation) -> PrivacyView:
@@ -122,8 +114,7 @@ def privacy_view(session: Session, federation: Federation) -> PrivacyView:
     given = federation.spec.privacy
     trainers = [client for _, client in sorted(federation.clients.items()) if client.role == "trainer"]
     protected = given.level == "sample"
-    spent = _spends(session, federation) if protected else {}
-    clients = [_of_client(client, spent.get(client.name, [])) for client in trainers] if protected else []
+    clients = _of_clients(session, federation, trainers) if protected else []
     tasks = select(TaskRow.failure).where(TaskRow.federation_id == federation.id, TaskRow.failure.is_not(None))
     kinds = Counter(failure["type"] for failure in session.scalars(tasks))
     sums = (
@@ -149,20 +140,35 @@ def privacy_view(session: Session, federation: Federation) -> PrivacyView:
     )
 
 
-def _of_client(client: Client, everything: list[SpendView]) -> ClientPrivacy:
-    spends = [spend for spend in everything if spend.split == "train"]
-    last = spends[-1] if spends else None
+def _of_clients(session: Session, federation: Federation, trainers: Sequence[Client]) -> list[ClientPrivacy]:
+    """ε of all releases, and the other figures of each client's last one: releases may be many."""
+    table = UpdateRow if federation.spec.secure_aggregation is None else ExchangeRow
+    epsilon = table.metrics["privacy_epsilon"].as_float()
+    query = select(TaskRow.client, TaskRow.phase_id, epsilon).join(table, table.task_id == TaskRow.id)
+    query = query.where(TaskRow.federation_id == federation.id, epsilon.is_not(None)).order_by(TaskRow.phase_id)
+    releases: dict[str, list[float]] = {}
+    last: dict[str, int] = {}
+    for client, phase, spent in session.execute(query):
+        releases.setdefault(client, []).append(spent)
+        last[client] = phase
+    told = spent_in(session, table, last)
+    return [_of_client(one, releases.get(one.name, []), *told.get(one.name, (None, None))) for one in trainers]
+
+
+def _of_client(
+    client: Client, releases: list[float], round: int | None, last: report_schemas.SpentPrivacy | None
+) -> ClientPrivacy:
     return ClientPrivacy(
         client=client.name,
         planned=client.protection,
-        releases=len(spends),
-        round=last.round if last is not None else None,
+        releases=len(releases),
+        round=round,
         epsilon=last.epsilon if last is not None else None,
         epsilon_replace_one=last.epsilon_replace_one if last is not None else None,
         delta=last.delta if last is not None else None,
-        noise_multiplier=last.events[0].z if last is not None else None,
+        noise_multiplier=last.noise_multiplier if last is not None else None,
         noise=last.noise if last is not None else None,
-        spent=[spend.epsilon for spend in spends],
+        spent=releases,
     )
 
 

@@ -21,9 +21,10 @@ SAMPLE = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
 PLANNED = {"units": 10, "noise_multiplier": 1.0, "epsilon_planned": 4.5, "delta": 1e-3}
 
 
-def body(task: dict[str, Any], units: int, **more: Any) -> bytes:
+def body(task: dict[str, Any], units: int, spends: dict[str, Any] | None = None, **more: Any) -> bytes:
     """A protected update of a batch of 32 and one epoch."""
     spent = {"epsilon": 1.5, "delta": 1e-3, "noise": "seeded", "events": [training_event(units, 32, 1, 1.0).as_json()]}
+    spent |= spends or {}
     about = {"task_id": task["task_id"], "payload_sha256": task["payload"]["sha256"], "metrics": {}}
     return encode(GOOD, about | {"privacy": spent} | more)
 
@@ -60,6 +61,37 @@ def test_what_a_client_has_spent_is_told_to_it_and_to_the_operator(coordinator: 
     assert told == [("a", 1, [1.5]), ("b", 0, [])]
     assert any("noise of a seed" in text and text.endswith(": a") for text in view["warnings"])
     assert any("have not said how they train" in text for text in view["warnings"])
+
+
+@pytest.mark.both_databases
+def test_the_page_of_all_clients_is_what_each_of_them_is_told(coordinator: InThread) -> None:
+    federation, clients, tasks = open_first_phase(coordinator, privacy=SAMPLE, rounds=3, evaluation={"every": 1})
+    a, b = clients
+    units = coordinator.get(f"{federation}/clients")["clients"][0]["num_samples"]
+    third = 1 / 3
+    for number in range(3):
+        for client, task in zip(clients, tasks, strict=True):
+            if client is b and number == 2:
+                continue
+            spent = {"epsilon": number + third, "epsilon_replace_one": number + 2 * third, "noise": "secret"}
+            if (client, number) == (a, 1):
+                spent = {"epsilon": 0.25, "noise": "seeded"}  # of a new ledger
+            assert client.send(task, body(task, units, spent)).status_code == 201
+        if number < 2:
+            tasks = coordinator.training(clients)
+    told = {one["client"]: one for one in coordinator.get(f"{federation}/privacy")["clients"]}
+    assert told["a"]["spent"] == [third, 0.25, 2 + third]
+    assert told["b"]["spent"] == [third, 1 + third]
+    for client in clients:
+        spends, page = read(client, "spends").json()["spends"], told[client.name]
+        last = spends[-1]
+        assert [spend["epsilon"] for spend in spends if spend["split"] == "train"] == page["spent"]
+        assert page["releases"] == len(page["spent"])
+        shown = {key: page[key] for key in ("round", "epsilon", "epsilon_replace_one", "delta", "noise")}
+        assert shown == {key: last[key] for key in shown}
+        assert page["noise_multiplier"] == last["events"][0]["z"]
+    assert told["a"]["round"] == 3
+    assert told["b"]["round"] == 2
 
 
 def test_what_a_client_plans_is_stored_shown_and_held_against_its_updates(coordinator: InThread) -> None:
