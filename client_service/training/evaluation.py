@@ -157,15 +157,27 @@ def answers(classifier: Classifier, split: Split, cancelled: Cancelled = lambda:
     Raises:
         TaskCancelled: ``cancelled`` became true.
     """
-    predicted, confidence = [], []
+    told = [
+        (logits.argmax(dim=-1).cpu(), torch.softmax(logits.double(), dim=-1).amax(dim=-1).cpu())
+        for logits in _batches(classifier, split, cancelled)
+    ]
+    predicted, confidence = zip(*told, strict=True)
+    return torch.cat(predicted), torch.cat(confidence)
+
+
+def probabilities(classifier: Classifier, split: Split) -> Tensor:
+    """Each class's probability ``(N, C)`` in float64, on the CPU."""
+    parts = [torch.softmax(logits.double(), dim=-1).cpu() for logits in _batches(classifier, split, lambda: False)]
+    return torch.cat(parts)
+
+
+def _batches(classifier: Classifier, split: Split, cancelled: Cancelled) -> Iterator[Tensor]:
+    """The logits ``(B, C)`` of the split's images, in order."""
     with torch.no_grad():
         for rows in torch.split(torch.arange(len(split)), EVALUATION_BATCH):
             if cancelled():
                 raise TaskCancelled
-            logits = classifier.logits(split, rows)
-            predicted.append(logits.argmax(dim=-1).cpu())
-            confidence.append(torch.softmax(logits.double(), dim=-1).amax(dim=-1).cpu())
-    return torch.cat(predicted), torch.cat(confidence)
+            yield classifier.logits(split, rows)
 
 
 def _template_key(context: ClientContext) -> str:

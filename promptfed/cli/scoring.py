@@ -11,11 +11,12 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from pydantic import BaseModel
+from rich.table import Table
 from torch import Tensor
 
 from promptfed.cli.predicting import model_of_export
 from promptfed.client_service.training.data import TEST, ClientData
-from promptfed.client_service.training.evaluation import answers
+from promptfed.client_service.training.evaluation import answers, probabilities
 from promptfed.export.export import open_backbone_of
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import new_folder, write_file
@@ -24,10 +25,13 @@ from promptfed.sdk.text import percent
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data import open_source
 from promptfed.shared.metrics import BINS, calibration_error, class_accuracies, macro_f1
+from promptfed.shared.metrics.clinical import ClassFigures, Estimate, class_figures, proportion
 from promptfed.shared.plain_text import csv_cell, plain
 from promptfed.shared.spec.spec import AllowedBackbones
+from promptfed.shared.tensors.torch_tensors import state_hash
 
 SCORE_FILE, CONFUSION_FILE, PICTURE = "score.json", "confusion.csv", "confusion.png"
+SHOWN = 30  # classes in a table on the terminal
 _NAMED = 40  # classes, beyond which a picture has no room for their names
 
 
@@ -53,8 +57,13 @@ def run_score(
     served = model.serve(backbone, names)
     with new_folder(out, "--out") as folder, TemporaryDirectory(prefix="promptfed-score-") as features:
         split = ClientData(source, backbone, FeatureCache(Path(features))).split(TEST, names)
-        predicted, confidence = answers(served.classifier, split)
+        told = probabilities(served.classifier, split)
+        confidence, predicted = told.max(dim=-1)
         figures = scores(split.labels, predicted, confidence, names)
+        figures.state, figures.classes = (
+            state_hash(model.state),
+            by_class(split.labels, told, names, source.test.groups),
+        )
         if served.template is not None:
             figures.zero_shot = scores(split.labels, *answers(served.template, split), names)
         matrix = confusion(split.labels, predicted, len(names))
@@ -66,7 +75,19 @@ def run_score(
         return
     rows = [[title, *(_cell(scored, key) for scored in (figures.zero_shot, figures))] for key, title in FIGURES.items()]
     console.print(table(f"{figures.images} images of {uri}", ["", "zero-shot", "adapted"], rows))
+    cells = [
+        [one.name, str(one.positives), *(interval(getattr(one, key)) for key in POOLED)] for one in figures.classes
+    ]
+    if len(cells) <= SHOWN:
+        console.print(
+            table("Each class against the rest, 95 % intervals", ["class", "images", *POOLED.values()], cells)
+        )
     say(f"Wrote {SCORE_FILE}, {CONFUSION_FILE} and {PICTURE} in {out}.")
+
+
+def _class_table(classes: Sequence[ClassFigures]) -> Table:
+    rows = [[one.name, str(one.positives), *(interval(getattr(one, key)) for key in POOLED)] for one in classes]
+    return table("Each class against the rest, 95 % intervals", ["class", "images", *POOLED.values()], rows)
 
 
 FIGURES = {
@@ -77,11 +98,26 @@ FIGURES = {
 }
 
 
+POOLED = {
+    "auroc": "AUROC",
+    "average_precision": "average precision",
+    "sensitivity": "sensitivity",
+    "specificity": "specificity",
+}
+"""Figures of a class that `promptfed pool` pools."""
+
+
 class ScoreFigures(BaseModel):
-    """Figures of one classifier on labelled images (fractions), with the template's if the backbone reads texts."""
+    """Figures of one classifier on labelled images (fractions), with the template's if the backbone reads texts.
+
+    ``state``: the hash of the export's state. ``classes`` that have images, each against the rest.
+    """
 
     images: int
     accuracy: float
+    accuracy_interval: Estimate | None = None
+    state: str | None = None
+    classes: list[ClassFigures] = []
     ece: float
     macro_f1: float
     worst_class: str
@@ -101,11 +137,30 @@ def scores(labels: Tensor, predicted: Tensor, confidence: Tensor, names: Sequenc
     return ScoreFigures(
         images=len(labels),
         accuracy=float(right.mean()),
+        accuracy_interval=proportion(int(right.sum()), len(right)),
         ece=calibration_error(confidence.numpy(), right),
         macro_f1=macro_f1(labels.numpy(), predicted.numpy()),
         worst_class=names[worst],
         worst_class_accuracy=by_class[worst],
     )
+
+
+def by_class(
+    labels: Tensor, told: Tensor, names: Sequence[str], groups: Sequence[str] | None = None
+) -> list[ClassFigures]:
+    """Figures of each class that has images, by labels ``(N,)`` and probabilities ``(N, C)``; ``groups``: patients."""
+    predicted = told.argmax(dim=-1)
+    return [
+        class_figures(names[k], (labels == k).numpy(), told[:, k].numpy(), (predicted == k).numpy(), groups)
+        for k in torch.unique(labels).tolist()
+    ]
+
+
+def interval(estimate: Estimate | None) -> str:
+    """An estimate in percent, as 81.2 [76.0, 85.5]."""
+    if estimate is None:
+        return "-"
+    return f"{100 * estimate.value:.1f} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
 
 
 def confusion(labels: Tensor, predicted: Tensor, classes: int) -> NDArray[np.int64]:

@@ -16,6 +16,8 @@ from promptfed.cli.main import app
 from promptfed.cli.scoring import confusion, scores
 from promptfed.export.hub import push, repository_of
 from promptfed.sdk.errors import Exit
+from promptfed.shared.metrics.clinical import Estimate
+from promptfed.shared.metrics.pooling import pool_estimates
 from tests.support import exports
 from tests.support.hub import running_hub
 from tests.support.own_images import SHAPES, picture, write_folder
@@ -89,6 +91,45 @@ def test_a_score_is_that_of_the_answers(exported: Path, tmp_path: Path) -> None:
     refused = command("score", exported, f"folder:{tmp_path / 'in'}", "--out", tmp_path / "other")
     assert "does not choose among the classes ring" in refused.stderr
     assert not (tmp_path / "other").exists()
+
+
+def test_scores_of_several_sites_are_pooled(exported: Path, tmp_path: Path) -> None:
+    files = []
+    for site, each in (("north", 6), ("south", 4), ("east", 5)):
+        write_folder(tmp_path / site, ("circle", "bar"), seed=each, each=each)
+        done = command("score", exported, f"folder:{tmp_path / site}", "--out", tmp_path / "scores" / site)
+        assert done.exit_code == 0, done.output
+        files.append(tmp_path / "scores" / site)
+    scored = json.loads((files[0] / "score.json").read_text())
+    [bar, circle] = sorted(scored["classes"], key=lambda one: one["name"])
+    assert (bar["positives"], bar["negatives"], circle["positives"]) == (6, 6, 6)
+    done = command("pool", *files[:2], f"third={files[2]}", "--out", tmp_path / "pooled", "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["images"] == {"north": 12, "south": 8, "third": 10}
+    accuracy = told["figures"][0]
+    of_sites = [json.loads((file / "score.json").read_text())["accuracy_interval"] for file in files]
+    wanted = pool_estimates([Estimate(**one) for one in of_sites])
+    assert wanted is not None
+    assert accuracy["pooled"]["mean"] == pytest.approx(wanted.mean)
+    assert {each["class_name"] for each in told["figures"]} == {None, "circle", "bar"}
+    assert (tmp_path / "pooled" / "forest.png").stat().st_size > 1000
+    one = command("pool", *files, "--class", "bar", "--out", tmp_path / "bar")
+    assert "sensitivity" in one.output
+    assert "circle" not in one.output
+    other = scored | {"state": "sha256:" + "0" * 64}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "score.json").write_text(json.dumps(other))
+    for given, text in (
+        ((files[0],), "give two sites or more"),
+        ((files[0], files[0]), "two sites are called north"),
+        ((files[0], tmp_path / "other"), "not scored the same export"),
+        ((files[0], f"south={tmp_path}/none.json"), "cannot read"),
+        ((*files, "--class", "ring"), "no site has images of the class ring"),
+    ):
+        refused = command("pool", *given, "--out", tmp_path / "refused")
+        assert refused.exit_code == Exit.BAD_INPUT
+        assert text in refused.stderr.replace("\n", " ")
 
 
 def test_figures_of_a_score_by_hand() -> None:

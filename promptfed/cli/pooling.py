@@ -1,0 +1,149 @@
+"""Figures of several sites for `promptfed pool`: random-effects means and a forest plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from pydantic import BaseModel, ValidationError
+
+from promptfed.cli.scoring import POOLED, SCORE_FILE, ScoreFigures, interval
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.files import new_folder, write_file
+from promptfed.sdk.output import console, print_json, say, table
+from promptfed.shared.metrics.clinical import Estimate
+from promptfed.shared.metrics.pooling import Pooled, pool_estimates
+from promptfed.shared.plain_text import plain
+
+POOLED_FILE, FOREST_FILE = "pooled.json", "forest.png"
+
+
+class PooledFigure(BaseModel):
+    """One figure of one class (None: of all), by site, and its mean where two sites or more have it."""
+
+    figure: str
+    class_name: str | None
+    sites: dict[str, Estimate]
+    pooled: Pooled | None
+
+
+class PooledReport(BaseModel):
+    """``state``: the hash of the export that every site has scored."""
+
+    state: str
+    images: dict[str, int]
+    figures: list[PooledFigure]
+
+
+def run_pool(scores: Sequence[str], only: str | None, out: Path, as_json: bool) -> None:
+    """Pool the figures that sites have written with `promptfed score`, and draw them: of all classes only the AUROCs.
+
+    Raises:
+        CommandError: a file cannot be read, two sites have one name or scored different exports, or nobody has the
+            class ``only``.
+    """
+    by_site = read_scores(scores)
+    report = pooled_report(by_site, only)
+    with new_folder(out, "--out") as folder:
+        drawn = [each for each in report.figures if only is not None or each.figure in ("accuracy", "auroc")]
+        picture = forest(drawn)
+        write_file(folder / POOLED_FILE, (report.model_dump_json(indent=1) + "\n").encode())
+        picture.savefig(folder / FOREST_FILE, dpi=150, bbox_inches="tight")
+    if as_json:
+        print_json(report.model_dump())
+        return
+    rows = [
+        [each.class_name or "all", POOLED.get(each.figure, each.figure), *_cells(each.pooled)]
+        for each in report.figures
+        if each.pooled is not None
+    ]
+    heads = ["class", "figure", "sites", "mean, 95 %", "next site", "I²"]
+    console.print(table(f"{len(by_site)} sites, {sum(report.images.values())} images", heads, rows))
+    say(f"Wrote {POOLED_FILE} and {FOREST_FILE} in {out}.")
+
+
+def read_scores(scores: Sequence[str]) -> dict[str, ScoreFigures]:
+    """Each site's figures, of ``NAME=PATH`` or ``PATH``: score.json or its folder, which names the site.
+
+    Raises:
+        CommandError: as `run_pool`.
+    """
+    by_site: dict[str, ScoreFigures] = {}
+    for text in scores:
+        name, equals, rest = text.partition("=")
+        path = Path(rest if equals else text)
+        path = path / SCORE_FILE if path.is_dir() else path
+        site = name if equals else path.resolve().parent.name
+        if site in by_site:
+            raise CommandError(f"two sites are called {site}: give NAME=FILE", Exit.BAD_INPUT)
+        try:
+            by_site[site] = ScoreFigures.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise CommandError(f"cannot read {path}: {error.strerror}", Exit.BAD_INPUT) from None
+        except ValidationError:
+            text = f"{path} is not a {SCORE_FILE}: `promptfed score` writes one"
+            raise CommandError(text, Exit.BAD_INPUT) from None
+    states = {figures.state for figures in by_site.values()}
+    if len(by_site) < 2 or len(states) > 1 or None in states:
+        why = "give two sites or more" if len(by_site) < 2 else "the sites have not scored the same export"
+        raise CommandError(f"{why}: each runs `promptfed score` on the same export", Exit.BAD_INPUT)
+    return by_site
+
+
+def pooled_report(by_site: Mapping[str, ScoreFigures], only: str | None = None) -> PooledReport:
+    """The accuracy over all classes, and the figures of each class (or of ``only`` one), pooled over the sites."""
+    names = list(dict.fromkeys(one.name for figures in by_site.values() for one in figures.classes))
+    if only is not None and only not in names:
+        raise CommandError(f"no site has images of the class {only}; they have {', '.join(names)}", Exit.BAD_INPUT)
+    found = {site: figures.accuracy_interval for site, figures in by_site.items()}
+    all_figures = [_pooled("accuracy", None, found)]
+    for name in names if only is None else [only]:
+        classes = {site: {one.name: one for one in figures.classes}.get(name) for site, figures in by_site.items()}
+        all_figures += [
+            _pooled(key, name, {site: getattr(one, key) if one else None for site, one in classes.items()})
+            for key in POOLED
+        ]
+    [state] = {figures.state for figures in by_site.values()}
+    assert state is not None
+    return PooledReport(
+        state=state, images={site: figures.images for site, figures in by_site.items()}, figures=all_figures
+    )
+
+
+def _pooled(figure: str, name: str | None, of_sites: Mapping[str, Estimate | None]) -> PooledFigure:
+    known = {site: estimate for site, estimate in of_sites.items() if estimate is not None}
+    return PooledFigure(figure=figure, class_name=name, sites=known, pooled=pool_estimates(list(known.values())))
+
+
+def _cells(pooled: Pooled) -> list[str]:
+    mean = Estimate(value=pooled.mean, low=pooled.low, high=pooled.high)
+    ahead = "-" if pooled.prediction is None else "{:.1f} to {:.1f}".format(*(100 * end for end in pooled.prediction))
+    return [str(pooled.sites), interval(mean), ahead, f"{100 * pooled.i2:.0f} %"]
+
+
+def forest(figures: Sequence[PooledFigure]) -> Figure:
+    """A panel for each figure: the sites' intervals, the mean as a diamond, the next site's range as a line."""
+    shown = [each for each in figures if each.pooled is not None]
+    if not shown:
+        raise CommandError("no figure is known at two sites: give sites with images of the same class", Exit.BAD_INPUT)
+    rows = [len(each.sites) + 2 for each in shown]
+    picture = Figure(figsize=(6.4, 0.5 + 0.24 * sum(rows)))
+    panels = picture.subplots(len(shown), 1, squeeze=False, sharex=True, height_ratios=rows)[:, 0]
+    for axes, each in zip(panels, shown, strict=True):
+        assert each.pooled is not None
+        for row, estimate in enumerate(each.sites.values()):
+            axes.plot([100 * estimate.low, 100 * estimate.high], [row, row], color="tab:blue", linewidth=1)
+            axes.plot(100 * estimate.value, row, "s", color="tab:blue", markersize=4)
+        last, mean = len(each.sites), each.pooled
+        across = [100 * mean.low, 100 * mean.mean, 100 * mean.high, 100 * mean.mean]
+        if mean.prediction is not None:
+            axes.plot([100 * end for end in mean.prediction], [last, last], color="black", linewidth=1)
+        axes.fill(across, [last, last - 0.35, last, last + 0.35], color="black")
+        axes.set_yticks(range(last + 1), [*map(plain, each.sites), "mean, next site"], fontsize=7)
+        axes.set_ylim(last + 0.7, -0.7)
+        title = POOLED.get(each.figure, each.figure) + (f" of {plain(each.class_name)}" if each.class_name else "")
+        axes.set_title(title, fontsize=8, loc="left")
+    panels[-1].set_xlabel("percent")
+    picture.tight_layout()
+    return picture

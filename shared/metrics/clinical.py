@@ -1,0 +1,168 @@
+"""What a diagnostic test is judged by: one class against the rest, each figure with a 95 % interval.
+
+AUROC: DeLong, DeLong and Clarke-Pearson, "Comparing the areas under two or more correlated receiver operating
+characteristic curves", 1988, by midranks (Sun and Xu 2014), its interval on the logit scale. Proportions: Wilson, 1927.
+Average precision: a bootstrap over images, or over patients where they are known, its interval on the logit scale
+(Boyd, Eng and Page, "Area under the precision-recall curve: point estimates and confidence intervals", 2013).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel
+
+from promptfed.shared.metrics import calibration_error
+
+DRAWS = 1000
+Z = 1.959963984540054  # the normal distribution's 97.5 % point
+_CELLS = 1 << 22  # numbers in one part of the bootstrap
+
+Floats = NDArray[np.float64]
+
+
+class Estimate(BaseModel):
+    """A figure between 0 and 1 with its 95 % interval; ``se``: the standard error of its logit, where it has one."""
+
+    value: float
+    low: float
+    high: float
+    se: float | None = None
+
+
+class ClassFigures(BaseModel):
+    """Figures of one class against the rest; None where there are no positives or no negatives."""
+
+    name: str
+    positives: int
+    negatives: int
+    auroc: Estimate | None
+    average_precision: Estimate | None
+    sensitivity: Estimate | None
+    specificity: Estimate | None
+    ppv: Estimate | None
+    npv: Estimate | None
+    sensitivity_at_specificity_90: float | None
+    specificity_at_sensitivity_90: float | None
+    f1: float
+    balanced_accuracy: float | None
+    brier: float
+    ece: float
+
+
+def class_figures(
+    name: str, truth: ArrayLike, scores: ArrayLike, decided: ArrayLike, groups: Sequence[str] | None = None
+) -> ClassFigures:
+    """The figures of answers to N images: whether each is of the class, its probability, and what was decided.
+
+    ``groups (N,)``: the patient of each image; images of one patient are drawn together in the bootstrap.
+
+    Raises:
+        ValueError: there are no images, or the lists differ in length.
+    """
+    is_class, said = np.asarray(truth, dtype=bool), np.asarray(decided, dtype=bool)
+    probability = np.asarray(scores, dtype=float)
+    if not len(is_class) or not len(is_class) == len(said) == len(probability):
+        raise ValueError(f"{len(is_class)} labels, {len(probability)} scores and {len(said)} decisions")
+    positives, negatives = int(is_class.sum()), int((~is_class).sum())
+    hits, passed = int((said & is_class).sum()), int((~said & ~is_class).sum())
+    both = positives > 0 and negatives > 0
+    return ClassFigures(
+        name=name,
+        positives=positives,
+        negatives=negatives,
+        auroc=auroc_estimate(is_class, probability) if both else None,
+        average_precision=precision_estimate(is_class, probability, groups) if both else None,
+        sensitivity=proportion(hits, positives),
+        specificity=proportion(passed, negatives),
+        ppv=proportion(hits, int(said.sum())),
+        npv=proportion(passed, int((~said).sum())),
+        sensitivity_at_specificity_90=rate_at(probability[is_class], probability[~is_class], 0.9) if both else None,
+        specificity_at_sensitivity_90=rate_at(-probability[~is_class], -probability[is_class], 0.9) if both else None,
+        f1=2 * hits / (positives + int(said.sum())) if positives or said.any() else 0.0,
+        balanced_accuracy=(hits / positives + passed / negatives) / 2 if both else None,
+        brier=float(np.mean((probability - is_class) ** 2)),
+        ece=calibration_error(probability, is_class),
+    )
+
+
+def proportion(hits: int, count: int) -> Estimate | None:
+    """hits/count with Wilson's interval; None of nothing."""
+    if not count:
+        return None
+    share, spread = hits / count, Z * Z / count
+    middle, half = share + spread / 2, Z * math.sqrt(share * (1 - share) / count + spread / (4 * count))
+    low, high = (max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread)))
+    # The usual half a case keeps the logit of 0 and 1, and its standard error, finite.
+    se = math.sqrt(1 / (hits + 0.5) + 1 / (count - hits + 0.5))
+    return Estimate(value=share, low=low, high=high, se=se)
+
+
+def auroc_estimate(truth: NDArray[np.bool_], scores: Floats) -> Estimate:
+    """The area under the ROC curve with DeLong's interval. There must be positives and negatives."""
+    positive, negative = scores[truth], scores[~truth]
+    within = [_midranks(part) for part in (positive, negative)]
+    ranks = _midranks(np.concatenate([positive, negative]))
+    m, n = len(positive), len(negative)
+    above = (ranks[:m] - within[0]) / n  # the share of negatives below each positive
+    below = 1 - (ranks[m:] - within[1]) / m  # the share of positives above each negative
+    area = float(above.mean())
+    variance = (above.var(ddof=1) / m if m > 1 else 0.0) + (below.var(ddof=1) / n if n > 1 else 0.0)
+    return on_logit_scale(area, float(np.sqrt(variance)), min(m, n))
+
+
+def on_logit_scale(value: float, se: float, cases: int) -> Estimate:
+    """The estimate whose interval is symmetric in the logit; at 0 or 1 Wilson's interval of ``cases`` cases."""
+    spread = value * (1 - value)
+    if spread <= 0 or se <= 0:
+        bound = proportion(round(value * cases), cases)
+        assert bound is not None
+        return Estimate(value=value, low=min(value, bound.low), high=max(value, bound.high))
+    middle, scaled = math.log(value / (1 - value)), se / spread
+    low, high = (1 / (1 + math.exp(-(middle + side * Z * scaled))) for side in (-1, 1))
+    return Estimate(value=value, low=low, high=high, se=scaled)
+
+
+def average_precision(truth: NDArray[np.bool_], scores: Floats, weights: Floats) -> Floats:
+    """Σ (R_k − R_{k−1})·P_k over the distinct scores, from the highest down, for each row of ``weights (B, N)``."""
+    order = np.argsort(-scores, kind="stable")
+    ends = np.flatnonzero(np.diff(scores[order], append=-np.inf))  # the last image of each score
+    drawn = weights[:, order]
+    hits = np.cumsum(drawn * truth[order], axis=1)[:, ends]
+    taken = np.cumsum(drawn, axis=1)[:, ends]
+    precision = hits / np.maximum(taken, 1e-300)
+    steps = np.diff(hits, axis=1, prepend=0.0)
+    areas: Floats = (steps * precision).sum(axis=1) / np.maximum(hits[:, -1], 1e-300)
+    return areas
+
+
+def precision_estimate(truth: NDArray[np.bool_], scores: Floats, groups: Sequence[str] | None = None) -> Estimate:
+    """Average precision; the standard error is that of bootstrap draws that hold a positive."""
+    value = float(average_precision(truth, scores, np.ones((1, len(truth))))[0])
+    _, place = np.unique(np.arange(len(truth)) if groups is None else np.asarray(groups), return_inverse=True)
+    units, draws, values = int(place.max()) + 1, np.random.default_rng(0), []
+    rows = max(1, _CELLS // len(truth))
+    for start in range(0, DRAWS, rows):
+        counts = draws.multinomial(units, [1 / units] * units, size=min(rows, DRAWS - start)).astype(float)
+        weights = counts[:, place]
+        weights = weights[(weights * truth).sum(axis=1) > 0]
+        values.append(average_precision(truth, scores, weights))
+    drawn = np.concatenate(values)
+    return on_logit_scale(value, float(drawn.std(ddof=1)) if len(drawn) > 1 else 0.0, int(truth.sum()))
+
+
+def rate_at(wanted: Floats, others: Floats, share: float) -> float:
+    """The share of ``wanted`` above a threshold that at least ``share`` of the ``others`` do not exceed."""
+    threshold = np.sort(others)[math.ceil(share * len(others)) - 1]
+    return float((wanted > threshold).mean())
+
+
+def _midranks(values: Floats) -> Floats:
+    """Ranks from 1; equal values share the mean of theirs."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    ranks: Floats = (last - (counts - 1) / 2)[place]
+    return ranks

@@ -1,0 +1,82 @@
+"""Figures of several sites under one roof: a random-effects mean, never one curve over pooled scores.
+
+DerSimonian and Laird, "Meta-analysis in clinical trials", 1986, with the interval of Hartung and Knapp, 2001;
+I²: Higgins and Thompson, 2002; prediction interval: Higgins, Thompson and Spiegelhalter, 2009.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+from pydantic import BaseModel
+
+from promptfed.shared.metrics.clinical import Estimate
+
+
+class Pooled(BaseModel):
+    """A mean over ``sites`` with its 95 % interval; ``prediction``: where the figure of a further site may lie.
+
+    ``i2``: the share of the variation between sites that is not chance. ``tau2`` is on the scale that was pooled.
+    """
+
+    sites: int
+    mean: float
+    low: float
+    high: float
+    tau2: float
+    i2: float
+    prediction: tuple[float, float] | None
+
+
+def pool(values: ArrayLike, variances: ArrayLike) -> Pooled:
+    """The random-effects mean of ``values (k,)`` with ``variances (k,)``. At least three sites give a prediction.
+
+    Raises:
+        ValueError: there are fewer than two sites, or a variance is not positive.
+    """
+    from scipy import stats
+
+    y, v = np.asarray(values, dtype=float), np.asarray(variances, dtype=float)
+    k = len(y)
+    if k < 2 or len(v) != k or not (v > 0).all():
+        raise ValueError("pooling takes two sites or more, each with a standard error above 0")
+    fixed = 1 / v
+    q = float((fixed * (y - (fixed * y).sum() / fixed.sum()) ** 2).sum())
+    tau2 = max(0.0, (q - (k - 1)) / float(fixed.sum() - (fixed**2).sum() / fixed.sum()))
+    weights = 1 / (v + tau2)
+    mean = float((weights * y).sum() / weights.sum())
+    se = math.sqrt(float((weights * (y - mean) ** 2).sum()) / ((k - 1) * float(weights.sum())))
+    half = float(stats.t.ppf(0.975, k - 1)) * se
+    prediction = None
+    if k > 2:
+        reach = float(stats.t.ppf(0.975, k - 2)) * math.sqrt(tau2 + 1 / float(weights.sum()))
+        prediction = (mean - reach, mean + reach)
+    i2 = max(0.0, 1 - (k - 1) / q) if q > 0 else 0.0
+    return Pooled(sites=k, mean=mean, low=mean - half, high=mean + half, tau2=tau2, i2=i2, prediction=prediction)
+
+
+def pool_estimates(estimates: Sequence[Estimate]) -> Pooled | None:
+    """The mean of figures between 0 and 1, pooled as logits; sites without a standard error are left out."""
+    known = [(estimate.value, estimate.se) for estimate in estimates if estimate.se]
+    if len(known) < 2:
+        return None
+    # A proportion of 0 or 1 keeps a finite logit: it moves by the half case that its standard error counts.
+    logits = [math.log(value / (1 - value)) if 0 < value < 1 else _edge(value, se) for value, se in known]
+    pooled = pool(logits, [se * se for _, se in known])
+    back = [_share(number) for number in (pooled.mean, pooled.low, pooled.high)]
+    ahead = None if pooled.prediction is None else (_share(pooled.prediction[0]), _share(pooled.prediction[1]))
+    mean, low, high = back
+    return pooled.model_copy(update={"mean": mean, "low": low, "high": high, "prediction": ahead})
+
+
+def _edge(value: float, se: float) -> float:
+    """The logit of 0 or n of n cases with half a case added: ±log(2n + 1), where se² = 2 + 1/(n + 0.5)."""
+    cases = 1 / (se * se - 2) - 0.5
+    return math.copysign(math.log(2 * cases + 1), value - 0.5)
+
+
+def _share(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit))
