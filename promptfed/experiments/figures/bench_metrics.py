@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from promptfed.experiments.bench.results import VARIANT, BenchRun, row_label
 from promptfed.experiments.bench.tables import markdown_table
-from promptfed.experiments.protocols.protocols import ELSEWHERE, UNSEEN
+from promptfed.experiments.protocols.protocols import ELSEWHERE, TARGET, UNSEEN
 from promptfed.shared.metrics import auroc, calibration_error, class_accuracies, false_positives, macro_f1, reliability
 from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.plain_text import markdown_cell
@@ -57,11 +57,15 @@ class Matrix(BaseModel):
 
 
 def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
-    """The measures of each entry, variant and test set, in the order of the runs. The template is a variant."""
+    """The measures of each entry, variant and test set, in the order of the runs. The template is a variant.
+
+    ``test`` is the trainers' own test set. An evaluator's is `TARGET`, as where trainers are tested on the target.
+    """
     groups: dict[tuple[str, str], dict[int, list[Outcomes]]] = {}
     for run in runs:
+        evaluators = {row.client for row in run.last() if row.role == "evaluator"}
         for outcomes in run.outcomes:
-            split = outcomes.split.partition(VARIANT)[0]
+            split = TARGET if outcomes.client in evaluators else outcomes.split.partition(VARIANT)[0]
             if not split.startswith(ELSEWHERE) and split != UNSEEN:
                 key = row_label(run, outcomes.split), split
                 groups.setdefault(key, {}).setdefault(run.seed, []).append(outcomes)
