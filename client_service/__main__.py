@@ -7,7 +7,7 @@ import sys
 from typing import Literal
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.joining.sent import help_lines
+from promptfed.client_service.joining.sent import help_lines, sent_lines
 from promptfed.client_service.log_messages import EventJsonLines, EventTextLines
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.shared.service.command_line import given_settings
@@ -35,6 +35,9 @@ def start(settings: Settings) -> int:
             from promptfed.client_service.privacy.peers import own_fingerprint
 
             print(own_fingerprint(settings.state_dir))
+            return Exit.OK
+        if settings.sent:
+            print("\n".join(sent_lines(settings.state_dir, settings.log_format)))
             return Exit.OK
     except ClientError as error:
         logging.getLogger("promptfed.client").error("%s", error)

@@ -151,6 +151,10 @@ class Settings(BaseSettings):
         bool,
         Field(description="print the fingerprint of this client's identity key, for owners to compare, and end"),
     ] = False
+    sent: Annotated[
+        bool,
+        Field(description="print every message that has left this machine, from the state folder's record, and end"),
+    ] = False
     check: Annotated[
         bool, Field(description="only check everything, show what would leave this machine, and end without joining")
     ] = False
@@ -166,7 +170,7 @@ class Settings(BaseSettings):
         name = given.get("name") or _own_name(given.get("state_dir"))
         coordinator, federation = str(given.get("coordinator")), str(given.get("federation"))
         folder = given.get("state_dir") or _own_folder(coordinator, federation, str(name))
-        unasked = given.get("withdraw") or given.get("fingerprint")
+        unasked = given.get("withdraw") or given.get("fingerprint") or given.get("sent")
         unread = {"data": "none"} if unasked and not given.get("data") else {}
         return {**given, "name": name, "state_dir": folder, **unread}
 

@@ -21,6 +21,7 @@ from promptfed.client_service.serving.api import create_app, running_api
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.state.private_state import PrivateState
+from promptfed.client_service.state.sent_log import SentLog
 from promptfed.client_service.task_loop import TaskLoop
 from promptfed.client_service.training.executor import Compute
 from promptfed.client_service.training.trainer import TaskWork
@@ -105,6 +106,7 @@ class Worker:
             state.write_note("api.url", self.api_url)
         http = self._http or open_http(settings)
         coordinator = CoordinatorClient(http, settings.coordinator, settings.federation, settings.give_up_after)
+        coordinator.sent = None if self._ephemeral else SentLog(settings.state_dir)
         self.monitor.watch(coordinator.traffic)
         try:
             joining = Joining(settings, self._parts, state, coordinator, self.compute, self.monitor, predictor)

@@ -18,7 +18,9 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.http.bodies import Body
 from promptfed.client_service.http.watched_line import WatchedLine
+from promptfed.client_service.state.sent_log import SentLog
 from promptfed.shared.messages import Problem
 from promptfed.shared.service.addresses import TOLD, AddressBook
 from promptfed.shared.service.net import MOST_MOVES, moved_to
@@ -86,7 +88,8 @@ class CoordinatorConnection:
     ``token`` is the client's secret once there is one. The coordinator that carries the federation out is named by a
     307, which is followed with the token (`shared.net.moved_to` says where to). ``may_move`` is asked before. ``book``
     holds the addresses, also those that coordinators have told since. With more than one of them, a coordinator that
-    is gone (`WatchedLine`) is given up, even in the middle of an answer, and the next request goes to another.
+    is gone (`WatchedLine`) is given up, even in the middle of an answer, and the next request goes to another. Every
+    request is written to ``sent`` before it leaves.
 
     Connection errors, 5xx and a 429 with Retry-After (too many wrong tokens came from this address) are tried again
     with jittered exponential backoff (a 503's and 429's Retry-After is kept) until ``give_up_after`` seconds have
@@ -100,6 +103,7 @@ class CoordinatorConnection:
     give_up_after: float = 3600.0
     token: str = ""
     may_move: Callable[[str], None] = lambda origin: None  # raises where the site's policy does not list it
+    sent: SentLog | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     traffic: LineTraffic = field(default_factory=LineTraffic)
     _jitter: random.Random = field(default_factory=random.SystemRandom)
@@ -134,10 +138,10 @@ class CoordinatorConnection:
         default = {"Content-Type": "application/json"} if body is not None else {}
         all_headers = {"Authorization": f"Bearer {token}", **default, **(headers or {})}
 
-        patience = Patience(self)
+        patience, whole = Patience(self), Body.of(body) if body is not None else None
         while True:
             try:
-                answer = await self.once(verb, url, lambda: body, all_headers, timeouts, limit)
+                answer = await self.once(verb, url, lambda: body, all_headers, timeouts, limit, whole)
             except (httpx.TransportError, Unavailable) as error:
                 if not retry:
                     raise self.unreachable(error) from None
@@ -154,9 +158,17 @@ class CoordinatorConnection:
         headers: dict[str, str],
         timeouts: httpx.Timeout,
         limit: int,
+        whole: Body | None,
     ) -> Reply:
-        """Send a request once, and follow redirects; ``body`` makes each body. Raises what `call` retries."""
-        async with self.answered(verb, url, body, headers, timeouts) as response:
+        """Send a request once, and follow redirects. Raises what `call` retries.
+
+        Args:
+            verb, url, headers, timeouts: of the request.
+            body: makes each body.
+            limit: of the answer, in bytes.
+            whole: the message of which the body is all or a part.
+        """
+        async with self.answered(verb, url, body, headers, timeouts, whole) as response:
             content = await self.read(response, limit)
             self.take(response, content)
             return Reply(response.status_code, bytes(content), response.headers)
@@ -169,12 +181,15 @@ class CoordinatorConnection:
         body: Callable[[], bytes | AsyncIterator[bytes] | None],
         headers: dict[str, str],
         timeouts: httpx.Timeout,
+        whole: Body | None = None,
     ) -> AsyncIterator[httpx.Response]:
         """The answer of the coordinator that carries the federation out, also a refusal, with its body unread."""
         book, address = self.book, self.book.current
         try:
             for _ in range(MOST_MOVES):
                 address = book.current
+                if self.sent is not None:
+                    self.sent.note(address, verb, url, whole)
                 async with self.line.watched(address) if book.several else nullcontext():
                     request = self.http.build_request(
                         verb, address + url, content=self.line.noted(body()), headers=headers, timeout=timeouts

@@ -57,7 +57,12 @@ class CoordinatorClient(CoordinatorConnection):
         headers = {HEARTBEAT: f"{HEARTBEAT_SECONDS:g}"} if self.book.several else {}
         answer = await self.call("GET", path, token=self.token, headers=headers, timeouts=timeouts, retry=retry)
         only_heartbeats = answer.body != b"" and not answer.body.strip()
-        return None if answer.status == 204 or only_heartbeats else parse(Task, answer.body)
+        if answer.status == 204 or only_heartbeats:
+            return None
+        task = parse(Task, answer.body)
+        if self.sent is not None:
+            self.sent.rounds = {task.task_id: (task.round, task.phase)}
+        return task
 
     async def payload(self, task: Task, folder: Path | None = None) -> bytes | Path:
         """The task's tensors, as announced; large ones in a file of ``folder``, if one is given.

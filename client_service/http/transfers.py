@@ -105,7 +105,9 @@ async def _append(connection: CoordinatorConnection, url: str, body: Body, whole
         "Upload-Complete": "?1" if end == body.size else "?0",
         **whole,
     }
-    return await connection.once("PATCH", url, lambda: body.parts(offset, end), headers, TIMEOUTS, limit=MAX_JSON_BYTES)
+    return await connection.once(
+        "PATCH", url, lambda: body.parts(offset, end), headers, TIMEOUTS, limit=MAX_JSON_BYTES, whole=body
+    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,13 @@
-"""What a client sends, in words: by the message, and by its fields. Its help shows the words."""
+"""What a client sends: in words, by message and field, for its help; and what it has sent, from its record."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.state.sent_log import FILE, Line, read_sent
 
 ENROLMENT = {
     "name": "its name (--name)",
@@ -66,3 +73,36 @@ def help_lines() -> list[str]:
         lines += [f"  {when}:", *(f"    {line}" for text in facts.values() for line in text.split("\n"))]
     lines += ["  with each request: the federation's name and the secret, or the enrolment token before;"]
     return [*lines, "    requests also ask for tasks, payloads, receipts and spends, and tell of --withdraw"]
+
+
+def sent_lines(folder: Path, log_format: Literal["text", "json"]) -> list[str]:
+    """What has left this machine, from the record in a state folder.
+
+    Raises:
+        ClientError: STATE where there is no record, or it was changed.
+    """
+    lines, wrong = read_sent(folder)
+    if not lines:
+        raise ClientError(Exit.STATE, f"{folder} records no message: give the --state-dir of a client that has joined")
+    if wrong is not None:
+        raise ClientError(Exit.STATE, f"{wrong} (--log-format json and other tools still read {folder / FILE})")
+    if log_format == "json":
+        return [json.dumps(line) for line in lines]
+    messages = [line for line in lines if line["what"] != "questions"]
+    first = f", from number {lines[0]['n']} on" if lines[0]["n"] > 1 else ""
+    total = sum(line.get("bytes", 0) for line in messages)
+    head = f"{folder / FILE}: {len(messages)} messages of {total:,} bytes{first}; no line was changed or removed"
+    return [head, *(text for line in lines for text in _described(line))]
+
+
+def _described(line: Line) -> list[str]:
+    """One message in words, or the questions of an hour."""
+    begin = f"{line['at'][:19].replace('T', ' ')}  {line['what']}"
+    if line["what"] == "questions":
+        asked = ", ".join(f"{count} for {name}" for name, count in line["asked"].items())
+        return [f"{begin} to {line['to']}, without a body: from now to the end of the hour; before: {asked}"]
+    where = f", round {line['round']}, {line['phase']}" if "round" in line else ""
+    size = f", {line['bytes']:,} bytes, sha256 {line['sha256']}" if "bytes" in line else ""
+    told = [f"{begin}{where} to {line['to']}{size}"]
+    told += [f"    tensor {name}: {shape}" for name, shape in line.get("tensors", {}).items()]
+    return told + ([f"    fields {', '.join(line['fields'])}"] if line.get("fields") else [])

@@ -17,6 +17,7 @@ from promptfed.client_service.privacy.policy import expect_origin, read_policy
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.known_coordinators import use_known
 from promptfed.client_service.state.private_state import Identity, PrivateState
+from promptfed.client_service.state.sent_log import SentLog
 from promptfed.shared.files import write_whole
 
 log = logging.getLogger("promptfed.client")
@@ -83,6 +84,7 @@ async def _send(settings: Settings, federation: str, secret: str) -> None:
         coordinator = CoordinatorClient(http, settings.coordinator, federation, ANSWER_SECONDS, secret)
         if settings.policy_file is not None:
             coordinator.may_move = partial(expect_origin, read_policy(settings.policy_file)[0])
+        coordinator.sent = SentLog(settings.state_dir)
         use_known(coordinator.book, settings.state_dir)
         await coordinator.withdraw()
 

@@ -173,7 +173,7 @@ def test_a_failure_of_another_kind_says_nothing_of_the_machine(
 
     def spoil(event: str, facts: Mapping[str, Any]) -> None:
         if event == "enrolled":
-            settings.state_dir.rename(settings.state_dir.with_name("gone"))
+            (settings.state_dir / "committed.safetensors.tmp").mkdir()
 
     worker.monitor._hook = spoil
     with caplog.at_level(logging.ERROR):
