@@ -131,6 +131,8 @@ class TaskLoop:
             await self._give_up(task, type(error).__name__, "the client's own log says why")
         except Exception as error:
             log.exception("task %s failed", task.task_id)
+            if self.state.ephemeral:
+                raise  # a simulation ends with what is wrong in its method
             await self._give_up(task, type(error).__name__, "the client's own log says why")
 
     async def _train(self, task: Task, payload: bytes | Path) -> None:

@@ -5,6 +5,7 @@ Nothing here writes. The same inputs give the same bytes: the updates come in or
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -15,15 +16,29 @@ from promptfed.coordinator.aggregation.flame import seed_of
 from promptfed.coordinator.aggregation.rules import Rule
 from promptfed.coordinator.aggregation.server_half import Combined, call
 from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer, fresh_moments, moment_tensors
+from promptfed.coordinator.aggregation.tensor_worker import WorkerDied
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.shared.methods.core.checks.rule_checks import check_flame_noise
-from promptfed.shared.methods.core.interface.base import ClientUpdate, Phase, ServerContext
+from promptfed.shared.methods.core.interface.base import ClientUpdate, MethodError, Phase, ServerContext
 from promptfed.shared.methods.core.interface.hooks import AdoptsStates, ChecksClients, ForgetsClients, GrowsWithClients
 from promptfed.shared.methods.core.interface.insights import Measured, MeasuresUpdates
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
-from promptfed.shared.tensors import SERVER, Array, Arrays, Shape, TensorSpec, check, decode, decode_file, method_part
+from promptfed.shared.tensors import (
+    SERVER,
+    Array,
+    Arrays,
+    Shape,
+    TensorError,
+    TensorSpec,
+    check,
+    decode,
+    decode_file,
+    method_part,
+)
+
+log = logging.getLogger("promptfed.coordinator")
 
 READ_AT_ONCE = 16  # small updates lie in the database, and are no more than 4 MB together
 
@@ -46,12 +61,25 @@ def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) 
         supplied, _ = decode(blobs.read(federation.supplied_state))
         tensors = adopted(federation, supplied, context)
     else:
-        tensors = call(federation, "initial_state", context)
+        tensors = _made(federation, context)
     server = federation.spec.aggregation.server
     moments = moment_tensors(server, federation.method, federation.spec.rounds)
     tensors = tensors | fresh_moments(server, moments, federation.method.dims(context))
     check_state(federation, tensors, context)
     return tensors
+
+
+def _made(federation: Federation, context: ServerContext) -> Arrays:
+    try:
+        made: Arrays = call(federation, "initial_state", context)
+    except (MethodError, TensorError, WorkerDied):
+        raise
+    except Exception as error:
+        name = federation.method.name
+        log.exception("initial_state of the method %s failed", name)
+        told = f"{type(error).__name__}: {error}"
+        raise MethodError(f"initial_state of {name} failed ({told}): the coordinator's log has the traceback") from None
+    return made
 
 
 def adopted(federation: Federation, supplied: Arrays, context: ServerContext) -> Arrays:

@@ -11,6 +11,7 @@ import select
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -54,7 +55,9 @@ class TensorWorker:
                     raise
                 if succeeded:
                     return result
-                raise result
+                error, told = result
+                error.add_note(told)  # the traceback there, which pickle drops
+                raise error
         raise WorkerDied("the tensor worker ended before it answered: see whether the system has memory left")
 
     def _ask(self, job: bytes) -> Any:
@@ -96,7 +99,7 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
         try:
             answer = pickle.dumps((True, function(*arguments)))
         except Exception as error:
-            answer = pickle.dumps((False, _sendable(error)))
+            answer = pickle.dumps((False, (_sendable(error), traceback.format_exc())))
         answers.write(answer)
         answers.flush()
 

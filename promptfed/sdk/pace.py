@@ -23,11 +23,15 @@ class Pace:
         self.last = -1
 
     def add(self, report: RoundSummary) -> None:
-        """Count a finished round. Round 0 trains nothing, so its time does not count."""
-        self.last = report.round
+        """Count a finished round."""
+        self.count(report.round, report.seconds)
+
+    def count(self, round: int, seconds: float | None) -> None:
+        """Count a finished round and its time, if it is known. Round 0 trains nothing, so its time does not count."""
+        self.last = round
         self._seen = self._clock()
-        if report.round > 0 and report.seconds is not None:
-            self._seconds.append(report.seconds)
+        if round > 0 and seconds is not None:
+            self._seconds.append(seconds)
 
     def left(self) -> float | None:
         """Estimated seconds until the last round ends, from the mean of the newest rounds; None before the first."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from rich.markup import escape
@@ -11,15 +12,16 @@ from rich.table import Table
 
 from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.output import messages, table
+from promptfed.sdk.pace import Pace, duration
 from promptfed.sdk.result import Accuracy
 from promptfed.sdk.text import percent
 from promptfed.shared.plain_text import plain
 
 
 class Watcher:
-    """Live progress on stderr: a bar over the rounds, and one line about the current step."""
+    """Live progress on stderr: a bar over the rounds, and one line about the current step; ``clock`` gives seconds."""
 
-    def __init__(self, rounds: int | None = None, *, quiet: bool = False):
+    def __init__(self, rounds: int | None = None, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic):
         columns = (
             BarColumn(20),
             MofNCompleteColumn(),
@@ -33,6 +35,9 @@ class Watcher:
         self._plain = not quiet and not messages.is_terminal
         self._last: tuple[str, int, str | None] | None = None
         self._said = ""
+        self._clock = clock
+        self._pace: Pace | None = None
+        self._open = 0, 0.0  # the round that runs, and when it began
 
     def __enter__(self) -> Watcher:
         if not self._plain:
@@ -55,7 +60,8 @@ class Watcher:
             messages.print(escape(plain(text)), highlight=False, soft_wrap=True)
 
     def show(self, snapshot: Snapshot, remark: str = "") -> None:
-        """Show the state of the federation, followed by ``remark``."""
+        """Show the state of the federation, followed by ``remark``, by default the remaining time."""
+        remark = remark or self._left(snapshot)
         done = snapshot.rounds if snapshot.state == "finished" else max(0, snapshot.round - 1)
         self._progress.update(self._task, completed=done, total=snapshot.rounds)
         key = (snapshot.state, snapshot.round, snapshot.phase)
@@ -63,6 +69,19 @@ class Watcher:
             where = f"round {snapshot.round}, " if snapshot.state == "running" else ""
             self.say(where + snapshot.describe() + (f"; {remark}" if remark else ""))
         self._last = key
+
+    def _left(self, snapshot: Snapshot) -> str:
+        if snapshot.state != "running" or snapshot.round < 1:
+            return ""
+        now = self._clock()
+        if self._pace is None:
+            self._pace, self._open = Pace(snapshot.rounds, self._clock), (snapshot.round, now)
+        first, begun = self._open
+        for passed in range(first, snapshot.round):  # several where rounds are quicker than looks
+            self._pace.count(passed, (now - begun) / (snapshot.round - first))
+            self._open = snapshot.round, now
+        left = self._pace.left()
+        return f"about {duration(left)} left" if left is not None else ""
 
 
 def result_table(accuracies: Sequence[Accuracy], title: str) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.client_service.worker import Worker
+from promptfed.coordinator.domain.run_state import EVALUATION
 from promptfed.experiments.simulation.preparation import SimulationSetup
 from promptfed.experiments.simulation.processes import RemoteWork
 from promptfed.runtime.services import Site
@@ -36,6 +37,7 @@ class RunningWorkers:
     tasks: dict[asyncio.Task[Any], str]
     everybody_enrolled: asyncio.Event
     workers: list[Worker]
+    unevaluated: list[str]  # evaluations that failed: means over the other clients would mislead
 
     def works(self) -> dict[str, TaskWork]:
         """The works of the enrolled clients, by the client's name."""
@@ -57,13 +59,16 @@ class RunningWorkers:
         self.check()
 
     def check(self) -> None:
-        """Raise the error that ended a client."""
+        """Raise the error that ended a client, or that of an evaluation."""
+        if self.unevaluated:
+            raise CommandError(self.unevaluated[0], Exit.FAILED)
         for task, name in self.tasks.items():
             error = task.exception() if task.done() and not task.cancelled() else None
             if isinstance(error, ClientError):
                 raise CommandError(f"client {name}: {error}", _exit(error)) from None
             if error is not None:
-                raise error
+                text = f"client {name} failed: {type(error).__name__}: {error}"
+                raise CommandError(text, Exit.FAILED) from error
 
 
 def _exit(error: ClientError) -> Exit:
@@ -78,10 +83,13 @@ async def run_workers(
     """Run all clients; they end with the block."""
     executor = ThreadPoolExecutor(setup.pool, "clients", initializer=torch.set_num_threads, initargs=(setup.threads,))
     turns = asyncio.Semaphore(setup.pool + AHEAD)
-    everybody_enrolled, awaited = asyncio.Event(), len(setup.clients)
+    everybody_enrolled, awaited, unevaluated = asyncio.Event(), len(setup.clients), list[str]()
 
-    def hook(event: str, facts: object) -> None:
+    def hook(name: str, event: str, facts: Mapping[str, Any]) -> None:
         nonlocal awaited
+        if event == "failed" and facts["phase"] == EVALUATION:
+            text = f"client {name} could not evaluate round {facts['round']}: {facts['type']}: {facts['detail']}"
+            unevaluated.append(text)
         if event == "enrolled":
             awaited -= 1
             if not awaited:
@@ -108,13 +116,13 @@ async def run_workers(
             turns=turns,
             ephemeral=True,
             synced=setup.synced,
-            hook=hook,
+            hook=partial(hook, client.site.name),
         )
         for client in setup.clients
     ]
     tasks = {asyncio.create_task(worker.run()): worker.settings.name for worker in workers}
     try:
-        yield RunningWorkers(tasks, everybody_enrolled, workers)
+        yield RunningWorkers(tasks, everybody_enrolled, workers, unevaluated)
     finally:
         for worker in workers:
             worker.stop()

@@ -43,8 +43,10 @@ def test_what_a_function_raises_is_raised_here(worker: TensorWorker) -> None:
     with pytest.raises(TensorError, match="another shape") as caught:
         worker.run(refuse)
     assert caught.value.kind == "wrong-shape"
-    with pytest.raises(RuntimeError, match="CannotTravel: one two"):
+    assert "in refuse\n" in "".join(caught.value.__notes__), "the traceback travels too"
+    with pytest.raises(RuntimeError, match="CannotTravel: one two") as strange:
         worker.run(refuse_strangely)
+    assert "in refuse_strangely\n" in "".join(strange.value.__notes__)
     assert worker.run(os.getpid) == pid, "an error ends no process"
 
 

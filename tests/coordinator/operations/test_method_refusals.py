@@ -123,3 +123,18 @@ def test_a_method_may_refuse_to_start_with_these_clients(coordinator: InThread) 
     answer = coordinator.http.post(f"/v1/federations/{federation}/start", headers=coordinator.operator)
     assert refusal(answer) == (409, "cannot-start", "more than 100 samples")
     assert coordinator.get(federation)["state"] == "enrolling"
+
+
+def test_a_method_that_fails_as_it_starts_is_named_and_its_traceback_is_in_the_log(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong_line(*given: object) -> Tensors:
+        raise KeyError("of my own")
+
+    monkeypatch.setattr(Picky, "initial_state", wrong_line, raising=False)
+    federation = coordinator.create(method={"name": "picky"})
+    coordinator.enrol(federation, "a", "b", domain=DOMAIN)
+    answer = coordinator.http.post(f"/v1/federations/{federation}/start", headers=coordinator.operator)
+    told = "initial_state of picky failed (KeyError: 'of my own'): the coordinator's log has the traceback"
+    assert refusal(answer) == (409, "cannot-start", told)
+    assert "in wrong_line" in caplog.text

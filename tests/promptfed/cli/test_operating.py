@@ -20,7 +20,9 @@ from promptfed.coordinator.app import create_app
 from promptfed.coordinator.engine import json_logs
 from promptfed.coordinator.settings import Settings
 from promptfed.sdk.errors import Exit
+from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.pace import Pace, describe_round, duration
+from promptfed.sdk.progress import Watcher
 from promptfed.sdk.summary import RoundSummary
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, in_thread
@@ -244,6 +246,18 @@ def test_the_rest_takes_as_long_as_the_newest_rounds_took() -> None:
     assert pace.left() == 30.0  # the open round is late; three more are to come
     pace.add(report(10, 10.0))
     assert pace.left() is None
+
+
+def test_progress_shows_the_time_left_also_where_rounds_are_quicker_than_looks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = 0.0
+    with Watcher(10, clock=lambda: now) as watcher:
+        for seconds, round in ((0.0, 0), (100.0, 1), (108.0, 3)):
+            now = seconds
+            watcher.show(Snapshot("running", None, round, 10, "train", (), ()))
+    told = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert [line.partition("; ")[2] for line in told] == ["", "", "about 32 s left"]
 
 
 def test_a_round_and_a_time_in_words() -> None:

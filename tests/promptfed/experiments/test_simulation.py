@@ -161,6 +161,31 @@ def test_a_client_that_cannot_evaluate_is_an_error(
         simulate(spec(), SITES, pool=pool, backbone=backbone, features=features)
 
 
+@pytest.mark.parametrize(("half", "pool"), [("train", 1), ("train", 2), ("classifier", 2), ("aggregate", 1)])
+def test_a_wrong_method_ends_it_at_once_with_the_traceback(
+    half: str,
+    pool: int,
+    backbone: Backbone,
+    features: FeatureCache,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rounds = []
+
+    def wrong_line(*_: Any) -> Any:
+        raise ZeroDivisionError("of my own")
+
+    monkeypatch.setattr(PromptFL, half, wrong_line)
+    with pytest.raises(CommandError, match="ZeroDivisionError: of my own") as caught:
+        simulate(
+            spec(rounds=50, participation={"min_clients": 2, "quorum": 0.1}), SITES,
+            pool=pool, backbone=backbone, features=features, progress=lambda told: rounds.append(told.round),
+        )  # fmt: skip
+    assert max(rounds, default=0) <= 1
+    assert caught.value.exit in (Exit.FAILED, Exit.FEDERATION_ENDED_BADLY, Exit.REFUSED)
+    assert "in wrong_line" in caplog.text
+
+
 def test_it_runs_where_an_event_loop_runs(backbone: Backbone, features: FeatureCache) -> None:
     async def notebook() -> str:
         return simulate(spec(), SITES, backbone=backbone, features=features).state_hash
