@@ -133,7 +133,8 @@ def test_a_method_that_fails_as_it_starts_is_named_and_its_traceback_is_in_the_l
 
     monkeypatch.setattr(Picky, "initial_state", wrong_line, raising=False)
     federation = coordinator.create(method={"name": "picky"})
-    coordinator.enrol(federation, "a", "b", domain=DOMAIN)
+    coordinator.enrol(federation, "a", domain=DOMAIN)
+    coordinator.enrol(federation, "b", num_samples=20, domain=DOMAIN)
     answer = coordinator.http.post(f"/v1/federations/{federation}/start", headers=coordinator.operator)
     told = "initial_state of picky failed (KeyError: 'of my own'): the coordinator's log has the traceback"
     assert refusal(answer) == (409, "cannot-start", told)
