@@ -12,6 +12,7 @@ import httpx
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
+from promptfed.client_service.http.sent_log import SentLog
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.enrolment import explain
 from promptfed.client_service.joining.flow import FederationEnded, Joining
@@ -21,7 +22,6 @@ from promptfed.client_service.serving.api import create_app, running_api
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.state.private_state import PrivateState
-from promptfed.client_service.state.sent_log import SentLog
 from promptfed.client_service.task_loop import TaskLoop
 from promptfed.client_service.training.executor import Compute
 from promptfed.client_service.training.trainer import TaskWork

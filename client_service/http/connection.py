@@ -19,8 +19,8 @@ from pydantic import BaseModel, ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body
+from promptfed.client_service.http.sent_log import SentLog
 from promptfed.client_service.http.watched_line import WatchedLine
-from promptfed.client_service.state.sent_log import SentLog
 from promptfed.shared.messages import Problem
 from promptfed.shared.service.addresses import TOLD, AddressBook
 from promptfed.shared.service.net import MOST_MOVES, moved_to

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.state.sent_log import FILE, Line, read_sent
+from promptfed.client_service.http.sent_log import FILE, Line, read_sent
 
 ENROLMENT = {
     "name": "its name (--name)",

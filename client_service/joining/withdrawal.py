@@ -12,12 +12,12 @@ from functools import partial
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
+from promptfed.client_service.http.sent_log import SentLog
 from promptfed.client_service.privacy.agreement import FILE, WITHDRAWN
 from promptfed.client_service.privacy.policy import expect_origin, read_policy
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.known_coordinators import use_known
 from promptfed.client_service.state.private_state import Identity, PrivateState
-from promptfed.client_service.state.sent_log import SentLog
 from promptfed.shared.files import write_whole
 
 log = logging.getLogger("promptfed.client")

@@ -14,10 +14,10 @@ import pytest
 
 from promptfed.client_service.__main__ import start
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.http import sent_log
 from promptfed.client_service.http.bodies import Body
+from promptfed.client_service.http.sent_log import FILE, SentLog, read_sent
 from promptfed.client_service.settings import Settings
-from promptfed.client_service.state import sent_log
-from promptfed.client_service.state.sent_log import FILE, SentLog, read_sent
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
