@@ -2,6 +2,7 @@
 #   coordinator        without torch
 #   coordinator-torch  with torch, for the federations that need it: docs/guides/deploy.md says which
 #   client             with torch; it shares torch's layer with coordinator-torch
+#   serve              an export over HTTP, on top of client
 # Dependencies come before code, so that a change of code installs nothing again.
 
 FROM python:3.11-slim AS services
@@ -79,3 +80,21 @@ ENV HOME=/state \
     PROMPTFED_CLIENT_API_PORT=8081 \
     PROBE="8081 /healthz"
 ENTRYPOINT ["python", "-m", "promptfed.client_service"]
+
+FROM client AS serve
+USER root
+COPY requirements/command.txt requirements/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    install-locked serve -r requirements/command.txt
+COPY promptfed/__main__.py promptfed/
+COPY coordinator promptfed/coordinator
+COPY promptfed/sdk promptfed/sdk
+COPY promptfed/runtime promptfed/runtime
+COPY promptfed/export promptfed/export
+COPY promptfed/experiments promptfed/experiments
+COPY promptfed/cli promptfed/cli
+RUN python -m compileall -q promptfed
+USER 10001:10001
+ENV PROBE="8082 /healthz"
+EXPOSE 8082
+ENTRYPOINT ["python", "-m", "promptfed", "serve", "/export", "--host", "0.0.0.0", "--token-file", "/run/secrets/token"]

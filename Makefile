@@ -112,13 +112,14 @@ lock: $(READY)
 	@$(call lock,coordinator,requirements/coordinator.txt,'psycopg[binary]' obstore)
 	@$(call lock,torch,requirements/torch.txt)
 	@$(call lock,client,requirements/torch.txt requirements/client.txt)
+	@$(call lock,serve,requirements/torch.txt requirements/client.txt requirements/command.txt)
 
 # What is in it, for those who have to look through it: CycloneDX, of this environment and of each image.
 sbom: $(READY)
 	@extras=build; $(install)
 	@mkdir -p build/sbom
 	$(BIN)/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml -o build/sbom/environment.cdx.json $(BIN)/python
-	@for image in coordinator torch client; do $(BIN)/cyclonedx-py requirements --output-reproducible \
+	@for image in coordinator torch client serve; do $(BIN)/cyclonedx-py requirements --output-reproducible \
 	  -o build/sbom/$$image.cdx.json requirements/locked/$$image.txt || exit 1; done
 
 clean:

@@ -45,6 +45,7 @@ LISTS = {
     "coordinator": ("services", "coordinator"),
     "torch": ("services", "torch"),
     "client": ("services", "torch", "client"),
+    "serve": ("services", "torch", "client", "command"),
 }
 """What each lock, and each stage of the Dockerfile that uses it, has of the lists."""
 

@@ -1,17 +1,21 @@
-"""The client's own API: its status, and predictions. On loopback it is open; elsewhere it needs a bearer token."""
+"""The API of a client or of a served export: its status, and predictions.
+
+On loopback it is open; elsewhere it needs a bearer token.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Annotated, Any
 
 import uvicorn
 from fastapi import Depends, FastAPI, Request, Response, params
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.monitor import Monitor
@@ -23,6 +27,7 @@ from promptfed.shared.service.http_connection import StrictHttpProtocol
 from promptfed.shared.service.net import bind, is_loopback, url_of
 
 MAX_IMAGE_BYTES = 20 << 20
+MAX_BATCH, MAX_BATCH_BYTES = 64, 64 << 20  # images, and the bytes of a request with all of them in base64
 STOP_SECONDS = 1
 
 
@@ -66,7 +71,36 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": "Refused", "content": content} for status in statuses}
 
 
-IMAGE_TYPE = "application/octet-stream"
+class ImageAnswer(BaseModel):
+    """The prediction of one image of a batch, or what is wrong with it."""
+
+    prediction: Prediction | None = None
+    problem: Problem | None = None
+
+
+class Predictions(BaseModel):
+    """One answer for each image of a batch, in order."""
+
+    answers: list[ImageAnswer]
+
+
+def _decoded(text: object) -> bytes:
+    try:
+        return base64.b64decode(text if isinstance(text, str) else "%", validate=True)
+    except ValueError:  # binascii's, and of characters outside ASCII
+        raise ValueError("is not base64") from None
+
+
+class Batch(BaseModel):
+    """Several images, each in base64."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    images: Annotated[list[Annotated[bytes, BeforeValidator(_decoded)]], Field(min_length=1, max_length=MAX_BATCH)]
+
+
+IMAGE_TYPE, BATCH_TYPE = "application/octet-stream", "application/json"
+BATCH_BODY = {"requestBody": {"required": True, "content": {BATCH_TYPE: {"schema": Batch.model_json_schema()}}}}
 IMAGE_BODY = {
     "requestBody": {
         "required": True,
@@ -77,7 +111,26 @@ IMAGE_BODY = {
 
 def create_app(monitor: Monitor, predictor: Predictor, token: str | None, host: str) -> FastAPI:
     """The API of one client. With ``token`` every call but ``/healthz`` must carry it."""
-    app = FastAPI(title="promptfed client", docs_url=None, redoc_url=None)
+    app, guarded = _app("promptfed client", monitor.as_dict, predictor, token, host)
+
+    @app.get("/metrics", dependencies=guarded, responses=refusals(401))
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(monitor.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+def create_export_app(about: dict[str, Any], predictor: Predictor, token: str | None, host: str) -> FastAPI:
+    """The API of a served export, whose status is ``about``. ``token`` as in `create_app`."""
+    return _app("promptfed export", lambda: about, predictor, token, host)[0]
+
+
+def _app(
+    title: str, status_of: Callable[[], dict[str, Any]], predictor: Predictor, token: str | None, host: str
+) -> tuple[FastAPI, list[params.Depends]]:
+    """The routes of both, and what guards those that a client adds."""
+    app = FastAPI(title=title, docs_url=None, redoc_url=None)
     app.add_middleware(OwnPageOnly, local=token is None and is_loopback(host))
 
     def authorised(request: Request) -> None:
@@ -100,17 +153,12 @@ def create_app(monitor: Monitor, predictor: Predictor, token: str | None, host: 
 
     @app.get("/status", dependencies=guarded, responses=refusals(401))
     async def status() -> dict[str, Any]:
-        """What the client is doing."""
-        return monitor.as_dict()
-
-    @app.get("/metrics", dependencies=guarded, responses=refusals(401))
-    async def metrics() -> Response:
-        """Prometheus metrics."""
-        return Response(monitor.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        """What the service is doing."""
+        return status_of()
 
     _add_predict(app, predictor, guarded)
     app.include_router(page.router)
-    return app
+    return app, guarded
 
 
 def _add_predict(app: FastAPI, predictor: Predictor, guarded: list[params.Depends]) -> None:
@@ -122,29 +170,74 @@ def _add_predict(app: FastAPI, predictor: Predictor, guarded: list[params.Depend
         openapi_extra=IMAGE_BODY,
     )
     async def predict(image: Annotated[bytes, Depends(image_body)]) -> Prediction:
-        """Class probabilities of the image in the body, from the current prompts with the private part."""
-        try:
-            return Prediction(**await asyncio.to_thread(predictor.predict, image))
-        except NoPrompts as error:
-            raise ApiProblem(503, "no-prompts", "No prompts yet", str(error), {"Retry-After": "5"}) from None
-        except BadImage as error:
-            raise ApiProblem(422, "bad-image", "Not an image", str(error)) from None
-        except TooManyPixels as error:
-            raise ApiProblem(413, "too-large", "Image too large", str(error)) from None
+        """Class probabilities of the image in the body, by the current prompts and, at a client, its private part."""
+        return await _predicted(predictor, image)
+
+    @app.post(
+        "/v1/predictions",
+        dependencies=guarded,
+        responses=refusals(400, 401, 403, 413, 415, 422, 503),
+        response_model_exclude_none=True,
+        openapi_extra=BATCH_BODY,
+    )
+    async def predictions(images: Annotated[list[bytes], Depends(batch_body)]) -> Predictions:
+        """The same of several images, each with its prediction or with what is wrong with it, in order."""
+        answers = []
+        for image in images:
+            try:
+                answers.append(ImageAnswer(prediction=await _predicted(predictor, image)))
+            except ApiProblem as error:
+                if error.problem.status == 503:
+                    raise
+                answers.append(ImageAnswer(problem=error.problem))
+        return Predictions(answers=answers)
+
+
+async def _predicted(predictor: Predictor, image: bytes) -> Prediction:
+    if len(image) > MAX_IMAGE_BYTES:
+        raise _too_large(MAX_IMAGE_BYTES)
+    try:
+        return Prediction(**await asyncio.to_thread(predictor.predict, image))
+    except NoPrompts as error:
+        raise ApiProblem(503, "no-prompts", "No prompts yet", str(error), {"Retry-After": "5"}) from None
+    except BadImage as error:
+        raise ApiProblem(422, "bad-image", "Not an image", str(error)) from None
+    except TooManyPixels as error:
+        raise ApiProblem(413, "too-large", "Image too large", str(error)) from None
 
 
 async def image_body(request: Request) -> bytes:
     """The request's body, refused as soon as it is larger than ``MAX_IMAGE_BYTES``."""
-    if request.headers.getlist("content-type") != [IMAGE_TYPE]:
+    return await _body(request, IMAGE_TYPE, "the image's bytes", MAX_IMAGE_BYTES)
+
+
+async def batch_body(request: Request) -> list[bytes]:
+    """The images of a batch, refused as soon as its body is larger than ``MAX_BATCH_BYTES``."""
+    body = await _body(request, BATCH_TYPE, "the images", MAX_BATCH_BYTES)
+    try:
+        return Batch.model_validate_json(body).images
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "body"
+        detail = f'{place}: {first["msg"]}; send {{"images": [...]}} with 1 to {MAX_BATCH} images in base64'
+        raise ApiProblem(422, "invalid-request", "Not a batch of images", detail) from None
+
+
+async def _body(request: Request, kind: str, what: str, most: int) -> bytes:
+    if request.headers.getlist("content-type") != [kind]:
         # A page of elsewhere cannot send this type without being asked about it first.
-        raise ApiProblem(415, "media-type", "Another content type", f"send the image's bytes as {IMAGE_TYPE}")
+        raise ApiProblem(415, "media-type", "Another content type", f"send {what} as {kind}")
     content = bytearray()
     async for chunk in request.stream():
         content += chunk
-        if len(content) > MAX_IMAGE_BYTES:
-            detail = f"the body is larger than {MAX_IMAGE_BYTES} bytes: send a smaller image"
-            raise ApiProblem(413, "too-large", "Image too large", detail, {"Connection": "close"})
+        if len(content) > most:
+            raise _too_large(most)
     return bytes(content)
+
+
+def _too_large(most: int) -> ApiProblem:
+    detail = f"more than {most} bytes: send a smaller image, or fewer at once"
+    return ApiProblem(413, "too-large", "Image too large", detail, {"Connection": "close"})
 
 
 class _Server(uvicorn.Server):
@@ -156,8 +249,10 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def running_api(app: FastAPI, host: str, port: int) -> AsyncIterator[str]:
+async def running_api(app: FastAPI, host: str, port: int, option: str = "--api-port") -> AsyncIterator[str]:
     """Serve ``app`` on ``host`` and ``port`` (0: any free one) while the block runs; its address.
+
+    ``option`` is the command's option for the port, for the error text.
 
     Raises:
         ClientError: USAGE where the address cannot be bound.
@@ -165,7 +260,7 @@ async def running_api(app: FastAPI, host: str, port: int) -> AsyncIterator[str]:
     try:
         listening = bind(host, port)
     except OSError as error:
-        text = f"the client's API cannot listen on {host} port {port}: {error.strerror}: give another --api-port"
+        text = f"cannot listen on {host} port {port}: {error.strerror}: give another {option}"
         raise ClientError(Exit.USAGE, text) from None
     config = uvicorn.Config(
         app,

@@ -16,7 +16,7 @@ async function call(path, options = {}) {
   try {
     answer = await fetch(path, { ...options, headers: { ...headers, ...options.headers }, cache: "no-store" });
   } catch {
-    throw new Error("This site's service does not answer: is the client still running?");
+    throw new Error("This site's service does not answer: is it still running?");
   }
   const body = await answer.json().catch(() => ({}));
   if (answer.status === 401) {
@@ -44,17 +44,19 @@ function signIn() {
 async function begin(refused) {
   try {
     const status = await call("/status");
-    const idle = status.stage === "ended" ? "which has ended" : "before its first round";
-    const round = status.round === null ? idle : `in round ${status.round}`;
-    at("about").textContent =
-      `${status.name} in the federation ${status.federation}, ${round}. ` +
-      "The image goes to this site's own service, and no further.";
+    at("about").textContent = `${described(status)}. The image goes to this site's own service, and no further.`;
     at("sign-in").hidden = true;
     at("ask").hidden = false;
     tell("");
   } catch (error) {
     tell(error instanceof NotSignedIn ? refused : error.message);
   }
+}
+
+function described({ name, federation, round, stage }) {
+  if (stage === "serving") return `${name} of the export ${federation}, round ${round}`;
+  const idle = stage === "ended" ? "which has ended" : "before its first round";
+  return `${name} in the federation ${federation}, ${round === null ? idle : `in round ${round}`}`;
 }
 
 async function predict(file) {

@@ -266,7 +266,7 @@ def test_one_image_at_a_time_is_decoded(serving: Worker, source: Source, monkeyp
 
 def test_the_api_is_described(idle: Worker) -> None:
     paths = call(idle, "GET", "/openapi.json").json()["paths"]
-    assert set(paths) == {"/healthz", "/status", "/metrics", "/v1/predict"}
+    assert set(paths) == {"/healthz", "/status", "/metrics", "/v1/predict", "/v1/predictions"}
     assert {"200", "401", "413", "422", "503"} <= set(paths["/v1/predict"]["post"]["responses"])
 
 

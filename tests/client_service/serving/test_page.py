@@ -158,7 +158,7 @@ def test_a_service_that_is_gone_is_not_a_wrong_token(page: Any) -> None:
         page.route("**/status", lambda route: route.abort())
         page.fill("#token", "open sesame")
         page.press("#token", "Enter")
-        page.get_by_role("alert").filter(has_text="is the client still running?").wait_for()
+        page.get_by_role("alert").filter(has_text="is it still running?").wait_for()
 
 
 def test_no_script_of_elsewhere_or_within_the_page_runs(browser: Any) -> None:

@@ -1,0 +1,163 @@
+"""An export served over HTTP: the answers of `predict`, in batches too, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+import promptfed
+from promptfed.cli.main import app
+from promptfed.cli.predicting import model_of_export
+from promptfed.client_service.serving import api
+from promptfed.client_service.serving.api import create_export_app
+from promptfed.export.adapted_model import predictor_of
+from promptfed.sdk.errors import Exit
+from tests.support import exports
+from tests.support.own_images import SHAPES, write_folder
+from tests.support.waiting import PATIENCE
+
+Ask = Callable[..., TestClient]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    data = {name: f"folder:{write_folder(folder / name, seed=seed, each=4)}" for seed, name in enumerate(("a", "b"))}
+    spec = {"name": "promptfl", "m": 2}
+    result = promptfed.run(spec, data, rounds=1, class_names=list(SHAPES), backbone=exports.backbone())
+    result.export(folder / "export")
+    return folder / "export"
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> list[Path]:
+    write_folder(tmp_path / "in", ("circle", "bar"), seed=9, each=2)
+    return sorted((tmp_path / "in").rglob("*.png"))
+
+
+@pytest.fixture(scope="module")
+def ask(exported: Path) -> Ask:
+    model, names = model_of_export(exported)
+    predictor = predictor_of(model.serve(exports.backbone(), names))
+    about = {"stage": "serving", "name": "promptfl", "federation": "export", "round": 1}
+
+    def make(token: str | None = None) -> TestClient:
+        host = "127.0.0.1" if token is None else "0.0.0.0"
+        return TestClient(create_export_app(about, predictor, token, host), base_url="http://127.0.0.1")
+
+    return make
+
+
+def command(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def batch(http: TestClient, contents: list[bytes], **more: Any) -> httpx.Response:
+    return http.post("/v1/predictions", json={"images": [base64.b64encode(one).decode() for one in contents], **more})
+
+
+def test_answers_are_those_of_predict(exported: Path, images: list[Path], ask: Ask) -> None:
+    told = json.loads(command("predict", *images, "--export", exported, "--json").stdout)
+    http, typed = ask(), {"Content-Type": "application/octet-stream"}
+    single = [http.post("/v1/predict", content=path.read_bytes(), headers=typed).json() for path in images]
+    together = batch(http, [path.read_bytes() for path in images]).json()["answers"]
+    for wanted, alone, answer in zip(told, single, together, strict=True):
+        wanted = {key: value for key, value in wanted.items() if key != "image" and value is not None}
+        assert alone == wanted
+        assert answer == {"prediction": wanted}
+
+
+def test_a_batch_goes_on_after_an_image_that_cannot_be_read(
+    images: list[Path], ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bomb = io.BytesIO()
+    Image.new("1", (6000, 6000)).save(bomb, "PNG")
+    good = images[0].read_bytes()
+    monkeypatch.setattr(api, "MAX_IMAGE_BYTES", len(good) + len(bomb.getvalue()))
+    answers = batch(ask(), [good, b"nothing", bomb.getvalue(), bytes(api.MAX_IMAGE_BYTES + 1), good]).json()["answers"]
+    assert [answer.get("problem", {}).get("status") for answer in answers] == [None, 422, 413, 413, None]
+    assert "PNG, JPEG or another common format" in answers[1]["problem"]["detail"]
+    assert answers[0] == answers[4]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "text"),
+    [
+        ({"json": {"images": []}}, 422, "1 to 64 images"),
+        ({"json": {"images": ["AAAA"] * 65}}, 422, "1 to 64 images"),
+        ({"json": {"images": ["%"]}}, 422, "images.0"),
+        ({"json": {"pictures": []}}, 422, "in base64"),
+        ({"content": b"[", "headers": {"Content-Type": "application/json"}}, 422, "in base64"),
+        ({"content": b"{}", "headers": {"Content-Type": "text/plain"}}, 415, "application/json"),
+        ({"content": b" " * 2000, "headers": {"Content-Type": "application/json"}}, 413, "fewer at once"),
+    ],
+)
+def test_what_is_no_batch_is_refused(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, sent: dict[str, Any], status: int, text: str
+) -> None:
+    monkeypatch.setattr(api, "MAX_BATCH_BYTES", 1500)
+    answer = ask().post("/v1/predictions", **sent)
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
+    assert text in answer.json()["detail"]
+
+
+def test_the_page_is_there_and_a_token_guards_the_rest(ask: Ask, images: list[Path]) -> None:
+    http = ask("secret")
+    assert "What is in this image?" in http.get("/").text
+    assert http.get("/healthz").status_code == 200
+    assert http.get("/status").status_code == batch(http, [b""]).status_code == 401
+    http.headers["Authorization"] = "Bearer secret"
+    assert http.get("/status").json()["stage"] == "serving"
+    assert batch(http, [images[0].read_bytes()]).status_code == 200
+
+
+def test_what_cannot_be_served_is_refused_in_one_line(exported: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        (tmp_path / "empty").write_text("")
+        for given, text in (
+            ((tmp_path,), "is not a promptfed export"),
+            ((exported, "--host", "0.0.0.0"), "needs --token-file"),
+            ((exported, "--token-file", tmp_path / "none"), "cannot read the token"),
+            ((exported, "--token-file", tmp_path / "empty"), "holds no token"),
+            ((exported, "--port", port), "give another --port"),
+        ):
+            refused = command("serve", *given)
+            assert refused.exit_code in (Exit.USAGE, Exit.BAD_INPUT), refused.output
+            assert text in refused.stderr
+            assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.extended
+def test_the_command_serves_until_it_is_interrupted(exported: Path, images: list[Path]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "promptfed", "serve", str(exported), "--port", "0"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        [url] = re.findall(r"http://[\d.]+:\d+", process.stdout.readline())[:1]
+        typed = {"Content-Type": "application/octet-stream"}
+        answer = httpx.post(f"{url}/v1/predict", content=images[0].read_bytes(), headers=typed, timeout=PATIENCE)
+        assert answer.json()["class_name"] in SHAPES
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0
+    finally:
+        process.kill()
+        process.wait()
