@@ -15,7 +15,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.shared.messages import Role
-from promptfed.shared.service.net import addresses_of, is_loopback
+from promptfed.shared.service.net import address_parts, addresses_of, is_loopback
+from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.spec.spec import NAME_PATTERN, Name
 
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:\d+)?)$"
@@ -212,9 +213,7 @@ class Settings(BaseSettings):
     @classmethod
     def _are_addresses(cls, text: str) -> str:
         for address in addresses_of(text) or [text]:
-            parts = urlsplit(address)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"{address!r} is not an address: write http://host:port or https://host")
+            parts = address_parts(address)
             if parts.username is not None or parts.query or parts.fragment:
                 raise ValueError("must hold scheme, host, port and path only: credentials go into files")
         return ",".join(addresses_of(text))
@@ -305,11 +304,11 @@ def make_settings(kind: type[Settings] | None = None, **given: Any) -> Settings:
 
 
 def one_line(error: ValidationError) -> str:
-    """A validation error as ``--state-dir: Field required; ...``."""
+    """A validation error as ``--state-dir: is missing; ...``."""
     offences = []
     for item in error.errors(include_url=False, include_context=False):
         option = "--" + str(item["loc"][0]).replace("_", "-") + ": " if item["loc"] else ""
-        offences.append(option + item["msg"].removeprefix("Value error, "))
+        offences.append(option + offence(item))
     return "; ".join(offences)
 
 
@@ -322,8 +321,7 @@ def read_token(path: Path, kind: str) -> str:
     try:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        text = f"cannot read the {kind} in {path} ({reason}): put it there, or mount the volume that holds it"
+        text = f"cannot read the {kind} in {path} ({why(error)}): put it there, or mount the volume that holds it"
         raise ClientError(Exit.NOT_ALLOWED, text) from None
     if not token or not token.isascii() or not token.isprintable():
         raise ClientError(Exit.NOT_ALLOWED, f"the file {path} holds no {kind}")

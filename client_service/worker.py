@@ -100,11 +100,11 @@ class Worker:
 
     async def _take_part(self) -> None:
         settings = self.settings
+        http = self._http or open_http(settings)
         state = PrivateState(settings.state_dir, self._ephemeral, self._synced)
         predictor = None if self._ephemeral else self.predictor
         if self.api_url is not None:
             state.write_note("api.url", self.api_url)
-        http = self._http or open_http(settings)
         coordinator = CoordinatorClient(http, settings.coordinator, settings.federation, settings.give_up_after)
         coordinator.sent = None if self._ephemeral else SentLog(settings.state_dir)
         self.monitor.watch(coordinator.traffic)

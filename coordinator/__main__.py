@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from promptfed.coordinator.settings import Settings
 from promptfed.shared.service.command_line import given_settings
 from promptfed.shared.service.leaving import leave
+from promptfed.shared.service.reasons import offence
 
 
 def start(given: dict[str, Any]) -> int:
@@ -29,7 +30,7 @@ def start(given: dict[str, Any]) -> int:
     except ValidationError as error:
         for item in error.errors(include_url=False, include_context=False, include_input=False):
             option = "".join(f"--{str(part).replace('_', '-')}: " for part in item["loc"])
-            print(f"coordinator: {option}{item['msg'].removeprefix('Value error, ')}", file=sys.stderr)
+            print(f"coordinator: {option}{offence(item)}", file=sys.stderr)
         return 2
     if settings.verify:
         from promptfed.coordinator.operations.verification import verify

@@ -57,6 +57,7 @@ from promptfed.coordinator.store.opening import Store, open_store
 from promptfed.coordinator.store.signing import Signer
 from promptfed.shared.messages import Problem
 from promptfed.shared.privacy.noise import Noise
+from promptfed.shared.service.reasons import offence
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -229,7 +230,7 @@ def _detail(item: dict[str, Any]) -> str:
     # A body is left as bytes where its Content-Type names no JSON; curl's `-d` alone sends a form's.
     if tuple(item["loc"]) == ("body",) and isinstance(item.get("input"), bytes):
         return "it is read as JSON under `Content-Type: application/json` only: send that header"
-    return str(item["msg"]).removeprefix("Value error, ")
+    return offence(item)
 
 
 def _of_http(request: Request, error: HTTPException) -> problems.Refusal:

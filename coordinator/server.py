@@ -37,6 +37,7 @@ from promptfed.shared.files import write_whole
 from promptfed.shared.messages import ENDED
 from promptfed.shared.service.net import bind, url_of
 from promptfed.shared.service.open_files import HOW_TO_RAISE, most_connections, raise_open_files
+from promptfed.shared.service.reasons import why
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -110,8 +111,12 @@ def serve(settings: Settings) -> int:
             _check(settings)
             listening = _bind(settings)
             store = open_store(settings)
-    except (CannotOpen, BootstrapFailed, OSError) as error:
+    except (CannotOpen, BootstrapFailed) as error:
         print(f"coordinator: {error}", file=sys.stderr)
+        return CANNOT_START
+    except OSError as error:
+        place = f"{error.filename} cannot be used: " if error.filename else ""
+        print(f"coordinator: {place}{why(error)}", file=sys.stderr)
         return CANNOT_START
     except DatabaseAway as error:
         print(f"coordinator: {error}; given up after {settings.database_wait_seconds:g} s", file=sys.stderr)
@@ -227,12 +232,12 @@ def _check(settings: Settings) -> None:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key, lambda: "")
         except OSError as error:
             files = f"--tls-cert {settings.tls_cert} and --tls-key {settings.tls_key}"
-            raise OSError(f"{files} cannot be used: {error.strerror or error}") from None
+            raise OSError(f"{files} cannot be used: {why(error)}") from None
     if settings.tls_client_ca is not None:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(settings.tls_client_ca))
         except OSError as error:
-            text = f"--tls-client-ca {settings.tls_client_ca} cannot be used: {error.strerror or error}"
+            text = f"--tls-client-ca {settings.tls_client_ca} cannot be used: {why(error)}"
             raise OSError(text) from None
 
 
@@ -240,4 +245,4 @@ def _bind(settings: Settings) -> socket.socket:
     try:
         return bind(settings.host, settings.port)
     except OSError as error:
-        raise OSError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
+        raise OSError(f"cannot listen on {settings.host}:{settings.port}: {why(error)}") from None

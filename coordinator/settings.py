@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from promptfed.shared.service.net import is_loopback
+from promptfed.shared.service.reasons import why
 
 DEFAULT_PORT = 8080
 POSTGRES = ("postgresql+psycopg://", "postgresql://", "postgres://")
@@ -196,8 +197,7 @@ class Settings(BaseSettings):
             try:
                 text = self.database_url_file.read_text().strip()
             except (OSError, UnicodeDecodeError) as error:
-                why = error.strerror if isinstance(error, OSError) else "it is not text"
-                raise ValueError(f"--database-url-file {self.database_url_file} cannot be read: {why}") from None
+                raise ValueError(f"--database-url-file {self.database_url_file} cannot be read: {why(error)}") from None
             if not text:
                 raise ValueError(f"--database-url-file {self.database_url_file} is empty")
         else:

@@ -24,6 +24,7 @@ from promptfed.client_service.http.watched_line import WatchedLine
 from promptfed.shared.messages import Problem
 from promptfed.shared.service.addresses import TOLD, AddressBook
 from promptfed.shared.service.net import MOST_MOVES, moved_to
+from promptfed.shared.service.reasons import offence, why
 
 log = logging.getLogger("promptfed.client")
 
@@ -327,7 +328,7 @@ def _is_certificate_error(error: BaseException) -> bool:
 
 def _why(error: BaseException) -> str:
     hint = ": give its authority with --ca-file" if _is_certificate_error(error) else ""
-    return (str(error) or type(error).__name__) + hint
+    return (str(error) if isinstance(error, Unavailable) else why(error)) + hint
 
 
 def parse(kind: type[AnyMessage], body: bytes) -> AnyMessage:
@@ -336,7 +337,7 @@ def parse(kind: type[AnyMessage], body: bytes) -> AnyMessage:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "(body)"
-        text = f"the coordinator's {kind.__name__} is not understood: {place}: {first['msg']}"
+        text = f"the coordinator's {kind.__name__} is not understood: {place}: {offence(first)}"
         raise BadAnswer(f"{text}: install the same version of promptfed on both sides") from None
 
 

@@ -31,6 +31,7 @@ from promptfed.shared.messages import (
 )
 from promptfed.shared.service.addresses import HEARTBEAT, HEARTBEAT_SECONDS
 from promptfed.shared.service.net import addresses_of, is_loopback
+from promptfed.shared.service.reasons import why
 
 MAX_PAYLOAD_BYTES = 2 << 30
 POLL_MARGIN = 15.0  # seconds that a long poll may take beyond its wait
@@ -164,13 +165,17 @@ def http_to(coordinators: str, ca_file: Path | None, own: tuple[Path, Path | Non
         try:
             verify = ssl.create_default_context(cafile=str(ca_file))
         except (OSError, ssl.SSLError) as error:
-            raise ClientError(Exit.USAGE, f"--ca-file {ca_file} cannot be used: {error}") from None
+            raise ClientError(
+                Exit.USAGE,
+                f"--ca-file {ca_file} cannot be used: {why(error)}; give the PEM file of the coordinator's authority",
+            ) from None
     if own is not None:
         verify = verify if isinstance(verify, ssl.SSLContext) else ssl.create_default_context()
         try:
             verify.load_cert_chain(own[0], own[1], lambda: "")  # an empty password: nobody is there to be asked
         except (OSError, ssl.SSLError) as error:
-            text = f"--client-cert {own[0]} and --client-key {own[1]} cannot be used: {error.strerror or error}"
+            files = f"--client-cert {own[0]}" + (f" and --client-key {own[1]}" if own[1] is not None else "")
+            text = f"{files} cannot be used: {why(error)}"
             raise ClientError(Exit.USAGE, text) from None
     # A proxy of the environment is for the outside: it could not reach this machine's loopback.
     trust_env = not all(is_loopback(urlsplit(address).hostname or "") for address in addresses_of(coordinators))

@@ -22,6 +22,7 @@ from typing import Any
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body
+from promptfed.shared.service.reasons import why
 
 FILE, OLDER = "sent.jsonl", "sent-*.jsonl"
 MOST_BYTES, KEPT = 8 << 20, 8
@@ -84,7 +85,7 @@ class SentLog:
                     file.flush()
                     os.fsync(file.fileno())
         except OSError as error:
-            text = f"{self.folder / FILE} cannot be written ({error.strerror})"
+            text = f"{self.folder / FILE} cannot be written ({why(error)})"
             raise ClientError(Exit.STATE, f"{text}: nothing is sent unrecorded; free some space, or mend it") from None
         self._end = (size + len(content), number + 1, chain)
 
@@ -157,7 +158,7 @@ def read_sent(folder: Path) -> tuple[list[Line], str | None]:
                     wrong = f"line {line['n']} of {path} does not follow from the one before: the record was changed"
                 lines.append(line)
     except OSError as error:
-        raise ClientError(Exit.STATE, f"{folder / FILE} cannot be read ({error.strerror})") from None
+        raise ClientError(Exit.STATE, f"{folder / FILE} cannot be read ({why(error)})") from None
     except (ValueError, KeyError, TypeError):
         raise ClientError(Exit.STATE, f"{path} is damaged: line {len(lines) + 1} cannot be read") from None
     return lines, wrong

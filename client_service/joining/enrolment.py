@@ -24,6 +24,7 @@ from promptfed.shared.methods.core.interface import hooks
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.methods.core.registry import INSTALL
 from promptfed.shared.secagg.keys import public_identity, sign
+from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.spec import BackboneSpec, SpecError
 
 
@@ -180,7 +181,7 @@ def enrol_request(declared: Declared, secret: str, backbone: Backbone, identity:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ClientError(Exit.BAD_INPUT, f"the data cannot be declared: {place}: {first['msg']}") from None
+        raise ClientError(Exit.BAD_INPUT, f"the data cannot be declared: {place}: {offence(first)}") from None
     if identity is None:
         return request
     proof = sign(identity, "identity", request.proof_body()).hex()

@@ -1,4 +1,4 @@
-"""Calling consent back: first on this machine, where it holds whatever the coordinator says, then there."""
+"""Withdrawing consent: first on this machine, where it holds whatever the coordinator says, then there."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ END_SECONDS = 300.0  # that a client which still runs gets to end, before its pr
 
 
 def withdraw(settings: Settings) -> int:
-    """Call consent back, tell the coordinator, and delete what is private where that is wanted; the exit code.
+    """Withdraw consent, tell the coordinator, and delete what is private where that is wanted; the exit code.
 
     A client that runs on this folder ends at its next task or question, or when the coordinator tells it.
 
     Raises:
-        ClientError: STATE where there is no consent to call back, or a running client does not end.
+        ClientError: STATE where there is no consent to withdraw, or a running client does not end.
     """
     folder = settings.state_dir
     if not (folder / FILE).exists():
-        raise ClientError(Exit.STATE, f"{folder} holds no consent to call back: give the client's --state-dir")
+        raise ClientError(Exit.STATE, f"{folder} holds no consent to withdraw: give the client's --state-dir")
     write_whole(folder / WITHDRAWN, datetime.now(UTC).isoformat(timespec="seconds").encode(), mode=0o600)
     log.info("consent is withdrawn: this client answers no further task")
     told = _tell(settings)

@@ -27,6 +27,7 @@ from promptfed.client_service.state.faults import point
 from promptfed.shared.api.privacy_schemas import SpendList, SpendView
 from promptfed.shared.files import sync_folder
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION, Accountant, Event, PrivacyError
+from promptfed.shared.service.reasons import why
 
 Part = Literal["train", "test"]
 START = hashlib.sha256(b"").hexdigest()
@@ -296,7 +297,7 @@ class Ledger:
             os.close(handle)
 
     def _unusable(self, error: OSError) -> ClientError:
-        text = f"the ledger {self.path} cannot be used: {error.strerror or error}"
+        text = f"the ledger {self.path} cannot be used: {why(error)}"
         return ClientError(Exit.LEDGER, f"{text}: nothing is sent without it; give --ledger another place")
 
 

@@ -23,6 +23,7 @@ from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.shared.messages import EnrolmentInfo, Role, Task
 from promptfed.shared.privacy.accounting import LEAST_DELTA, steps_of
 from promptfed.shared.service.net import addresses_of
+from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.spec.spec import Name, SpecError
 from promptfed.shared.spec.spec_section import Section
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -340,10 +341,9 @@ def read_policy(path: Path) -> tuple[Policy, str]:
         content = path.read_bytes()
         given: Any = yaml.safe_load(content)
     except OSError as error:
-        raise ClientError(Exit.POLICY, f"cannot read the policy {path}: {error.strerror}") from None
+        raise ClientError(Exit.POLICY, f"cannot read the policy {path}: {why(error)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        text = " ".join(str(error).split())
-        raise ClientError(Exit.POLICY, f"the policy {path} is no YAML: {text}") from None
+        raise ClientError(Exit.POLICY, f"the policy {path} is not YAML: {why(error)}") from None
     try:
         return Policy.model_validate(given), hashlib.sha256(content).hexdigest()
     except ValidationError as error:
@@ -352,7 +352,7 @@ def read_policy(path: Path) -> tuple[Policy, str]:
             + (
                 "this version does not know it, and could not keep it"
                 if one["type"] == "extra_forbidden"
-                else one["msg"]
+                else offence(one)
             )
             for one in error.errors(include_url=False, include_context=False)
         )

@@ -25,6 +25,7 @@ from promptfed.client_service.serving.prediction import BadImage, NoPrompts, Pre
 from promptfed.shared.messages import PROBLEM_BASE, Problem
 from promptfed.shared.service.http_connection import StrictHttpProtocol
 from promptfed.shared.service.net import bind, is_loopback, url_of
+from promptfed.shared.service.reasons import why
 
 MAX_IMAGE_BYTES = 20 << 20
 MAX_BATCH, MAX_BATCH_BYTES = 64, 64 << 20  # images, and the bytes of a request with all of them in base64
@@ -260,7 +261,7 @@ async def running_api(app: FastAPI, host: str, port: int, option: str = "--api-p
     try:
         listening = bind(host, port)
     except OSError as error:
-        text = f"cannot listen on {host} port {port}: {error.strerror}: give another {option}"
+        text = f"cannot listen on {host} port {port} ({option}): {why(error)}"
         raise ClientError(Exit.USAGE, text) from None
     config = uvicorn.Config(
         app,

@@ -35,6 +35,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body, sha256_of
 from promptfed.client_service.state.durable_files import Disk
 from promptfed.shared.messages import EnrolmentInfo, Role, TaskConfig
+from promptfed.shared.service.reasons import why
 from promptfed.shared.tensors import TensorError, Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 
@@ -108,7 +109,7 @@ class PrivateState:
             folder.chmod(0o700)  # also where it was there before: nobody else reads a client's private state
             self._lock = None if ephemeral else os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ClientError(Exit.STATE, f"the state folder {folder} cannot be used: {error.strerror}") from None
+            raise ClientError(Exit.STATE, f"the state folder {folder} cannot be used: {why(error)}") from None
         if self._lock is not None:
             self._take_lock(self._lock)
         self._recover()

@@ -160,7 +160,7 @@ async def _client(
 def _own(registry: Registry, asked: str, own_id: str) -> Federation:
     federation = registry.find_any(own_id)
     if asked not in (federation.id, federation.name):
-        raise NotFound(f"there is no federation {asked[:100]!r}")
+        raise NotFound(f"there is no federation {asked[:100]!r} here: check its name")
     if federation.unreadable:
         raise Unreadable(f"what is stored of {federation.name} cannot be read by this coordinator: ask its operator")
     if federation.absent is not None:

@@ -273,7 +273,7 @@ class Registry:
             federation = next((known for known in self.federations.values() if known.name == id_or_name), None)
         if federation is None:
             self.expect_here(id_or_name)
-            raise NotFound(f"there is no federation {id_or_name[:100]!r}")
+            raise NotFound(f"there is no federation {id_or_name[:100]!r} here: check its name")
         return federation
 
     def expect_here(self, asked: str | None) -> None:

@@ -15,6 +15,7 @@ from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.tokens import digest, write_secret
 from promptfed.shared.api.access_schemas import TokenRequest
+from promptfed.shared.service.reasons import why
 
 
 class BootstrapFailed(Exception):
@@ -49,9 +50,9 @@ def read_spec(path: Path) -> dict[str, Any]:
     try:
         raw = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise BootstrapFailed(f"cannot read {path}: {error.strerror}") from None
+        raise BootstrapFailed(f"cannot read {path}: {why(error)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BootstrapFailed(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise BootstrapFailed(f"{path} is not YAML: {why(error)}") from None
     if not isinstance(raw, dict):
         raise BootstrapFailed(f"{path} must hold a mapping, such as `name: eyes`")
     return raw

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from promptfed.shared.messages import PROBLEM_BASE
+from promptfed.shared.service.reasons import offence
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -16,7 +17,7 @@ MEDIA_TYPE = "application/problem+json"
 def first_error(error: ValidationError, whole: str = "(body)") -> str:
     """The first offence in a model: its place (``whole``: the model itself) and what is wrong, without the input."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc']) or whole}: {first['msg']}"
+    return f"{'.'.join(str(part) for part in first['loc']) or whole}: {offence(first)}"
 
 
 class Refusal(Exception):

@@ -43,7 +43,7 @@ def state_of(session: Session, federation: Federation, round: int | None) -> Sto
         raise NoState(f"round {round} is not over; {federation.name} is in round {federation.run.round}")
     row = _last_state(session, federation, round)
     if row is None:
-        raise NoState(f"{federation.name} has not started: it has no state yet")
+        raise NoState(f"{federation.name} has no state yet: start it first")
     if not row.stored:
         raise NoState(f"the state of round {round} is no longer kept (retention: {federation.spec.retention})")
     return StoredState(row.round, row.state_hash, row.sha256)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from promptfed.coordinator.store.backend import CannotOpen
 from promptfed.shared.files import write_whole
+from promptfed.shared.service.reasons import why
 
 OPERATOR_FILE = "operator.token"
 SHORTEST = 32
@@ -38,8 +39,7 @@ def given_operator_token(path: Path) -> str:
     try:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise CannotOpen(f"--operator-token-file {path} cannot be read: {why}") from None
+        raise CannotOpen(f"--operator-token-file {path} cannot be read: {why(error)}") from None
     if len(token) < SHORTEST:
         raise CannotOpen(f"--operator-token-file {path} holds no token of {SHORTEST} characters: openssl rand -hex 32")
     return token

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -171,9 +172,8 @@ def make_bench(
         CommandError: an unknown protocol or method, seeds that are no numbers, a spec file that cannot be read.
     """
     if protocol not in KNOWN:
-        raise CommandError(
-            f"there is no protocol {protocol!r}: use one of {', '.join([*KNOWN, *preset_names()])}", Exit.BAD_INPUT
-        )
+        near = get_close_matches(protocol, [*KNOWN, *preset_names()], n=3) or [*KNOWN, "a preset, paper:NAME"]
+        raise CommandError(f"there is no protocol {protocol!r}: use one of {', '.join(near)}", Exit.BAD_INPUT)
     numbers = whole_numbers(seeds, "--seeds")
     if not setting.data:
         raise CommandError("no data is given: write --data symbols:neon", Exit.BAD_INPUT)

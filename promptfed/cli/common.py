@@ -144,7 +144,7 @@ def confirm(consequence: str, yes: bool) -> None:
     if yes:
         return
     if not at_terminal():
-        text = f"{consequence} Nobody is at a terminal to be asked: give --yes if it is meant"
+        text = f"{consequence} Nobody is at a terminal to be asked: give --yes to confirm"
         raise CommandError(text, Exit.BAD_INPUT)
     messages.print(f"{escape(plain(consequence))} Go on? [y/N] ", end="", highlight=False, soft_wrap=True, markup=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):

@@ -15,6 +15,7 @@ from promptfed.sdk.output import console, print_json, say, table
 from promptfed.shared.metrics.clinical import Estimate
 from promptfed.shared.metrics.pooling import Pooled, pool_estimates
 from promptfed.shared.plain_text import plain
+from promptfed.shared.service.reasons import why
 
 POOLED_FILE, FOREST_FILE = "pooled.json", "forest.png"
 
@@ -80,14 +81,14 @@ def read_scores(scores: Sequence[str]) -> dict[str, ScoreFigures]:
         try:
             by_site[site] = ScoreFigures.model_validate_json(path.read_bytes())
         except OSError as error:
-            raise CommandError(f"cannot read {path}: {error.strerror}", Exit.BAD_INPUT) from None
+            raise CommandError(f"cannot read {path}: {why(error)}", Exit.BAD_INPUT) from None
         except ValidationError:
             text = f"{path} is not a {SCORE_FILE}: `promptfed score` writes one"
             raise CommandError(text, Exit.BAD_INPUT) from None
     states = {figures.state for figures in by_site.values()}
     if len(by_site) < 2 or len(states) > 1 or None in states:
-        why = "give two sites or more" if len(by_site) < 2 else "the sites have not scored the same export"
-        raise CommandError(f"{why}: each runs `promptfed score` on the same export", Exit.BAD_INPUT)
+        reason = "give two sites or more" if len(by_site) < 2 else "the sites have not scored the same export"
+        raise CommandError(f"{reason}: each runs `promptfed score` on the same export", Exit.BAD_INPUT)
     return by_site
 
 

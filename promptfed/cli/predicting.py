@@ -23,6 +23,7 @@ from promptfed.sdk.operations import take
 from promptfed.sdk.output import console, note, print_json, say, table
 from promptfed.sdk.text import percent
 from promptfed.shared.plain_text import csv_cell, plain
+from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".jp2", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm"})
@@ -147,7 +148,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}", Exit.BAD_INPUT) from None
+        raise CommandError(f"cannot read {path}: {why(error)}", Exit.BAD_INPUT) from None
 
 
 def _predict(predictor: Predictor, path: Path, content: bytes) -> dict[str, Any]:

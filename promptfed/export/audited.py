@@ -13,6 +13,7 @@ from promptfed.export.reading import AUDIT_FILE, read_export, read_file
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.canonical import parse_json
 from promptfed.shared.files import write_whole
+from promptfed.shared.service.reasons import why
 
 MOST_BYTES = 1 << 20
 
@@ -51,7 +52,7 @@ def note_audit(export: Path, figures: list[AuditFigures]) -> None:
     try:
         write_whole(export / AUDIT_FILE, content.encode(), mode=0o644)
     except OSError as error:
-        raise CommandError(f"cannot write {export / AUDIT_FILE}: {error.strerror}", Exit.BAD_INPUT) from None
+        raise CommandError(f"cannot write {export / AUDIT_FILE}: {why(error)}", Exit.BAD_INPUT) from None
 
 
 def audit_of(export: Path) -> list[AuditFigures] | None:

@@ -30,6 +30,7 @@ from promptfed.shared.api.export_card import (
 )
 from promptfed.shared.clip import Backbone
 from promptfed.shared.plain_text import plain
+from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.tensors.torch_tensors import encode
 
@@ -138,7 +139,7 @@ def check_new(out: Path) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise CommandError(f"{out} is not an empty folder: give another one", Exit.BAD_INPUT)
     except OSError as error:
-        raise CommandError(f"cannot use {out}: {error.strerror}", Exit.BAD_INPUT) from None
+        raise CommandError(f"cannot use {out}: {why(error)}", Exit.BAD_INPUT) from None
 
 
 def _write(files: dict[str, bytes], out: Path) -> None:
@@ -156,7 +157,7 @@ def _write(files: dict[str, bytes], out: Path) -> None:
         os.rename(folder, out)
         folder = None
     except OSError as error:
-        raise CommandError(f"cannot write {out}: {error.strerror}", Exit.BAD_INPUT) from None
+        raise CommandError(f"cannot write {out}: {why(error)}", Exit.BAD_INPUT) from None
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -13,6 +13,7 @@ from promptfed.export.export import check_new
 from promptfed.export.reading import open_export, read_export
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.api.export_card import MARKDOWN_FILE
+from promptfed.shared.service.reasons import why
 
 SCHEME = "hf:"
 README = "README.md"  # the page that the hub shows for a repository
@@ -97,7 +98,7 @@ def pull(address: str, out: Path, revision: str | None = None, key: str | None =
                 out.rmdir()
             os.rename(fetched, out)
     except OSError as error:
-        raise CommandError(f"cannot write {out}: {error.strerror}", Exit.BAD_INPUT) from None
+        raise CommandError(f"cannot write {out}: {why(error)}", Exit.BAD_INPUT) from None
 
 
 def _line(error: Exception) -> str:

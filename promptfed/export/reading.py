@@ -30,6 +30,7 @@ from promptfed.shared.api.export_card import (
     Card,
 )
 from promptfed.shared.canonical import parse_json
+from promptfed.shared.service.reasons import why
 from promptfed.shared.signatures import export_statement, is_signed
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import TensorError, Tensors
@@ -109,7 +110,8 @@ def _pieces(folder: Path, name: str, most: int) -> Iterator[bytes]:
                     raise CommandError(f"{folder}: {name} is {known}longer than {most} bytes", Exit.BAD_INPUT)
                 yield piece
     except OSError as error:
-        raise CommandError(f"{folder} is not a promptfed export ({name}: {error.strerror})", Exit.BAD_INPUT) from None
+        text = f"{folder} is not a promptfed export ({name}: {why(error)})"
+        raise CommandError(f"{text}: give a folder that `promptfed export` has written", Exit.BAD_INPUT) from None
 
 
 def _expect_signature(folder: Path, body: bytes, key: str) -> None:
@@ -133,12 +135,12 @@ def _why_unsigned(folder: Path, body: bytes) -> str:
 def _card(folder: Path, body: bytes) -> Card:
     try:
         raw = parse_json(body)
-    except ValueError as error:
-        text = f"{folder} is not a promptfed export ({JSON_FILE} cannot be read: {error})"
+    except ValueError:
+        text = f"{folder} is not a promptfed export ({JSON_FILE} is not JSON): export it again"
         raise CommandError(text, Exit.BAD_INPUT) from None
     given = raw.get("format") if isinstance(raw, dict) else None
     if given is not None and given != FORMAT:
-        text = f"{folder} is an export of format {str(given)[:100]}, this promptfed reads {FORMAT}"
+        text = f"{folder} is an export of format {str(given)[:100]}, this promptfed reads {FORMAT}: export it again"
         raise CommandError(text, Exit.BAD_INPUT)
     try:
         return Card.model_validate(raw, extra="ignore")
@@ -190,4 +192,4 @@ def _names(folder: Path) -> Iterator[str]:
             else:
                 yield entry.name
     except OSError as error:
-        raise CommandError(f"{folder} cannot be read: {error.strerror}", Exit.BAD_INPUT) from None
+        raise CommandError(f"{folder} cannot be read: {why(error)}", Exit.BAD_INPUT) from None

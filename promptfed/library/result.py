@@ -22,6 +22,7 @@ from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.sdk.text import percent
 from promptfed.shared.clip import Backbone
 from promptfed.shared.messages import Role
+from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.tensors import Tensors
 
@@ -254,7 +255,7 @@ def _bytes(image: Image | Path | str | bytes) -> bytes:
         try:
             return Path(image).read_bytes()
         except OSError as error:
-            raise CommandError(f"cannot read {image}: {error.strerror}", Exit.BAD_INPUT) from None
+            raise CommandError(f"cannot read {image}: {why(error)}", Exit.BAD_INPUT) from None
     file = io.BytesIO()
     image.convert("RGB").save(file, "PNG")
     return file.getvalue()

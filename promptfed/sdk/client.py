@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from promptfed.sdk.errors import CommandError, Exit, offences
 from promptfed.shared.service.addresses import GONE_SECONDS, QUIET_SECONDS, TOLD, AddressBook
-from promptfed.shared.service.net import MOST_MOVES, addresses_of, is_loopback, moved_to
+from promptfed.shared.service.net import MOST_MOVES, address_parts, addresses_of, is_loopback, moved_to
+from promptfed.shared.service.reasons import offence, why
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 URL_VARIABLE = "PROMPTFED_COORDINATOR"
@@ -81,7 +81,7 @@ def parse(model: type[View], raw: object) -> View:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        text = f"this promptfed does not understand the coordinator's answer ({where}: {first['msg']})"
+        text = f"this promptfed does not understand the coordinator's answer ({where}: {offence(first)})"
         raise CommandError(f"{text}: use the coordinator's version", Exit.FAILED) from None
 
 
@@ -144,7 +144,7 @@ class Coordinator:
         try:
             return _answer(request, self._response(request))
         except httpx.TransportError as error:
-            text = f"cannot reach the coordinator at {self.url} ({error}): is it running? See --coordinator"
+            text = f"cannot reach the coordinator at {self.url} ({why(error)}): is it running? See --coordinator"
             raise CommandError(text, Exit.UNREACHABLE) from None
 
     def _response(self, request: Request[View]) -> httpx.Response:
@@ -276,8 +276,11 @@ def _refusal(response: httpx.Response, problem: Mapping[str, Any]) -> tuple[str,
 
 def _authorities(url: str) -> ssl.SSLContext | bool:
     """The trusted certificate authorities."""
-    for address in addresses_of(url):
-        parts = urlsplit(address)
+    for address in addresses_of(url) or [url]:
+        try:
+            parts = address_parts(address)
+        except ValueError as error:
+            raise CommandError(f"--coordinator: {error}", Exit.BAD_INPUT) from None
         if parts.scheme == "http" and not is_loopback(parts.hostname or "") and not os.environ.get(PLAIN_VARIABLE):
             text = (
                 f"{address} would carry the operator token unencrypted: use https://, or promptfed --allow-plain-http"
@@ -289,7 +292,9 @@ def _authorities(url: str) -> ssl.SSLContext | bool:
     try:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as error:
-        raise CommandError(f"--ca-file {ca_file} cannot be used: {error}", Exit.BAD_INPUT) from None
+        raise CommandError(
+            f"--ca-file {ca_file} cannot be used: {why(error)}; give the PEM file of its authority", Exit.BAD_INPUT
+        ) from None
 
 
 def open_coordinator(url: str | None, token_file: Path | None) -> Coordinator:
@@ -302,8 +307,8 @@ def open_coordinator(url: str | None, token_file: Path | None) -> Coordinator:
     if token_file is not None:
         try:
             token = token_file.read_text().strip()
-        except OSError as error:
-            raise CommandError(f"cannot read the token file {token_file}: {error.strerror}", Exit.BAD_INPUT) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CommandError(f"cannot read the token file {token_file}: {why(error)}", Exit.BAD_INPUT) from None
     else:
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
     if not token:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.service.reasons import why
 
 
 def read_spec(path: Path) -> dict[str, Any]:
@@ -23,9 +24,9 @@ def read_spec(path: Path) -> dict[str, Any]:
     try:
         raw = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}", Exit.BAD_INPUT) from None
+        raise CommandError(f"cannot read {path}: {why(error)}", Exit.BAD_INPUT) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CommandError(f"{path} is not YAML: {' '.join(str(error).split())}", Exit.BAD_INPUT) from None
+        raise CommandError(f"{path} is not YAML: {why(error)}", Exit.BAD_INPUT) from None
     if not isinstance(raw, dict):
         raise CommandError(f"{path} must hold a mapping, such as `name: eyes`", Exit.BAD_INPUT)
     return raw
@@ -37,7 +38,7 @@ def write_private(path: Path, text: str) -> None:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(text + "\n")
     except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None
+        raise CommandError(f"cannot write {path}: {why(error)}", Exit.BAD_INPUT) from None
 
 
 def write_file(path: Path, body: bytes) -> None:
@@ -45,7 +46,7 @@ def write_file(path: Path, body: bytes) -> None:
     try:
         path.write_bytes(body)
     except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None
+        raise CommandError(f"cannot write {path}: {why(error)}", Exit.BAD_INPUT) from None
 
 
 @contextmanager
@@ -67,5 +68,5 @@ def new_folder(path: Path | None, option: str = "") -> Iterator[Path]:
             where = f"{option} " if option else ""
             raise CommandError(f"{path} is not empty: give {where}a new folder", Exit.BAD_INPUT)
     except OSError as error:
-        raise CommandError(f"cannot use {path}: {error.strerror}", Exit.BAD_INPUT) from None
+        raise CommandError(f"cannot use {path}: {why(error)}", Exit.BAD_INPUT) from None
     yield path

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from promptfed.shared.plain_text import plain
 
-console = Console()
-messages = Console(stderr=True)
+console = Console(emoji=False)  # or `:x:` in a name is drawn as a picture
+messages = Console(stderr=True, emoji=False)
 
 
 def print_json(value: Any) -> None:

@@ -22,6 +22,7 @@ from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.api.report_schemas import RoundReport
 from promptfed.shared.messages import ENDED
+from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import FederationSpec
 
 FEDERATION_TAG, ROUND_TAG = "promptfed.federation", "promptfed.round"
@@ -73,7 +74,7 @@ class TensorBoard(Tracker):
         try:
             self._writer = self._make(str(self._folder / f"{federation.name}-{federation.id}"), purge_step=0)
         except OSError as error:
-            raise CommandError(f"cannot write into {self._folder}: {error.strerror}", Exit.BAD_INPUT) from None
+            raise CommandError(f"cannot write into {self._folder}: {why(error)}", Exit.BAD_INPUT) from None
         rows = "\n".join(f"| {key} | {value} |" for key, value in settings_of(federation.spec).items())
         self._writer.add_text("settings", f"| key | value |\n| --- | --- |\n{rows}", 0)
         return -1

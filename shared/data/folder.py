@@ -145,7 +145,7 @@ def open_csv(body: str, options: Options) -> Source:
         wanted = [*(["domain"] if domain is not None else []), *([group] if group is not None else [])]
         for needed in ("path", "label", *wanted):
             if needed not in columns:
-                raise DataError(f"{table} has no column {needed}.")
+                raise DataError(f"{table} has no column {needed}; its first line names the columns, as in path,label.")
         rows = [(number, row) for number, row in enumerate(reader, 2) if _wanted(row, domain)]
     wrong = [problem for number, row in rows for problem in _row_problems(table, number, row, group)]
     if wrong:
@@ -333,7 +333,7 @@ def _existing(body: str, options: Options, folder: bool = True) -> Path:
     if not folder and path.exists() and not path.is_file():
         raise DataError(f"{options.uri}: {path} is not a readable file.")
     if not (path.is_dir() if folder else path.is_file()):
-        raise DataError(f"{options.uri}: there is no {kind} {path}.")
+        raise DataError(f"{options.uri}: there is no {kind} {path}; check the path.")
     return path
 
 

@@ -11,6 +11,7 @@ from PIL import Image, UnidentifiedImageError
 
 from promptfed.shared.data.source import DataError
 from promptfed.shared.files import NotAFile, open_file
+from promptfed.shared.service.reasons import why
 
 # Accepted formats, also of a client's service. Unneeded decoders only add attack surface.
 IMAGE_FORMATS = ("PNG", "JPEG", "JPEG2000", "WEBP", "BMP", "TIFF", "GIF", "PPM")
@@ -52,13 +53,13 @@ def read_image(path: Path) -> Image.Image:
         advice = _conversion(path)
         if advice is not None:
             raise DataError(f"{path} cannot be read as an image: {advice}.") from error
-        raise DataError(f"{path} cannot be read as an image; repair or remove it ({error}).") from error
+        raise DataError(f"{path} cannot be read as an image; repair or remove it (no known format).") from error
     except Image.DecompressionBombError as error:
         made = f"{path.stem}-small{path.suffix}"
         advice = f"make it smaller, as in: magick {path.name} -resize 2048x2048 {made}"
         raise DataError(f"{path} cannot be read as an image: it has too many pixels; {advice} ({error}).") from error
     except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as an image; repair or remove it ({error}).") from error
+        raise DataError(f"{path} cannot be read as an image; repair or remove it ({why(error)}).") from error
 
 
 def expect_numbers(image: Image.Image) -> None:

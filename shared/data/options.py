@@ -95,7 +95,7 @@ class Options:
         try:
             value = int(text)
         except ValueError:
-            raise DataError(f"{self.uri}: {name}={text} is not a whole number.") from None
+            raise DataError(f"{self.uri}: {name}={text} is not a whole number; write one, as in {name}=8.") from None
         if value < least:
             raise DataError(f"{self.uri}: {name}={value} is less than {least}.")
         return value

@@ -51,8 +51,8 @@ def method_class(name: str) -> type[Method]:
         detail = str(error)
     except KeyError:
         near = get_close_matches(name, METHODS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        refusal, detail = UnknownMethod, f"there is no method {name!r}{hint} Known: {', '.join(sorted(METHODS))}"
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        refusal, detail = UnknownMethod, f"there is no method {name!r}; {hint}`promptfed methods` lists them"
     raise refusal([{"path": "method.name", "detail": detail}])
 
 

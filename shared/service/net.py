@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import SplitResult, urljoin, urlsplit
 
 MOST_MOVES = 5  # that one request follows: coordinators may be handing federations to each other just then
 
@@ -37,6 +37,18 @@ def url_of(listening: socket.socket, host: str, scheme: str = "http") -> str:
     """The address of what listens on ``host``."""
     shown = f"[{host}]" if ":" in host else host
     return f"{scheme}://{shown}:{listening.getsockname()[1]}"
+
+
+def address_parts(address: str) -> SplitResult:
+    """The parts of a service's address. Raises ValueError if it is none."""
+    try:
+        parts = urlsplit(address)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0
+    except ValueError:  # a port beyond 65535, a bracket that is not closed
+        is_address = False
+    if not is_address or not address.isprintable() or " " in address:
+        raise ValueError(f"{address!r} is not an address: write http://host:port or https://host")
+    return parts
 
 
 def addresses_of(text: str) -> list[str]:

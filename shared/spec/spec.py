@@ -20,13 +20,13 @@ from pydantic import (
 )
 
 from promptfed.shared.privacy.settings import Evaluations, PrivacySpec
+from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
+from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.class_descriptions import ClassDescriptions, check_descriptions
 from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec, SecureAggregationSpec
 from promptfed.shared.spec.spec_hints import meant
 from promptfed.shared.spec.spec_section import Section, ceil_fraction, left_out
-
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 VIEWS = 8
 
@@ -76,7 +76,7 @@ class SpecError(ValueError):
         for item in error.errors(include_url=False, include_context=False):
             parts = [prefix, *(str(part) for part in item["loc"])]
             path = ".".join(part for part in parts if part)
-            detail = item["msg"].removeprefix("Value error, ")
+            detail = offence(item)
             if item["type"] == "extra_forbidden":
                 near = meant(model, [str(part) for part in item["loc"]], FederationSpec) if model is not None else None
                 detail = f"unknown key; did you mean {near!r}?" if near is not None else "unknown key"

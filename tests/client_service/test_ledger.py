@@ -123,7 +123,7 @@ def test_a_full_disk_ends_the_client_and_leaves_what_was_there(tmp_path: Path, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "_write", full)
-    with pytest.raises(ClientError, match="No space left on device") as end:
+    with pytest.raises(ClientError, match="the disk is full") as end:
         spend(ledger, 2)
     assert end.value.exit is Exit.LEDGER
     assert path.read_bytes() == before

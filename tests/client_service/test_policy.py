@@ -110,7 +110,7 @@ def test_the_other_rules() -> None:
     [
         ("version: 2", "version"),
         ("- a list", "the file"),
-        ("version: [", "is no YAML"),
+        ("version: [", "is not YAML"),
         ({"limit": {}}, "limit: this version does not know it"),
         ({"payload": {"signed": 2}}, "payload.signed: this version does not know it, and could not keep it"),
         ({"privacy": {"unit": "person"}}, "privacy.unit"),

@@ -157,7 +157,7 @@ def test_an_api_token_that_cannot_be_read(command: Callable[..., int], capsys: p
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "--coordinator: Field required; --federation: Field required"),
+        ([], "--coordinator: is missing; --federation: is missing"),
         (
             ["--coordinator=http://10.1.2.3", "--federation=f", "--name=n", "--data=d", "--state-dir=s"],
             "--allow-plain-http",

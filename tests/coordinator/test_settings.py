@@ -61,7 +61,7 @@ def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
         (["--tls-cert", "x"], "both a certificate and its key"),
         (["--enrolment-token-file", "x"], "needs --bootstrap"),
         (["--bootstrap", "/nowhere/spec.yaml", "--data-dir", "{folder}", "--port", "0"], "cannot read"),
-        (["--data-dir", "/dev/null/x", "--port", "0"], "Not a directory"),
+        (["--data-dir", "/dev/null/x", "--port", "0"], "a part of the path is no folder"),
     ],
 )
 def test_what_cannot_start_is_said_in_one_line(

@@ -22,7 +22,7 @@ from tests.support.both_ways import Switch, seen
 from tests.support.coordinators import InThread, in_thread
 
 FEDERATION = "/v1/federations/{federation}"
-ROLES = ("viewer", "operator", "admin")  # each may what the one before may
+ROLES = ("viewer", "operator", "admin")  # each role includes the rights of the previous one
 #: What every route in its place gets to read, so that it is the token alone for which it is refused.
 BODIES: dict[str, Any] = {
     "POST /v1/federations": spec(name="another"),

@@ -119,7 +119,7 @@ def test_what_is_not_there_cannot_be_steered(coordinator: InThread, visited: Vis
     page = visited.page
     visited.open("/#/federations/absent")
     visited.sign_in()
-    expect(page.get_by_role("alert")).to_have_text("there is no federation 'absent'")
+    expect(page.get_by_role("alert")).to_have_text("there is no federation 'absent' here: check its name")
     expect(page.get_by_role("group", name="Steer this federation").get_by_role("button")).to_have_count(0)
 
 

@@ -15,6 +15,7 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json, say, table
 from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import plain
+from promptfed.shared.service.reasons import why
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -156,4 +157,4 @@ def _save(sheet: Image, out: Path) -> None:
     try:
         sheet.quantize(128).save(out, "PNG", optimize=True)
     except OSError as error:
-        raise CommandError(f"{out} cannot be written: {error.strerror or error}", Exit.BAD_INPUT) from None
+        raise CommandError(f"{out} cannot be written: {why(error)}", Exit.BAD_INPUT) from None

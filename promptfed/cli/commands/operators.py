@@ -16,6 +16,7 @@ from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json, say, table, tell
 from promptfed.shared.api.access_schemas import AuditEntry, BrokenChain, check_chain
+from promptfed.shared.service.reasons import why
 
 operators = app.group("operator", "Name those who may operate a coordinator, each with a role.", "Operate federations")
 audit_log = app.group("audit-log", "Read and verify the log of what was done at a coordinator.", "Operate federations")
@@ -52,7 +53,7 @@ def remove(
 ) -> None:
     """Revoke all tokens of an operator, or one of them."""
     api.send(operations.revoke_operator(operator))
-    say(f"{operator} can operate this coordinator no more.")
+    say(f"The tokens of {operator} are revoked.")
 
 
 @audit_log.add()
@@ -101,6 +102,7 @@ def _read(file: Path) -> list[AuditEntry]:
     try:
         return [AuditEntry.model_validate_json(line) for line in file.read_text().splitlines() if line]
     except OSError as error:
-        raise CommandError(f"cannot read {file}: {error.strerror}", Exit.BAD_INPUT) from None
-    except ValueError as error:
-        raise CommandError(f"{file} is no audit log: {str(error).splitlines()[0]}", Exit.BAD_INPUT) from None
+        raise CommandError(f"cannot read {file}: {why(error)}", Exit.BAD_INPUT) from None
+    except ValueError:
+        text = f"{file} is not an audit log: give what `promptfed audit-log show --json` has printed"
+        raise CommandError(text, Exit.BAD_INPUT) from None

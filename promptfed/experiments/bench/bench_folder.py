@@ -17,6 +17,7 @@ from promptfed.experiments.bench.tables import TableRow
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.pace import duration
 from promptfed.shared.files import write_whole
+from promptfed.shared.service.reasons import why
 
 BENCH_FILE, RESULTS_FILE = "bench.json", "results.json"
 GROWS = ("targets",)  # fields of a setting that may grow later, as methods and seeds may
@@ -48,7 +49,7 @@ def claim(out: Path, bench: Bench) -> None:
         (out / "runs").mkdir(parents=True, exist_ok=True)
         write_whole(out / BENCH_FILE, (text + "\n").encode(), synced=False)
     except OSError as error:
-        raise CommandError(f"cannot write {out / BENCH_FILE}: {error.strerror}", Exit.BAD_INPUT) from None
+        raise CommandError(f"cannot write {out / BENCH_FILE}: {why(error)}", Exit.BAD_INPUT) from None
 
 
 def _identity_in(out: Path) -> JsonObject | None:

@@ -14,6 +14,7 @@ from promptfed.experiments.bench.runner import Bench
 from promptfed.experiments.bench.tables import BELOW, Headroom, TableRow, caption, rooms_table, table_of
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.service.reasons import why
 
 
 class Origin(BaseModel):
@@ -100,7 +101,7 @@ def kept_panels(path: Path) -> dict[str, PresetRecord]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        text = error.strerror if isinstance(error, OSError) else "it is none of `promptfed bench embedded`"
+        text = why(error) if isinstance(error, OSError) else "it is none of `promptfed bench embedded`"
         raise CommandError(f"{path} cannot be read: {text}; move it away", Exit.BAD_INPUT) from None
 
 

@@ -98,7 +98,7 @@ def parse_entries(text: str) -> list[BenchEntry]:
         raise CommandError("no method is given: write --methods promptfl,fedpgp", Exit.BAD_INPUT)
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
-        raise CommandError(f"{twice[0]} is given twice", Exit.BAD_INPUT)
+        raise CommandError(f"{twice[0]} is given twice: leave one out", Exit.BAD_INPUT)
     return entries
 
 

@@ -11,6 +11,7 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.files import write_whole
 from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import SpecError
 
 JsonObject = dict[str, JsonValue]
@@ -69,4 +70,4 @@ def write_json(path: Path, value: BaseModel) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, (text + "\n").encode(), synced=False)
     except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None
+        raise CommandError(f"cannot write {path}: {why(error)}", Exit.BAD_INPUT) from None

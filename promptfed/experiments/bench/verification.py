@@ -16,6 +16,7 @@ from promptfed.experiments.bench.runner import Job, Runner
 from promptfed.experiments.protocols.protocols import Trial
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
 
 
@@ -45,7 +46,7 @@ def read_runs(path: Path) -> list[BenchRun]:
     try:
         runs = [BenchRun.model_validate(run) for run in json.loads(file.read_text())["runs"]]
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no results.json of `promptfed bench`"
+        reason = why(error) if isinstance(error, OSError) else "it is no results.json of `promptfed bench`"
         raise CommandError(f"{file} cannot be read: {reason}", Exit.BAD_INPUT) from None
     if not runs:
         raise CommandError(f"{file} holds no runs", Exit.BAD_INPUT)

@@ -20,6 +20,7 @@ from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.files import write_whole
+from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import FederationSpec
 
 FORMAT = 1
@@ -63,7 +64,7 @@ def run_folder(storage: Path | None, run: str) -> Iterator[RunFolder]:
         key = (path / KEY_FILE).read_text().strip()
         lock = (path / RUN_FILE).open("r+")
     except OSError as error:
-        raise CommandError(f"cannot use --storage {storage}: {error.strerror or error}", Exit.BAD_INPUT) from None
+        raise CommandError(f"cannot use --storage {storage}: {why(error)}", Exit.BAD_INPUT) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -40,6 +40,7 @@ from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
+from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
 URL = "http://127.0.0.1"  # of a coordinator without a socket
@@ -96,7 +97,7 @@ def simulate(
                 run = _run(setup, initial, progress or (lambda snapshot: None), swap_prompts, started)
                 result = _in_a_thread(run)
         except OSError as error:
-            raise CommandError(f"cannot work in {place}: {error.strerror or error}", Exit.FAILED) from None
+            raise CommandError(f"cannot work in {place}: {why(error)}", Exit.FAILED) from None
         kept = tuple(outcomes for _, outcomes in sorted(latest.items()))
         return replace(result, outcomes=kept + result.outcomes)
 

@@ -237,7 +237,7 @@ def test_a_database_that_comes_in_time_is_taken(postgres: PostgresServer, tmp_pa
         (["--database-url", "mysql://u:hidden@h/n"], "must be postgresql+psycopg://"),
         (["--database-url", "postgresql+psycopg://u:hidden@h:port/n"], "cannot be read"),
         (["--database-url", "postgresql://u:hidden@h/n", "--database-url-file", "x"], "give one of them"),
-        (["--database-url-file", "/nowhere/url"], "/nowhere/url cannot be read: No such file"),
+        (["--database-url-file", "/nowhere/url"], "/nowhere/url cannot be read: there is no such file"),
         (["--database-url-file", "/dev/null"], "/dev/null is empty"),
         (["--database-wait-seconds", "-1"], "--database-wait-seconds"),
     ],

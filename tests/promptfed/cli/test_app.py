@@ -71,7 +71,7 @@ def test_services_look_like_other_commands(service: str) -> None:
 def test_a_client_says_in_one_line_what_is_missing() -> None:
     done = CliRunner().invoke(app, ["client", "--coordinator", "http://127.0.0.1:1"])
     assert done.exit_code == Exit.USAGE
-    assert done.stderr.startswith("promptfed: --federation: Field required")
+    assert done.stderr.startswith("promptfed: --federation: is missing")
     assert len(done.stderr.strip().splitlines()) == 1
 
 

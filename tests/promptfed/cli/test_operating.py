@@ -145,7 +145,7 @@ def test_what_cannot_be_undone_asks_and_is_refused_where_nobody_is_there(
     whom = ["a"] if verb in ("withdraw", "delete-updates") else []
     alone = command(verb, name, *whom)
     assert alone.exit_code == Exit.BAD_INPUT
-    assert "give --yes if it is meant" in alone.stderr
+    assert "give --yes to confirm" in alone.stderr
     assert len(alone.stderr.strip().splitlines()) == 1
     monkeypatch.setattr(common, "at_terminal", lambda: True)
     no = command(verb, name, *whom, input="n\n")

@@ -116,7 +116,7 @@ def test_a_run_comes_out_again_or_is_said_not_to(out: Path, tmp_path: Path) -> N
     [
         (["verify", "{out}", "--cell", "plan"], "there is no such run; there are: coop, seed 1, trial all"),
         (["verify", "{out}", "--cell", "coop,x"], "write ROW[,SEED[,TRIAL]]"),
-        (["verify", "{out}/nowhere"], "cannot be read: No such file"),
+        (["verify", "{out}/nowhere"], "cannot be read: there is no such file"),
         (["verify"], "takes one folder of results"),
         (["personalisation", "{out}", "--data", DATA, "--out", "{out}/new"], "bench personalisation takes no"),
         (["personalisation", "--data", DATA], "needs a folder for its results: give --out"),

@@ -266,8 +266,8 @@ def test_a_damaged_result_is_told_in_one_line(finished: tuple[Path, dict[str, An
     with pytest.raises(CommandError) as refused:
         read_run(path)
     told = str(refused.value)
-    assert told.startswith(f"{path} cannot be read: remove it to run it again (rounds: Input should be a valid integer")
-    assert "; costs: Input should be a valid dictionary" in told
+    assert told.startswith(f"{path} cannot be read: remove it to run it again (rounds: must be a valid integer")
+    assert "; costs: must be a mapping" in told
     assert "\n" not in told
     assert "https://" not in told
 

@@ -328,7 +328,7 @@ def test_what_cannot_be_predicted_with_is_said_in_one_line(command: Command, tmp
     image.write_bytes(png())
     for arguments, code, why in (
         ([str(text), "--federation", "promptfl"], Exit.BAD_INPUT, "text.png cannot be read as an image"),
-        ([str(tmp_path / "none.png"), "--federation", "promptfl"], Exit.BAD_INPUT, "No such file"),
+        ([str(tmp_path / "none.png"), "--federation", "promptfl"], Exit.BAD_INPUT, "there is no such file"),
         ([str(image)], Exit.USAGE, "--export FOLDER or --federation NAME"),
         ([str(image), "--federation", "nothing"], Exit.REFUSED, "nothing"),
         ([str(image), "--federation", "promptfl", "--round", "7"], Exit.REFUSED, "round 7"),

@@ -87,7 +87,7 @@ def test_predictions_and_weights_agree(result: promptfed.Result, backbone: Backb
     assert set(result.predict(image, ["sun", "anchor"]).probabilities) == {"sun", "anchor"}
     with pytest.raises(promptfed.CommandError, match="cannot be read as an image"):
         result.predict(b"no image")
-    with pytest.raises(promptfed.CommandError, match=r"cannot read absent\.png: No such file"):
+    with pytest.raises(promptfed.CommandError, match=r"cannot read absent\.png: there is no such file"):
         result.predict("absent.png")
 
 

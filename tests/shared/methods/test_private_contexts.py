@@ -361,7 +361,7 @@ def test_whose_length_counts(make_context: Make) -> None:
     assert tried.local_length(replace(context, client="other")) == M
     take_own_options(tried, {"m_local": "9"})
     assert tried.local_length(context) == 9
-    for given, said in (({"m_local": "65"}, "m_local: Input should be less"), ({"n": "1"}, "it has m_local")):
+    for given, said in (({"m_local": "65"}, "m_local: must be less"), ({"n": "1"}, "it has m_local")):
         with pytest.raises(MethodError, match=said):
             take_own_options(tried, given)
     with pytest.raises(MethodError, match="promptfolio has no option 'm_local' of a client's own: it has none"):

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientInfo, Method, MethodError, ServerContext
 from promptfed.shared.methods.core.interface.classifiers import Classifier
+from promptfed.shared.service.reasons import offence
 from promptfed.shared.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -115,4 +116,4 @@ def take_own_options(method: Method, given: Mapping[str, Any]) -> None:
         if first["type"] == "extra_forbidden":
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise MethodError(f"{method.name} has no option {name!r} of a client's own: {has}") from None
-        raise MethodError(f"the client's own option {name}: {first['msg']}") from None
+        raise MethodError(f"the client's own option {name}: {offence(first)}") from None

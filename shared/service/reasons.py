@@ -1,0 +1,92 @@
+"""Errors of libraries and of the operating system in words for users: what is wrong, and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import ssl
+from collections.abc import Mapping
+from typing import Any
+
+REASONS = {
+    errno.ENOENT: "there is no such file or folder; check the path",
+    errno.ENOTDIR: "a part of the path is no folder; check the path",
+    errno.EISDIR: "it is a folder; name a file",
+    errno.EEXIST: "there is a file of this name; give another",
+    errno.EACCES: "permission denied; change its permissions, or run as its owner",
+    errno.EPERM: "permission denied; change its permissions, or run as its owner",
+    errno.EROFS: "its file system cannot be written; give another place",
+    errno.ENOSPC: "the disk is full; free some space, or give another place",
+    errno.EDQUOT: "the disk quota is used up; free some space, or give another place",
+    errno.ELOOP: "symbolic links form a circle; check the path",
+    errno.ENAMETOOLONG: "the name is too long; give a shorter one",
+    errno.EADDRINUSE: "the address is in use; give another port",
+    errno.EADDRNOTAVAIL: "this machine has no such address; give another",
+    errno.ECONNREFUSED: "nothing listens there; check the address",
+    errno.ECONNRESET: "the connection was cut",
+    errno.EPIPE: "the connection was cut",
+    errno.EHOSTUNREACH: "no route leads there",
+    errno.ENETUNREACH: "no route leads there",
+    errno.ETIMEDOUT: "no answer in time",
+}
+NOT_TEXT = "it is not text in UTF-8; check which file it is"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+_PREFIX, _SUFFIX = re.compile(r"^\[[^\]]*\] "), re.compile(r" \(_ssl\.c:\d+\)$")
+
+
+def why(error: BaseException) -> str:
+    """The reason of an error as the end of a sentence: of one of the system, also wrapped, of YAML, or the text."""
+    cause: BaseException | None = error
+    while cause is not None:
+        told = _known(cause)
+        if told is not None:
+            return told
+        cause = _behind(cause)
+    text = _SUFFIX.sub("", _PREFIX.sub("", " ".join(str(error).split())))
+    return text or "no answer in time" if "Timeout" in type(error).__name__ else text or "the connection was cut"
+
+
+def _behind(error: BaseException) -> BaseException | None:
+    """What led to ``error``: the first of a group's (of all addresses of a host), or its cause."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.exceptions[0]
+    wrapped = next((argument for argument in error.args if isinstance(argument, BaseException)), None)
+    return error.__cause__ or wrapped or (None if error.__suppress_context__ else error.__context__)
+
+
+def _known(error: BaseException) -> str | None:
+    if isinstance(error, UnicodeDecodeError):
+        return NOT_TEXT
+    mark = getattr(error, "problem_mark", None)  # of YAML, which is not imported for this
+    if mark is not None:
+        return f"mend line {mark.line + 1}: {getattr(error, 'problem', None) or 'it cannot be read'}"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return str(error.verify_message)
+    if isinstance(error, ssl.SSLError):
+        no_pem = "it holds no PEM certificate and key; give one that does"
+        return error.reason.replace("_", " ").lower() if error.reason else no_pem
+    if isinstance(error, socket.gaierror):
+        return "no host has this name"
+    if isinstance(error, OSError) and error.errno is not None:
+        usual = os.strerror(error.errno)
+        if error.errno == errno.ENOSPC and error.strerror not in (None, usual):
+            return error.strerror  # our own, with the bytes that are missing
+        return REASONS.get(error.errno, usual.lower())
+    return None
+
+
+def offence(item: Mapping[str, Any]) -> str:
+    """One of pydantic's errors (``ValidationError.errors()``) in words."""
+    kind, text = item["type"], str(item["msg"]).removeprefix("Value error, ")
+    if kind == "missing":
+        return "is missing"
+    if kind == "string_pattern_mismatch" and NAME_PATTERN in text:
+        return "use letters, digits and . _ - without spaces, at most 64, and begin with a letter or digit"
+    if kind in ("model_type", "dict_type", "model_attributes_type", "dataclass_type"):
+        return "must be a mapping, such as {key: value}"
+    for begin, put in (("Input should be a valid ", "must be a valid "), ("Input should be ", "must be ")):
+        if text.startswith(begin):
+            return put + text.removeprefix(begin).partition(", unable to")[0]
+    return text
