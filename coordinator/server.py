@@ -37,7 +37,7 @@ from promptfed.shared.files import write_whole
 from promptfed.shared.messages import ENDED
 from promptfed.shared.service.net import bind, url_of
 from promptfed.shared.service.open_files import HOW_TO_RAISE, most_connections, raise_open_files
-from promptfed.shared.service.reasons import why
+from promptfed.shared.service.reasons import named, why
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -111,12 +111,9 @@ def serve(settings: Settings) -> int:
             _check(settings)
             listening = _bind(settings)
             store = open_store(settings)
-    except (CannotOpen, BootstrapFailed) as error:
-        print(f"coordinator: {error}", file=sys.stderr)
-        return CANNOT_START
-    except OSError as error:
-        place = f"{error.filename} cannot be used: " if error.filename else ""
-        print(f"coordinator: {place}{why(error)}", file=sys.stderr)
+    except (CannotOpen, BootstrapFailed, OSError) as error:
+        told = named(error) if isinstance(error, OSError) else error
+        print(f"coordinator: {told}", file=sys.stderr)
         return CANNOT_START
     except DatabaseAway as error:
         print(f"coordinator: {error}; given up after {settings.database_wait_seconds:g} s", file=sys.stderr)

@@ -48,6 +48,11 @@ def why(error: BaseException) -> str:
     return text or "no answer in time" if "Timeout" in type(error).__name__ else text or "the connection was cut"
 
 
+def named(error: OSError) -> str:
+    """The reason, after the file's name if the error has one."""
+    return f"{error.filename} cannot be used: {why(error)}" if error.filename else why(error)
+
+
 def _behind(error: BaseException) -> BaseException | None:
     """What led to ``error``: the first of a group's (of all addresses of a host), or its cause."""
     if isinstance(error, BaseExceptionGroup):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,10 +34,21 @@ AHEAD = 2  # clients that fetch or send while those of the pool compute
 class RunningWorkers:
     """The workers, running."""
 
-    tasks: dict[asyncio.Task[Any], str]
-    everybody_enrolled: asyncio.Event
-    workers: list[Worker]
-    unevaluated: list[str]  # evaluations that failed: means over the other clients would mislead
+    awaited: int  # clients that have not enrolled yet
+    tasks: dict[asyncio.Task[Any], str] = field(default_factory=dict)
+    everybody_enrolled: asyncio.Event = field(default_factory=asyncio.Event)
+    workers: list[Worker] = field(default_factory=list)
+    unevaluated: list[str] = field(default_factory=list)  # failed evaluations: means over the others would mislead
+
+    def hear(self, name: str, event: str, facts: Mapping[str, Any]) -> None:
+        """Take note of an event of the client ``name``."""
+        if event == "failed" and facts["phase"] == EVALUATION:
+            text = f"client {name} could not evaluate round {facts['round']}: {facts['type']}: {facts['detail']}"
+            self.unevaluated.append(text)
+        elif event == "enrolled":
+            self.awaited -= 1
+            if not self.awaited:
+                self.everybody_enrolled.set()
 
     def works(self) -> dict[str, TaskWork]:
         """The works of the enrolled clients, by the client's name."""
@@ -83,21 +94,10 @@ async def run_workers(
     """Run all clients; they end with the block."""
     executor = ThreadPoolExecutor(setup.pool, "clients", initializer=torch.set_num_threads, initargs=(setup.threads,))
     turns = asyncio.Semaphore(setup.pool + AHEAD)
-    everybody_enrolled, awaited, unevaluated = asyncio.Event(), len(setup.clients), list[str]()
-
-    def hook(name: str, event: str, facts: Mapping[str, Any]) -> None:
-        nonlocal awaited
-        if event == "failed" and facts["phase"] == EVALUATION:
-            text = f"client {name} could not evaluate round {facts['round']}: {facts['type']}: {facts['detail']}"
-            unevaluated.append(text)
-        if event == "enrolled":
-            awaited -= 1
-            if not awaited:
-                everybody_enrolled.set()
-
+    running = RunningWorkers(len(setup.clients))
     work = TaskWork if setup.processes is None else partial(RemoteWork, processes=setup.processes)
     noise = SeededNoise(derive_seed(setup.spec.seed, "noise"))
-    workers = [
+    running.workers += (
         Worker(
             _settings(setup, client.site, str(http.base_url), federation),
             Parts(
@@ -116,17 +116,17 @@ async def run_workers(
             turns=turns,
             ephemeral=True,
             synced=setup.synced,
-            hook=partial(hook, client.site.name),
+            hook=partial(running.hear, client.site.name),
         )
         for client in setup.clients
-    ]
-    tasks = {asyncio.create_task(worker.run()): worker.settings.name for worker in workers}
+    )
+    running.tasks |= {asyncio.create_task(worker.run()): worker.settings.name for worker in running.workers}
     try:
-        yield RunningWorkers(tasks, everybody_enrolled, workers, unevaluated)
+        yield running
     finally:
-        for worker in workers:
+        for worker in running.workers:
             worker.stop()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*running.tasks, return_exceptions=True)
         executor.shutdown(wait=False, cancel_futures=True)
 
 
