@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation.tensor_worker import CannotCompute
 from promptfed.coordinator.api import (
+    api_docs,
     clients,
     events,
     health,
@@ -119,13 +120,14 @@ def create_app(settings: Settings) -> Application:
         version="1",
         summary="Federated prompt learning: rounds, tasks and updates as resources",
         lifespan=lifespan,
-        docs_url=None,  # its page would load scripts from elsewhere
+        docs_url=None,  # FastAPI's page would load scripts from elsewhere: `api_docs` has our own
         redoc_url=None,
         separate_input_output_schemas=False,
     )
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
     for module in ROUTERS:
         app.include_router(module.router)
+    api_docs.add_to(app)
     for kind in ANSWERED_AS_PROBLEMS:
         app.add_exception_handler(kind, _answer)
     return app
