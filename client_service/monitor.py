@@ -51,6 +51,7 @@ class Monitor:
         self.registry = CollectorRegistry()
         self._hook = hook
         self._events = Counter("promptfed_client_events", "What happened", ["event"], registry=self.registry)
+        self._events.labels("failed")  # there from the start: Prometheus sees no increase in a first value
         self._seconds = Counter("promptfed_client_training_seconds", "Seconds of training", registry=self.registry)
         self._accuracy = Gauge("promptfed_client_accuracy", "Last accuracy, 0-1", ["prompts"], registry=self.registry)
         self._round = Gauge("promptfed_client_round", "Round of the last task", registry=self.registry)

@@ -17,6 +17,12 @@ UNTELLING = (
 )
 """What may be told where it is secret who takes part: nothing that counts or times clients' requests."""
 
+ALERTING = (
+    *("internal-error", "storage-full", "store-away", "storage-damaged"),
+    *("unauthorized", "too-many-failures"),
+)
+"""Kinds of refusals that `deploy/monitoring/alerts.yaml` watches."""
+
 SECONDS = (0.01, 0.1, 0.5, 1, 5, 15, 60, 300, 1800, 7200)
 
 
@@ -50,6 +56,18 @@ class Metrics:
         )
         self.secure_seconds = self._histogram("secure_seconds", "From a secure sum's step to the next, by step", "step")
         self.receiving = self._histogram("update_seconds", "From the head of an update's request to its answer")
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Series that an alert watches are there from the start: Prometheus sees no increase in a first value."""
+        for state in ("paused", "failed"):
+            self.moves.labels(state)
+        for verdict in ("refused", "rejected"):
+            self.updates.labels(verdict)
+        for kind in ALERTING:
+            self.refusals.labels(kind)
+        for kind in sorted(FAILURES):
+            self.private.labels(kind)
 
     def observe(self, change: Change, before: Run) -> None:
         """Count what a committed change did to a run that stood at ``before``."""
