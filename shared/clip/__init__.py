@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from promptfed.shared.clip.caches.slots import ImageSplit
     from promptfed.shared.clip.errors import BackboneError
     from promptfed.shared.clip.loading import load_backbone
+    from promptfed.shared.clip.towers.starts import SharedStarts
     from promptfed.shared.clip.towers.tokens import ClassPrompts
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ClassPrompts",
     "FeatureCache",
     "ImageSplit",
+    "SharedStarts",
     "Supports",
     "load_backbone",
     "shape_of",
@@ -32,6 +34,7 @@ _MODULES = {
     "ClassPrompts": "towers.tokens",
     "FeatureCache": "caches.features",
     "ImageSplit": "caches.slots",
+    "SharedStarts": "towers.starts",
     "Supports": "backbone",
     "load_backbone": "loading",
     "shape_of": "backbone",

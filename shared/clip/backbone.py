@@ -15,6 +15,7 @@ from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
 from promptfed.shared.clip.lru import Recent, content_key
 from promptfed.shared.clip.towers import functional_text, functional_vision, patches, vision
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
+from promptfed.shared.clip.towers.starts import SharedStarts
 from promptfed.shared.clip.towers.text import TextTower
 from promptfed.shared.clip.towers.tokens import ClassPrompts, PromptTokenizer, make_class_prompts
 from promptfed.shared.spec.spec import BackboneShape
@@ -43,6 +44,8 @@ class Backbone:
 
     has_text = True
     """Whether there is a text tower at all: without one there is no zero-shot prediction."""
+
+    starts: SharedStarts | None = None  # of many clients that train with this backbone in one process
 
     def __init__(
         self, model: Any, *, model_name: str, pretrained: str | None, precision: str, config: Mapping[str, Any]

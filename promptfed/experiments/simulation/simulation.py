@@ -35,7 +35,7 @@ from promptfed.sdk.files import new_folder
 from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.report_schemas import RoundReport
-from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.clip import Backbone, FeatureCache, SharedStarts
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.privacy.noise import SeededNoise
@@ -92,7 +92,7 @@ def simulate(
             latest[outcomes.client, outcomes.split] = outcomes
 
         try:
-            with computing_processes(pool, wanted, clients, backbone, cache) as processes:
+            with _starts_shared(backbone), computing_processes(pool, wanted, clients, backbone, cache) as processes:
                 setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes)
                 run = _run(setup, initial, progress or (lambda snapshot: None), swap_prompts, started)
                 result = _in_a_thread(run)
@@ -100,6 +100,22 @@ def simulate(
             raise CommandError(f"cannot work in {place}: {why(error)}", Exit.FAILED) from None
         kept = tuple(outcomes for _, outcomes in sorted(latest.items()))
         return replace(result, outcomes=kept + result.outcomes)
+
+
+@contextmanager
+def _starts_shared(backbone: Backbone) -> Iterator[None]:
+    """Clients that start from the same context share one forward pass within the block, on the CPU.
+
+    A GPU's memory is shorter, and its bits may differ from pass to pass.
+    """
+    if backbone.device.type == "cpu" and backbone.starts is None:
+        backbone.starts = SharedStarts()
+        try:
+            yield
+        finally:
+            backbone.starts = None
+    else:
+        yield
 
 
 @contextmanager

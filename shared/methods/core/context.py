@@ -207,8 +207,15 @@ def train_context(context: ClientContext, start: Tensor, penalty: Penalty | None
     learned = leaf(start, backbone)
     prompts, cross_entropy = class_prompts(context, len(start)), BatchCrossEntropy(context)
 
+    starts = backbone.starts  # others start from the same context; after the first step it is this client's own
+
     def loss(indices: Tensor) -> Tensor:
-        text = backbone.encode_prompts(learned, prompts)
+        nonlocal starts
+        if starts is None:
+            text = backbone.encode_prompts(learned, prompts)
+        else:
+            text = starts.features(learned, prompts, lambda start: backbone.encode_prompts(start, prompts))
+            starts = None
         value = cross_entropy(indices, text)
         return value if penalty is None else value + penalty(learned, text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.clip.caches.slots import agreeing_slots
+from promptfed.shared.clip.towers.prefix import PrefixEncoder
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, MethodError, TrainResult
@@ -82,6 +84,23 @@ def test_it_runs_to_its_end(backbone: Backbone, features: FeatureCache, tmp_path
     assert found.bytes_down > found.bytes_up
     assert found.client_seconds > 0
     assert found.spec["method"] == {"name": "promptfl", "m": 4} | found.spec["method"]
+
+
+def test_the_first_steps_of_a_round_share_a_pass_of_the_text_tower(
+    backbone: Backbone, features: FeatureCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, passes = PrefixEncoder.encode, []
+
+    def counting(*arguments: Any) -> Any:
+        passes.append(torch.is_grad_enabled())
+        return encode(*arguments)
+
+    monkeypatch.setattr(PrefixEncoder, "encode", counting)
+    found = simulate(spec(), SITES, backbone=backbone, features=features)
+    later = sum(math.ceil(client.num_samples / 4) - 1 for client in found.clients)
+    assert later > 0
+    assert sum(passes) == 2 * (1 + later)
+    assert backbone.starts is None
 
 
 @pytest.mark.parametrize(
