@@ -20,7 +20,7 @@ from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.messages import ENDED, MOST_PEERS, PROTOCOL_VERSION, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import METHODS, check_fits
 from promptfed.shared.methods.core.checks.client_checks import check_clients, check_hopeless
-from promptfed.shared.methods.core.interface.base import MethodError
+from promptfed.shared.methods.core.interface.base import MethodError, ServerContext
 from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.secagg.keys import is_signed
@@ -267,11 +267,15 @@ def _check_method(federation: Federation, client: Client, shape: BackboneShape) 
     try:
         _check_delta(federation, client)
         federation.method.check_classes(federation.method.label_space(alone.class_names, client.class_names))
-        members = federation.run.members.items()
-        others = [name for name, member in members if member.active and name != client.name]
-        check_admission(federation.method, client.info(), former, lambda: seen.context(others))
+        check_admission(federation.method, client.info(), former, lambda: _others(seen, client))
     except MethodError as error:
         raise problems.UnfitClient(str(error)) from None
+
+
+def _others(federation: Federation, client: Client) -> ServerContext:
+    """All active clients but one. Asked for only where a method compares: there may be thousands."""
+    members = federation.run.members.items()
+    return federation.context([name for name, member in members if member.active and name != client.name])
 
 
 def _check_delta(federation: Federation, client: Client) -> None:

@@ -18,7 +18,7 @@ def trained(encode: Callable[[Any], Any], context: torch.Tensor, seed: int) -> t
     leaf = context.clone().requires_grad_()
     text = encode(leaf)
     value = (text * noise(*text.shape, seed=seed)).sum() + (leaf**2).sum()
-    value.backward()  # type: ignore[no-untyped-call]
+    value.backward()
     assert leaf.grad is not None
     return text.detach(), leaf.grad
 
