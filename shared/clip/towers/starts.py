@@ -26,13 +26,9 @@ class _Pass:
 
 
 class SharedStarts:
-    """The last pass of each thread, until it ends or `clear` is called."""
+    """The last pass of each thread; its graph takes as much memory as one of a training step."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all passes, and free their memory."""
         self._kept = threading.local()
 
     def features(self, context: Tensor, prompts: ClassPrompts, encode: Callable[[Tensor], Tensor]) -> Tensor:
