@@ -23,7 +23,7 @@ from promptfed.coordinator.reports.export_checks import check_card
 from promptfed.coordinator.reports.exports import known_of
 from promptfed.coordinator.reports.pieces import json_pieces
 from promptfed.shared.api.access_schemas import CardSignature
-from promptfed.shared.api.api_schemas import GenerateRequest, MetricList, PromptsView, TensorView
+from promptfed.shared.api.api_schemas import GenerateRequest, MetricList, PromptsView, RemarkList, TensorView
 from promptfed.shared.api.export_card import Facts
 from promptfed.shared.api.replay_schemas import ReplayReport, ReplayRequest
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
@@ -88,6 +88,13 @@ def get_round(registry: RegistryOf, federation: Informed, round: Round) -> Respo
             )
         report = rounds.round_report(session, federation, round)
     return streamed(json_pieces(report))
+
+
+@router.get("/remarks", responses=described.for_callers())
+def get_remarks(registry: RegistryOf, federation: Informed) -> RemarkList:
+    """What looks wrong on the clients' own test images, and what to try."""
+    with registry.database.read() as session:
+        return RemarkList(remarks=rounds.remarks_of(session, federation))
 
 
 @router.get(

@@ -22,6 +22,7 @@ from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import Base, EvaluationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 from promptfed.shared.api import report_schemas
+from promptfed.shared.api.remarks import remarks
 from promptfed.shared.messages import ENDED
 
 LAST_ROUND = 1 << 31  # beyond every round, and no more than databases take
@@ -136,6 +137,20 @@ def round_report(session: Session, federation: Federation, round: int) -> report
             "evaluation": evaluations[0] if evaluations else None,
         }
     )
+
+
+def remarks_of(session: Session, federation: Federation) -> list[str]:
+    """Remarks on the federation so far. At most four rounds are read: reports have megabytes with many clients."""
+    begun, spec = rounds(session, federation.id), federation.spec
+    every, last = spec.evaluation.every, max(begun, default=0)
+    evaluated = [round for round in begun if round % every == 0 or round == spec.rounds]
+    earlier = [round for round in evaluated if round <= 0.75 * last]
+    wanted = {*begun[1:2], *earlier[-1:], *evaluated[-2:]}
+    counts = [len(client.class_names) for client in federation.clients.values() if client.role == "trainer"]
+    if spec.class_names is not None and spec.method.get("label_space") != "client":
+        counts = [len(spec.class_names)]
+    reports = [round_report(session, federation, round) for round in sorted(wanted)]
+    return remarks(spec, reports, fmean(counts) if counts else None)
 
 
 def _stage_report(stage: PhaseRow, tasks: list[Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import chain
 from statistics import fmean
 from string import ascii_lowercase
 
@@ -15,7 +16,8 @@ from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.bench.runner import Bench, Job, Runner
 from promptfed.sdk.output import console, messages, note, say, table
 from promptfed.sdk.pace import duration
-from promptfed.sdk.remarks import near_chance
+from promptfed.sdk.result import Accuracy
+from promptfed.shared.api.remarks import Reached, falling, movement, near_chance, rising
 
 LONG_LABEL, LONG_HEADER = 16, 14  # characters, beyond which a narrow table has an alias
 _BORDERS = 3  # columns of the terminal that a cell takes beside its text
@@ -76,19 +78,46 @@ def show_table(header: Sequence[str], lines: Sequence[Sequence[str]], width: int
 
 
 def remarks_on(runs: Sequence[BenchRun]) -> list[str]:
-    """Remarks if zero-shot is near chance on the clients' own test images, for each number of classes and backbone."""
-    zero_shot: dict[tuple[int, str], list[float]] = {}
+    """Remarks on the clients' own test images: on zero-shot by class count and backbone, then on each entry."""
+    templates: dict[tuple[int, str], list[float]] = {}
+    entries: dict[str, list[BenchRun]] = {}
     for run in runs:
+        entries.setdefault(run.label, []).append(run)
         names, backbone = run.spec.get("class_names"), run.spec.get("backbone")
         if isinstance(names, list) and isinstance(backbone, dict):
             known = [row.zero_shot for row in run.last() if row.split == "test" and row.zero_shot is not None]
-            zero_shot.setdefault((len(names), str(backbone.get("model"))), []).extend(known)
-    return [
-        remark
-        for (count, model), values in zero_shot.items()
-        if values
-        for remark in near_chance(fmean(values), count, model)
-    ]
+            templates.setdefault((len(names), str(backbone.get("model"))), []).extend(known)
+    chance = [near_chance(fmean(values), *key) for key, values in templates.items() if values]
+    return [*chain.from_iterable(chance), *chain.from_iterable(map(_of_entry, entries.values()))]
+
+
+def _of_entry(runs: Sequence[BenchRun]) -> list[str]:
+    """Remarks on an entry by the mean over its runs (seeds and trials), as far as these know: they keep no losses."""
+    training = runs[0].spec.get("training")
+    if not isinstance(training, dict):
+        return []
+    own = [(run, row) for run in runs for row in run.accuracies if row.role == "trainer" and row.split == "test"]
+    last: dict[str, list[Accuracy]] = {}
+    by_round: dict[int, list[float]] = {}
+    for run, row in own:
+        by_round.setdefault(row.round, []).append(row.accuracy)
+        if row.round == run.rounds and row.zero_shot is not None:
+            last.setdefault(row.client, []).append(row)
+    if not last:
+        return []
+    sites = {
+        client: Reached(
+            fmean(row.accuracy for row in rows),
+            fmean(row.zero_shot or 0.0 for row in rows),
+            sum(row.num_samples for row in rows),
+        )
+        for client, rows in last.items()
+    }
+    gain = fmean(site.accuracy - (site.zero_shot or 0.0) for site in sites.values())
+    rate = training["learning_rate"]
+    means = {round: fmean(values) for round, values in by_round.items()}
+    said = [*movement(gain, [], rate, runs[0].rounds), *falling(sites, rate), *rising(means)]
+    return [f"{runs[0].label}: {remark}" for remark in said]
 
 
 Part = tuple[list[str], list[list[str]]]

@@ -66,6 +66,11 @@ def get_summary(federation: str) -> Request[FederationSummary]:
     return Request("GET", f"{FEDERATIONS}/{federation}", FederationSummary)
 
 
+def get_remarks(federation: str) -> Request[schemas.RemarkList]:
+    """What looks wrong, and what to try."""
+    return Request("GET", f"{FEDERATIONS}/{federation}/remarks", schemas.RemarkList)
+
+
 def list_federations() -> Operation[list[Answer[FederationList]]]:
     """All federations, oldest first."""
     return _pages(FEDERATIONS, FederationList)

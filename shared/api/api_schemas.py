@@ -239,6 +239,12 @@ class UpdateReceipt(Receipt):
     sha256: str
 
 
+class RemarkList(BaseModel):
+    """One sentence for each apparent problem of a federation, with advice."""
+
+    remarks: list[str]
+
+
 class Metric(BaseModel):
     """One number; ``client`` is empty for what concerns the whole phase."""
 

@@ -94,6 +94,21 @@ def test_a_federation_is_watched_and_steered_from_its_start_to_its_end(coordinat
     assert page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'
 
 
+def test_what_looks_wrong_is_listed_once_it_has_ended(coordinator: InThread, visited: Visit) -> None:
+    federation, clients = enrolled(coordinator, "a", "b")
+    for client in clients:
+        client.accuracy = 0.1  # the template's is 0.25
+    coordinator.post(f"{federation}/start")
+    visited.open()
+    visited.sign_in()
+    page = visited.page
+    expect(page.locator(".status .badge")).to_have_text("running")
+    remarks = page.get_by_role("list", name="Remarks")
+    expect(remarks).to_be_hidden()
+    drive(clients)
+    expect(remarks.get_by_role("listitem").last).to_contain_text("Below zero-shot by 15.0 points")
+
+
 def test_cancelling_asks_first(coordinator: InThread, visited: Visit) -> None:
     federation, _ = enrolled(coordinator, "a", "b")
     page = visited.page

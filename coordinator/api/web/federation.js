@@ -37,8 +37,9 @@ export class Federation {
     this.panels = [this.status, accuracy, losses, this.times, sums, privacy, clients, insights, traffic, activity, tokens, settings, downloads];
     this.problem = h("p", { class: "error", role: "alert" });
     this.refusal = h("p", { class: "error", role: "alert" });
+    this.remarks = h("ul", { class: "remarks", "aria-label": "Remarks", hidden: true });
     const pair = (...some) => h("div", { class: "pair" }, some.map((one) => one.element));
-    this.element = h("article", { class: "federation" }, this.problem, this.refusal, this.status.element, accuracy.element, pair(losses, this.times), sums.element, privacy.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element);
+    this.element = h("article", { class: "federation" }, this.problem, this.refusal, this.status.element, this.remarks, accuracy.element, pair(losses, this.times), sums.element, privacy.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element);
     this.abort = new AbortController();
     this.last = null;
     this.failures = 0;
@@ -145,6 +146,7 @@ export class Federation {
       this.#draw();
       if (before !== undefined && before !== view.state) this.hooks.changed();
       await this.#askPrivacy(rounds);
+      await this.#remark();
       await this.#look();
     } catch (error) {
       this.#tell(error);
@@ -160,6 +162,15 @@ export class Federation {
     model.privacy = await this.api.get(`${this.path}/privacy`);
     this.privacyOf = wanted;
     this.#draw();
+  }
+
+  /** What looks wrong, once after the end. */
+  async #remark() {
+    if (!this.#over() || this.remarked) return;
+    this.remarked = true;
+    const { remarks } = await this.api.get(`${this.path}/remarks`);
+    fill(this.remarks, remarks.map((text) => h("li", {}, text)));
+    this.remarks.hidden = remarks.length === 0;
   }
 
   /** What the tensors tell, where there is a new state (or lexicon) to tell of. */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,6 @@ from promptfed.sdk.follow import Snapshot, follow
 from promptfed.sdk.output import console, print_json, say, table, tell
 from promptfed.sdk.pace import Pace, describe_round, duration
 from promptfed.sdk.progress import Watcher, result_table
-from promptfed.sdk.result import FederationResult
 from promptfed.sdk.summary import CentralPrivacySummary, FederationSummary
 from promptfed.sdk.text import size
 from promptfed.shared.api.api_schemas import FederationView
@@ -94,7 +94,7 @@ def status(federation: Federation, api: Api, as_json: Json = False) -> None:
         print_json(api.send(operations.get_federation(federation)).json)
         return
     _show_status(api.send(operations.get_summary(federation)).view)
-    _show_result(api.run(operations.accuracies(federation)))
+    _show_result(api, federation)
 
 
 @group.add()
@@ -108,7 +108,7 @@ def watch(federation: Federation, api: Api, as_json: Json = False) -> None:
     if as_json:
         print_json(answer.json)
     else:
-        _show_result(api.run(operations.accuracies(federation)))
+        _show_result(api, federation)
     if answer.view.state != "finished":
         reason = f": {answer.view.reason}" if answer.view.reason else ""
         raise CommandError(f"{answer.view.name} is {answer.view.state}{reason}", Exit.FEDERATION_ENDED_BADLY)
@@ -218,7 +218,11 @@ def _privacy_lines(given: CentralPrivacySummary) -> list[str]:
     return [*lines, *(f"warning: {text}" for text in given.warnings)]
 
 
-def _show_result(result: FederationResult) -> None:
+def _show_result(api: Coordinator, federation: str) -> None:
+    result = api.run(operations.accuracies(federation))
     if result.evaluated_round is not None:
         console.print(result_table(result.final(), f"Accuracy after round {result.evaluated_round}"))
+        with suppress(CommandError):  # a coordinator of an earlier version has no remarks
+            for remark in api.send(operations.get_remarks(federation)).view.remarks:
+                say(plain(remark))
         say(f"sent up {size(result.bytes_up)}, down {size(result.bytes_down)}")

@@ -47,6 +47,7 @@ COMMANDS = {
     "POST /v1/federations/{federation}/clients/{client_id}/reset": "federation reset",
     "GET /v1/federations/{federation}/events": "federation watch",
     "GET /v1/federations/{federation}/insights": "federation insights",
+    "GET /v1/federations/{federation}/remarks": "federation status",
     "GET /v1/federations/{federation}/privacy": "federation privacy",
     "GET /v1/federations/{federation}/lexicon": "federation words",
     "PUT /v1/federations/{federation}/lexicon": "federation words",
@@ -222,6 +223,20 @@ def test_watch_tells_loss_accuracy_seconds_and_what_is_left(server: InThread, co
     assert list(told) == ["round 0", "round 1", "round 2"]
     assert "loss 0.5, accuracy 50.0 % (zero-shot 25.0 %), " in told["round 2"]
     assert told["round 2"].endswith(" s")
+
+
+def test_status_and_watch_remark_what_looks_wrong(server: InThread, command: Command) -> None:
+    clients = running(server, "remarked")
+    for client in clients:
+        client.accuracy = 0.1  # the template's is 0.25
+    drive(clients)
+    remark = "Below zero-shot by 15.0 points: try a lower training.learning_rate"
+    for verb in ("status", "watch"):
+        assert remark in " ".join(command(verb, "remarked").stdout.split())
+    told = server.http.get("/v1/federations/remarked/remarks", headers=server.operator).json()["remarks"]
+    assert [text[:12] for text in told] == ["Zero-shot is", "Below zero-s"]
+    drive(running(server, "good"))
+    assert "zero-shot by" not in command("status", "good").stdout
 
 
 def report(round: int, seconds: float | None, **more: Any) -> RoundSummary:

@@ -138,3 +138,33 @@ def test_a_bench_remarks_a_template_that_is_near_chance() -> None:
     assert said.startswith(
         "Zero-shot is right in 3.0 %, guessing among 50 classes in 2.0 %: promptfed-tiny hardly knows"
     )
+
+
+def test_a_bench_remarks_entries_that_rise_fall_or_lose() -> None:
+    def run(label: str, accuracies: dict[int, tuple[float, ...]]) -> BenchRun:
+        rows = [
+            Accuracy(round, f"site-{index}", "trainer", None, "test", value, 0.5, 100)
+            for round, values in accuracies.items()
+            for index, value in enumerate(values)
+        ]
+        return BenchRun(
+            label=label,
+            seed=0,
+            trial="all",
+            accuracies=rows,
+            rounds=8,
+            costs={},
+            wall_seconds=0,
+            setup_seconds=0,
+            spec={"training": {"learning_rate": 0.1}},
+        )
+
+    steady = (0.6, 0.6, 0.6)
+    assert remarks_on([run("x", {0: (0.5,) * 3, 6: steady, 8: steady})]) == []
+    assert remarks_on([run("x", {0: (0.5,) * 3, 8: (0.7,) * 3})]) == []  # nothing tells when it rose
+    [said] = remarks_on([run("x", {6: steady, 8: (0.7,) * 3}), run("y", {6: steady, 8: steady})])
+    assert said.startswith("x: Still rising: +10.0 points since round 6 of 8.")
+    [said] = remarks_on([run("x", {6: (0.4, 0.6, 0.8), 8: (0.4, 0.6, 0.8)})])
+    assert said.startswith("x: One site falls: site-0 is 10.0 points below zero-shot")
+    [said] = remarks_on([run("x", {6: (0.4,) * 3, 8: (0.4,) * 3})])
+    assert said.startswith("x: Below zero-shot by 10.0 points")

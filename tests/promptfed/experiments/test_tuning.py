@@ -13,7 +13,7 @@ from promptfed.cli.main import app
 from promptfed.experiments.tuning.trials import held_out_sites
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import Exit
-from promptfed.sdk.remarks import movement, near_chance
+from promptfed.shared.api.remarks import movement, near_chance
 from promptfed.shared.data import open_source
 
 RUN = """\
