@@ -11,18 +11,18 @@ over the data sets. A federation has two sites, about six images of each class, 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.harness import parser, table, write
+from benchmarks.harness import DOCS, fill_tables, parser, table, write
 from promptfed.experiments.tuning.trials import Candidate, Trials, mean_of
 from promptfed.runtime.run_file import RunFile
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError
-from promptfed.shared.methods import METHODS
+from promptfed.shared.methods import METHODS, resolve_spec
 from promptfed.shared.spec.halving import beyond, grid
 
 ROUNDS, SEED = 4, 7
@@ -74,7 +74,7 @@ class Sweep:
         for data in DATA:
             entry = self.runs.setdefault(method, {}).setdefault(data, {"accuracy": {}, "seconds": {}})
             for multiple in multiples:
-                if "refused" in entry or _has_no_rate(entry) or f"{multiple:g}" in entry["accuracy"]:
+                if "refused" in entry or f"{multiple:g}" in entry["accuracy"]:
                     continue
                 try:
                     self._measure(method, data, entry, multiple)
@@ -101,50 +101,82 @@ class Sweep:
             for key in sorted(common, key=float)
         }
 
-    def sweep(self, method: str) -> None:
+    def has_rate(self, method: str) -> bool:
+        """Whether a hundred times the rate gave another accuracy anywhere."""
+        entries = [entry["accuracy"] for entry in self.runs[method].values() if entry["accuracy"]]
+        return any(accuracy["1"] != accuracy["100"] for accuracy in entries)
+
+    def sweep(self, method: str, coarse: bool) -> None:
         """All decades, further ones while the best is at an edge, then the half decades around the best."""
-        self.measure(method, (1.0, 100.0, 10.0, 0.1, 0.01))
-        while len(means := self.means(method)) > 2:  # a method without a rate has two
+        self.measure(method, (1.0, 100.0))
+        if not self.has_rate(method):
+            return
+        self.measure(method, (10.0, 0.1, 0.01))
+        while means := self.means(method):
             best = max(means, key=means.__getitem__)
             step = beyond(means, best)
             if step is None or not 1 / LARGEST <= step <= LARGEST:
+                if coarse:
+                    break
                 self.measure(method, [multiple for multiple in grid(best, 1, 2) if multiple != best])
                 break
             self.measure(method, [step])
 
 
-def _has_no_rate(entry: dict[str, Any]) -> bool:
-    """Whether a hundred times the rate gave the very same accuracy: the method has no learning rate."""
-    accuracy = entry["accuracy"]
-    return "100" in accuracy and accuracy["100"] == accuracy["1"]
+def default_gain(runs: Mapping[str, Any], method: str) -> float | None:
+    """The mean gain at today's default rates; None if one of them was not swept.
+
+    Multiples are of the defaults at the time of the sweep, which has changed them.
+    """
+    gains = []
+    for data, entry in runs[method].items():
+        if "zero_shot" in entry:
+            backbone = {"model": DATA[data][0], "pretrained": "embedded"}
+            spec = {
+                "name": "x",
+                "method": {"name": method},
+                "backbone": backbone,
+                "class_names": ["a", "b"],
+                "rounds": 1,
+            }
+            multiple = f"{resolve_spec(spec).training.learning_rate / entry['default']:.3g}"
+            if multiple not in entry["accuracy"]:
+                return None
+            gains.append(entry["accuracy"][multiple] - entry["zero_shot"])
+    return fmean(gains) if gains else None
 
 
 def markdown(sweep: Sweep) -> str:
-    """The gains of the default and of the best multiple, in points, over all six data sets."""
+    """The gains of the default and of the best multiple, in points, over the data sets that are complete."""
     rows = []
     for method in sorted(sweep.runs):
         means = sweep.means(method)
-        if not means or 1.0 not in means:
+        default = default_gain(sweep.runs, method)
+        if len(means) < 2 or default is None:
             continue
         best = max(means, key=means.__getitem__)
-        edge = " (edge)" if len(means) > 1 and best in (min(means), max(means)) else ""
-        share = f"{means[1.0] / means[best]:.0%}" if means[best] > 0 else "-"
-        rows.append([f"`{method}`", f"{100 * means[1.0]:+.1f}", f"{100 * means[best]:+.1f}", f"×{best:g}{edge}", share])
-    return table(["method", "default", "best", "at", "share"], rows)
+        edge = sweep.has_rate(method) and best in (min(means), max(means))
+        sets = sum("zero_shot" in entry for entry in sweep.runs[method].values())
+        share = f"{default / means[best]:.0%}" if means[best] > 0 else "-"
+        at = f"×{best:g}" + (" (edge)" if edge else "") if sweep.has_rate(method) else "no rate"
+        rows.append([f"`{method}`", str(sets), f"{100 * default:+.1f}", f"{100 * means[best]:+.1f}", at, share])
+    return table(["method", "sets", "default", "best", "at the paper's rate", "share"], rows)
 
 
 def main() -> None:
-    """Sweep the methods in the order given, or print the table."""
+    """Sweep the methods in the order given, and write the table into docs/reference/methods.md."""
     command = parser(__doc__)
     command.add_argument("--methods", help="names by commas; default: all")
-    command.add_argument("--table", action="store_true", help="only print the table of the file")
+    command.add_argument("--coarse", action="store_true", help="whole decades only")
+    command.add_argument("--table", action="store_true", help="only write the table of the file")
     options = command.parse_args()
     with TemporaryDirectory(prefix="promptfed-defaults-") as features:
         sweep = Sweep(options.json, Path(features))
         if not options.table:
             for method in options.methods.split(",") if options.methods else METHODS.own():
-                sweep.sweep(method)
-        print(markdown(sweep))
+                sweep.sweep(method, options.coarse)
+        page = DOCS / "reference/methods.md"
+        page.write_text(fill_tables(page.read_text(), "defaults", {"": markdown(sweep)}))
 
 
 if __name__ == "__main__":

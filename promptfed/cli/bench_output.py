@@ -94,7 +94,8 @@ def remarks_on(runs: Sequence[BenchRun]) -> list[str]:
 def _of_entry(runs: Sequence[BenchRun]) -> list[str]:
     """Remarks on an entry by the mean over its runs (seeds and trials), as far as these know: they keep no losses."""
     training = runs[0].spec.get("training")
-    if not isinstance(training, dict):
+    rate = training.get("learning_rate") if isinstance(training, dict) else None
+    if not isinstance(rate, float):
         return []
     own = [(run, row) for run in runs for row in run.accuracies if row.role == "trainer" and row.split == "test"]
     last: dict[str, list[Accuracy]] = {}
@@ -114,7 +115,6 @@ def _of_entry(runs: Sequence[BenchRun]) -> list[str]:
         for client, rows in last.items()
     }
     gain = fmean(site.accuracy - (site.zero_shot or 0.0) for site in sites.values())
-    rate = training["learning_rate"]
     means = {round: fmean(values) for round, values in by_round.items()}
     said = [*movement(gain, [], rate, runs[0].rounds), *falling(sites, rate), *rising(means)]
     return [f"{runs[0].label}: {remark}" for remark in said]

@@ -143,7 +143,8 @@ def _parts(raw: dict[str, Any]) -> tuple[FederationSpec, Method]:
             errors, refusal = error.errors, type(error)
     defaults = kind.defaults if kind is not None else {}
     try:
-        spec = _at_swept_rate(parse_spec(raw, defaults), raw)
+        spec = parse_spec(raw, defaults)
+        spec = spec if kind is None else _at_swept_rate(spec, raw, kind)
     except SpecError as error:
         errors = errors + error.errors
     if kind is not None:
@@ -156,8 +157,8 @@ def _parts(raw: dict[str, Any]) -> tuple[FederationSpec, Method]:
     return spec, method
 
 
-def _at_swept_rate(spec: FederationSpec, raw: dict[str, Any]) -> FederationSpec:
-    rate = swept_rate(raw, spec.method["name"], spec.backbone.model_dump())
+def _at_swept_rate(spec: FederationSpec, raw: dict[str, Any], kind: type[Method]) -> FederationSpec:
+    rate = swept_rate(raw, kind, spec.backbone.model_dump())
     if rate is None:
         return spec
     return spec.model_copy(update={"training": spec.training.model_copy(update={"learning_rate": rate})})

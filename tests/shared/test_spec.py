@@ -223,7 +223,8 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 
 def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alone() -> None:
     def rate(method: str, **spec: Any) -> float:
-        return resolve_spec({"name": "a", "method": {"name": method}, **spec}).training.learning_rate
+        raw = {"name": "a", "method": {"name": method}, "class_names": ["a", "b"], **spec}
+        return resolve_spec(raw).training.learning_rate
 
     assert rate("promptfl") == 0.1
     assert rate("promptfl", training={"epochs": 2}) == 0.1
@@ -231,7 +232,20 @@ def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alo
     assert rate("promptfl", training={"optimizer": "adam"}) == 0.002  # it was not swept with
     assert rate("promptfl", backbone={"model": "ViT-B-16", "pretrained": "openai"}) == 0.002
     assert rate("promptfl", backbone={"model": "promptfed-tiny", "pretrained": "random"}) == 0.002
-    assert rate("fedpgp") == 0.001  # its paper's
+    on_vit = {"model": "ViT-B-16", "pretrained": "openai"}
+    for method, paper, embedded in (
+        ("fedpgp", 0.001, 0.01),
+        ("coop", 0.002, 0.02),
+        ("fedclip", 5e-5, 5e-3),  # Adam
+        ("fedlora", 2e-4, 0.02),  # AdamW
+        ("pfedpg", 0.25, 0.25),  # large already
+        ("fedavg", 1e-5, 1e-5),  # the pretrained weights themselves
+        ("fedlp", 0.002, 0.002),  # without a rate
+        ("fedtaskres", 0.1, 0.1),  # relative to the features' width
+    ):
+        assert (rate(method, backbone=on_vit), rate(method)) == (paper, embedded)
+    on_emoji = {"model": "promptfed-emoji", "pretrained": "embedded"}
+    assert (rate("fedpgp", backbone=on_emoji), rate("fedclip", backbone=on_emoji)) == (0.001, 5e-3)
     resolved = resolve_spec({"name": "a", "method": {"name": "promptfl"}})
     assert resolve_spec(resolved.model_dump(mode="json")) == resolved
 

@@ -15,7 +15,7 @@ from promptfed.runtime.processes import interrupt_on_sigterm
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import new_folder
-from promptfed.sdk.output import print_json
+from promptfed.sdk.output import print_json, say
 from promptfed.sdk.progress import Watcher
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.spec.spec import FederationSpec, SpecError
@@ -23,7 +23,9 @@ from promptfed.shared.spec.spec import FederationSpec, SpecError
 
 @app.add(section="Try and simulate")
 def demo(
-    method: Annotated[str, typer.Option(help="a method of `promptfed methods`")] = "promptfl",
+    method: Annotated[
+        str | None, typer.Option(help="a method of `promptfed methods`; default: what suits the data")
+    ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="rounds; default: what suits the data")] = None,
     data: Annotated[str, typer.Option(help="symbols, emoji or digits")] = "symbols",
     seed: Annotated[int, typer.Option(min=0, help="of all random draws")] = 0,
@@ -35,6 +37,7 @@ def demo(
     started = time.monotonic()
     if data not in DEMOS:
         raise CommandError(f"there is no demo {data!r}: use {' or '.join(sorted(DEMOS))}", Exit.BAD_INPUT)
+    method = method or DEMOS[data].method
     spec = demo_spec(DEMOS[data], method, rounds, seed)
     sites = demo_sites(DEMOS[data], spec)
     with new_folder(keep, "--keep") as folder, Watcher(spec.rounds, quiet=as_json) as watcher:
@@ -47,6 +50,10 @@ def demo(
         print_json(summary(result, seconds))
     else:
         show_result(result, seconds)
+        others = {name: gain for name, gain in DEMOS[data].others.items() if name != method}
+        if others and rounds is None:
+            gains = " and ".join(f"--method {name} (about {gain:+d} points)" for name, gain in others.items())
+            say(f"Try also {gains}.")
 
 
 def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> FederationSpec:
@@ -62,7 +69,7 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
         "name": f"demo-{method}".replace("_", "-"),
         "method": {"name": method},
         "rounds": number,
-        "training": demo.training,
+        "training": demo.training(method),
         "template": demo.template,
         "participation": {"min_clients": len(demo.clients), "draw": "public"},
         "aggregation": {"max_weight_share": 1.0},
@@ -71,6 +78,8 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
     }
     if demo.backbone:
         spec["backbone"] = demo.backbone
+    if demo.class_names:
+        spec["class_names"] = list(demo.class_names)
     try:
         return resolve_spec(spec)
     except SpecError as error:

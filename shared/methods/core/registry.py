@@ -195,7 +195,7 @@ def description(kind: type[Method]) -> dict[str, Any]:
         "hyperparameters": kind.Hyper.model_json_schema(),
         "defaults": kind.defaults,
         "change_per_number": kind.change_per_number,
-        "swept_rates": swept_for(kind.name),
+        "swept_rates": swept_for(kind),
         "needs": {
             "text_tower": kind.needs.text_tower,
             "vision_transformer": kind.needs.vision_transformer,

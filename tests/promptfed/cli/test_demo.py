@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +86,9 @@ def test_symbols_survive_kills_on_the_way(tmp_path: Path) -> None:
     assert demo.returncode == Exit.OK, errors
     assert log_says(folder, f"client-{victim}.log", "nrolled")
     result = json.loads(out.splitlines()[-1])
-    check_result(result, "symbols", "promptfl", 3)
-    # Three rounds of a context (16, d_t) from three clients, and what stands around the tensors.
-    assert 3 * 3 * 16 * 64 * 4 < result["bytes_up"] < 300_000
+    check_result(result, "symbols", "fedtaskres", 3)
+    # Three rounds of residuals (102, d_e) from three clients, and what stands around the tensors.
+    assert 3 * 3 * 102 * 96 * 4 < result["bytes_up"] < 400_000
     assert not any(process.is_running() for process in found.values())
 
 
@@ -113,6 +115,17 @@ def test_an_interrupt_stops_everything(sent: int, tmp_path: Path) -> None:
         demo.kill()
     assert demo.returncode == Exit.INTERRUPTED, errors
     assert not any(process.is_running() for process in found.values())
+
+
+def test_the_last_line_names_two_others_that_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The federation itself is not run here: its result is as `conduct` returns it."""
+    monkeypatch.setattr("promptfed.cli.commands.demo.started_services", lambda *given: nullcontext())
+    monkeypatch.setattr("promptfed.cli.commands.demo.conduct", lambda *given: None)
+    monkeypatch.setattr("promptfed.cli.commands.demo.show_result", lambda *given: None)
+    for own, named in ((), ["fedclipadapter", "promptfl"]), (("--method", "promptfl"), ["fedclipadapter"]):
+        result = CliRunner().invoke(app, ["demo", *own])
+        assert re.findall(r"--method (\w+) \(about \+\d+ points\)", result.stdout) == named
+    assert "--method" not in CliRunner().invoke(app, ["demo", "--rounds", "3"]).stdout  # gains are of all rounds
 
 
 def all_started(found: dict[str, psutil.Process]) -> dict[str, psutil.Process] | None:

@@ -18,6 +18,7 @@ def test_clients_share_classes_and_template_but_not_the_unseen_domain(demo: Demo
     unseen = open_source(demo.unseen[1])
     assert len({name for name, _ in [*demo.clients, demo.unseen]}) == len(demo.clients) + 1
     assert {s.class_names for s in sources} == {unseen.class_names}
+    assert demo.class_names in (None, unseen.class_names)
     assert {s.template for s in [*sources, unseen]} == {demo.template}
     assert unseen.domain is not None
     assert unseen.domain not in [s.domain for s in sources]
@@ -25,7 +26,8 @@ def test_clients_share_classes_and_template_but_not_the_unseen_domain(demo: Demo
 
 @pytest.mark.parametrize("demo", DEMOS.values(), ids=list(DEMOS))
 def test_training_settings_are_a_spec_s(demo: Demo) -> None:
-    assert TrainingSpec.model_validate(dict(demo.training)).epochs == 1
+    for method in (demo.method, *demo.others, "promptfl"):
+        assert TrainingSpec.model_validate(dict(demo.training(method))).epochs == 1
 
 
 def test_the_settings_are_read_without_torch() -> None:

@@ -134,7 +134,7 @@ def test_it_starts_near_the_template_and_learns(backbone: Backbone, make_context
 
 
 def test_its_defaults_are_its_papers() -> None:
-    spec = resolve_spec({"name": "x", "method": {"name": "fedclip"}})
+    spec = resolve_spec({"name": "x", "method": {"name": "fedclip"}, "backbone": {"model": "ViT-B-16"}})
     training = spec.training
     assert (spec.rounds, training.optimizer, training.learning_rate) == (300, "adam", 5e-5)
     assert (training.epochs, training.batch_size, training.weight_decay) == (1, 32, 0.2)

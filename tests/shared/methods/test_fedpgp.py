@@ -227,7 +227,7 @@ def test_constant_features_are_computed_once_and_the_prompted_texts_in_one_batch
 
 
 def test_defaults_are_the_papers() -> None:
-    spec = resolve_spec({"name": "pgp", "method": {"name": "fedpgp"}})
+    spec = resolve_spec({"name": "pgp", "method": {"name": "fedpgp"}, "backbone": {"model": "ViT-B-16"}})
     assert spec.rounds == 25
     training = spec.training
     assert (training.epochs, training.batch_size, training.learning_rate) == (2, 32, 0.001)

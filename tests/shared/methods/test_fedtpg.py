@@ -306,7 +306,7 @@ def test_options_out_of_range_are_refused_at_creation(options: dict[str, Any]) -
 
 
 def test_defaults_are_the_papers() -> None:
-    spec = resolve_spec({"name": "tpg", "method": {"name": "fedtpg"}})
+    spec = resolve_spec({"name": "tpg", "method": {"name": "fedtpg"}, "backbone": {"model": "ViT-B-16"}})
     assert (spec.rounds, spec.aggregation.weighting) == (500, "uniform")
     training = spec.training
     assert (training.epochs, training.batch_size, training.learning_rate) == (1, 200, 0.003)

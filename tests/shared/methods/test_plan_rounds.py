@@ -214,7 +214,7 @@ def test_the_paper_s_numbers_for_vit_b_16() -> None:
 
 
 def test_defaults_are_the_papers() -> None:
-    spec = resolve_spec({"name": "x", "method": {"name": "plan"}})
+    spec = resolve_spec({"name": "x", "method": {"name": "plan"}, "backbone": {"model": "ViT-B-16"}})
     training = spec.training
     assert (spec.rounds, training.epochs, training.batch_size, training.learning_rate) == (20, 1, 32, 0.0015)
     assert (training.optimizer, training.momentum, training.weight_decay) == ("sgd", 0.9, 5e-4)

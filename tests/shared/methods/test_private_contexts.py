@@ -307,7 +307,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
     [("promptfolio", 10, 5, 16, 0.002), ("fedpha", 50, 1, 32, 0.001), ("promptfl_per", 10, 1, 32, 0.002)],
 )
 def test_defaults(name: str, rounds: int, epochs: int, batch: int, rate: float) -> None:
-    spec = resolve_spec({"name": "x", "method": {"name": name}})
+    spec = resolve_spec({"name": "x", "method": {"name": name}, "backbone": {"model": "ViT-B-16"}})
     training = spec.training
     assert (spec.rounds, training.epochs, training.batch_size, training.learning_rate) == (rounds, epochs, batch, rate)
     assert spec.method["m"] == 16
