@@ -152,7 +152,7 @@ class Trials:
         try:
             result = simulate(raw, sites, pool=self._pool, **shared)
         except CommandError as error:
-            if not _has_diverged(error):
+            if not has_diverged(error):
                 raise
             return Trial(candidate, rounds, {}, {}, (), time.monotonic() - began, 0.0)
         return _trial(candidate, result, time.monotonic() - began)
@@ -176,7 +176,7 @@ def _trial(candidate: Candidate, result: FederationResult, seconds: float) -> Tr
     )
 
 
-def _has_diverged(error: CommandError) -> bool:
+def has_diverged(error: CommandError) -> bool:
     """Whether the federation ended because a change was too long or the state grew without bound."""
     ended = error.exit is Exit.FEDERATION_ENDED_BADLY
     return ended and any(sign in str(error) for sign in ("norm-too-large", "grown: ", "not finite"))
