@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import cos, pi, sin
 from pathlib import Path
@@ -66,6 +66,7 @@ def shape(pen: ImageDraw.ImageDraw, name: str, colour: str, draw: random.Random)
         pen.polygon([at(2 * pi * index / count, far[index]) for index in range(count)], fill, colour, width)
 
 
+WITHOUT_RATE = ("fedlp", "fedgda")
 Sketch = Callable[[ImageDraw.ImageDraw, str, str, random.Random], None]
 SETS: dict[str, tuple[tuple[str, ...], Sketch]] = {"letters": (LETTERS, letter), "shapes": (SHAPES, shape)}
 
@@ -89,8 +90,8 @@ def draw_set(folder: Path, name: str, seed: int) -> RunFile:
     return RunFile(spec | {"template": "a photo of a {}.", "participation": {"min_clients": len(sites)}}, sites)
 
 
-def measure(name: str, seed: int, seconds: float, single: bool) -> dict[str, Any]:
-    """The choice and the default on test images, and every single run with its test accuracy."""
+def measure(name: str, seed: int, seconds: float, single: Sequence[str]) -> dict[str, Any]:
+    """The choice and the default on test images, and every run of the methods ``single`` with its test accuracy."""
     with TemporaryDirectory(prefix="promptfed-unseen-") as temporary:
         run = draw_set(Path(temporary) / "images", name, seed)
         run = replace(run, spec={**run.spec, "seed": seed})
@@ -108,10 +109,9 @@ def measure(name: str, seed: int, seconds: float, single: bool) -> dict[str, Any
             return fmean(row.accuracy for row in result.final() if row.split == "test")
 
         candidates = [chosen.winner, chosen.default]
-        if single:
-            methods = [method for method in AUTO if method not in chosen.refused]
-            rates = {method: grid(trials.spec(method).training.learning_rate) for method in methods}
-            candidates += [Candidate(method, rate) for method in methods for rate in rates[method]]
+        for method in single:
+            rates = grid(trials.spec(method).training.learning_rate)
+            candidates += [Candidate(method, rate) for rate in rates[: 1 if method in WITHOUT_RATE else None]]
         reached = {candidate: tested(candidate) for candidate in dict.fromkeys(candidates)}
     best = max(reached, key=reached.__getitem__)
     return {
@@ -132,12 +132,12 @@ def main() -> None:
     command = parser(__doc__)
     command.add_argument("--seeds", type=integers, default=[0, 1, 2])
     command.add_argument("--seconds", type=float, default=120, help="budget of each search")
-    command.add_argument("--no-single", action="store_true", help="only the choice and the default")
+    command.add_argument("--single", default=",".join(AUTO), help="methods that run by themselves at every rate")
     options = command.parse_args()
     rows: list[dict[str, Any]] = []
     for seed in options.seeds:
         for name in SETS:
-            rows.append(measure(name, seed, options.seconds, not options.no_single))
+            rows.append(measure(name, seed, options.seconds, options.single.split(",")))
             write(options.json, rows)
             print(rows[-1]["set"], seed, rows[-1]["chosen"], rows[-1]["chosen_test"], rows[-1]["best"], flush=True)
     cells = []

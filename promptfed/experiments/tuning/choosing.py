@@ -171,7 +171,7 @@ def _between(best: float, rate: float, other: float) -> bool:
 
 
 class _Race:
-    """The trials of a choice. All rungs, and the rates around the best, have equal shares of the time."""
+    """The trials of a choice. The first rung, with every candidate, has half of the time; the others share the rest."""
 
     def __init__(self, runs: Runs, plan: Plan, progress: Progress, clock: Callable[[], float]):
         self._runs, self._plan, self._progress, self._clock = runs, plan, progress, clock
@@ -191,7 +191,7 @@ class _Race:
             if done:
                 candidates = survivors(_scores(done), rung.candidates, self.default, lambda tried: tried.method)
             seeds = self._plan.seeds if rung is steps[-1] else self._plan.seeds[:1]
-            done = self._try_all(candidates, rung.rounds, seeds, (index + 1) / (len(steps) + 1))
+            done = self._try_all(candidates, rung.rounds, seeds, (1 + index / len(steps)) / 2)
         return done
 
     def refine(self, finals: Done) -> Done:
