@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Protocol
@@ -188,10 +188,15 @@ class _Race:
         candidates, done = self._candidates(), Done()
         steps = rungs(len(candidates), self._rounds, last=LAST)
         for index, rung in enumerate(steps):
+            share, last = (1 + index / len(steps)) / 2, rung is steps[-1]
             if done:
                 candidates = survivors(_scores(done), rung.candidates, self.default, lambda tried: tried.method)
-            seeds = self._plan.seeds if rung is steps[-1] else self._plan.seeds[:1]
-            done = self._try_all(candidates, rung.rounds, seeds, (1 + index / len(steps)) / 2)
+            if done and not last and self._spent() > share:
+                continue  # the time left is for the last rung
+            others = [candidate for candidate in candidates if candidate != self.default]
+            must = {self.default, *(others[:1] if last and done else ())}
+            seeds = self._plan.seeds if last else self._plan.seeds[:1]
+            done = self._try_all(candidates, rung.rounds, seeds, share, must)
         return done
 
     def refine(self, finals: Done) -> Done:
@@ -238,14 +243,25 @@ class _Race:
             others += [Candidate(method, rate) for rate in rates]
         return list(dict.fromkeys([*first, *others]))
 
-    def _try_all(self, candidates: Sequence[Candidate], rounds: int, seeds: Sequence[int], share: float) -> Done:
-        """The trials of the candidates for which there is time; the default is always tried."""
+    def _spent(self, further: float = 0.0) -> float:
+        """The share of the time that is gone after ``further`` seconds."""
+        return (self._clock() - self._began + further) / self._plan.seconds
+
+    def _try_all(
+        self,
+        candidates: Sequence[Candidate],
+        rounds: int,
+        seeds: Sequence[int],
+        share: float,
+        must: Set[Candidate] = frozenset(),
+    ) -> Done:
+        """The trials of the candidates for which there is time, and of those in ``must``."""
         done = Done()
         for place, candidate in enumerate(candidates):
             if self._is_out(candidate):
                 continue
             expected = self._seconds_of_a_round(candidate.method) * rounds * len(seeds)
-            if candidate != self.default and self._clock() - self._began + expected > share * self._plan.seconds:
+            if candidate not in must and self._spent(expected) > share:
                 self.untried += 1
                 continue
             self._progress(f"{place + 1} of {len(candidates)} for {rounds} rounds: {candidate}")

@@ -117,6 +117,14 @@ def test_the_search_ends_with_its_time_and_says_what_was_not_tried() -> None:
     assert chosen.accuracy >= 0.5
 
 
+def test_the_best_of_a_first_rung_without_time_for_more_is_still_tried_to_the_end() -> None:
+    runs = Given({"promptfl": 0.5, "fedclip": 0.8}, {"promptfl": 0.1, "fedclip": 5e-3})
+    chosen = choose(runs, Plan(("fedclip",), seconds=8), clock=runs.clock)
+    assert chosen.winner == Candidate("fedclip", 5e-3)
+    assert {candidate for candidate, rounds, _ in runs.ran if rounds == 8} == {chosen.winner, chosen.default}
+    assert chosen.untried > 0
+
+
 def test_a_method_that_sends_too_much_is_left_out() -> None:
     methods = {"promptfl": 0.5, "fedclip": 0.8, "fedtaskres": 0.6}
     runs = Given(methods, {"promptfl": 0.1, "fedclip": 1e-3, "fedtaskres": 0.1}, {"fedclip": 1000})
