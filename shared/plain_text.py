@@ -38,6 +38,11 @@ def _code(letter: str) -> str:
     return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """``number`` with its noun, as in ``1 trainer`` or ``2 trainers``; ``plural``: default: the noun with an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def look_alikes(names: Iterable[str]) -> list[tuple[str, ...]]:
     """Groups of different ``names`` that people or text towers take for one.
 

@@ -16,7 +16,7 @@ import torch
 
 from promptfed.client_service.settings import DEVICE_PATTERN
 from promptfed.shared.data import DataError, Source, Split
-from promptfed.shared.plain_text import look_alikes
+from promptfed.shared.plain_text import counted, look_alikes
 from promptfed.shared.service.open_files import HOW_TO_RAISE, connections_of, open_files
 
 Verdict = Literal["pass", "warn", "fail"]
@@ -58,7 +58,7 @@ def check_device(wanted: str) -> Check:
     if wanted.startswith("cuda"):
         number = int(wanted.partition(":")[2] or 0)
         if number >= count:
-            text = f"{wanted} is not here ({count} GPUs are)"
+            text = f"{wanted} is not here (this machine has {counted(count, 'GPU')})"
             return Check("device", "fail", text, "give --device cpu, or install the GPU's driver and a torch with CUDA")
         return Check("device", "pass", _gpu(number))
     if wanted == "auto" and count:
@@ -135,7 +135,8 @@ def _spelt(name: str) -> str:
 
 def _counts(source: Source, role: str) -> Check:
     train, test = len(source.train), len(source.test)
-    text = f"{train} training and {test} test images of {len(source.class_names)} classes"
+    classes = counted(len(source.class_names), "class", "classes")
+    text = f"{train} training and {counted(test, 'test image')} of {classes}"
     if role == "trainer":
         text += f", {_shown(source.class_names)}"
         if not train:

@@ -13,7 +13,7 @@ from promptfed.client_service.training.payloads import known_sizes
 from promptfed.shared.messages import Domain, EnrolmentInfo, Role
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.methods.core.interface.disclosures import Disclosed
-from promptfed.shared.plain_text import plain
+from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors import TensorSpec
@@ -174,7 +174,10 @@ class Disclosure:
         if terms.most_peers:
             text = f"names, roles and domain descriptions of at most {terms.most_peers:,} clients are used"
             work += [("clients", f"{text}; they change as clients join and leave")]
-        return [*work, ("evaluate", f"every {terms.evaluate_every} rounds, before the first and after the last")]
+        return [
+            *work,
+            ("evaluate", f"every {counted(terms.evaluate_every, 'round')}, before the first and after the last"),
+        ]
 
     def _once(self) -> list[tuple[str, str]]:
         declared = self.declared

@@ -8,6 +8,7 @@ from typing import Literal
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.sent_log import FILE, Line, read_sent
+from promptfed.shared.plain_text import counted
 
 ENROLMENT = {
     "name": "its name (--name)",
@@ -91,7 +92,8 @@ def sent_lines(folder: Path, log_format: Literal["text", "json"]) -> list[str]:
     messages = [line for line in lines if line["what"] != "questions"]
     first = f", from number {lines[0]['n']} on" if lines[0]["n"] > 1 else ""
     total = sum(line.get("bytes", 0) for line in messages)
-    head = f"{folder / FILE}: {len(messages)} messages of {total:,} bytes{first}; no line was changed or removed"
+    sent = f"{counted(len(messages), 'message')} of {total:,} bytes{first}"
+    head = f"{folder / FILE}: {sent}; no line was changed or removed"
     return [head, *(text for line in lines for text in _described(line))]
 
 

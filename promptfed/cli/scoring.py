@@ -26,7 +26,7 @@ from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data import open_source
 from promptfed.shared.metrics import BINS, calibration_error, class_accuracies, macro_f1
 from promptfed.shared.metrics.clinical import ClassFigures, Estimate, class_figures, proportion
-from promptfed.shared.plain_text import csv_cell, plain
+from promptfed.shared.plain_text import counted, csv_cell, plain
 from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.tensors.torch_tensors import state_hash
 
@@ -74,7 +74,7 @@ def run_score(
         print_json(figures.model_dump(exclude_none=True))
         return
     rows = [[title, *(_cell(scored, key) for scored in (figures.zero_shot, figures))] for key, title in FIGURES.items()]
-    console.print(table(f"{figures.images} images of {uri}", ["", "zero-shot", "adapted"], rows))
+    console.print(table(f"{counted(figures.images, 'image')} of {uri}", ["", "zero-shot", "adapted"], rows))
     cells = [
         [one.name, str(one.positives), *(interval(getattr(one, key)) for key in POOLED)] for one in figures.classes
     ]

@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -135,8 +136,9 @@ def _why_unsigned(folder: Path, body: bytes) -> str:
 def _card(folder: Path, body: bytes) -> Card:
     try:
         raw = parse_json(body)
-    except ValueError:
-        text = f"{folder} is not a promptfed export ({JSON_FILE} is not JSON): export it again"
+    except ValueError as error:
+        reason = why(error) if isinstance(error, JSONDecodeError | UnicodeDecodeError) else error
+        text = f"{folder} is not a promptfed export ({JSON_FILE} cannot be read: {reason}): export it again"
         raise CommandError(text, Exit.BAD_INPUT) from None
     given = raw.get("format") if isinstance(raw, dict) else None
     if given is not None and given != FORMAT:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec
+from promptfed.shared.plain_text import counted
 from promptfed.shared.spec.spec import NAME_PATTERN, Name, SpecError
 
 INDEX, COUNT = "{index}", "{count}"
@@ -106,7 +107,8 @@ def _sites(entries: list[ClientEntry], clients: int | None, path: Path) -> tuple
 def _first_trainers(sites: list[Site], clients: int, path: Path) -> list[Site]:
     trainers = [site for site in sites if site.role == "trainer"]
     if clients > len(trainers):
-        text = f"{path} lists {len(trainers)} trainers, not {clients}: ask for fewer, or give one entry with `count`"
+        listed = counted(len(trainers), "trainer")
+        text = f"{path} lists {listed}, not {clients}: ask for fewer, or give one entry with `count`"
         raise CommandError(text, Exit.BAD_INPUT)
     kept = trainers[:clients]
     return [site for site in sites if site.role != "trainer" or site in kept]
@@ -134,5 +136,5 @@ def check_trainers(sites: Sequence[Site], wanted: int) -> None:
     """
     trainers = sum(site.role == "trainer" for site in sites)
     if trainers < wanted:
-        text = f"{trainers} clients train; participation.min_clients wants {wanted}: give more clients, or lower it"
+        text = f"{counted(trainers, 'trainer')} where participation.min_clients wants {wanted}: give more, or lower it"
         raise CommandError(text, Exit.BAD_INPUT)

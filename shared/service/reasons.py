@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import socket
@@ -62,6 +63,8 @@ def _behind(error: BaseException) -> BaseException | None:
 
 
 def _known(error: BaseException) -> str | None:
+    if isinstance(error, json.JSONDecodeError):
+        return f"line {error.lineno} is not JSON"
     if isinstance(error, UnicodeDecodeError):
         return NOT_TEXT
     mark = getattr(error, "problem_mark", None)  # of YAML, which is not imported for this

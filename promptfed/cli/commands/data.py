@@ -14,7 +14,7 @@ from promptfed.cli.common import Json
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json, say, table
 from promptfed.shared.data import DataError
-from promptfed.shared.plain_text import plain
+from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.service.reasons import why
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def show(
     rows = [[name, str(of["train"]), str(of["test"])] for name, of in counts.items()]
     rows.append(["all", str(len(source.train)), str(len(source.test))])
     console.print(table(None, ["class", "train", "test"], rows))
-    say(f"{out}: {min(count, len(split))} images of {uri}")
+    say(f"{out}: {counted(min(count, len(split)), 'image')} of {uri}")
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def _listing_problems(uri: str, as_json: bool) -> Iterator[None]:
             raise
         for problem in () if as_json else error.problems:
             say(plain(problem))
-        raise CommandError(f"{uri} has {len(error.problems)} problems", Exit.BAD_INPUT) from None
+        raise CommandError(f"{uri} has {counted(len(error.problems), 'problem')}", Exit.BAD_INPUT) from None
 
 
 def _counts(source: Source, label: int) -> dict[str, int]:

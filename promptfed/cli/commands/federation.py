@@ -21,7 +21,7 @@ from promptfed.sdk.progress import Watcher, result_table
 from promptfed.sdk.summary import CentralPrivacySummary, FederationSummary
 from promptfed.sdk.text import size
 from promptfed.shared.api.api_schemas import FederationView
-from promptfed.shared.plain_text import plain
+from promptfed.shared.plain_text import counted, plain
 
 group = app.group("federation", "Create, watch and steer federations at a coordinator.", "Operate federations")
 
@@ -192,7 +192,7 @@ def prompts(
 def _show_status(federation: FederationSummary) -> None:
     spec, fingerprint, snapshot = federation.spec, federation.backbone.fingerprint, Snapshot.of(federation)
     unconfirmed = fingerprint is not None and not federation.backbone.confirmed
-    who = f"{federation.clients.trainers} trainers, {federation.clients.evaluators} evaluators"
+    who = f"{counted(federation.clients.trainers, 'trainer')}, {counted(federation.clients.evaluators, 'evaluator')}"
     lines = [
         f"{federation.name} ({federation.id}): {spec.method['name']}, {snapshot.describe()}",
         f"round {snapshot.round} of {snapshot.rounds}, {who}",

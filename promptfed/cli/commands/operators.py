@@ -16,6 +16,7 @@ from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json, say, table, tell
 from promptfed.shared.api.access_schemas import AuditEntry, BrokenChain, check_chain
+from promptfed.shared.plain_text import counted
 from promptfed.shared.service.reasons import why
 
 operators = app.group("operator", "Name those who may operate a coordinator, each with a role.", "Operate federations")
@@ -90,7 +91,11 @@ def verify(
     if head is not None and head not in {entry.hash for entry in entries}:
         text = f"no entry has the hash {head}: its end was cut, or all of it was written anew"
         raise CommandError(f"the audit log was tampered with: {text}", Exit.REFUSED)
-    tell(as_json, {"entries": number, "head": last}, f"{number} entries, each as it was written; head {last}")
+    tell(
+        as_json,
+        {"entries": number, "head": last},
+        f"{counted(number, 'entry', 'entries')}, each as it was written; head {last}",
+    )
 
 
 def _entries(api: Coordinator) -> Iterator[AuditEntry]:

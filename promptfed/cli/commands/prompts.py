@@ -15,6 +15,7 @@ from promptfed.sdk.files import write_file
 from promptfed.sdk.output import print_json, tell
 from promptfed.sdk.text import class_names, size
 from promptfed.shared.api.api_schemas import TensorView
+from promptfed.shared.plain_text import counted
 
 group = app.group("prompts", "Make prompts with a generator that a federation has learned.", "Use a result")
 
@@ -43,7 +44,8 @@ def generate(
     content = _safetensors(prompts.tensors)
     write_file(out, content)
     written = {"file": str(out), "bytes": len(content), "round": prompts.round, "state_hash": prompts.state_hash}
-    tell(as_json, written, f"Wrote {out} ({size(len(content))}) for {len(names)} classes, from round {prompts.round}.")
+    classes = counted(len(names), "class", "classes")
+    tell(as_json, written, f"Wrote {out} ({size(len(content))}) for {classes}, from round {prompts.round}.")
 
 
 def _safetensors(tensors: Mapping[str, TensorView]) -> bytes:

@@ -18,6 +18,7 @@ from promptfed.sdk.output import console, print_json, say, table
 from promptfed.sdk.text import size
 from promptfed.shared.api.replay_schemas import ReplayedState, ReplayReport
 from promptfed.shared.messages import ENDED
+from promptfed.shared.plain_text import counted
 
 RULES = ("mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "flame")
 MOST_SHOWN = 5
@@ -90,7 +91,7 @@ def _over(api: Coordinator, federation: str) -> list[int]:
 def _show_states(reports: list[ReplayReport]) -> None:
     states = [state for report in reports for state in report.states]
     same = sum(state.same for state in states)
-    say(f"{len(reports)} rounds: {same} of {len(states)} states came to their hashes again.")
+    say(f"{counted(len(reports), 'round')}: {same} of {len(states)} states came to their hashes again.")
 
 
 def _expect_same(reports: list[ReplayReport]) -> None:

@@ -38,6 +38,7 @@ from promptfed.sdk.remarks import remarks
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.sdk.text import percent, size
 from promptfed.sdk.trackers import open_tracker, record
+from promptfed.shared.plain_text import counted
 from promptfed.shared.service.leaving import leave
 from promptfed.shared.spec.spec import FederationSpec
 
@@ -105,7 +106,7 @@ def simulate(
             Watcher(resolved.rounds, quiet=as_json) as watcher,
         ):
             trackers = [open_trackers.enter_context(open_tracker(where)) for where in track or ()]
-            watcher.say(f"{len(run.sites)} clients: their images and features")
+            watcher.say(f"{counted(len(run.sites), 'client')}: their images and features")
             result = _result(resolved, run.sites, cluster, progress=watcher.show, **options)
             if out is not None:
                 _keep(result, folder)
@@ -201,7 +202,7 @@ def _round(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def _show(result: FederationResult, seconds: float, out: Path | None) -> None:
     method = result.federation.spec.method["name"]
-    console.print(_table(result.final(), f"Accuracy of {method} after {result.round} rounds"))
+    console.print(_table(result.final(), f"Accuracy of {method} after {counted(result.round, 'round')}"))
     for remark in remarks(result):
         say(remark)
     parts = [

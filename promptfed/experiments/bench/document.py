@@ -11,9 +11,10 @@ from promptfed.experiments.bench.presets import Preset, number_of
 from promptfed.experiments.bench.provenance import ResultProvenance
 from promptfed.experiments.bench.results import BenchRun, JsonObject
 from promptfed.experiments.bench.runner import Bench
-from promptfed.experiments.bench.tables import BELOW, Headroom, TableRow, caption, rooms_table, table_of
+from promptfed.experiments.bench.tables import BELOW, Headroom, TableRow, caption, markdown_table, rooms_table, table_of
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.plain_text import markdown_code
 from promptfed.shared.service.reasons import why
 
 
@@ -122,21 +123,38 @@ def document(benchmark: BenchmarkRecord, presets: Mapping[str, Preset]) -> str:
         "interrupted; `--reduced` takes one seed and fewer targets. All federations of this run took "
         f"{seconds / 60:.0f} minutes on {made.machine['cores']} cores that other work shared, one thread each, "
         f"torch {made.packages['torch']}. Figures by seed, specs and hashes are in `benchmark.json`. "
-        "Each table names the commit of the code that made it: defaults have changed between them.",
+        "Panels were made with different commits, and defaults have changed between them.",
         "",
         "Tables show the accuracy in percent after the last round, mean ± standard deviation over seeds; the numbers "
         "that a client trains, and bytes and seconds of training per client and round. "
         f"{BELOW} marks figures below zero-shot. Rows, rates and settings are those of the panel's file in "
         "`promptfed/experiments/bench/embedded`.",
+        "",
+        *_overview(benchmark, presets),
     ]
     for name, kept in benchmark.panels.items():
-        about = kept.caption.partition(" Accuracy in percent")[0]
-        lines += ["", f"## {kept.title}", "", about, "", *table_of(kept.columns, kept.table), ""]
+        lines += ["", f"## {kept.title}", "", *table_of(kept.columns, kept.table), ""]
         if kept.rooms:
             lines += [*rooms_table(kept.rooms), ""]
-        origin = f" Made with {kept.commit}, in {kept.seconds / 60:.0f} minutes." if kept.commit else ""
-        lines += [presets[name].notes.strip(), "", f"Panel `{name}.yaml`.{origin}"]
+        lines += [presets[name].notes.strip()]
     waiting = [preset.title for name, preset in presets.items() if name not in benchmark.panels]
     if waiting:
         lines += ["", "## Not measured yet", "", *(f"- {title}" for title in waiting)]
     return "\n".join(lines) + "\n"
+
+
+def _overview(benchmark: BenchmarkRecord, presets: Mapping[str, Preset]) -> list[str]:
+    """A table of the panels: protocol, data, seeds, commit and minutes."""
+    rows = [
+        [
+            f"`{name}.yaml`",
+            presets[name].protocol,
+            ", ".join(map(markdown_code, kept.setting.data)),
+            ", ".join(map(str, kept.seeds)),
+            kept.commit or "-",
+            f"{kept.seconds / 60:.0f}",
+        ]
+        for name, kept in benchmark.panels.items()
+    ]
+    header = ["panel", "protocol", "data", "seeds", "commit", "minutes"]
+    return markdown_table(header, rows, text_columns=(0, 1, 2, 3, 4))

@@ -181,7 +181,7 @@ def test_more_clients_than_there_are(spec: Path) -> None:
 def test_fewer_clients_than_the_spec_wants(spec: Path) -> None:
     code, said = refusal(str(spec), "--clients", "1")
     assert code == Exit.BAD_INPUT
-    assert "1 clients train; participation.min_clients wants 2: give more clients, or lower it" in said
+    assert "1 trainer where participation.min_clients wants 2: give more, or lower it" in said
 
 
 @pytest.mark.parametrize("runtime", ["process", "docker"])
