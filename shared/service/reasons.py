@@ -71,7 +71,7 @@ def _known(error: BaseException) -> str | None:
     if mark is not None:
         return f"mend line {mark.line + 1}: {getattr(error, 'problem', None) or 'it cannot be read'}"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return str(error.verify_message)
+        return str(getattr(error, "verify_message", error))  # which TLS sets, and no constructor
     if isinstance(error, ssl.SSLError):
         no_pem = "it holds no PEM certificate and key; give one that does"
         return error.reason.replace("_", " ").lower() if error.reason else no_pem

@@ -137,7 +137,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(exported: Path, tmp_path: 
             ((exported, "--host", "0.0.0.0"), "needs --token-file"),
             ((exported, "--token-file", tmp_path / "none"), "cannot read the token"),
             ((exported, "--token-file", tmp_path / "empty"), "holds no token"),
-            ((exported, "--port", port), "give another --port"),
+            ((exported, "--port", port), "(--port): the address is in use; give another port"),
         ):
             refused = command("serve", *given)
             assert refused.exit_code in (Exit.USAGE, Exit.BAD_INPUT), refused.output
