@@ -21,7 +21,7 @@ from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.shared.methods.core.checks.rule_checks import check_flame_noise
-from promptfed.shared.methods.core.interface.base import ClientUpdate, MethodError, Phase, ServerContext
+from promptfed.shared.methods.core.interface.base import ClientUpdate, MethodError, NeedsBackbone, Phase, ServerContext
 from promptfed.shared.methods.core.interface.hooks import AdoptsStates, ChecksClients, ForgetsClients, GrowsWithClients
 from promptfed.shared.methods.core.interface.insights import Measured, MeasuresUpdates
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
@@ -60,6 +60,9 @@ def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) 
     if federation.supplied_state is not None:
         supplied, _ = decode(blobs.read(federation.supplied_state))
         tensors = adopted(federation, supplied, context)
+    elif federation.spec.continues is not None:
+        text = f"{federation.spec.name} continues the state {federation.spec.continues}, which has not been supplied"
+        raise NeedsBackbone(f"{text}: PUT the export's tensors to its initial-state")
     else:
         tensors = _made(federation, context)
     server = federation.spec.aggregation.server

@@ -163,7 +163,7 @@ def cancel(registry: RegistryOf, federation: Operated) -> FederationView:
 
 @router.put(
     "/{federation}/initial-state",
-    responses=described.for_callers(problems.WrongState, *TENSORS),
+    responses=described.for_callers(problems.WrongState, problems.InitialStateMismatch, *TENSORS),
     openapi_extra=TENSOR_BODY,
 )
 async def put_initial_state(request: Request, registry: RegistryOf, federation: Operated) -> SuppliedState:

@@ -221,6 +221,10 @@ def supply_state(registry: Registry, id: str, body: bytes) -> str:
         _check_supplied(federation, tensors)
     except TensorError as error:
         raise problems.TENSOR_REFUSALS[error.kind](str(error)) from None
+    continues = federation.spec.continues
+    if continues not in (None, state_hash(tensors)):
+        text = f"{federation.name} continues the state {continues}, and these tensors are {state_hash(tensors)}"
+        raise problems.InitialStateMismatch(f"{text}: PUT the state of the export that it was created from")
     with registry.blobs.hold() as held:
         digest_ = held.put(body)
         with registry.change(id) as change:

@@ -51,6 +51,7 @@ def _with_one_slot(text: str) -> str:
 
 
 ClassNames = Annotated[list[ClassName], AfterValidator(check_class_names)]
+StateHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Template = Annotated[str, Field(max_length=500), AfterValidator(_with_one_slot)]
 """A text with ``{}`` where the class name goes."""
 Width = Annotated[int, Field(ge=1, le=1 << 15)]
@@ -222,6 +223,10 @@ class FederationSpec(Section):
     class_names: ClassNames | None = None
     class_descriptions: Annotated[ClassDescriptions | None, left_out()] = None
     template: Template | None = "a photo of a {}."  # none: each data source's own
+    continues: Annotated[
+        StateHash | None,
+        left_out(description="state hash of an earlier federation's export, which this one has to start from"),
+    ] = None
     rounds: Annotated[int, Field(ge=1, le=100_000)] = 10
     training: TrainingSpec = TrainingSpec()
     loss: Annotated[

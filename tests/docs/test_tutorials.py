@@ -91,6 +91,7 @@ cat > styles.yaml <<END
 END
 promptfed federation create styles.yaml
 promptfed federation token styles --out styles.token
+printf 'name: again\nrounds: 5\n' > again.yaml
 promptfed client --coordinator $PROMPTFED_COORDINATOR --federation styles --enrolment-token-file styles.token \
   --name neon --data "symbols:neon?topic=weather" --state-dir neon > neon.log 2>&1
 """,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from promptfed.cli.app import app
-from promptfed.cli.common import AllowBackbone, Api, Federation, Json, Round, Yes, confirm
+from promptfed.cli.common import AllowBackbone, Api, Federation, Json, Key, Round, Yes, confirm
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
@@ -28,9 +28,14 @@ group = app.group("federation", "Create, watch and steer federations at a coordi
 
 @group.add()
 def create(
-    spec: Annotated[Path, typer.Argument(help="YAML or JSON file with the federation's spec")],
     api: Api,
     allow_backbone: AllowBackbone,
+    spec: Annotated[Path | None, typer.Argument(help="YAML or JSON file with the federation's spec")] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option("--from", help="an export whose state it starts from; its spec too, where SPEC gives no other"),
+    ] = None,
+    key: Key = None,
     dry_run: Annotated[bool, typer.Option(help="only check the spec")] = False,
     backbone: Annotated[
         bool, typer.Option(help="load the backbone here, so that its fingerprint is fixed and words become a context")
@@ -38,9 +43,14 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Create a federation from a spec."""
-    asked = read_spec(spec)
-    initial_state = None
-    if backbone:
+    if spec is None and export is None:
+        raise CommandError("give the file of a spec, or --from EXPORT", Exit.USAGE)
+    asked, initial_state = ({} if spec is None else read_spec(spec)), None
+    if export is not None:
+        from promptfed.export.continuing import continued
+
+        asked, initial_state = continued(export, asked, key)
+    elif backbone:
         from promptfed.sdk.backbone import resolve, with_backbone
 
         resolved, initial_state = with_backbone(resolve(asked), allow_backbone)

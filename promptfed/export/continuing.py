@@ -1,0 +1,66 @@
+"""A federation that starts from an export: its spec, and the state that it begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from promptfed.export.reading import OpenedExport, open_export
+from promptfed.sdk.backbone import resolve
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.methods import method_for
+from promptfed.shared.methods.core.interface.base import MethodError, ServerContext
+from promptfed.shared.spec.spec import FederationSpec, merged
+from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors.torch_tensors import encode
+
+
+def continued(folder: Path, given: Mapping[str, Any], key: str | None = None) -> tuple[dict[str, Any], bytes]:
+    """The spec of the export in ``folder`` under the fields that are ``given``, and its state as safetensors.
+
+    What each client keeps private is not part of an export: clients of personalised methods begin anew with it.
+
+    Raises:
+        CommandError: it is no export, ``key`` has not signed it, or its state does not fit the given method.
+    """
+    opened = open_export(folder, key)
+    has, wanted = opened.card.method["name"], dict(given.get("method") or {}).get("name")
+    if wanted not in (None, has):
+        text = (
+            f"the export in {folder} is of {has}, the spec names {wanted}: a federation continues with the same method"
+        )
+        raise CommandError(text, Exit.BAD_INPUT)
+    raw = merged(_spec(opened), dict(given)) | {"continues": opened.card.hashes.state}
+    _expect_fit(resolve(raw), opened.state)
+    return raw, encode(opened.state)
+
+
+def _spec(opened: OpenedExport) -> dict[str, Any]:
+    card = opened.card
+    fields = {"method", "backbone", "template", "class_names", "class_descriptions", "rounds", "training", "seed"}
+    known = card.model_dump(mode="json", include=fields, exclude_none=True, exclude_unset=True)
+    return {"name": card.federation} | known
+
+
+def _expect_fit(spec: FederationSpec, state: Tensors) -> None:
+    """Raise CommandError for a tensor that is missing, not the method's, or of another shape."""
+    method = method_for(spec)
+    expected = {each.name: each for each in method.state_tensors()}
+    dims: Mapping[str, int] = {}
+    if spec.backbone.shape is not None:
+        names = tuple(spec.class_names) if spec.class_names is not None else None
+        try:
+            dims = method.dims(ServerContext(spec.training, spec.backbone.shape, names, (), spec.seed, spec.rounds))
+        except MethodError as error:
+            raise CommandError(str(error), Exit.BAD_INPUT) from None
+    wrong = sorted(expected.keys() ^ state.keys())
+    for name in expected.keys() & state.keys():
+        has = tuple(state[name].shape)
+        sizes = [dims.get(size) if isinstance(size, str) else size for size in expected[name].shape]
+        # Some sizes, such as the number of clients, are known to the coordinator only.
+        if len(has) != len(sizes) or any(size not in (None, found) for size, found in zip(sizes, has, strict=True)):
+            wrong.append(name)
+    if wrong:
+        text = f"the export's state does not fit {method.name} with these settings ({', '.join(wrong)})"
+        raise CommandError(f"{text}: keep the export's method and its settings", Exit.BAD_INPUT)

@@ -1,0 +1,94 @@
+"""A federation that starts from an export: the same state, recorded and shown, and refused where it does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import promptfed
+from promptfed.cli.main import app
+from promptfed.sdk.errors import Exit
+from promptfed.shared.api.export_card import STATE_FILE
+from promptfed.shared.tensors.torch_tensors import decode, encode
+from promptfed.testing.clients import drive
+from tests.support import exports
+from tests.support.coordinators import InThread, in_thread
+from tests.support.own_images import SHAPES, write_folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    data = {name: f"folder:{write_folder(folder / name, seed=seed, each=4)}" for seed, name in enumerate(("a", "b"))}
+    spec = {"name": "promptfl", "m": 2}
+    result = promptfed.run(spec, data, rounds=1, class_names=list(SHAPES), backbone=exports.backbone())
+    result.export(folder / "export")
+    return folder / "export"
+
+
+def create(server: InThread, *arguments: str | Path) -> Result:
+    token = server.settings.data_dir / "operator.token"
+    command = ["federation", "create", *map(str, arguments), "--coordinator", server.url, "--token-file", str(token)]
+    return CliRunner().invoke(app, command)
+
+
+def test_it_starts_from_the_exports_state_and_says_so(exported: Path, tmp_path: Path) -> None:
+    card = json.loads((exported / "card.json").read_text())
+    (tmp_path / "more.yaml").write_text("{name: again, rounds: 2, participation: {min_clients: 2}}")
+    with in_thread(tmp_path / "data") as server:
+        created = create(server, tmp_path / "more.yaml", "--from", exported, "--json")
+        assert created.exit_code == 0, created.output
+        view = json.loads(created.stdout)
+        spec = view["spec"]
+        assert (spec["name"], spec["rounds"], spec["class_names"]) == ("again", 2, list(SHAPES))
+        assert spec["method"] == card["method"]
+        assert spec["continues"] == card["hashes"]["state"]
+        shape = exports.backbone()
+        about = {"backbone_fingerprint": shape.fingerprint, "class_names": list(SHAPES)}
+        clients = server.enrol(view["id"], "a", "b", backbone_shape=spec["backbone"]["shape"], **about)
+        server.post(f"{view['id']}/start")
+        begun = server.get(f"{view['id']}/rounds/0")["state_hash"]
+        assert begun == card["hashes"]["state"]
+        drive(clients)
+        server.until(view["id"], state="finished")
+        replayed = server.post(f"{view['id']}/rounds/1/replay", {})
+        assert replayed["states"]
+        assert all(state["same"] for state in replayed["states"])
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_created(exported: Path, tmp_path: Path) -> None:
+    (tmp_path / "longer.yaml").write_text("{name: longer, method: {name: promptfl, m: 4}}")
+    (tmp_path / "other.yaml").write_text("{name: other, method: {name: fedclip}}")
+    with in_thread(tmp_path / "data") as server:
+        for given, text in (
+            ((tmp_path / "longer.yaml", "--from", exported), "does not fit promptfl with these settings (context)"),
+            ((tmp_path / "other.yaml", "--from", exported), "is of promptfl, the spec names fedclip"),
+            (("--from", tmp_path), "is not a promptfed export"),
+            (("--from", exported, "--key", "ab" * 32), "is not signed"),
+            ((), "give the file of a spec, or --from EXPORT"),
+        ):
+            refused = create(server, *given)
+            assert refused.exit_code in (Exit.BAD_INPUT, Exit.USAGE, Exit.REFUSED), refused.output
+            assert text in refused.stderr
+        assert server.get("/v1/federations")["federations"] == []
+
+
+def test_the_coordinator_takes_no_other_state(exported: Path, tmp_path: Path) -> None:
+    state, _ = decode((exported / STATE_FILE).read_bytes())
+    other = encode({name: tensor + 1 for name, tensor in state.items()})
+    card = json.loads((exported / "card.json").read_text())
+    with in_thread(tmp_path / "data") as server:
+        spec = {"name": "again", "method": card["method"], "continues": card["hashes"]["state"], "rounds": 1}
+        federation = server.post("/v1/federations", spec, status=201)["id"]
+        server.enrol(federation, "a", "b", backbone_shape=card["backbone"]["shape"])
+        missing = server.post(f"{federation}/start", status=409)
+        assert missing["type"].endswith("initial-state-missing")
+        path = f"/v1/federations/{federation}/initial-state"
+        answer = server.http.put(path, content=other, headers=server.operator)
+        assert answer.status_code == 409
+        assert answer.json()["type"].endswith("initial-state-mismatch")
+        assert server.http.put(path, content=encode(state), headers=server.operator).status_code == 200
+        server.post(f"{federation}/start")
