@@ -37,7 +37,10 @@ from promptfed.shared.spec.spec import BackboneSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import encode, state_hash
 
-VERSION = metadata.version("promptfed")
+
+def version() -> str:
+    """The version of this promptfed."""
+    return metadata.version("promptfed")
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def card_of(result: FederationResult, model: AdaptedModel, contents: Contents, a
             why_not_open_clip=contents.why_none,
         ),
         files={name: described(body, tensors.get(name)) for name, body in sorted(contents.files.items())},
-        made=Made(at=datetime.now(UTC).isoformat(timespec="seconds"), promptfed=VERSION),
+        made=Made(at=datetime.now(UTC).isoformat(timespec="seconds"), promptfed=version()),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from promptfed.export.adapted_model import AdaptedModel, weights_of
 from promptfed.export.audited import audit_of
 from promptfed.export.export import open_backbone_of
-from promptfed.export.model_card import VERSION, backbone_files, carries_backbone, described, snippet
+from promptfed.export.model_card import backbone_files, carries_backbone, described, snippet, version
 from promptfed.export.model_card_markdown import markdown
 from promptfed.export.reading import AUDIT_FILE, OpenedExport, open_export, read_file
 from promptfed.sdk.errors import CommandError, Exit
@@ -99,8 +99,8 @@ def _names_remark(card: Card) -> str | None:
 def _text_remark(opened: OpenedExport, weights: Tensors | None) -> str | None:
     """Compare ``card.md`` with the text made from the signed card; None if they are equal."""
     card, name = opened.card, opened.card.method["name"]
-    if card.made.promptfed != VERSION:
-        return f"{MARKDOWN_FILE} was written by {card.made.promptfed}, this is {VERSION}: its text was not compared"
+    if card.made.promptfed != version():
+        return f"{MARKDOWN_FILE} was written by {card.made.promptfed}, this is {version()}: its text was not compared"
     try:
         opened.model.make_method()
     except CommandError:
