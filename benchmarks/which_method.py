@@ -82,10 +82,14 @@ def run(method: str, data: str, seed: int, features: Path) -> dict[str, Any]:
 
 
 def markdown(runs: Mapping[str, Any]) -> str:
-    """A row for each method: means over the data sets and seeds that are finished."""
+    """A row for each method: means over the data sets and the seeds for which all of them are finished."""
     rows = []
     for method in METHODS.split(","):
-        finished = [result for key, result in runs.items() if key.split()[0] == method and "test" in result]
+        by_seed: dict[str, list[dict[str, float]]] = {}
+        for key, result in runs.items():
+            if key.split()[0] == method and "test" in result:
+                by_seed.setdefault(key.split()[2], []).append(result)
+        finished = [result for results in by_seed.values() if len(results) == len(DATA) for result in results]
         if not finished:
             continue
 

@@ -35,7 +35,7 @@ def tune(
     rates: Annotated[
         str | None, typer.Option(help="learning rates by commas; default: four decades around each method's default")
     ] = None,
-    seeds: Annotated[str, typer.Option(help="seeds of the last candidates, by commas")] = "10,11",
+    seeds: Annotated[str, typer.Option(help="seeds of the last candidates, by commas")] = "10,11,12,13",
     validation: Annotated[float, typer.Option(help="share of the training images that is held out")] = 0.25,
     seconds: Annotated[float, typer.Option(min=1, help="time for the search")] = 300,
     most_bytes: Annotated[

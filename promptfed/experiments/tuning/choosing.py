@@ -64,7 +64,7 @@ class Plan:
 
     methods: tuple[str, ...] = ()
     rates: tuple[float, ...] | None = None
-    seeds: tuple[int, ...] = (10, 11)
+    seeds: tuple[int, ...] = (10, 11, 12, 13)
     seconds: float = 300.0
     bytes: float | None = None
 

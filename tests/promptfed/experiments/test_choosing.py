@@ -105,14 +105,14 @@ def test_the_default_is_in_every_rung_and_wins_if_nothing_is_better() -> None:
     for given in (runs, worst):
         rungs = {rounds for _, rounds, _ in given.ran}
         assert {rounds for candidate, rounds, _ in given.ran if candidate == chosen.default} == rungs
-        assert {seed for candidate, _, seed in given.ran if candidate == chosen.default} == {10, 11}
+        assert {seed for candidate, _, seed in given.ran if candidate == chosen.default} == {10, 11, 12, 13}
 
 
 def test_the_search_ends_with_its_time_and_says_what_was_not_tried() -> None:
     methods = {"promptfl": 0.5, "fedclip": 0.8, "fedtaskres": 0.6}
     runs = Given(methods, {"promptfl": 0.1, "fedclip": 1e-3, "fedtaskres": 0.1})
     chosen = choose(runs, Plan(tuple(methods), seconds=60), clock=runs.clock)
-    assert runs.seconds <= 60 + 16  # the default may go over it, since it is always tried
+    assert runs.seconds <= 60 + 64  # the default may go over it, since it is always tried
     assert chosen.untried > 0
     assert chosen.accuracy >= 0.5
 
