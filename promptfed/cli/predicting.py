@@ -22,6 +22,8 @@ from promptfed.sdk.files import write_file
 from promptfed.sdk.operations import take
 from promptfed.sdk.output import console, note, print_json, say, table
 from promptfed.sdk.text import percent
+from promptfed.shared.data.errors import DataError
+from promptfed.shared.data.image_files import conversion_of, read_image
 from promptfed.shared.plain_text import csv_cell, plain
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
@@ -86,6 +88,11 @@ def predict_folder(
     text, unread = io.StringIO(newline=""), 0
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["image", "class", "probability", "zero_shot_class", "zero_shot_probability"])
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix.lower() not in SUFFIXES and not _is_hidden(path, folder):
+            advice = conversion_of(path)
+            if advice is not None:
+                note(f"{path} cannot be read as an image: {advice}.")
     for path in paths:
         try:
             answer = _predict(predictor, path, _read(path))
@@ -155,10 +162,18 @@ def _predict(predictor: Predictor, path: Path, content: bytes) -> dict[str, Any]
     try:
         return predictor.predict(content)
     except BadImage:
-        text = f"{path} cannot be read as an image: give a PNG, JPEG or another common format"
-        raise CommandError(text, Exit.BAD_INPUT) from None
+        raise CommandError(_why_unreadable(path), Exit.BAD_INPUT) from None
     except TooManyPixels as error:
         raise CommandError(f"{path}: {error}", Exit.BAD_INPUT) from None
+
+
+def _why_unreadable(path: Path) -> str:
+    """What `promptfed data show` says of the file."""
+    try:
+        read_image(path)
+    except DataError as error:
+        return str(error)
+    return f"{path} cannot be read as an image: give a PNG, JPEG or another common format"
 
 
 def _table(path: Path, answer: Mapping[str, Any], top: int) -> Table:

@@ -50,7 +50,7 @@ def read_image(path: Path) -> Image.Image:
     except NotAFile as error:
         raise DataError(f"{path} cannot be read as an image: {error}; remove it.") from error
     except UnidentifiedImageError as error:
-        advice = _conversion(path)
+        advice = conversion_of(path)
         if advice is not None:
             raise DataError(f"{path} cannot be read as an image: {advice}.") from error
         raise DataError(f"{path} cannot be read as an image; repair or remove it (no known format).") from error
@@ -87,7 +87,7 @@ def _shrunk(image: Image.Image) -> Image.Image:
     return small
 
 
-def _conversion(path: Path) -> str | None:
+def conversion_of(path: Path) -> str | None:
     """The file's format and how to convert it to PNG, if its first bytes or its name identify it."""
     kind = _kind(path)
     if kind is None:

@@ -57,20 +57,22 @@ def export(
 @app.add(section="Use a result")
 def verify(
     folder: Annotated[Path, typer.Argument(help="folder that `promptfed export` has written")],
-    key: Annotated[
-        str,
-        typer.Option(envvar=KEY_VARIABLE, help="the coordinator's public key, as `GET /v1/signing-key` once told it"),
-    ],
     allow_backbone: AllowBackbone,
+    key: Annotated[
+        str | None,
+        typer.Option(envvar=KEY_VARIABLE, help="the coordinator's public key, as `GET /v1/signing-key` once told it"),
+    ] = None,
     recompute: Annotated[
         bool, typer.Option(help="load the backbone and compute the class weights and the merged model again")
     ] = True,
 ) -> None:
-    """Check that an export is, file by file, what the coordinator with this key has signed."""
+    """Check that an export is, file by file, what its card says and what the coordinator with this key has signed."""
     from promptfed.export.verification import verify_export
 
     verified = verify_export(folder, key, recompute=recompute, allow_backbone=allow_backbone)
     federation, round = verified.card.federation, verified.card.round
     where = f"{federation.name} ({federation.id}) after round {round}"
-    for line in (f"{folder} is whole: {where}, signed by {key}", *verified.remarks):
+    unsigned = "by its own card; whether a coordinator has signed it was not checked: give its --key"
+    signed = f"signed by {key}" if key is not None else unsigned
+    for line in (f"{folder} is whole: {where}, {signed}", *verified.remarks):
         say(plain(line))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,10 +44,14 @@ def test_a_folder_of_images_becomes_a_table(exported: Path, tmp_path: Path) -> N
     write_folder(tmp_path / "in", ("circle", "bar"), seed=9, each=2)
     (tmp_path / "in" / "bar" / "broken.png").write_bytes(b"nothing")
     (tmp_path / "in" / "notes.txt").write_text("no image")
+    (tmp_path / "in" / "bar" / "logo.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
     done = command("predict", tmp_path / "in", "--export", exported, "--out", tmp_path / "answers.csv")
     assert done.exit_code == 0, done.output
     assert "Wrote 4 answers" in done.stdout
-    assert "broken.png cannot be read as an image" in done.stderr
+    shown = command("data", "show", f"folder:{tmp_path / 'in'}").output
+    for name in ("broken.png", "logo.svg"):
+        [told] = [line for line in done.stderr.splitlines() if name in line]
+        assert told in shown, "in the words of `data show`"
     text = (tmp_path / "answers.csv").read_text()
     rows = list(csv.DictReader(io.StringIO(text)))
     assert [row["image"] for row in rows] == ["bar/0.png", "bar/1.png", "circle/0.png", "circle/1.png"]
@@ -91,6 +96,18 @@ def test_a_score_is_that_of_the_answers(exported: Path, tmp_path: Path) -> None:
     refused = command("score", exported, f"folder:{tmp_path / 'in'}", "--out", tmp_path / "other")
     assert "does not choose among the classes ring" in refused.stderr
     assert not (tmp_path / "other").exists()
+
+
+def test_verify_without_a_key_says_what_it_did_not_check(exported: Path, tmp_path: Path) -> None:
+    whole = command("verify", exported, "--no-recompute")
+    assert whole.exit_code == 0, whole.output
+    assert "was not checked: give its --key" in whole.stdout
+    shutil.copytree(exported, tmp_path / "changed")
+    weights = tmp_path / "changed" / "class_weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    refused = command("verify", tmp_path / "changed", "--no-recompute")
+    assert refused.exit_code == Exit.BAD_INPUT
+    assert "class_weights.safetensors" in refused.stderr
 
 
 def test_scores_of_several_sites_are_pooled(exported: Path, tmp_path: Path) -> None:
