@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.shared.messages import Role
-from promptfed.shared.service.net import address_parts, addresses_of, is_loopback
+from promptfed.shared.service.net import addresses_of, check_addresses, is_loopback
 from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.spec.spec import NAME_PATTERN, Name
 
@@ -212,11 +212,7 @@ class Settings(BaseSettings):
     @field_validator("coordinator")
     @classmethod
     def _are_addresses(cls, text: str) -> str:
-        for address in addresses_of(text) or [text]:
-            parts = address_parts(address)
-            if parts.username is not None or parts.query or parts.fragment:
-                raise ValueError("must hold scheme, host, port and path only: credentials go into files")
-        return ",".join(addresses_of(text))
+        return check_addresses(text)
 
     @model_validator(mode="after")
     def _other_machines_need_consent(self) -> Settings:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
@@ -25,6 +24,7 @@ from promptfed.shared.messages import Problem
 from promptfed.shared.service.addresses import TOLD, AddressBook
 from promptfed.shared.service.net import MOST_MOVES, moved_to
 from promptfed.shared.service.reasons import offence, why
+from promptfed.shared.service.tls import explained, is_certificate_error
 
 log = logging.getLogger("promptfed.client")
 
@@ -262,7 +262,17 @@ class CoordinatorConnection:
 
     def unreachable(self, error: BaseException) -> ClientError:
         """The error that ends a client to which nobody answers."""
-        return ClientError(Exit.UNREACHABLE, f"no answer from the coordinator at {self.base_url}: {_why(error)}")
+        text = f"no answer from the coordinator at {self.base_url}: {_why(error)}"
+        return ClientError(Exit.UNREACHABLE, self.explained(error) or text)
+
+    def explained(self, error: BaseException) -> str | None:
+        """What is wrong with TLS, if that is why nobody answers."""
+        return explained(error, self.failed or self.base_url)
+
+    @property
+    def has_served(self) -> bool:
+        """Whether a coordinator has answered."""
+        return bool(self._served)
 
     def backoff(self, attempt: int, error: BaseException) -> float:
         """Seconds to wait after so many failed attempts, jittered."""
@@ -293,7 +303,10 @@ class Patience:
     async def wait(self, error: BaseException) -> None:
         """Wait after a failure. Raises ClientError if waiting cannot help, or if nothing has moved for too long."""
         connection = self._connection
-        if not may_pass(error) or time.monotonic() - self._since >= connection.give_up_after:
+        hopeless = not may_pass(error)
+        if not hopeless and not connection.has_served:
+            hopeless = await asyncio.to_thread(connection.explained, error) is not None
+        if hopeless or time.monotonic() - self._since >= connection.give_up_after:
             raise connection.unreachable(error) from None
         self._attempts += 1
         delay = connection.backoff(self._attempts, error)
@@ -314,21 +327,11 @@ def may_pass(error: BaseException) -> bool:
     """Whether trying again may help. It does not if the coordinator's certificate is refused."""
     if isinstance(error, Unavailable):
         return True
-    return isinstance(error, httpx.TransportError) and not _is_certificate_error(error)
-
-
-def _is_certificate_error(error: BaseException) -> bool:
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
+    return isinstance(error, httpx.TransportError) and not is_certificate_error(error)
 
 
 def _why(error: BaseException) -> str:
-    hint = ": give its authority with --ca-file" if _is_certificate_error(error) else ""
-    return (str(error) if isinstance(error, Unavailable) else why(error)) + hint
+    return str(error) if isinstance(error, Unavailable) else why(error)
 
 
 def parse(kind: type[AnyMessage], body: bytes) -> AnyMessage:

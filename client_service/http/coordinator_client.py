@@ -32,6 +32,7 @@ from promptfed.shared.messages import (
 from promptfed.shared.service.addresses import HEARTBEAT, HEARTBEAT_SECONDS
 from promptfed.shared.service.net import addresses_of, is_loopback
 from promptfed.shared.service.reasons import why
+from promptfed.shared.service.tls import trusting
 
 MAX_PAYLOAD_BYTES = 2 << 30
 POLL_MARGIN = 15.0  # seconds that a long poll may take beyond its wait
@@ -163,12 +164,9 @@ def http_to(coordinators: str, ca_file: Path | None, own: tuple[Path, Path | Non
     verify: ssl.SSLContext | bool = True
     if ca_file is not None:
         try:
-            verify = ssl.create_default_context(cafile=str(ca_file))
-        except (OSError, ssl.SSLError) as error:
-            raise ClientError(
-                Exit.USAGE,
-                f"--ca-file {ca_file} cannot be used: {why(error)}; give the PEM file of the coordinator's authority",
-            ) from None
+            verify = trusting(ca_file)
+        except ValueError as error:
+            raise ClientError(Exit.USAGE, str(error)) from None
     if own is not None:
         verify = verify if isinstance(verify, ssl.SSLContext) else ssl.create_default_context()
         try:

@@ -185,8 +185,8 @@ async def put_initial_state(request: Request, registry: RegistryOf, federation: 
 def mint_token(
     registry: RegistryOf, settings: SettingsOf, federation: Operated, request: TokenRequest | None = None
 ) -> MintedToken:
-    """Create an enrolment token for one client, or for ``uses`` clients."""
-    return tokens.mint(registry, federation.id, request or TokenRequest(), settings.token_hours)
+    """Create an enrolment token for one client, or for ``uses`` clients; with an address, also an invitation."""
+    return tokens.mint(registry, federation.id, request or TokenRequest(), settings)
 
 
 @router.get("/{federation}/enrolment-tokens", responses=described.for_callers(), tags=["enrolment"])

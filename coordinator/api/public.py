@@ -1,13 +1,15 @@
-"""``/v1/methods`` and ``/v1/signing-key``: answers for everyone, without a token."""
+"""``/v1/methods``, ``/v1/signing-key`` and ``/v1/authority``: answers for everyone, without a token."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 from fastapi import APIRouter, Path
+from fastapi.responses import PlainTextResponse
 
-from promptfed.coordinator.api.deps import SignerOf
+from promptfed.coordinator.api.deps import SettingsOf, SignerOf
 from promptfed.coordinator.api.described import documented
+from promptfed.coordinator.http.certificates import authority
 from promptfed.coordinator.problems import NotFound
 from promptfed.shared import methods
 from promptfed.shared.api.access_schemas import SigningKey
@@ -36,3 +38,12 @@ def get_method(name: Annotated[str, Path(max_length=100)]) -> MethodView:
 async def get_signing_key(signer: SignerOf) -> SigningKey:
     """The public key that verifies this coordinator's signatures. Keep a copy from a coordinator that you trust."""
     return SigningKey(public_key=signer.public_key)
+
+
+@router.get("/authority", responses=documented(NotFound), response_class=PlainTextResponse, tags=["enrolment"])
+def get_authority(settings: SettingsOf) -> str:
+    """The last certificate of this coordinator's TLS chain, in PEM. Trust it only by its fingerprint."""
+    certificate = authority(settings)
+    if certificate is None:
+        raise NotFound("this coordinator serves no TLS: there is no certificate")
+    return certificate

@@ -1,4 +1,4 @@
-"""Clients' certificates: the names in the certificate of a connection."""
+"""Certificates: the names in those that clients show, and the authority behind the coordinator's own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from promptfed.coordinator.problems import OtherCertificate
 from promptfed.coordinator.settings import Settings
+from promptfed.shared.service.tls import certificate_hash, certificates_in
 
 SHOWN = "promptfed.certificate_names"
 
@@ -53,3 +54,20 @@ def check_certificate(connection: HTTPConnection, name: str | None) -> None:
         raise OtherCertificate("clients show a certificate here: give --client-cert and --client-key")
     if name is not None and name not in shown:
         raise OtherCertificate(f"the certificate is for {', '.join(sorted(shown))[:200]}, not for the client {name!r}")
+
+
+def authority(settings: Settings) -> str | None:
+    """The last certificate of the coordinator's chain, in PEM: its authority's if the chain is complete.
+
+    None where the coordinator serves no TLS.
+    """
+    if settings.tls_cert is None:
+        return None
+    chain = certificates_in(settings.tls_cert.read_text())
+    return chain[-1] if chain else None
+
+
+def fingerprint(settings: Settings) -> str | None:
+    """The SHA-256 of `authority`, in hexadecimal."""
+    certificate = authority(settings)
+    return certificate_hash(certificate) if certificate is not None else None

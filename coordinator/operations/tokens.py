@@ -13,15 +13,18 @@ from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.recovery import token_of
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.http.certificates import fingerprint
 from promptfed.coordinator.operations.clients import client_name
+from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow, TokenRow
 from promptfed.coordinator.store.tokens import digest, new_token
 from promptfed.shared.api.access_schemas import MintedToken, TokenPage, TokenRequest, TokenView
+from promptfed.shared.service.invitation import Invitation
 
 
-def mint(registry: Registry, id: str, request: TokenRequest, default_hours: float) -> MintedToken:
-    """Create an enrolment token. Only this answer contains the token itself.
+def mint(registry: Registry, id: str, request: TokenRequest, settings: Settings) -> MintedToken:
+    """Create an enrolment token. Only this answer contains the token itself, and an invitation if there is an address.
 
     Raises:
         NotFound: it is for a name that no client has.
@@ -29,7 +32,7 @@ def mint(registry: Registry, id: str, request: TokenRequest, default_hours: floa
         WrongState: it is for a name that was not reset.
     """
     token, token_id = new_token(), "tok-" + secrets.token_hex(8)
-    expires = clock.later((request.hours if request.hours is not None else default_hours) * 3600)
+    expires = clock.later((request.hours if request.hours is not None else settings.token_hours) * 3600)
     with registry.change(id) as change:
         federation = change.federation
         name = request.name or token_id
@@ -53,9 +56,19 @@ def mint(registry: Registry, id: str, request: TokenRequest, default_hours: floa
         change.federation = replace(federation, tokens={**federation.tokens, row.digest: token_of(row)})
         change.emit("token-minted", token=name, uses=request.uses)
         change.note("token-minted", token=name, uses=request.uses, role=request.role, client=client)
-    return MintedToken(
+    minted = MintedToken(
         token=token, expires_at=clock.parse(expires), id=token_id, name=name, uses=request.uses, role=request.role
     )
+    if request.address is None:
+        return minted
+    invitation = Invitation(
+        coordinator=request.address,
+        federation=federation.name,
+        token=token,
+        expires_at=minted.expires_at,
+        authority=fingerprint(settings) if request.address.startswith("https://") else None,
+    )
+    return minted.model_copy(update={"invitation": invitation.encoded()})
 
 
 def _reset_name(federation: Federation, asked: str) -> str:

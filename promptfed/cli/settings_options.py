@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -14,8 +14,10 @@ from pydantic_settings import BaseSettings
 from promptfed.cli.common import _written
 
 
-def options_of(settings: type[BaseSettings]) -> Callable[..., dict[str, Any]]:
+def options_of(settings: type[BaseSettings], without: Set[str] = frozenset()) -> Callable[..., dict[str, Any]]:
     """A maker (see `promptfed.cli.app.Made`) of the settings that the command line gives, by their names.
+
+    ``without``: names of settings that are no options of the command.
 
     What it does not give comes from the environment or is a default, and pydantic checks all of it.
     """
@@ -23,7 +25,7 @@ def options_of(settings: type[BaseSettings]) -> Callable[..., dict[str, Any]]:
     def make(context: typer.Context, **values: Any) -> dict[str, Any]:
         return {name: values[name] for name in _written(context) & values.keys()}
 
-    options = [_option(name, field) for name, field in settings.model_fields.items()]
+    options = [_option(name, field) for name, field in settings.model_fields.items() if name not in without]
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     make.__signature__ = inspect.Signature([context, *options])  # type: ignore[attr-defined]
     return make

@@ -23,6 +23,7 @@ from promptfed.sdk.errors import CommandError, Exit, offences
 from promptfed.shared.service.addresses import GONE_SECONDS, QUIET_SECONDS, TOLD, AddressBook
 from promptfed.shared.service.net import MOST_MOVES, address_parts, addresses_of, is_loopback, moved_to
 from promptfed.shared.service.reasons import offence, why
+from promptfed.shared.service.tls import explained, trusting
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 URL_VARIABLE = "PROMPTFED_COORDINATOR"
@@ -105,6 +106,7 @@ class Coordinator:
     def __init__(self, url: str, token: str, timeout: float = 60.0, meanwhile: Callable[[], object] | None = None):
         self.url = ",".join(addresses_of(url))
         self._book = AddressBook(self.url)
+        self._failed = self.url  # the address that did not answer last
         self._timeout = timeout
         self._meanwhile = meanwhile
         verify = _authorities(self.url)
@@ -145,7 +147,7 @@ class Coordinator:
             return _answer(request, self._response(request))
         except httpx.TransportError as error:
             text = f"cannot reach the coordinator at {self.url} ({why(error)}): is it running? See --coordinator"
-            raise CommandError(text, Exit.UNREACHABLE) from None
+            raise CommandError(explained(error, self._failed) or text, Exit.UNREACHABLE) from None
 
     def _response(self, request: Request[View]) -> httpx.Response:
         deadline = time.monotonic() + (RESTART_SECONDS if self._meanwhile is not None else TAKEOVER_SECONDS)
@@ -172,6 +174,7 @@ class Coordinator:
             try:
                 response = self._asked(address, request)
             except httpx.TransportError as error:
+                self._failed = address
                 if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)):
                     book.note_silent(address)
                 book.move_on()
@@ -290,11 +293,9 @@ def _authorities(url: str) -> ssl.SSLContext | bool:
     if not ca_file or "https://" not in url:
         return True
     try:
-        return ssl.create_default_context(cafile=ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise CommandError(
-            f"--ca-file {ca_file} cannot be used: {why(error)}; give the PEM file of its authority", Exit.BAD_INPUT
-        ) from None
+        return trusting(Path(ca_file))
+    except ValueError as error:
+        raise CommandError(str(error), Exit.BAD_INPUT) from None
 
 
 def open_coordinator(url: str | None, token_file: Path | None) -> Coordinator:

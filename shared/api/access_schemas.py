@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from promptfed.shared.messages import Message, Role
+from promptfed.shared.service.net import check_addresses
 from promptfed.shared.spec.spec import Name
 
 OperatorRole = Literal["viewer", "operator", "admin"]
@@ -30,12 +31,21 @@ class TokenRequest(Message):
     client: Annotated[
         str | None, Field(max_length=100, description="the one client whose reset name it gives back; uses is 1")
     ] = None
+    address: Annotated[
+        str | None,
+        Field(max_length=2000, description="where clients reach the coordinator: the answer has an invitation to it"),
+    ] = None
 
     @model_validator(mode="after")
     def _one_client_is_one_use(self) -> TokenRequest:
         if self.client is not None and self.uses != 1:
             raise ValueError("a token for one client has one use: leave out uses")
         return self
+
+    @field_validator("address")
+    @classmethod
+    def _are_addresses(cls, given: str | None) -> str | None:
+        return None if given is None else check_addresses(given)
 
 
 class MintedToken(BaseModel):
@@ -47,6 +57,7 @@ class MintedToken(BaseModel):
     name: str
     uses: int | None
     role: Role | None
+    invitation: Annotated[str | None, Field(description="for `promptfed join`, where an address was given")] = None
 
 
 class TokenView(BaseModel):

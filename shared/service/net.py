@@ -56,6 +56,15 @@ def addresses_of(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip().rstrip("/") for part in text.split(",") if part.strip()))
 
 
+def check_addresses(text: str) -> str:
+    """The addresses of ``text``, separated by commas. Raises ValueError unless each has a scheme and a host alone."""
+    for address in addresses_of(text) or [text]:
+        parts = address_parts(address)
+        if parts.username is not None or parts.query or parts.fragment:
+            raise ValueError("must hold scheme, host, port and path only: credentials go into files")
+    return ",".join(addresses_of(text))
+
+
 def moved_to(given: str, asked: str, location: str) -> str | None:
     """The origin that a request for the URL ``asked`` is to go to, of a coordinator's 307; None: it is not followed.
 

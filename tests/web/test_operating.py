@@ -14,6 +14,7 @@ from playwright.sync_api import expect
 
 from promptfed.export.reading import read_export
 from promptfed.export.verification import verify_export
+from promptfed.shared.service.invitation import decode as decode_invitation
 from promptfed.shared.tensors.torch_tensors import decode, state_hash
 from promptfed.testing.clients import FINGERPRINT, SHAPE, ScriptedClient, drive
 from tests.support.coordinators import InThread
@@ -211,19 +212,24 @@ def test_tokens_withdrawal_and_deletion(coordinator: InThread, visited: Visit) -
     page = visited.page
     visited.open()
     visited.sign_in()
-    page.get_by_text("Mint, list and take back tokens").click()
-    page.get_by_label("Clients that may use it").fill("2")
+    page.get_by_text("Invite clients, and list or revoke").click()
+    page.get_by_label("Clients that may join with it").fill("2")
     page.locator("#token-name").fill("ward-3")
     page.get_by_label("Role").select_option("trainer")
-    page.get_by_role("button", name="Mint a token").click()
-    shown = page.get_by_label("The token, shown only now")
+    page.get_by_role("button", name="Create an invitation").click()
+    shown = page.get_by_label("The command for the data owner, shown only now")
     expect(shown).to_be_focused()
-    joined = coordinator.client("styles", "c").enrol(shown.input_value())
+    program, verb, text, *options = shown.input_value().split()
+    assert (program, verb, options) == ("promptfed", "join", ["--data", "folder:/path/to/images"])
+    invitation = decode_invitation(text)
+    assert (invitation.coordinator, invitation.federation) == (coordinator.url, "styles")
+    assert page.get_by_label("Its token alone").input_value() == invitation.token
+    joined = coordinator.client("styles", "c").enrol(invitation.token)
     assert joined.status_code == 201, joined.text
-    tokens = page.get_by_role("region", name="Tokens that were minted")
+    tokens = page.get_by_role("region", name="Invitations")
     expect(tokens.get_by_role("row", name="ward-3")).to_contain_text("trainer1 of 2")
-    page.get_by_role("button", name="Take back ward-3").click()
-    page.get_by_role("button", name="Take it back").click()
+    page.get_by_role("button", name="Revoke ward-3").click()
+    page.get_by_role("button", name="Revoke it").click()
     expect(page.get_by_role("row", name="ward-3")).to_have_count(0)
 
     page.get_by_text("Take a client out").click()

@@ -1,4 +1,4 @@
-// Enrolment tokens: minted and shown once, listed with who came by them, taken back.
+// Invitations: enrolment tokens, made and shown once as one command, listed with who came by them, taken back.
 
 import { ask } from "./dialog.js";
 import { announce, fill, h, panel, table } from "./dom.js";
@@ -14,19 +14,21 @@ export class Tokens {
     this.uses = h("input", { id: "uses", type: "number", min: 1, max: 100_000, value: 1, required: true });
     this.name = h("input", { id: "token-name", autocomplete: "off", spellcheck: "false", maxlength: 64 });
     this.hours = h("input", { id: "hours", type: "number", min: 0.1, step: "any", placeholder: "default" });
+    this.address = h("input", { id: "address", type: "url", required: true, value: window.location.origin });
     this.role = h("select", { id: "role" }, ["any role", "trainer", "evaluator"].map((role) => h("option", { value: role === "any role" ? "" : role }, role)));
     const field = (label, input) => h("p", { class: "field" }, h("label", { for: input.id }, label), input);
     this.form = h(
       "form",
       { class: "fields", on: { submit: (event) => this.#mint(event) } },
-      field("Clients that may use it", this.uses),
+      field("Clients that may join with it", this.uses),
       field("Name", this.name),
       field("Role", this.role),
-      field("Hours it is good", this.hours),
-      h("button", { type: "submit", class: "primary" }, "Mint a token"),
+      field("Hours until it expires", this.hours),
+      field("Address of this coordinator for clients", this.address),
+      h("button", { type: "submit", class: "primary" }, "Create an invitation"),
     );
-    this.details = h("details", { on: { toggle: () => this.details.open && this.#refresh() } }, h("summary", {}, "Mint, list and take back tokens with which clients enrol"), this.form, this.minted, this.list);
-    this.element = panel("Enrolment tokens", { class: "folded" }, this.details);
+    this.details = h("details", { on: { toggle: () => this.details.open && this.#refresh() } }, h("summary", {}, "Invite clients, and list or revoke invitations"), this.form, this.minted, this.list);
+    this.element = panel("Invitations", { class: "folded" }, this.details);
     this.enrolled = -1;
   }
 
@@ -39,13 +41,13 @@ export class Tokens {
   async #mint(event) {
     event.preventDefault();
     this.tell(null);
-    const asked = { uses: Number(this.uses.value) };
+    const asked = { uses: Number(this.uses.value), address: this.address.value.trim() };
     if (this.name.value.trim()) asked.name = this.name.value.trim();
     if (this.role.value) asked.role = this.role.value;
     if (this.hours.value) asked.hours = Number(this.hours.value);
     try {
       this.#show(await this.api.post(this.path, asked));
-      announce("A token was minted");
+      announce("An invitation was created");
       await this.#refresh();
     } catch (error) {
       this.tell(error);
@@ -53,19 +55,28 @@ export class Tokens {
   }
 
   #show(minted) {
-    const text = h("input", { id: "minted", readonly: true, value: minted.token, on: { focus: (event) => event.currentTarget.select() } });
+    const field = (id, label, value) => h("p", { class: "field" }, h("label", { for: id }, label), h("input", { id, readonly: true, value, on: { focus: (event) => event.currentTarget.select() } }));
+    const command = `promptfed join ${minted.invitation} --data folder:/path/to/images`;
+    const shown = field("minted", "The command for the data owner, shown only now", command);
+    const text = shown.lastChild;
     const copy = async (event) => {
       const button = event.currentTarget;
       text.select();
       try {
-        await navigator.clipboard.writeText(minted.token);
+        await navigator.clipboard.writeText(command);
         fill(button, "Copied");
       } catch {
         fill(button, "Selected: copy it"); // where the page is not on this machine and not encrypted
       }
     };
     this.minted.hidden = false;
-    fill(this.minted, h("p", { class: "field" }, h("label", { for: "minted" }, "The token, shown only now"), text), h("button", { type: "button", on: { click: copy } }, "Copy"));
+    fill(
+      this.minted,
+      shown,
+      h("button", { type: "button", on: { click: copy } }, "Copy"),
+      h("p", { class: "remark" }, `It expires ${moment(minted.expires_at)}. Whoever has it can join: send it over a private channel. The data owner fills in the path of the images.`),
+      field("minted-token", "Its token alone, for --enrolment-token-file", minted.token),
+    );
     text.focus();
   }
 
@@ -73,28 +84,32 @@ export class Tokens {
     try {
       const tokens = await this.api.all(this.path, "tokens");
       const row = (one) => [
-        [one.name, h("small", { class: "under" }, one.clients.length ? `brought ${names(one.clients)}` : "nobody yet")],
+        [one.name, h("small", { class: "under" }, one.clients.length ? `used by ${names(one.clients)}` : "not used yet")],
         one.client ?? one.role ?? "any role",
         `${one.used}${one.uses === null ? "" : ` of ${one.uses}`}${one.closed ? ", closed" : ""}`,
-        new Date(one.expires_at).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }),
-        h("button", { type: "button", class: "danger slim", "aria-label": `Take back ${one.name}`, on: { click: () => this.#revoke(one) } }, "Take back"),
+        moment(one.expires_at),
+        h("button", { type: "button", class: "danger slim", "aria-label": `Revoke ${one.name}`, on: { click: () => this.#revoke(one) } }, "Revoke"),
       ];
-      fill(this.list, tokens.length ? table("Tokens that were minted", ["token", "for", "used", "good until", ""], tokens.map(row)) : h("p", { class: "empty" }, "There is no token."));
+      fill(this.list, tokens.length ? table("Invitations", ["invitation", "for", "used", "expires", ""], tokens.map(row)) : h("p", { class: "empty" }, "There is no invitation."));
     } catch (error) {
       this.tell(error);
     }
   }
 
   async #revoke(token) {
-    const text = "Nobody enrols with it any more. Who came by it stays.";
-    if (!(await ask(this.element, { title: `Take back ${token.name}?`, text, keep: "Keep it", act: "Take it back" }))) return;
+    const text = "Nobody can join with it any more. Clients that have joined stay.";
+    if (!(await ask(this.element, { title: `Revoke ${token.name}?`, text, keep: "Keep it", act: "Revoke it" }))) return;
     this.tell(null);
     try {
       await this.api.delete(`${this.path}/${encodeURIComponent(token.id)}`);
-      announce(`${token.name} is taken back`);
+      announce(`${token.name} is revoked`);
       await this.#refresh();
     } catch (error) {
       this.tell(error);
     }
   }
+}
+
+function moment(time) {
+  return new Date(time).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 }

@@ -1,11 +1,15 @@
-"""`promptfed coordinator` and `promptfed client`: the two services, whose options are their settings."""
+"""`promptfed coordinator`, `promptfed client` and `join`: the two services, whose options are their settings."""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
+
+import typer
 
 from promptfed.cli.app import Made, app
 from promptfed.cli.settings_options import options_of
+from promptfed.client_service.joining.invited import GIVEN, accept
 from promptfed.client_service.joining.sent import help_lines
 from promptfed.client_service.settings import Settings as ClientSettings
 from promptfed.client_service.settings import make_settings
@@ -27,3 +31,15 @@ def client(given: Annotated[dict[str, Any], Made(options_of(ClientSettings))]) -
     from promptfed.client_service.__main__ import start
 
     leave(start(make_settings(**given)))
+
+
+@app.add(section="Take part with own data", epilog="\b\n" + "\n".join(help_lines()))
+def join(
+    invitation: Annotated[str, typer.Argument(help="the text that the operator sent; -: one line of standard input")],
+    given: Annotated[dict[str, Any], Made(options_of(ClientSettings, without=GIVEN))],
+) -> None:
+    """Accept an operator's invitation: run a client, which takes part in a federation with this owner's data."""
+    from promptfed.client_service.__main__ import start
+
+    text = sys.stdin.readline() if invitation == "-" else invitation
+    leave(start(accept(text, given)))

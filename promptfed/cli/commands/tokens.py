@@ -1,4 +1,4 @@
-"""`promptfed federation token`: enrolment tokens, minted, listed and revoked."""
+"""`promptfed federation token` and `invite`: enrolment tokens, minted, listed and revoked."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from promptfed.sdk.files import write_private
 from promptfed.sdk.output import console, print_json, table, tell
 from promptfed.shared.api.access_schemas import OperatorView, TokenView
 
+Uses = Annotated[int, typer.Option(min=1, help="how many clients can enrol with it")]
+Hours = Annotated[float | None, typer.Option(help="how long it is good; default: the coordinator's setting")]
+Name = Annotated[str | None, typer.Option(help="name in the list of tokens; default: its id")]
+Role = Annotated[str | None, typer.Option(help="for trainers or evaluators alone: trainer, evaluator")]
 COLUMNS = ["token", "for", "used", "good until", "clients"]
 
 
@@ -24,10 +28,10 @@ def token(
     federation: Federation,
     api: Api,
     out: Annotated[Path | None, typer.Option(help="write the token here, readable by you alone")] = None,
-    uses: Annotated[int, typer.Option(min=1, help="how many clients can enrol with it")] = 1,
-    hours: Annotated[float | None, typer.Option(help="how long it is good; default: the coordinator's setting")] = None,
-    name: Annotated[str | None, typer.Option(help="name in the list of tokens; default: its id")] = None,
-    role: Annotated[str | None, typer.Option(help="for trainers or evaluators alone: trainer, evaluator")] = None,
+    uses: Uses = 1,
+    hours: Hours = None,
+    name: Name = None,
+    role: Role = None,
     client: Annotated[str | None, typer.Option(help="for this client alone, whose name was reset")] = None,
     listed: Annotated[bool, typer.Option("--list", help="mint nothing: list the tokens and who used them")] = False,
     revoke: Annotated[str | None, typer.Option(help="mint nothing: revoke the token of this name or id")] = None,
@@ -44,6 +48,25 @@ def token(
     else:
         asked = {"hours": hours, "name": name, "role": role, "client": client}
         show_minted(api.send(operations.mint_token(federation, uses, **asked)).json, out, as_json)
+
+
+@group.add()
+def invite(
+    federation: Federation,
+    api: Api,
+    address: Annotated[
+        str | None, typer.Option(help="where clients reach the coordinator; default: where this command does")
+    ] = None,
+    uses: Uses = 1,
+    hours: Hours = None,
+    name: Name = None,
+    role: Role = None,
+    as_json: Json = False,
+) -> None:
+    """Mint a token and print the command with which a data owner joins: `promptfed join INVITATION ...`."""
+    asked = {"hours": hours, "name": name, "role": role, "address": address or api.url}
+    minted = api.send(operations.mint_token(federation, uses, **asked)).json
+    tell(as_json, minted, f"promptfed join {minted['invitation']} --data folder:/path/to/images")
 
 
 def show_minted(minted: dict[str, str], out: Path | None, as_json: bool) -> None:

@@ -1,0 +1,96 @@
+"""TLS as callers of a coordinator see it: whom they trust, and what is wrong in words."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+from promptfed.shared.service.reasons import why
+
+CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
+PROBE_SECONDS = 3.0
+# X.509 verification results of OpenSSL
+NOT_YET_VALID, EXPIRED, OTHER_HOST, OTHER_ADDRESS = 9, 10, 62, 64
+
+
+def certificates_in(text: str) -> list[str]:
+    """The certificates of a PEM text, in order."""
+    return CERTIFICATE.findall(text)
+
+
+def certificate_hash(certificate: str) -> str:
+    """SHA-256 of a PEM certificate's DER form in hexadecimal. Raises ValueError."""
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate)).hexdigest()
+
+
+def trusting(ca_file: Path) -> ssl.SSLContext:
+    """Trusts the certificates in ``ca_file`` alone, authorities or not.
+
+    Raises:
+        ValueError: it cannot be read or holds no certificate.
+    """
+    try:
+        context = ssl.create_default_context(cafile=str(ca_file))
+    except (OSError, ssl.SSLError) as error:
+        text = f"--ca-file {ca_file} cannot be used: {why(error)}"
+        raise ValueError(f"{text}; give the PEM file of the coordinator's authority") from None
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the default of Python 3.13
+    return context
+
+
+def is_certificate_error(error: BaseException) -> bool:
+    """Whether the other side's certificate was refused."""
+    return any(isinstance(cause, ssl.SSLCertVerificationError) for cause in _causes(error))
+
+
+def explained(error: BaseException, address: str) -> str | None:
+    """Why no connection to ``address`` comes about and what to do, if TLS is the reason.
+
+    It opens a connection of its own where an ``http://`` address was answered with nothing.
+    """
+    for cause in _causes(error):
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return _refused(cause, address)
+        if isinstance(cause, ssl.SSLError) and cause.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
+            return f"{address} does not speak TLS: use http:// if nobody else can read the connection"
+    broken = isinstance(error, (httpx.RemoteProtocolError, httpx.ReadError))
+    if broken and address.startswith("http://") and _speaks_tls(address):
+        return f"{address} speaks TLS: use https://{address.removeprefix('http://')}"
+    return None
+
+
+def _refused(error: ssl.SSLCertVerificationError, address: str) -> str:
+    if error.verify_code == EXPIRED:
+        return f"the certificate of {address} has expired: ask its operator to renew it, or check this machine's clock"
+    if error.verify_code == NOT_YET_VALID:
+        return f"the certificate of {address} is not valid yet: check this machine's clock"
+    if error.verify_code in (OTHER_HOST, OTHER_ADDRESS):
+        return f"the certificate of {address} is for another host name: use the address that the operator gave"
+    text = f"the certificate of {address} is not signed by an authority that this machine trusts"
+    return f"{text}: give the authority's certificate with --ca-file"
+
+
+def _speaks_tls(address: str) -> bool:
+    parts = urlsplit(address)
+    anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    try:
+        place = (parts.hostname or "", parts.port or 80)
+        with socket.create_connection(place, PROBE_SECONDS) as line, anybody.wrap_socket(line):
+            return True
+    except OSError:
+        return False
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
