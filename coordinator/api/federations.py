@@ -29,6 +29,7 @@ from promptfed.coordinator.engine import deletion, recovery
 from promptfed.coordinator.engine.disk_room import disk_told
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import OperatorCaller
+from promptfed.coordinator.http.certificates import fingerprint
 from promptfed.coordinator.http.uploads import Incoming
 from promptfed.coordinator.operations import federations, tokens
 from promptfed.coordinator.reports.federations import federation_view, without_participation
@@ -186,7 +187,7 @@ def mint_token(
     registry: RegistryOf, settings: SettingsOf, federation: Operated, request: TokenRequest | None = None
 ) -> MintedToken:
     """Create an enrolment token for one client, or for ``uses`` clients; with an address, also an invitation."""
-    return tokens.mint(registry, federation.id, request or TokenRequest(), settings)
+    return tokens.mint(registry, federation.id, request or TokenRequest(), settings.token_hours, fingerprint(settings))
 
 
 @router.get("/{federation}/enrolment-tokens", responses=described.for_callers(), tags=["enrolment"])

@@ -13,9 +13,7 @@ from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.recovery import token_of
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.http.certificates import fingerprint
 from promptfed.coordinator.operations.clients import client_name
-from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow, TokenRow
 from promptfed.coordinator.store.tokens import digest, new_token
@@ -23,8 +21,12 @@ from promptfed.shared.api.access_schemas import MintedToken, TokenPage, TokenReq
 from promptfed.shared.service.invitation import Invitation
 
 
-def mint(registry: Registry, id: str, request: TokenRequest, settings: Settings) -> MintedToken:
+def mint(
+    registry: Registry, id: str, request: TokenRequest, default_hours: float, authority: str | None = None
+) -> MintedToken:
     """Create an enrolment token. Only this answer contains the token itself, and an invitation if there is an address.
+
+    ``authority``: the fingerprint of the coordinator's certificate, for the invitation.
 
     Raises:
         NotFound: it is for a name that no client has.
@@ -32,7 +34,7 @@ def mint(registry: Registry, id: str, request: TokenRequest, settings: Settings)
         WrongState: it is for a name that was not reset.
     """
     token, token_id = new_token(), "tok-" + secrets.token_hex(8)
-    expires = clock.later((request.hours if request.hours is not None else settings.token_hours) * 3600)
+    expires = clock.later((request.hours if request.hours is not None else default_hours) * 3600)
     with registry.change(id) as change:
         federation = change.federation
         name = request.name or token_id
@@ -66,7 +68,7 @@ def mint(registry: Registry, id: str, request: TokenRequest, settings: Settings)
         federation=federation.name,
         token=token,
         expires_at=minted.expires_at,
-        authority=fingerprint(settings) if request.address.startswith("https://") else None,
+        authority=authority if request.address.startswith("https://") else None,
     )
     return minted.model_copy(update={"invitation": invitation.encoded()})
 

@@ -95,7 +95,7 @@ def test_an_invited_client_trusts_the_coordinator_s_own_certificate(
 
         async def ask() -> EnrolmentInfo:
             async with open_http(settings) as http:
-                token = settings.enrolment_token_file.read_text().strip()  # type: ignore[union-attr]
+                token = settings.enrolment_token_file.read_text().strip()
                 client = CoordinatorClient(http, settings.coordinator, settings.federation, 5.0, token)
                 return await client.ask(EnrolmentInfo, "enrolment")
 

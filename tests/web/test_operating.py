@@ -137,7 +137,8 @@ def test_words_that_say_nothing_are_folded_away(coordinator: InThread, visited: 
 
 def test_federations_are_found_and_laid_side_by_side(coordinator: InThread, visited: Visit) -> None:
     first = finished(coordinator, "slow")
-    second = finished(coordinator, "fast", training={"learning_rate": 0.25})
+    # What a spec leaves out has the method's default, as what it writes out may have: that is no difference.
+    second = finished(coordinator, "fast", training={"learning_rate": 0.25, "epochs": 1})
     for name in ("eyes", "skin"):
         coordinator.create(name=name)
     page = visited.page
@@ -175,7 +176,7 @@ def test_a_federation_is_made_from_the_form_and_its_errors_stand_by_the_fields(
     visited.sign_in()
     rate = page.get_by_label("learning rate", exact=True)
     expect(rate).to_have_attribute("placeholder", "0.1")  # what a sweep found for the embedded backbone
-    page.get_by_text("The backbone", exact=True).click()
+    page.get_by_text("Backbone", exact=True).click()
     page.get_by_label("model", exact=True).fill("ViT-B-16")
     page.get_by_label("model", exact=True).blur()
     expect(rate).to_have_attribute("placeholder", "0.002")
@@ -191,7 +192,13 @@ def test_a_federation_is_made_from_the_form_and_its_errors_stand_by_the_fields(
     for label in ("name", "rounds", "epochs"):
         expect(page.get_by_label(label, exact=True)).to_have_attribute("aria-invalid", "true")
     expect(page.locator("[id='wrong-rounds']")).to_contain_text("greater than or equal to 1")
-    page.get_by_label("name", exact=True).fill("formed")
+    wrong = page.locator("[id='wrong-name']")
+    expect(wrong).to_contain_text("letters, digits and . _ - without spaces")
+    page.get_by_label("name", exact=True).fill("formed")  # An error goes with its cause, and the other ones stay.
+    expect(wrong).to_be_empty()
+    expect(page.get_by_label("name", exact=True)).not_to_have_attribute("aria-invalid", "true")
+    expect(page.get_by_role("alert").first).to_be_empty()
+    expect(page.locator("[id='wrong-rounds']")).to_contain_text("greater than or equal to 1")
     page.get_by_label("rounds", exact=True).fill("3")
     page.get_by_label("epochs", exact=True).fill("2")
     page.get_by_label("mu", exact=True).fill("0.5")

@@ -4,7 +4,7 @@ import { Plot } from "./charts.js";
 import { fill, h, panel, table } from "./dom.js";
 import { bytes, counted, duration, figure, gain, percent } from "./format.js";
 import { badge } from "./list.js";
-import { broken, flat, told } from "./schema.js";
+import { broken, resolvedFields, settingsOf, told } from "./schema.js";
 import { elapsed } from "./times.js";
 
 export class Compare {
@@ -107,7 +107,13 @@ export class Compare {
     const losses = some.map(({ view, reports }, place) => ({ label: view.name, place, data: points(reports, lossOf) })).filter((one) => one.data.length);
     this.loss.update(losses, `Mean training loss by round; last: ${losses.map((one) => `${one.label} ${figure(one.data.at(-1).y, 3)}`).join(", ")}`);
     fill(this.figures, figuresTable(some));
-    fill(this.settings, differences(some.map(({ view }) => view)));
+    this.#compareSettings(some.map(({ view }) => view));
+  }
+
+  async #compareSettings(views) {
+    const fields = await Promise.all(views.map(({ spec }) => resolvedFields(this.api, spec)));
+    const wanted = this.all.filter((one) => this.#has(one)).map((one) => one.id);
+    if (!this.gone && String(wanted) === String(views.map((one) => one.id))) fill(this.settings, differences(views, fields));
   }
 }
 
@@ -140,9 +146,10 @@ function figuresTable(some) {
   return table("Figures of the federations", columns, rows.map(([name, value]) => [name, ...some.map(value)]));
 }
 
-function differences(views) {
-  const flats = views.map((view) => flat(view.spec));
+/** Rows for the settings that differ once each method's defaults are filled in; `fields` are those of each view. */
+function differences(views, fields) {
+  const flats = views.map((view, at) => Object.fromEntries(settingsOf(view.spec, fields[at]).map(({ path, value }) => [path, value])));
   const paths = [...new Set(flats.flatMap((one) => Object.keys(one)))].filter((path) => path !== "name" && new Set(flats.map((one) => told(one[path]))).size > 1);
-  if (!paths.length) return h("p", { class: "empty" }, `${counted(views.length, "federation")} with the very same settings.`);
+  if (!paths.length) return h("p", { class: "empty" }, `${counted(views.length, "federation")} with the same settings.`);
   return table("Settings that differ, by federation", ["setting", ...views.map((view) => view.name)], paths.map((path) => [broken(path), ...flats.map((one) => told(one[path]))]));
 }

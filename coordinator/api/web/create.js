@@ -3,7 +3,7 @@
 import { announce, fill, h, say } from "./dom.js";
 import { fieldsOf, nested, told } from "./schema.js";
 
-const TITLES = { "": "The federation", method: "The method", training: "Local training", backbone: "The backbone", participation: "Who takes part", aggregation: "How updates become one", evaluation: "Evaluation", admission: "What is let in", privacy: "Differential privacy (on where a field has a value)", secure_aggregation: "Secure aggregation (on where a field has a value)" };
+const TITLES = { "": "Federation", method: "Method", training: "Local training", backbone: "Backbone", participation: "Participation", aggregation: "Aggregation", evaluation: "Evaluation", admission: "Admission", privacy: "Differential privacy (optional)", secure_aggregation: "Secure aggregation (optional)" };
 const OPEN = ["", "method", "training"];
 const UNSET = "";
 
@@ -20,7 +20,7 @@ export class Create {
     this.told = h("p", { class: "remark", role: "status" });
     this.form = h(
       "form",
-      { class: "panel create", novalidate: true, on: { submit: (event) => this.#send(event, false), change: (event) => this.#changed(event) } },
+      { class: "panel create", novalidate: true, on: { submit: (event) => this.#send(event, false), input: (event) => this.#edited(event), change: (event) => this.#changed(event) } },
       h("p", { class: "back" }, h("a", { href: "#/" }, "← All federations")),
       this.heading,
       h("p", { class: "field" }, h("label", { for: "method" }, "Method"), this.method),
@@ -29,7 +29,7 @@ export class Create {
       this.problem,
       this.told,
       h("div", { class: "buttons" }, h("button", { type: "submit", class: "primary" }, "Create"), h("button", { type: "button", on: { click: (event) => this.#send(event, true) } }, "Only check")),
-      h("p", { class: "remark" }, "What is left empty takes the default that stands in the field. Words that start a context need a backbone, which ", h("code", {}, "promptfed federation create"), " has."),
+      h("p", { class: "remark" }, "An empty field takes the default that it shows. To start a context from words, use ", h("code", {}, "promptfed federation create"), ", which loads the backbone."),
     );
     this.element = h("article", { class: "federation" }, this.form);
   }
@@ -49,6 +49,13 @@ export class Create {
 
   end() {}
 
+  /** What an answer said of the former values does not hold for the new ones. */
+  #edited({ target }) {
+    fill(this.problem);
+    say(this.told, "");
+    if (this.inputs?.get(target.name) === target) this.#mark(target.name, target, "");
+  }
+
   #changed({ target }) {
     if (["backbone.model", "backbone.pretrained", "training.optimizer"].includes(target.name)) this.#offerRate();
   }
@@ -59,6 +66,8 @@ export class Create {
 
   async #offer() {
     const method = this.methods.get(this.method.value);
+    fill(this.problem);
+    say(this.told, "");
     fill(this.summary, `${method.summary} ${method.paper}`);
     for (const [path, input] of this.inputs ?? []) if (input.value !== UNSET) this.kept.set(path, input.value);
     this.fields = (await fieldsOf(this.api, method)).filter((one) => !["method", "backbone.fingerprint"].includes(one.path) && !one.path.startsWith("backbone.shape"));

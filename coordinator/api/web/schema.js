@@ -25,6 +25,12 @@ export async function fieldsOf(api, method, backbone = null) {
   return fields;
 }
 
+/** The fields of a federation's spec. A method that this coordinator lacks has no defaults; its settings are shown all the same. */
+export async function resolvedFields(api, spec) {
+  const method = await api.once(`/v1/methods/${encodeURIComponent(spec.method.name)}`).catch(() => null);
+  return fieldsOf(api, method, spec.backbone).catch(() => []);
+}
+
 /** The rate that a sweep has found for a method on a backbone, or null. */
 export function sweptRate(method, { model, pretrained }) {
   return method?.swept_rates?.find((one) => one.model === model && one.pretrained === pretrained)?.learning_rate ?? null;

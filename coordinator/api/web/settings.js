@@ -2,7 +2,7 @@
 
 import { fill, h, panel, say, table } from "./dom.js";
 import { counted } from "./format.js";
-import { broken, fieldsOf, settingsOf, told } from "./schema.js";
+import { broken, resolvedFields, settingsOf, told } from "./schema.js";
 
 export class Settings {
   constructor(api) {
@@ -25,11 +25,7 @@ export class Settings {
   }
 
   async #load(spec) {
-    const path = `/v1/methods/${encodeURIComponent(spec.method.name)}`;
-    // A method that this coordinator lacks has no defaults here: its settings are shown all the same.
-    const method = await this.api.once(path).catch(() => null);
-    const fields = await fieldsOf(this.api, method, spec.backbone).catch(() => []);
-    this.rows = settingsOf(spec, fields);
+    this.rows = settingsOf(spec, await resolvedFields(this.api, spec));
     const differing = this.rows.filter((one) => one.differs).length;
     say(this.summary, `All ${counted(this.rows.length, "setting")}, ${differing} other than the default`);
     this.#draw();
