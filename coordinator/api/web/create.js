@@ -3,7 +3,7 @@
 import { announce, fill, h, say } from "./dom.js";
 import { fieldsOf, nested, told } from "./schema.js";
 
-const TITLES = { "": "Federation", method: "Method", training: "Local training", backbone: "Backbone", participation: "Participation", aggregation: "Aggregation", evaluation: "Evaluation", admission: "Admission", privacy: "Differential privacy (optional)", secure_aggregation: "Secure aggregation (optional)" };
+const TITLES = { "": "Federation", method: "Method", training: "Local training", loss: "Loss", backbone: "Backbone", participation: "Participation", aggregation: "Aggregation", evaluation: "Evaluation", admission: "Admission", privacy: "Differential privacy (optional)", secure_aggregation: "Secure aggregation (optional)" };
 const OPEN = ["", "method", "training"];
 const UNSET = "";
 
