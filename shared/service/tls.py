@@ -67,11 +67,12 @@ def explained(error: BaseException, address: str) -> str | None:
 
 
 def _refused(error: ssl.SSLCertVerificationError, address: str) -> str:
-    if error.verify_code == EXPIRED:
+    code = getattr(error, "verify_code", None)  # which TLS sets, and no constructor
+    if code == EXPIRED:
         return f"the certificate of {address} has expired: ask its operator to renew it, or check this machine's clock"
-    if error.verify_code == NOT_YET_VALID:
+    if code == NOT_YET_VALID:
         return f"the certificate of {address} is not valid yet: check this machine's clock"
-    if error.verify_code in (OTHER_HOST, OTHER_ADDRESS):
+    if code in (OTHER_HOST, OTHER_ADDRESS):
         return f"the certificate of {address} is for another host name: use the address that the operator gave"
     text = f"the certificate of {address} is not signed by an authority that this machine trusts"
     return f"{text}: give the authority's certificate with --ca-file"
