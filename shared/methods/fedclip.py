@@ -71,7 +71,7 @@ class AttentionClassifier:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = self._read(split)
         adapted = attended(self._adapter, features[indices.to(features.device)])
-        return pf.cosine_logits(self._scale, adapted, torch.arange(len(adapted)), self._text)
+        return pf.cosine_logits(self._scale, adapted, torch.arange(adapted.shape[0]), self._text)
 
 
 class FedCLIP(pf.Method):

@@ -129,7 +129,7 @@ class PromptedImages:
         weights, images = self._tower.weights, self._backbone.image_input(images)
         conv, bias = weights["conv1_weight"], weights.get("conv1_bias")
         rows = F.conv2d(images, conv, bias, stride=self._tower.patch_size).flatten(2).transpose(1, 2)
-        first = weights["class_embedding"].to(rows.dtype).expand(len(rows), 1, -1)
+        first = weights["class_embedding"].to(rows.dtype).expand(rows.shape[0], 1, -1)
         return torch.cat([first, rows], dim=1) + weights["positional_embedding"].to(rows.dtype)
 
     def features(self, rows: Tensor, prompts: Tensor) -> Tensor:

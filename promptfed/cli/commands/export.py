@@ -1,4 +1,4 @@
-"""`promptfed export` and `promptfed verify`: a federation's result as files, and whether they are what was signed."""
+"""`promptfed export`, `onnx` and `verify`: a federation's result as files, and whether they are what was signed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from promptfed.cli.app import app
-from promptfed.cli.common import KEY_VARIABLE, AllowBackbone, AskedLater, ClassNames, Federation, Json
+from promptfed.cli.common import KEY_VARIABLE, AllowBackbone, AskedLater, ClassNames, Federation, Json, Key
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.operations import take
-from promptfed.sdk.output import say
+from promptfed.sdk.output import say, tell
 from promptfed.shared.plain_text import plain
 
 
@@ -52,6 +52,26 @@ def export(
         show_export(card, folder if out is not None else Path(str(to)), as_json)
     if where is not None and not as_json:
         say(f"It is at {where}")
+
+
+@app.add(section="Use a result")
+def onnx(
+    folder: Annotated[Path, typer.Argument(help="folder that `promptfed export` has written")],
+    out: Annotated[Path, typer.Option(help="file for the model, .onnx; a .json beside it describes it")],
+    class_names: ClassNames,
+    allow_backbone: AllowBackbone,
+    key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Write an export's classifier as an ONNX model, and check that it answers as Python does (promptfed[onnx])."""
+    from promptfed.cli.predicting import model_of_export
+    from promptfed.export.export import open_backbone_of
+    from promptfed.export.onnx_graph import write_onnx
+
+    model, names = model_of_export(folder, class_names, key=key)
+    described = write_onnx(model, names, open_backbone_of(model, allow_backbone), out)
+    apart = f"its logits differ from Python's by at most {described['largest_difference']:.1e} of the largest"
+    tell(as_json, described, f"Wrote {out} and {out.with_suffix('.json').name}: {apart}.")
 
 
 @app.add(section="Use a result")

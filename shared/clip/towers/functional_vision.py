@@ -48,7 +48,7 @@ class VisionTower(Tower):
         conv, bias = conv.to(images.dtype), None if bias is None else bias.to(images.dtype)
         rows = F.conv2d(images, conv, bias, stride=self.patch_size).flatten(2).transpose(1, 2)
         if "class_embedding" in weights:
-            first = weights["class_embedding"].to(rows.dtype).expand(len(rows), 1, -1)
+            first = weights["class_embedding"].to(rows.dtype).expand(rows.shape[0], 1, -1)
             rows = torch.cat([first, rows], dim=1)
         rows = rows + weights["positional_embedding"].to(rows.dtype)
         if "ln_pre_weight" not in weights:
