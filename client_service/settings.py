@@ -173,6 +173,10 @@ class Settings(BaseSettings):
         folder = given.get("state_dir") or _own_folder(coordinator, federation, str(name))
         unasked = given.get("withdraw") or given.get("fingerprint") or given.get("sent")
         unread = {"data": "none"} if unasked and not given.get("data") else {}
+        if given.get("sent") and given.get("state_dir"):
+            # The record lies in the state folder: nobody is asked.
+            unread |= {"coordinator": given.get("coordinator") or "http://127.0.0.1"}
+            unread |= {"federation": given.get("federation") or "none"}
         return {**given, "name": name, "state_dir": folder, **unread}
 
     @field_validator("test")
