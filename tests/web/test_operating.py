@@ -315,3 +315,19 @@ def test_a_viewer_is_told_so_and_stays_signed_in(coordinator: InThread, visited:
     expect(page.get_by_role("alert")).to_contain_text("this call takes the role operator")
     expect(page.get_by_role("heading", level=1)).to_have_text("styles")
     assert coordinator.get("styles")["state"] == "enrolling"
+
+
+def test_a_refusal_goes_when_its_cause_is_gone(coordinator: InThread, visited: Visit) -> None:
+    federation = coordinator.create(name="styles", participation={"min_clients": 2})
+    coordinator.enrol(federation, "a")
+    page = visited.page
+    visited.open("/#/federations/styles")
+    visited.sign_in()
+    page.get_by_role("button", name="Start", exact=True).click()
+    refusal = page.get_by_role("alert").filter(has_text="2")
+    expect(refusal).to_be_visible()
+    page.wait_for_timeout(5000)  # The page looks again meanwhile, and nothing has changed.
+    expect(refusal).to_be_visible()
+    coordinator.enrol(federation, "b")
+    expect(page.get_by_role("row", name="b trainer")).to_be_visible()
+    expect(refusal).to_have_count(0)

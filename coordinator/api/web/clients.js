@@ -42,7 +42,7 @@ export class Clients {
       if (clients.some((one) => one.client_id === chosen)) this.picked.value = chosen;
     }
     this.#offer();
-    keepScroll(this.list, () => fill(this.list, clients.length ? clientTable(clients) : h("p", { class: "empty" }, "Nobody has enrolled yet. `promptfed federation token` mints the token that clients join with.")));
+    keepScroll(this.list, () => fill(this.list, clients.length ? clientTable(clients) : h("p", { class: "empty" }, "Nobody has enrolled yet. Create an invitation below for each data owner.")));
     const rows = troubles(clients, [...rounds.values()]);
     keepScroll(this.refused, () => fill(this.refused, rows.length ? troubleList(rows) : h("p", { class: "empty" }, "Nothing has been refused, and nobody has failed.")));
   }

@@ -106,9 +106,14 @@ export class Federation {
     if (!this.hooks.failed(error)) fill(this.problem, error.message);
   }
 
-  /** What an operator asked for was refused: it stays until the next attempt, however often the page looks again. */
+  /** A refusal stays until the next attempt, or until the federation is no longer as it was then. */
   #refused(error) {
+    this.refusedAt = this.#situation();
     if (error === null || !this.hooks.failed(error)) fill(this.refusal, error?.message);
+  }
+
+  #situation() {
+    return `${this.model.view?.state} ${this.model.clients.map((one) => `${one.name} ${one.status}`)}`;
   }
 
   #soon() {
@@ -143,6 +148,7 @@ export class Federation {
       if (this.abort.signal.aborted) return;
       take(rounds);
       fill(this.problem);
+      if (this.refusedAt !== this.#situation()) fill(this.refusal);
       this.#draw();
       if (before !== undefined && before !== view.state) this.hooks.changed();
       await this.#askPrivacy(rounds);

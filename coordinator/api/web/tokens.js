@@ -24,7 +24,7 @@ export class Tokens {
       field("Name", this.name),
       field("Role", this.role),
       field("Hours until it expires", this.hours),
-      field("Address of this coordinator for clients", this.address),
+      field("Address for clients", this.address),
       h("button", { type: "submit", class: "primary" }, "Create an invitation"),
     );
     this.details = h("details", { on: { toggle: () => this.details.open && this.#refresh() } }, h("summary", {}, "Invite clients, and list or revoke invitations"), this.form, this.minted, this.list);
