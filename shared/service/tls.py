@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
-
 from promptfed.shared.service.reasons import why
 
 CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
@@ -60,6 +58,8 @@ def explained(error: BaseException, address: str) -> str | None:
             return _refused(cause, address)
         if isinstance(cause, ssl.SSLError) and cause.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
             return f"{address} does not speak TLS: use http:// if nobody else can read the connection"
+    import httpx  # the coordinator, which has none, only reads certificates here
+
     broken = isinstance(error, (httpx.RemoteProtocolError, httpx.ReadError))
     if broken and address.startswith("http://") and _speaks_tls(address):
         return f"{address} speaks TLS: use https://{address.removeprefix('http://')}"
