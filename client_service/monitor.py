@@ -14,7 +14,17 @@ from promptfed.client_service.http.connection import LineTraffic
 log = logging.getLogger("promptfed.client")
 
 Stage = Literal[
-    "starting", "enrolling", "waiting", "training", "summing", "sending", "evaluating", "ended", "failed", "stopped"
+    "starting",
+    "enrolling",
+    "trying",
+    "waiting",
+    "training",
+    "summing",
+    "sending",
+    "evaluating",
+    "ended",
+    "failed",
+    "stopped",
 ]
 Hook = Callable[[str, Mapping[str, Any]], None]
 

@@ -28,6 +28,7 @@ from promptfed.shared.messages import (
     EvaluationRequest,
     FailureRequest,
     Task,
+    TrialOffer,
 )
 from promptfed.shared.service.addresses import HEARTBEAT, HEARTBEAT_SECONDS
 from promptfed.shared.service.net import addresses_of, is_loopback
@@ -65,6 +66,12 @@ class CoordinatorClient(CoordinatorConnection):
         if self.sent is not None:
             self.sent.rounds = {task.task_id: (task.round, task.phase)}
         return task
+
+    async def trial(self, wait: int) -> TrialOffer | None:
+        """The trial to take part in, or the chosen candidate; None after ``wait`` seconds. Refused as `task`."""
+        timeouts = httpx.Timeout(wait + POLL_MARGIN, connect=TIMEOUT.connect)
+        answer = await self.call("POST", self._path("trial") + f"?wait={wait}", token=self.token, timeouts=timeouts)
+        return None if answer.status == 204 else parse(TrialOffer, answer.body)
 
     async def payload(self, task: Task, folder: Path | None = None) -> bytes | Path:
         """The task's tensors, as announced; large ones in a file of ``folder``, if one is given.

@@ -34,13 +34,13 @@ from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.noisy_counts import NoisyCounts, what_leaves
 from promptfed.client_service.privacy.payloads import PayloadChecks
 from promptfed.client_service.privacy.peers import identity_of
-from promptfed.client_service.privacy.policy import Policy, enforce, expect_origin, read_policy
+from promptfed.client_service.privacy.policy import Policy, SiteFacts, enforce, expect_origin, read_policy
 from promptfed.client_service.privacy.protection import SiteProtection, own_ledger, site_facts, site_plan
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.known_coordinators import keep_known
 from promptfed.client_service.state.private_state import Identity, PrivateState
-from promptfed.client_service.training.data import TEST, TRAIN, ClientData, domain_of, open_data
+from promptfed.client_service.training.data import TEST, TRAIN, ClientData, domain_of, open_data, split_by
 from promptfed.client_service.training.executor import Compute
 from promptfed.client_service.training.image_cache import IMAGES, ImageCache
 from promptfed.client_service.training.trainer import SitePrivacy, SiteRules, TaskWork
@@ -83,6 +83,7 @@ class Joining:
     compute: Compute
     monitor: Monitor
     predictor: Predictor | None
+    info: EnrolmentInfo | None = None  # once it is known
 
     async def join(self) -> TaskWork:
         """Enrol, or be recognised, and return the object that carries out tasks.
@@ -103,14 +104,15 @@ class Joining:
         token = self.parts.enrolment_token or enrolment_token(settings, identity)
         info, token = await self._info(token, identity)
         check_protocol(info)
+        if info.tuning is not None:
+            info = info.with_candidate(info.tuning.chosen or 0)
+        source, tests = split_by(info, source, tests, settings.role)
+        self.info = info
         identity = self.state.bind(identity, info.federation_id)
         self.coordinator.federation = info.federation_id
         self._expect_use(info, identity)
-        method = federation_method(info)
-        asked = site_facts(info, settings, source)
-        enforce(policy, asked)
-        take_own_options(method, settings)
-        check_declaration(method, info, settings.role, source)
+        self._expect_candidates(info, source, policy)
+        method, asked = self._method(info, source, policy)
         offer = Offer(info, method, source, tests, policy)
         protection = await self._protection(offer)
         agreement, declared = await self._agreement(offer, protection)
@@ -134,6 +136,25 @@ class Joining:
         await self._enrol(identity, token, request, source)
         await self.compute.run(lambda: _restore(work, self.compute))
         return work
+
+    def _method(self, info: EnrolmentInfo, source: Source, policy: Policy | None) -> tuple[Method, SiteFacts]:
+        """The federation's method, and what it asks of this site. Raises ClientError if one of them cannot be."""
+        method = federation_method(info)
+        asked = site_facts(info, self.settings, source)
+        asked = replace(asked, federation=self.parts.within or asked.federation)
+        enforce(policy, asked)
+        take_own_options(method, self.settings)
+        check_declaration(method, info, self.settings.role, source)
+        return method, asked
+
+    def _expect_candidates(self, info: EnrolmentInfo, source: Source, policy: Policy | None) -> None:
+        """Raise ClientError if a candidate could not be tried here, or could not become the method."""
+        if info.tuning is None or info.tuning.chosen is not None:
+            return
+        tried = info.model_copy(update={"held_out": info.tuning.held_out})
+        tested, _ = split_by(tried, source, {}, self.settings.role)
+        for number in range(len(info.tuning.candidates)):
+            self._method(info.with_candidate(number), tested, policy)
 
     def _expect_use(self, info: EnrolmentInfo, identity: Identity) -> None:
         """Raises ClientError or FederationEnded if the federation is over and this client would serve nothing."""
@@ -312,6 +333,7 @@ class Joining:
         known = Agreement.kept(self.state, terms)
         changes = known.changes(terms) if known is not None else []
         if known is not None and not changes:
+            known.follow(terms)
             return known, declared
         if self.parts.consent is not None:
             planned, shape = protection.plan if protection is not None else None, await self._shape(info)

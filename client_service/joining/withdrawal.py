@@ -17,7 +17,7 @@ from promptfed.client_service.privacy.agreement import FILE, WITHDRAWN
 from promptfed.client_service.privacy.policy import expect_origin, read_policy
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.known_coordinators import use_known
-from promptfed.client_service.state.private_state import Identity, PrivateState
+from promptfed.client_service.state.private_state import TRIALS, Identity, PrivateState
 from promptfed.shared.files import write_whole
 
 log = logging.getLogger("promptfed.client")
@@ -37,7 +37,8 @@ def withdraw(settings: Settings) -> int:
     folder = settings.state_dir
     if not (folder / FILE).exists():
         raise ClientError(Exit.STATE, f"{folder} holds no consent to withdraw: give the client's --state-dir")
-    write_whole(folder / WITHDRAWN, datetime.now(UTC).isoformat(timespec="seconds").encode(), mode=0o600)
+    for place in (folder, *folder.glob(f"{TRIALS}/*")):
+        write_whole(place / WITHDRAWN, datetime.now(UTC).isoformat(timespec="seconds").encode(), mode=0o600)
     log.info("consent is withdrawn: this client answers no further task")
     told = _tell(settings)
     if settings.delete_private:

@@ -14,28 +14,32 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.privacy.candidates import (
+    AgreedCandidate,
+    AgreedTuning,
+    candidate_terms,
+    settings_of,
+    tuning_terms,
+)
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo, Message, Role, Task, Told
+from promptfed.shared.messages import EnrolmentInfo, Message, Role, Task, Told
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import Method, Phase
+from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.plain_text import plain
 from promptfed.shared.spec.spec import SpecError
+from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.spec.training_terms import TrainingTerms
-from promptfed.shared.tensors import TensorSpec
 
 FILE, ANSWERS, WITHDRAWN = "consent.json", "answers.json", "withdrawn"
 ATTEMPTS = 5  # answers for one phase: an operator may let those whose update was refused try again
-ROUNDS = 3  # that stand for all: the first, those in between, the last
 RESTORES = 3  # of the coordinator from a backup, without asking the owner
 FIGURES = ("ece", "macro_f1")  # of a test set, beside its accuracy
-MEASURED = ("train_seconds", "trained_parameters")  # numbers that every method's update carries
-PROTECTED = ("steps", "trained_parameters")  # all that protected training reports: neither depends on data
 SHOWN = 200  # characters of a value that an owner is shown
 SHOWN_DIFFERENCES = 20  # of a refused task
 OPEN_BEFORE = ("seed", "most_peers")  # terms that consents of earlier versions leave open
@@ -67,11 +71,16 @@ class AgreedTerms(TrainingTerms):
     metrics: list[str]
     accuracies: list[str]
     figures: list[str] = Field(default_factory=list)
+    tuning: Annotated[AgreedTuning | None, left_out()] = None
 
     @property
     def offer(self) -> dict[str, Any]:
-        """The terms that are not the owner's own choice. If they change, the owner is asked again."""
-        return self.model_dump(mode="json", exclude={"coordinator", "accuracies"})
+        """The terms that are not the owner's own choice. If they change, the owner is asked again.
+
+        Which of the candidates is chosen, or is tried first, is no change.
+        """
+        one_of_many = set() if self.tuning is None else set(AgreedCandidate.model_fields)
+        return self.model_dump(mode="json", exclude={"coordinator", "accuracies"} | one_of_many)
 
     @property
     def digest(self) -> str:
@@ -101,13 +110,13 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
     """The terms of an offer. The backbone's fingerprint is left out: it is pinned once the weights are loaded."""
     offered = info.training_terms().model_copy(
         update={
-            "method": _settings(method),
+            "method": settings_of(method),
             "backbone": info.backbone.model_copy(update={"fingerprint": None, "shape": None}),
         }
     )
     trains = role == "trainer"
     return AgreedTerms(
-        **dict(offered),
+        **dict(offered) | dict(candidate_terms(info, method, trains)),
         coordinator=coordinator,
         federation_id=info.federation_id,
         federation=info.name,
@@ -115,38 +124,10 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
         method_package=info.method_package,
         evaluate_every=info.evaluate_every,
         evaluation=info.evaluation,
-        most_peers=MOST_PEERS if method.needs.domain_descriptions else 0,
-        sends={name: [_tensor(spec) for spec in phase.up] for name, (phase, _) in phases_of(method).items()}
-        if trains
-        else {},
-        metrics=_metrics(method, info) if trains else [],
         accuracies=["test", *sorted(tests)],
         figures=list(FIGURES),
+        tuning=tuning_terms(info, trains),
     )
-
-
-def _metrics(method: Method, info: EnrolmentInfo) -> list[str]:
-    """Patterns of the numbers that leave; under protection those that depend on no data, with secure sums none."""
-    if info.secure_aggregation is not None:
-        return []
-    return sorted(PROTECTED) if info.privacy is not None else sorted({*method.metrics, *MEASURED})
-
-
-def phases_of(method: Method) -> dict[str, tuple[Phase, list[int]]]:
-    """The phases of a method by name, each with the rounds that have it: the first, a middle and the last one."""
-    phases: dict[str, tuple[Phase, list[int]]] = {}
-    for round in range(1, ROUNDS + 1):
-        for phase in method.phases(round, ROUNDS):
-            phases.setdefault(phase.name, (phase, []))[1].append(round)
-    return phases
-
-
-def _tensor(spec: TensorSpec) -> str:
-    return f"{spec.name} ({', '.join(map(str, spec.shape))}) {spec.dtype}"
-
-
-def _settings(method: Method) -> dict[str, Any]:
-    return {"name": method.name, **method.hyper.model_dump(mode="json")}
 
 
 def differences(agreed: Any, asked: Any, path: str = "") -> list[str]:
@@ -232,6 +213,13 @@ class Agreement:
         if self.sent.restores >= RESTORES:
             changed.append(f"the coordinator went back to earlier rounds {RESTORES} times")
         return changed
+
+    def follow(self, terms: AgreedTerms) -> None:
+        """Go on with the candidate of ``terms``, an offer that `changes` nothing."""
+        names = AgreedCandidate.model_fields
+        if any(getattr(self.consent.terms, name) != getattr(terms, name) for name in names):
+            chosen = {name: getattr(terms, name) for name in names}
+            self._change(terms=self.consent.terms.model_copy(update=chosen))
 
     def pin(self, fingerprint: str) -> None:
         """The weights that were loaded: tasks for others are refused."""
@@ -363,6 +351,6 @@ def _compared(terms: TrainingTerms) -> dict[str, Any]:
 def _method_of(terms: TrainingTerms) -> dict[str, Any]:
     """The method's settings, with defaults filled in as they were in the offer."""
     try:
-        return _settings(make_method(terms.method))
+        return settings_of(make_method(terms.method))
     except (SpecError, KeyError, TypeError):
         return {"name": "(none of this machine)", **terms.method}

@@ -11,7 +11,7 @@ Layout of the state folder (mode 0700):
     serving.json             the last evaluation's task, and serving-*.safetensors, the payload that came with it
     last-refusal.json        the last refusal, for people
     consent.json             what the owner agreed to, answers.json what was sent since; withdrawn: it was withdrawn
-    sent.jsonl               what left this machine (`http.sent_log`)
+    sent.jsonl               what left this machine (`http.sent_log`); trials/: a folder like this one for each trial
 
 Every other file appears by rename after fsync. Accepting an update is one rename (pending's private tensors over the
 committed ones), so that a kill at any instant leaves either the state before or the state after.
@@ -42,6 +42,7 @@ from promptfed.shared.tensors.torch_tensors import decode, encode
 PENDING = "pending"
 ANSWERED = "answered"
 PAYLOADS = "payloads"
+TRIALS = "trials"
 LARGE = 16 << 20  # bytes from which a payload is mapped and not read
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
@@ -349,8 +350,8 @@ class PrivateState:
         self._disk.sync_folder(self.folder)
 
     def delete_private(self) -> None:
-        """Delete private tensors, the pending update, prompts for predictions and features. The identity stays."""
-        for name in (PENDING, ANSWERED, "pending.tmp", "discarded", "features", PAYLOADS):
+        """Delete private tensors, pending updates, prompts for predictions, features and trials. The identity stays."""
+        for name in (PENDING, ANSWERED, "pending.tmp", "discarded", "features", PAYLOADS, TRIALS):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         own = ("secure-work*", "secure-attempt*", "secure-masked*")
         for pattern in ("committed.safetensors*", "serving*", "last-refusal.json*", *own):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -18,12 +19,13 @@ from promptfed.shared import messages
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.caches.rows import CacheCost
 from promptfed.shared.clip.caches.slots import ImageSplit
-from promptfed.shared.data import DataError, ImageDomain, Source, Split, open_source
+from promptfed.shared.data import DataError, ImageDomain, Source, Split, open_source, partition
 from promptfed.shared.data.source import in_words
 from promptfed.shared.messages import Role
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.plain_text import look_alikes
+from promptfed.shared.spec.training_terms import TrainingTerms
 
 CHUNK = 256  # images between two looks at whether to stop
 
@@ -230,6 +232,37 @@ class ClientData:
     def _image(self, split: Split, row: int) -> Tensor:
         key = f"{self._backbone.transform_id}/{split.digest(row)}"
         return self._held.get(key, lambda: self._backbone.preprocess(split.image(row)))
+
+
+def split_by(
+    terms: TrainingTerms, source: Source, tests: Mapping[str, Source], role: Role
+) -> tuple[Source, Mapping[str, Source]]:
+    """The source and the further test sets of a client, by the federation's terms. Raises as `held_out`."""
+    if not terms.held_out or role != "trainer":
+        return source, tests
+    return held_out(source, terms.held_out, terms.seed), NO_TESTS
+
+
+def held_out(source: Source, share: float, seed: int) -> Source:
+    """The source with a seeded ``share`` of its training images in place of its test images.
+
+    Images of a group stay together. Of a class with one image nothing is held out.
+
+    Raises:
+        ClientError: BAD_INPUT where the groups cannot be divided.
+    """
+    labels, groups = source.train.labels, source.train.groups
+    try:
+        if groups is not None:
+            rows, tested = partition.whole_groups(groups, labels, seed, source.uri, share)
+        else:
+            several = torch.isin(labels, torch.tensor([k for k, n in Counter(labels.tolist()).items() if n > 1]))
+            places = several.nonzero()[:, 0]
+            rows, tested = (places[kept] for kept in partition.train_test(labels[several], seed, share))
+            rows = torch.cat([rows, (~several).nonzero()[:, 0]]).sort().values
+    except DataError as error:
+        raise ClientError(Exit.BAD_INPUT, f"no training images can be held out to compare methods: {error}") from None
+    return replace(source, train=source.train.select(rows), test=source.train.select(tested))
 
 
 def open_data(uri: str, name: str = "", domain: str | None = None, role: Role = "trainer") -> Source:

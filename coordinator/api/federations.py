@@ -25,16 +25,18 @@ from promptfed.coordinator.api.deps import (
     knows_who_takes_part,
 )
 from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.domain.trials import trials_of
 from promptfed.coordinator.engine import deletion, recovery
 from promptfed.coordinator.engine.disk_room import disk_told
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import OperatorCaller
 from promptfed.coordinator.http.certificates import fingerprint
 from promptfed.coordinator.http.uploads import Incoming
-from promptfed.coordinator.operations import federations, tokens
+from promptfed.coordinator.operations import federations, tokens, tuning
 from promptfed.coordinator.reports.federations import federation_view, without_participation
 from promptfed.shared.api.access_schemas import MintedToken, TokenPage, TokenRequest
 from promptfed.shared.api.api_schemas import DryRun, FederationPage, FederationView, SuppliedState
+from promptfed.shared.messages import ENDED
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
 
@@ -115,15 +117,26 @@ def get_federation(registry: RegistryOf, federation: Viewed, caller: IsViewer) -
 
 
 @router.delete(
-    "/{federation}", status_code=status.HTTP_204_NO_CONTENT, responses=described.for_callers(problems.StorageFull)
+    "/{federation}",
+    status_code=status.HTTP_204_NO_CONTENT,
+    responses=described.for_callers(problems.StorageFull, problems.WrongState),
 )
 def delete_federation(registry: RegistryOf, federation: OperatedAny) -> None:
-    """Delete a federation with all its data."""
+    """Delete a federation with all its data, and with the trials of its tuning."""
+    parent = registry.federations.get(federation.spec.trial.of) if federation.spec.trial is not None else None
+    if parent is not None and parent.tunes and parent.run.state not in ENDED:
+        text = f"{federation.name} is a trial of {parent.name}, which waits for it: cancel the trial"
+        raise problems.WrongState(text, state=federation.run.state)
+    for trial in trials_of(registry.federations.values(), federation.id).values():
+        deletion.delete_federation(registry, trial.id)
     deletion.delete_federation(registry, federation.id)
 
 
 def _steer(registry: RegistryOf, federation: Operated, verb: str) -> FederationView:
-    federations.steer(registry, federation.id, verb)
+    if verb == "start":
+        tuning.start(registry, federation.id)
+    else:
+        federations.steer(registry, federation.id, verb)
     with registry.database.read() as session:
         return _view(session, registry, registry.get(federation.id))
 
@@ -140,7 +153,7 @@ def _steer(registry: RegistryOf, federation: Operated, verb: str) -> FederationV
     ),
 )
 def start(registry: RegistryOf, federation: Operated) -> FederationView:
-    """Start the rounds. This confirms the backbone of the first enrolment."""
+    """Start the rounds, or first the trials of `tuning`. This confirms the backbone of the first enrolment."""
     return _steer(registry, federation, "start")
 
 

@@ -42,7 +42,7 @@ def start(registry: Registry, id: str) -> None:
     Raises:
         WrongState, NotEnoughClients, InitialStateMissing, InitialStateMismatch, CannotStart: it cannot.
     """
-    _expect_startable(registry.get(id))
+    expect_startable(registry.get(id))
     registry.note(id, starting=True)
     try:
         _start_with_those_there_are(registry, id)
@@ -53,7 +53,7 @@ def start(registry: Registry, id: str) -> None:
 def _start_with_those_there_are(registry: Registry, id: str) -> None:
     while True:
         federation = registry.get(id)
-        _expect_startable(federation)
+        expect_startable(federation)
         roster = [name for name, member in federation.run.members.items() if member.active]
         context = federation.context(roster)
         _expect_room(registry, federation, context)
@@ -75,7 +75,8 @@ def _start_with_those_there_are(registry: Registry, id: str) -> None:
         return
 
 
-def _expect_startable(federation: Federation) -> None:
+def expect_startable(federation: Federation) -> None:
+    """Raises WrongState or NotEnoughClients."""
     if federation.run.state != "enrolling":
         text = f"{federation.name} is {federation.run.state}: only a federation that is enrolling can be started"
         raise problems.WrongState(text, state=federation.run.state)
@@ -103,7 +104,7 @@ def _send_start(change: Change) -> None:
     try:
         change.send(events.Start(clock.monotonic()))
     except (WrongMoment, NotEnoughTrainers):
-        _expect_startable(change.federation)
+        expect_startable(change.federation)
         raise
 
 

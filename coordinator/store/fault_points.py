@@ -48,6 +48,9 @@ DELETION_POINTS = ("federation-hidden", "federation-rows-deleted")
 #: Those that only secure sums reach.
 SECURE_POINTS = ("exchange-before-commit", "exchange-committed", "sum-computed", "exchanges-deleted")
 
+#: Of choosing a method, in their order; the first comes once for each trial.
+TUNING_POINTS = ("trial-created", "choice-before-commit", "choice-committed")
+
 #: Of updates that come in parts, in their order; ``update-received`` follows them.
 PART_POINTS = ("part-kept",)
 

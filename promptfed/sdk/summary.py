@@ -46,6 +46,23 @@ class CentralPrivacySummary(BaseModel):
     warnings: list[str]
 
 
+class TrialSummary(BaseModel):
+    """A trial of one candidate, before the federation's first round."""
+
+    federation: str
+    title: str
+    state: str
+    round: int
+    rounds: int
+    accuracy: float | None
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self.accuracy is not None:
+            return f"{self.title}: {self.accuracy:.1%} on held-out images after {self.rounds} rounds"
+        return f"{self.title}: {self.state}, round {self.round} of {self.rounds} ({self.federation})"
+
+
 class FederationSummary(BaseModel):
     """One federation."""
 
@@ -62,6 +79,7 @@ class FederationSummary(BaseModel):
     answered: list[str]
     awaited: list[Awaited]
     privacy: CentralPrivacySummary | None = None
+    trials: list[TrialSummary] = []
 
 
 class FederationList(BaseModel):

@@ -18,6 +18,7 @@ from promptfed.shared.methods.core.checks.loss_checks import check_loss
 from promptfed.shared.methods.core.checks.privacy_checks import check_privacy
 from promptfed.shared.methods.core.checks.rule_checks import check_rule
 from promptfed.shared.methods.core.checks.secure_checks import check_secure
+from promptfed.shared.methods.core.checks.tuning_checks import check_tuning, with_candidates
 from promptfed.shared.methods.core.interface.base import Method, MethodError, ServerContext
 from promptfed.shared.methods.core.rates import swept_rate
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description
@@ -112,6 +113,7 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
         ("secure_aggregation", lambda: check_secure(method, resolved)),
         ("loss", lambda: check_loss(method, resolved)),
         ("privacy", lambda: check_privacy(method, resolved)),
+        ("tuning", lambda: check_tuning(resolved)),
     ]
     if resolved.class_names is not None:
         names = tuple(resolved.class_names)
@@ -125,9 +127,10 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
     if errors:
         raise SpecError(errors)
     try:
-        return with_parts(method, with_noise(method, resolved))
+        resolved = with_parts(method, with_noise(method, resolved))
     except MethodError as error:
         raise SpecError([{"path": "privacy.noise_multiplier", "detail": str(error)}]) from None
+    return with_candidates(resolved, raw, resolve_spec, METHODS)
 
 
 def _parts(raw: dict[str, Any]) -> tuple[FederationSpec, Method]:

@@ -27,6 +27,7 @@ from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec, SecureAggregationSpec
 from promptfed.shared.spec.spec_hints import meant
 from promptfed.shared.spec.spec_section import Section, ceil_fraction, left_out
+from promptfed.shared.spec.tuning import TrialSpec, TuningSpec
 
 VIEWS = 8
 
@@ -240,6 +241,18 @@ class FederationSpec(Section):
     privacy: Annotated[PrivacySpec, left_out(PrivacySpec())] = PrivacySpec()
     retention: Literal["all", "last_round"] = "all"
     start: Literal["manual", "when_ready"] = "manual"
+    tuning: Annotated[TuningSpec | None, left_out()] = None
+    held_out: Annotated[
+        float,
+        left_out(
+            0.0,
+            ge=0,
+            lt=1,
+            description="share of each trainer's training images that are not trained on, and tested on in place of "
+            "its test images",
+        ),
+    ] = 0.0
+    trial: Annotated[TrialSpec | None, left_out(description="of a trial of `tuning`; the coordinator sets it")] = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
 
     @property

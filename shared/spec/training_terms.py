@@ -54,6 +54,10 @@ class TrainingTerms(BaseModel):
         Weighting | None,
         left_out(description="of secure sums: how much each client counts"),
     ] = None
+    held_out: Annotated[
+        float,
+        left_out(0.0, ge=0, lt=1, description="share of the training images that are tested on, and not trained on"),
+    ] = 0.0
 
     @classmethod
     def of(cls, spec: FederationSpec, **known: Any) -> TrainingTerms:

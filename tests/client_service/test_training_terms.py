@@ -186,6 +186,7 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
     "privacy": {"privacy": {"level": "sample", "clip": 1.0, "noise_multiplier": 1.0}},
     "secure_aggregation": {"secure_aggregation": {}},
     "weighting": {"weighting": {"weighting": "samples"}},
+    "held_out": {"held_out": 0.5},
     "peers": {"peers": [{"name": "b", "role": "trainer"}]},
 }
 

@@ -54,8 +54,9 @@ export class Status {
     say(this.heading, view.name);
     if (moved) fill(this.badge, badge(view.state));
     say(this.what, [view.spec.method.name, view.spec.backbone.model, counted(view.clients.trainers, "trainer"), counted(view.clients.evaluators, "evaluator")].join(" · "));
-    this.reason.hidden = !view.reason;
-    say(this.reason, view.reason ? REASONS[view.reason] ?? view.reason : "");
+    const told = [view.reason && (REASONS[view.reason] ?? view.reason), trials(view)].filter(Boolean).join(" ");
+    this.reason.hidden = !told;
+    say(this.reason, told);
     this.#showButtons();
     this.compare.hidden = false;
     this.compare.setAttribute("href", `#/compare/${view.id}`);
@@ -156,6 +157,13 @@ export class Status {
       }),
     );
   }
+}
+
+/** The comparison of methods before round 1: each candidate's accuracy, or where its trial stands. */
+function trials(view) {
+  if (!view.trials?.length) return "";
+  const each = view.trials.map((one) => `${one.title}: ${one.accuracy === null ? `${one.state} (${one.federation})` : percent(one.accuracy)}`);
+  return `Methods compared on held-out images: ${each.join("; ")}.`;
 }
 
 function completed(view) {

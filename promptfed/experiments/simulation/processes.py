@@ -31,7 +31,7 @@ import torch
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.privacy.secure import Trained
 from promptfed.client_service.state.private_state import Serving
-from promptfed.client_service.training.data import Cancelled, ClientData
+from promptfed.client_service.training.data import Cancelled, ClientData, split_by
 from promptfed.client_service.training.evaluation import ZeroShotResults
 from promptfed.client_service.training.image_cache import DEFAULT_BYTES, ImageCache
 from promptfed.client_service.training.trainer import TaskWork
@@ -60,18 +60,19 @@ class Inherited:
     images: Images | None
     cancelled: Cancelled
     image_bytes: int  # of preprocessed images that are kept
-    _data: dict[str, ClientData] = field(default_factory=dict)
+    _data: dict[tuple[str, float], ClientData] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._kept = ImageCache(self.image_bytes)
 
     def work(self, sent: Sent, told: list[Outcomes]) -> TaskWork:
         """A client's work. Its answers on test sets go to ``told``."""
-        client = self.clients[sent["name"]]
-        if sent["name"] not in self._data:
-            parts = client.source, self.backbone, self.features, self.cancelled, client.tests
-            self._data[sent["name"]] = ClientData(*parts, self._kept)
-        own: dict[str, Any] = {"backbone": self.backbone, "data": self._data[sent["name"]], "predictor": None}
+        client, terms = self.clients[sent["name"]], sent["agreement"].consent.terms
+        key = sent["name"], terms.held_out
+        if key not in self._data:
+            source, tests = split_by(terms, client.source, client.tests, sent["role"])
+            self._data[key] = ClientData(source, self.backbone, self.features, self.cancelled, tests, self._kept)
+        own: dict[str, Any] = {"backbone": self.backbone, "data": self._data[key], "predictor": None}
         return TaskWork(**own, record=told.append, **sent)
 
 
