@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from promptfed.coordinator.operations import federations
+from promptfed.coordinator.problems import InvalidSpec
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.spec.spec import SpecError
 from promptfed.testing.clients import ScriptedClient, spec
@@ -23,6 +25,7 @@ def halved(accuracies: dict[int, float]) -> tuple[list[list[int]], int]:
     return [[0, 1, 2, 3], last], max(last, key=lambda number: accuracies[number])
 
 
+@pytest.mark.both_databases
 def test_the_best_candidate_becomes_the_method(coordinator: LocalCoordinator) -> None:
     federation = str(coordinator.post("/v1/federations", tuned(), status=201)["id"])
     coordinator.enrol(federation, *NAMES)
@@ -146,3 +149,10 @@ def test_a_resolved_spec_stays_unchanged() -> None:
     assert resolve_spec(resolved.model_dump(mode="json")) == resolved
     assert resolved.tuning is not None
     assert [candidate.training["learning_rate"] for candidate in resolved.tuning.candidates] == list(RATES)
+
+
+def test_several_coordinators_refuse_it(coordinator: LocalCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator.registry, "leases", object())
+    with pytest.raises(InvalidSpec, match="tuning: several coordinators"):
+        federations.create(coordinator.registry, tuned())
+    monkeypatch.undo()

@@ -17,6 +17,7 @@ from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.worker import Worker
 from promptfed.coordinator.operations import tuning
+from promptfed.experiments.cluster.run import OnRay, simulate_on_ray
 from promptfed.experiments.simulation import workers
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
@@ -185,3 +186,8 @@ def test_a_client_that_is_started_again_goes_on_with_its_trial(
     sent, wrong = read_sent(tmp_path / "None-0")
     assert wrong is None
     assert [line["what"] for line in sent].count("update") == 2 + 2 + 1, "one record of all trials and rounds"
+
+
+def test_crews_on_a_cluster_refuse_it() -> None:
+    with pytest.raises(CommandError, match="tuning: crews take part in one federation only"):
+        simulate_on_ray(spec(), SITES, OnRay())
