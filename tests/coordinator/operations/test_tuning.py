@@ -129,6 +129,7 @@ PRIVACY = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0, "evaluation"
             r"tuning\.candidates\.0\.privacy",
         ),
         ({"tuning": among("promptfl", context_init="a photo of a")}, "from words"),
+        ({"continues": "sha256:" + "0" * 64}, "leave continues or tuning out"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_at_creation(changes: dict[str, Any], told: str) -> None:

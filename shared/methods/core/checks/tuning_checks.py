@@ -25,6 +25,8 @@ def check_tuning(spec: FederationSpec) -> None:
         raise MethodError("chosen and trial are set by the coordinator: leave them out")
     if spec.held_out:
         raise MethodError("the candidates are tested on tuning.held_out: leave held_out out")
+    if spec.continues is not None:
+        raise MethodError("a federation that continues an export has its method: leave continues or tuning out")
     if spec.secure_aggregation is not None:
         raise MethodError("with secure sums accuracies stay at the sites, and nothing can be compared: leave one out")
     if privacy.protects_clients:
