@@ -102,12 +102,9 @@ class Joining:
         self.coordinator.may_move = partial(expect_origin, policy)
         keep_known(self.coordinator.book, self.state)
         token = self.parts.enrolment_token or enrolment_token(settings, identity)
-        info, token = await self._info(token, identity)
-        check_protocol(info)
-        if info.tuning is not None:
-            info = info.with_candidate(info.tuning.chosen or 0)
+        self.info, token = await self._offer(token, identity)
+        info = self.info
         source, tests = split_by(info, source, tests, settings.role)
-        self.info = info
         identity = self.state.bind(identity, info.federation_id)
         self.coordinator.federation = info.federation_id
         self._expect_use(info, identity)
@@ -230,6 +227,12 @@ class Joining:
             raise ClientError(Exit.BACKBONE, str(error)) from None
         self.monitor.status.backbone, self.monitor.status.device = backbone.fingerprint, str(backbone.device)
         return backbone
+
+    async def _offer(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
+        """As `_info`, with the first candidate, or with the chosen one, where the method is chosen by comparison."""
+        info, token = await self._info(token, identity)
+        check_protocol(info)
+        return (info if info.tuning is None else info.with_candidate(info.tuning.chosen or 0)), token
 
     async def _info(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
         """What the coordinator says of the federation, or said when this client enrolled; the token if it is valid."""

@@ -1,7 +1,6 @@
 """The state folder of a client: its secret, its private tensors, and an update until it is settled.
 
 Layout of the state folder (mode 0700):
-
     lock                     held while a client runs
     identity.json            name, role, secret, federation and client id (mode 0600)
     enrolment.json           what the coordinator said of the federation; coordinators.json: its group's addresses

@@ -69,14 +69,18 @@ def mint(
     )
     if request.address is None:
         return minted
+    return minted.model_copy(update={"invitation": _invitation(federation, request.address, minted, authority)})
+
+
+def _invitation(federation: Federation, address: str, minted: MintedToken, authority: str | None) -> str:
     invitation = Invitation(
-        coordinator=request.address,
+        coordinator=address,
         federation=federation.name,
-        token=token,
+        token=minted.token,
         expires_at=minted.expires_at,
-        authority=authority if request.address.startswith("https://") else None,
+        authority=authority if address.startswith("https://") else None,
     )
-    return minted.model_copy(update={"invitation": invitation.encoded()})
+    return invitation.encoded()
 
 
 def _reset_name(federation: Federation, asked: str) -> str:

@@ -16,7 +16,7 @@ from promptfed.shared.clip.lru import Recent, content_key
 from promptfed.shared.clip.towers import functional_text, functional_vision, patches, vision
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
 from promptfed.shared.clip.towers.starts import SharedStarts
-from promptfed.shared.clip.towers.text import TextTower
+from promptfed.shared.clip.towers.text import TextTower, tracing
 from promptfed.shared.clip.towers.tokens import ClassPrompts, PromptTokenizer, make_class_prompts
 from promptfed.shared.spec.spec import BackboneShape
 
@@ -263,7 +263,7 @@ class Backbone:
         self._text.require()
         lead = self._check_context(context, prompts, per_class)
         kind = self._choose_path(path, per_class)
-        if torch.is_grad_enabled() or _tracing():  # of a traced context the content is not known
+        if torch.is_grad_enabled() or tracing():
             return self._encode_prompts(context, prompts, deep, lead, kind, per_class, normalize)
         # The number of threads is part of the key, since the bits of a feature may depend on it.
         threads = torch.get_num_threads()
@@ -305,8 +305,7 @@ class Backbone:
         possible = {
             "plain": True,
             "short": self.supports.text_short,
-            # its derivatives are written by hand, which a traced graph cannot hold
-            "prefix": self.supports.text_prefix and not per_class and not _tracing(),
+            "prefix": self.supports.text_prefix and not per_class and not tracing(),
         }
         if path == "auto":
             return next(kind for kind in ("prefix", "short", "plain") if possible[kind])
@@ -370,10 +369,6 @@ class Backbone:
         except Exception as error:
             raise BackboneError(f"The tokenizer of {self.model_name!r} cannot be loaded: {error}") from error
         return PromptTokenizer(tokenizer, self.context_length)
-
-
-def _tracing() -> bool:
-    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _wide(features: Tensor) -> Tensor:

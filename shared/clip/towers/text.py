@@ -205,3 +205,8 @@ def _eos_id(holder: Any, inner: Any) -> int:
 
 def _has_class_token(inner: Any) -> bool:
     return inner is not None and inner.cls_emb is not None
+
+
+def tracing() -> bool:
+    """Whether a graph is being traced, which knows no tensor's content and holds no derivative written by hand."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
