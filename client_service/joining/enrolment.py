@@ -209,7 +209,7 @@ def explain(refused: Refused, settings: Settings) -> ClientError:
         text = f"{settings.coordinator} answers {refused.status} {refused.detail}, as no coordinator does"
         return ClientError(Exit.REFUSED, f"{text}: is the address right?")
     if refused.kind == "not-found":
-        text = f"{settings.coordinator} answers: {refused.detail}: ask the operator for the federation's name"
+        text = f"{settings.coordinator} answers: {refused.detail}, or ask the operator for it"
         return ClientError(Exit.REFUSED, text)
     return ClientError(Exit.REFUSED, f"{where} refuses: {refused}")
 

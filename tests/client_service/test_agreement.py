@@ -445,7 +445,15 @@ def test_the_command_calls_back_and_deletes(
     line = ["--coordinator", "http://127.0.0.1:9", "--federation", "pets", "--state-dir", str(folder), "--withdraw"]
     assert command.main([*line, "--delete-private"]) == Exit.UNREACHABLE  # nobody listens: the operator is to be told
     left = {path.name for path in folder.iterdir()}
-    assert left == {"identity.json", "enrolment.json", "consent.json", "answers.json", "withdrawn", "lock"}
+    assert left == {
+        "identity.json",
+        "enrolment.json",
+        "consent.json",
+        "answers.json",
+        "withdrawn",
+        "sent.jsonl",
+        "lock",
+    }
     state = PrivateState(folder)
     terms = agreements.Consent.model_validate_json((folder / agreements.FILE).read_bytes()).terms
     kept = Agreement.kept(state, terms)

@@ -145,7 +145,7 @@ def test_the_api_port_is_taken(command: Callable[..., int], capsys: pytest.Captu
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert command(coordinator="http://127.0.0.1:1", api_port=port) == Exit.USAGE
-    assert "give another --api-port" in last_line(capsys)
+    assert "(--api-port): the address is in use; give another port" in last_line(capsys)
 
 
 def test_an_api_token_that_cannot_be_read(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

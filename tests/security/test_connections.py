@@ -68,7 +68,8 @@ def test_half_a_second_head_is_not_waited_for_either_however_it_trickles(
 def test_without_uvloop_the_limits_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    known = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvloop" else known(name))
     monkeypatch.setattr(http_connection, "HEAD_SECONDS", 0.3)
     with in_thread(tmp_path / "data") as coordinator:
         assert "uvloop is not installed: asyncio's own event loop serves" in caplog.text

@@ -106,9 +106,9 @@ export class Federation {
     if (!this.hooks.failed(error)) fill(this.problem, error.message);
   }
 
-  /** A refusal stays until the next attempt, or until the federation is no longer as it was then. */
+  /** A refusal stays until the next attempt, or until the federation is no longer as it was then: no role changes by that. */
   #refused(error) {
-    this.refusedAt = this.#situation();
+    this.refusedAt = error?.status === 403 ? null : this.#situation();
     if (error === null || !this.hooks.failed(error)) fill(this.refusal, error?.message);
   }
 
@@ -148,7 +148,7 @@ export class Federation {
       if (this.abort.signal.aborted) return;
       take(rounds);
       fill(this.problem);
-      if (this.refusedAt !== this.#situation()) fill(this.refusal);
+      if (this.refusedAt !== null && this.refusedAt !== this.#situation()) fill(this.refusal);
       this.#draw();
       if (before !== undefined && before !== view.state) this.hooks.changed();
       await this.#askPrivacy(rounds);

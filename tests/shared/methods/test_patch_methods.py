@@ -262,7 +262,7 @@ def test_towers_without_patches_are_refused(name: str) -> None:
 
 
 def test_defaults_and_refusals() -> None:
-    spec = resolve_spec({"name": "x", "method": {"name": "fedotp"}})
+    spec = resolve_spec({"name": "x", "method": {"name": "fedotp"}, "backbone": {"model": "ViT-B-16"}})
     assert (spec.rounds, spec.training.epochs, spec.training.batch_size) == (10, 5, 32)
     assert spec.training.learning_rate == 0.001
     given = {key: spec.method[key] for key in ("m", "gamma", "epsilon", "iterations", "threshold", "transport")}

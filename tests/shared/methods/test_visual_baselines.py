@@ -129,7 +129,8 @@ def test_fedmaple_starts_with_small_prompts_and_maps_of_a_linear_layer() -> None
     ],
 )
 def test_defaults(name: str, rate: float, own: dict[str, Any]) -> None:
-    spec = resolve_spec({"name": "x", "method": {"name": name}})
+    """The papers', with the backbones of the papers; `core.rates` has others for the embedded ones."""
+    spec = resolve_spec({"name": "x", "method": {"name": name}, "backbone": {"model": "ViT-B-16"}})
     training = spec.training
     assert (spec.rounds, training.epochs, training.batch_size, training.learning_rate) == (20, 1, 32, rate)
     assert spec.aggregation.weighting == "samples"
