@@ -6,7 +6,6 @@ import platform
 import re
 import shutil
 import tempfile
-from collections import Counter
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from promptfed.client_service.settings import DEVICE_PATTERN
 from promptfed.shared.data import DataError, Source, Split
+from promptfed.shared.data.partition import class_counts
 from promptfed.shared.plain_text import counted, look_alikes
 from promptfed.shared.service.open_files import HOW_TO_RAISE, connections_of, open_files
 
@@ -141,9 +141,11 @@ def _counts(source: Source, role: str) -> Check:
         text += f", {_shown(source.class_names)}"
         if not train:
             return Check("data", "fail", text, "a trainer needs training images; or give --role evaluator")
-        counts = Counter(source.train.labels.tolist())
+        counts = class_counts(source.train.labels, len(source.class_names))
         few = [name for label, name in enumerate(source.class_names) if counts[label] < FEW_IMAGES]
-        if few:
+        if source.unlabelled:
+            text += "; no training label is read"
+        elif few:
             text += f"; only {FEW_IMAGES - 1} training images or fewer of {_shown(few)}"
             return Check("data", "warn", text, "add images, or leave the class out")
     elif not test:

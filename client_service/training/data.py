@@ -106,6 +106,7 @@ class ClientData:
         self.class_names = source.class_names
         self.template = source.template
         self.domain = domain_of(source)
+        self.unlabelled = source.unlabelled
         self.tests = {name: TestSet(other.class_names, other.template) for name, other in tests.items()}
         self._splits: dict[str, Split] = {TRAIN: source.train, TEST: source.test}
         self._splits |= {name: other.test for name, other in tests.items()}
@@ -124,14 +125,11 @@ class ClientData:
         names = self.tests[which].class_names if which in self.tests else self.class_names
         check_classes(names, label_space)
         own = self._splits[which].labels
-        known = own >= 0
-        if which == TRAIN and not bool(known.all()):
+        if which == TRAIN and own.ndim == 1 and not self.unlabelled and bool((own < 0).any()):
             text = "the data's among=base leaves images without a class: they can be tested on, not trained on"
             raise ClientError(Exit.BAD_INPUT, text)
-        place = torch.tensor([label_space.index(name) for name in names], dtype=torch.int64)
-        labels = torch.where(known, place[own.clamp(min=0)], own)
         return LocalSplit(
-            labels,
+            placed(own, names, label_space),
             lambda: self.features(which),
             lambda rows: self._images(which, rows),
             lambda: self.features(which, raw=True),
@@ -234,6 +232,16 @@ class ClientData:
         return self._held.get(key, lambda: self._backbone.preprocess(split.image(row)))
 
 
+def placed(labels: Tensor, names: Sequence[str], label_space: Sequence[str]) -> Tensor:
+    """``labels`` (N,) or (N, C) of the classes ``names`` as labels of ``label_space``; further classes are unknown."""
+    place = torch.tensor([label_space.index(name) for name in names], dtype=torch.int64)
+    if labels.ndim == 1:
+        return torch.where(labels >= 0, place[labels.clamp(min=0)], labels)
+    wide = torch.full((len(labels), len(label_space)), -1, dtype=labels.dtype)
+    wide[:, place] = labels
+    return wide
+
+
 def split_by(
     terms: TrainingTerms, source: Source, tests: Mapping[str, Source], role: Role
 ) -> tuple[Source, Mapping[str, Source]]:
@@ -251,11 +259,12 @@ def held_out(source: Source, share: float, seed: int) -> Source:
     Raises:
         ClientError: BAD_INPUT where the groups cannot be divided.
     """
-    labels, groups = source.train.labels, source.train.groups
+    groups = source.train.groups
     try:
         if groups is not None:
-            rows, tested = partition.whole_groups(groups, labels, seed, source.uri, share)
+            rows, tested = partition.whole_groups(groups, source.train.labels, seed, source.uri, share)
         else:
+            labels = partition.strata(source.train.labels)
             several = torch.isin(labels, torch.tensor([k for k, n in Counter(labels.tolist()).items() if n > 1]))
             places = several.nonzero()[:, 0]
             rows, tested = (places[kept] for kept in partition.train_test(labels[several], seed, share))

@@ -33,6 +33,8 @@ COMMON_OPTIONS = (
     "among",
     "tail",
     "flip",
+    "hide",
+    "unlabelled",
 )
 CUTTING_OPTIONS = frozenset(COMMON_OPTIONS) - {"split_seed"}  # options that do not describe the whole data set
 _PARTITION_OPTIONS = ("alpha", "clients", "client", "classes_per_client", "partition_seed")
@@ -140,6 +142,8 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     among the names of the base classes, none of which is right. Their labels are -1, and nobody can train on them.
     ``tail=100`` and ``flip=0.4`` make the training images worse, after ``validation`` holds some out: the numbers of
     images of the classes fall to a hundredth from the first to the last, and 40 % get the label of another class.
+    ``hide=0.8`` makes 80 % of the training labels of a source with several labels per image unknown.
+    ``unlabelled=true``: no training label is read; `Source.unlabelled`.
     ``known`` stores the partition of ``source`` for its next client.
     """
     source = _worded(_only(source, options), options)
@@ -156,7 +160,7 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     if shots is not None and len(source.train):
         rows = partition.few_shot(source.train.labels, shots, options.split_seed)
         source = replace(source, train=source.train.select(rows))
-    return source
+    return _unlabelled(source) if options.choice("unlabelled", ("true",)) else source
 
 
 def kept_names(names: Sequence[str], counts: Mapping[str, int], options: Options) -> list[str]:
@@ -182,7 +186,7 @@ def _only(source: Source, options: Options) -> Source:
     if options.text("only") is None and options.text("min_per_class") is None:
         return source
     labels = torch.cat([source.train.labels, source.test.labels])
-    counts = torch.bincount(labels, minlength=len(source.class_names)).tolist()
+    counts = partition.class_counts(labels, len(source.class_names))
     kept = kept_names(source.class_names, dict(zip(source.class_names, counts, strict=True)), options)
     return with_classes(source, [source.class_names.index(name) for name in kept])
 
@@ -195,11 +199,16 @@ def _worded(source: Source, options: Options) -> Source:
 
 
 def with_classes(source: Source, kept: list[int]) -> Source:
-    """The images of the classes ``kept``, in order, with labels and names of these classes."""
+    """The images of the classes ``kept``, in order, with labels and names of these classes.
+
+    With several labels per image, images without these classes are kept too.
+    """
     place = torch.full((len(source.class_names),), -1)
     place[kept] = torch.arange(len(kept))
 
     def cut(split: Split) -> Split:
+        if split.labels.ndim == 2:
+            return split.labelled(split.labels[:, kept])
         selected = split.select(partition.rows_of_classes(split.labels, kept))
         return selected.labelled(place[selected.labels])
 
@@ -218,6 +227,7 @@ def _cut_classes(source: Source, options: Options) -> Source:
     kept = with_classes(source, list(base if part == "base" else novel))
     if among is None:
         return kept
+    _expect_single(source, options, "among")
     train, test = (split.labelled(torch.full_like(split.labels, UNKNOWN)) for split in (kept.train, kept.test))
     return replace(kept, class_names=tuple(source.class_names[k] for k in base), train=train, test=test)
 
@@ -250,17 +260,37 @@ def _test_on(source: Source, options: Options) -> Source:
 
 
 def _worsened(source: Source, options: Options) -> Source:
-    """The source with a long tail of classes and wrong labels in training."""
-    tail, flip, train = options.number("tail"), options.number("flip"), source.train
+    """The source with a long tail of classes, and with wrong or unknown labels, in training."""
+    tail, flip, hide, train = options.number("tail"), options.number("flip"), options.number("hide"), source.train
     if tail is not None:
+        _expect_single(source, options, "tail")
         if tail < 1:
             raise DataError(f"{options.uri}: tail={tail:g} is less than 1; 100 leaves the last class a hundredth.")
         train = train.select(partition.long_tail(train.labels, len(source.class_names), tail, options.split_seed))
+    for name, share in (("flip", flip), ("hide", hide)):
+        if share is not None and not 0 < share < 1:
+            raise DataError(f"{options.uri}: {name}={share:g} is not between 0 and 1.")
     if flip is not None:
-        if not 0 < flip < 1:
-            raise DataError(f"{options.uri}: flip={flip:g} is not between 0 and 1.")
+        _expect_single(source, options, "flip")
         train = train.labelled(partition.flipped(train.labels, len(source.class_names), flip, options.split_seed))
+    if hide is not None:
+        if train.labels.ndim == 1:
+            raise DataError(f"{options.uri}: hide is for several labels per image; with one, give unlabelled=true.")
+        train = train.labelled(partition.hidden(train.labels, hide, options.split_seed))
     return source if train is source.train else replace(source, train=train)
+
+
+def _unlabelled(source: Source) -> Source:
+    if source.train.labels.ndim == 2:
+        raise DataError(f"{source.uri}: unlabelled is for one label per image; with several, leave unknown ones empty.")
+    return replace(source, train=source.train.labelled(torch.full_like(source.train.labels, UNKNOWN)), unlabelled=True)
+
+
+def _expect_single(source: Source, options: Options, name: str) -> None:
+    if source.train.labels.ndim == 2:
+        raise DataError(
+            f"{options.uri}: {name} is for one label per image, and these images have several; leave it out."
+        )
 
 
 def _cut_client(source: Source, options: Options, known: Parts) -> Source:
@@ -295,6 +325,8 @@ def _parts(source: Source, kind: str, options: Options) -> list[Rows]:
     each = options.integer("classes_per_client", least=1)
     seed = options.integer("partition_seed", 0) or 0
     train, test = source.train.labels, source.test.labels
+    if kind == "pathological":
+        _expect_single(source, options, "partition=pathological")
     if each is not None and kind != "pathological":
         raise DataError(f"{options.uri}: classes_per_client is for partition=pathological.")
     if "alpha" in options.values and kind != "dirichlet":

@@ -84,6 +84,26 @@ def _dealt(class_count: int, each: int, clients: int, seed: int) -> list[list[in
     return [sorted(part) for part in [*parts, order[(clients - 1) * each :]]]
 
 
+def class_counts(labels: Tensor, classes: int) -> list[int]:
+    """Images of each class, by labels (N,) or (N, C) as in `Split`; an image may be of several classes, or of none."""
+    if labels.ndim == 2:
+        return (labels == 1).sum(0).tolist()
+    return torch.bincount(labels[labels >= 0], minlength=classes).tolist()
+
+
+def strata(labels: Tensor) -> Tensor:
+    """One class (N,) for each image, by which images are divided: of several classes the one with fewest images.
+
+    Images without a class have the number of classes.
+    """
+    if labels.ndim == 1:
+        return labels
+    present = labels == 1
+    counts = torch.where(present, present.sum(0), len(labels) + 1)
+    rarest = counts.argmin(1) if labels.shape[1] else torch.zeros(len(labels), dtype=torch.int64)
+    return torch.where(present.any(1), rarest, labels.shape[1])
+
+
 def rows_of_classes(labels: Tensor, classes: Sequence[int]) -> Tensor:
     """Rows whose label is one of ``classes``, in order."""
     return torch.isin(labels, torch.tensor(list(classes), dtype=torch.long)).nonzero()[:, 0]
@@ -96,6 +116,7 @@ def dirichlet(splits: Sequence[Tensor], clients: int, alpha: float, seed: int) -
     client has no image in some split, the shares are drawn again, up to 100 times.
     """
     _check_clients(clients)
+    splits = [strata(labels) for labels in splits]
     if not alpha > 0:
         raise DataError(f"alpha={alpha} is not above 0.")
     classes = int(max(int(labels.max()) for labels in splits)) + 1
@@ -124,6 +145,7 @@ def _by_shares(labels: Tensor, shares: np.ndarray, seed: int, index: int) -> lis
 
 def few_shot(labels: Tensor, shots: int, seed: int) -> Tensor:
     """Rows of ``shots`` images of each class that occurs (all images of smaller classes), sampled as in CoOp."""
+    labels = strata(labels)
     if shots < 1:
         raise DataError(f"shots={shots} is not at least 1.")
     chosen = []
@@ -147,6 +169,14 @@ def long_tail(labels: Tensor, classes: int, ratio: float, seed: int) -> Tensor:
     return torch.from_numpy(np.sort(np.concatenate(kept)))
 
 
+def hidden(labels: Tensor, share: float, seed: int) -> Tensor:
+    """``labels (N, C)`` of which ``share`` are -1: unknown."""
+    places = _rng(seed, "hide").permutation(labels.numel())[: round(labels.numel() * share)]
+    changed = labels.clone()
+    changed.view(-1)[torch.from_numpy(places)] = -1
+    return changed
+
+
 def flipped(labels: Tensor, classes: int, share: float, seed: int) -> Tensor:
     """``labels (N,)``, of which ``share`` are replaced by another of the ``classes``, each with equal probability."""
     draws = _rng(seed, "flip")
@@ -158,17 +188,28 @@ def flipped(labels: Tensor, classes: int, share: float, seed: int) -> Tensor:
 
 
 def train_test(labels: Tensor, seed: int, test_share: float = 0.2) -> tuple[Tensor, Tensor]:
-    """Rows of train and test: a seeded share of each class, with at least one image in both."""
+    """Rows of train and test: a seeded share of each class, with at least one image in both.
+
+    With several labels per image, the only image of a class (as in `strata`) is a training image.
+    """
     train, test = [], []
+    several, labels = labels.ndim == 2, strata(labels)
     for label in torch.unique(labels).tolist():
         rows = np.flatnonzero(labels.numpy() == label)
+        if len(rows) < 2 and several:
+            train.append(rows)
+            continue
         if len(rows) < 2:
             raise DataError(f"class {label} has one image, which cannot be both for training and for testing.")
         rows = _rng(seed, "split", label).permutation(rows)
         cut = min(max(1, round(len(rows) * test_share)), len(rows) - 1)
         test.append(rows[:cut])
         train.append(rows[cut:])
-    return torch.from_numpy(np.sort(np.concatenate(train))), torch.from_numpy(np.sort(np.concatenate(test)))
+    return _sorted(train), _sorted(test)
+
+
+def _sorted(parts: Sequence[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.sort(np.concatenate([*parts, np.zeros(0, dtype=np.int64)])))
 
 
 def whole_groups(
@@ -187,7 +228,7 @@ def whole_groups(
     tested = {names[k] for k in order[:cut]}
     is_test = torch.tensor([group in tested for group in groups])
     train = (~is_test).nonzero()[:, 0]
-    lacking = sorted(set(labels.tolist()) - set(labels[train].tolist()))
+    lacking = [] if labels.ndim == 2 else sorted(set(labels.tolist()) - set(labels[train].tolist()))
     if lacking:
         raise DataError(
             f"{uri}: all images of {len(lacking)} of the classes are of groups that are tested on; give splits, or "

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from promptfed.shared.data.digits import open_digits
+from promptfed.shared.data.emoji.scenes import open_scenes
 from promptfed.shared.data.emoji.source import open_emoji
 from promptfed.shared.data.folder import open_csv, open_folder
 from promptfed.shared.data.hugging_face import open_hugging_face
@@ -21,6 +22,7 @@ SCHEMES: dict[str, Callable[[str, Options], Source]] = {
     "symbols": open_symbols,
     "digits": open_digits,
     "emoji": open_emoji,
+    "emoji-scenes": open_scenes,
     "folder": open_folder,
     "csv": open_csv,
     "torchvision": open_torchvision,
@@ -29,12 +31,11 @@ SCHEMES: dict[str, Callable[[str, Options], Source]] = {
 }
 """Opener by scheme: what stands between the colon and the question mark, and the options -> the whole source."""
 
-OF_FILES = frozenset({"folder", "csv"})
-"""Schemes whose opener looks at `AT_OPENING` itself, so that a class left out may be as it likes."""
+_CLASSES = frozenset({"only", "min_per_class"})
+AT_OPENING = {"folder": _CLASSES, "csv": _CLASSES, "emoji-scenes": frozenset({"tail"})}
+"""Common options that the opener of a scheme applies itself: a class left out may be as it likes."""
 
-AT_OPENING = frozenset({"only", "min_per_class"})
-
-BY_ROLE = OF_FILES | {UNION}
+BY_ROLE = frozenset({"folder", "csv", UNION})
 """Schemes that give an evaluator other images than a trainer."""
 
 REDRAWN = frozenset({"symbols"})
@@ -78,7 +79,7 @@ def open_whole(scheme: str, body: str, options: Options) -> Source:
 
 def cut(scheme: str, source: Source, options: Options, known: Parts | None = None) -> Source:
     """Apply the common options to ``source``, the whole data set."""
-    return apply_common(source, options.without(AT_OPENING) if scheme in OF_FILES else options, known)
+    return apply_common(source, options.without(AT_OPENING.get(scheme, ())), known)
 
 
 def _part(uri: str, options: Options) -> Source:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from promptfed.shared.data.options import CUTTING_OPTIONS, Options, Parts, Role
-from promptfed.shared.data.registry import AT_OPENING, BY_ROLE, OF_FILES, check_filled, cut, open_whole, parse_uri
+from promptfed.shared.data.registry import AT_OPENING, BY_ROLE, check_filled, cut, open_whole, parse_uri
 from promptfed.shared.data.source import Source
 
 
@@ -44,7 +44,7 @@ class SharedSources:
         return source
 
     def _whole(self, scheme: str, body: str, options: Options) -> _Whole:
-        cutting = CUTTING_OPTIONS - AT_OPENING if scheme in OF_FILES else CUTTING_OPTIONS
+        cutting = CUTTING_OPTIONS - AT_OPENING.get(scheme, frozenset())
         own = {name: value for name, value in options.values.items() if name not in cutting}
         whole_test = scheme in BY_ROLE and options.is_whole_test
         key = scheme, body, tuple(sorted(own.items())), options.role if scheme in BY_ROLE else "", whole_test

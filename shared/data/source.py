@@ -53,6 +53,7 @@ def in_words(text: str) -> str:
 class Split:
     """Labelled images. ``labels`` (N,) int64 are indices in the source's ``class_names``.
 
+    With several labels per image, ``labels`` (N, C) int8 are 1 for a class that is present, 0 absent and -1 unknown.
     ``groups``: the group of each image, such as its patient; None if the data have no groups.
     """
 
@@ -67,7 +68,7 @@ class Split:
         """read: returns the RGB image at a row of ``labels``; digest: returns its `image_digest`."""
         if groups is not None and len(groups) != len(labels):
             raise ValueError(f"{len(groups)} groups for {len(labels)} labels")
-        self.labels = labels.long()
+        self.labels = labels if labels.ndim == 2 else labels.long()
         self.groups = None if groups is None else tuple(groups)
         self._rows = torch.arange(len(labels))
         self._read = read
@@ -130,7 +131,7 @@ def reader_of(pixels: np.ndarray) -> Callable[[int], Image.Image]:
 
 @dataclass(frozen=True)
 class Source:
-    """A client's data, opened from a URI."""
+    """A client's data, opened from a URI. ``unlabelled``: all training labels are -1, and were not read."""
 
     uri: str
     class_names: tuple[str, ...]
@@ -138,3 +139,4 @@ class Source:
     template: str
     train: Split
     test: Split
+    unlabelled: bool = False

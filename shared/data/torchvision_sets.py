@@ -64,7 +64,7 @@ def open_torchvision(body: str, options: Options) -> Source:
     for split in splits:
         if int(split.labels.max()) >= len(names):
             raise DataError(f"{options.uri}: {body} has labels beyond its {len(names)} class names.")
-    source = Source(options.uri, names, None, TEMPLATES.get(body, TEMPLATE), *splits)
+    source = Source(options.uri, names, None, TEMPLATES.get(body, TEMPLATE), splits[0], splits[1])
     kept = [label for label, name in enumerate(names) if name not in LEFT_OUT.get(body, ())]
     return source if len(kept) == len(names) else with_classes(source, kept)
 

@@ -34,9 +34,10 @@ SOURCES = {
     "symbols": ("symbols:sketch?topic=weather", "102 drawn symbols in ten styles", "embedded"),
     "digits": ("digits?domain=inverted", "1,797 handwritten digits", "embedded"),
     "emoji": ("emoji:flat", "521 things as three designers drew them, in seven styles", "embedded"),
+    "emoji-scenes": ("emoji-scenes:flat", "scenes of one to five emoji, with several labels each", "embedded"),
     "union": ("union:URI,URI", "several sources, percent-encoded", "as those"),
     "folder": ("folder:/data/pets", "class folders of images", "yours"),
-    "csv": ("csv:/data/table.csv", "a table of paths and labels", "yours"),
+    "csv": ("csv:/data/table.csv", "a table of paths and labels, one or several for each image", "yours"),
     "torchvision": ("torchvision:OxfordIIITPet?root=/data", "data sets that torchvision reads", "fetched before"),
     "hf": ("hf:owner/name", "data sets of the Hugging Face library", "promptfed[hf]"),
 }
@@ -121,14 +122,18 @@ def show(
             raise CommandError(f"{uri} has no image in {part}: give --part test", Exit.BAD_INPUT)
         sheet = contact_sheet(split, source.class_names, count)
     _save(sheet, out)
-    counts = {name: _counts(source, label) for label, name in enumerate(source.class_names)}
+    counts = _counts(source)
     if as_json:
         domain = source.domain.description if source.domain is not None else None
-        print_json({"uri": uri, "domain": domain, "template": source.template, "classes": counts, "sheet": str(out)})
+        about = {"uri": uri, "domain": domain, "template": source.template, "unlabelled": source.unlabelled}
+        print_json({**about, "classes": counts, "sheet": str(out)})
         return
-    rows = [[name, str(of["train"]), str(of["test"])] for name, of in counts.items()]
-    rows.append(["all", str(len(source.train)), str(len(source.test))])
-    console.print(table(None, ["class", "train", "test"], rows))
+    rows = [[name, *map(str, of.values())] for name, of in counts.items()]
+    columns = ["train", "test", *(["unknown"] if source.train.labels.ndim == 2 else [])]
+    rows.append(["all images", str(len(source.train)), str(len(source.test)), ""][: 1 + len(columns)])
+    console.print(table(None, ["class", *columns], rows))
+    if source.unlabelled:
+        say("It trains without labels: no training label is read.")
     say(f"{out}: {counted(min(count, len(split)), 'image')} of {uri}")
 
 
@@ -147,10 +152,15 @@ def _listing_problems(uri: str, as_json: bool) -> Iterator[None]:
         raise CommandError(f"{uri} has {counted(len(error.problems), 'problem')}", Exit.BAD_INPUT) from None
 
 
-def _counts(source: Source, label: int) -> dict[str, int]:
-    return {
-        name: int((split.labels == label).sum()) for name, split in (("train", source.train), ("test", source.test))
-    }
+def _counts(source: Source) -> dict[str, dict[str, int]]:
+    """Images by class and split; with several labels per image also the training images of which it is unknown."""
+    from promptfed.shared.data.partition import class_counts
+
+    names, labels = source.class_names, source.train.labels
+    counts = {"train": class_counts(labels, len(names)), "test": class_counts(source.test.labels, len(names))}
+    if labels.ndim == 2:
+        counts["unknown"] = (labels < 0).sum(0).tolist()
+    return {name: {part: of[k] for part, of in counts.items()} for k, name in enumerate(names)}
 
 
 def _save(sheet: Image, out: Path) -> None:

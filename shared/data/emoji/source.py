@@ -20,7 +20,7 @@ OWN_OPTIONS = ("folder", "level", "test", "purpose", "drawn_by")
 LEVELS = ("kinds", "names")
 TEMPLATE = "a photo of a {}."
 _TRAIN_LEAST, _TEST_LEAST = 4, 2  # least things of a kind, for training and for tests in either pool
-_DEFAULT_STYLE = "flat"
+DEFAULT_STYLE = "flat"
 _LONGEST_NAME = 64  # joins names of a domain; a client's domain may not contain +
 
 Cell = tuple[str, int]  # one picture: a style and the index of a thing
@@ -37,7 +37,7 @@ def open_emoji(body: str, options: Options) -> Source:
     options.check_names(OWN_OPTIONS)
     folder = options.text("folder")
     drawn = store.read(FOLDER if folder is None else Path(folder).expanduser())
-    styles = _styles(body or _DEFAULT_STYLE, drawn, options)
+    styles = styles_of(body or DEFAULT_STYLE, drawn, options)
     level = options.choice("level", LEVELS, "kinds") or "kinds"
     purpose = options.choice("purpose", PURPOSES, "test") or "test"
     if level == "kinds":
@@ -48,7 +48,7 @@ def open_emoji(body: str, options: Options) -> Source:
     return _names(drawn, styles, purpose, options)
 
 
-def _styles(text: str, drawn: store.Drawn, options: Options) -> list[str]:
+def styles_of(text: str, drawn: store.Drawn, options: Options) -> list[str]:
     """The styles in a text such as ``flat+noto``; a designer's name stands for all of the designer's styles."""
     styles: list[str] = []
     for word in re.split("[+, ]", text):  # a + in a query has become a space
@@ -102,12 +102,12 @@ def kind_names(drawn: store.Drawn, known: Splits) -> tuple[str, ...]:
 
 def _names(drawn: store.Drawn, styles: list[str], purpose: str, options: Options) -> Source:
     given = options.text("test")
-    tested = styles if given is None else _styles(given, drawn, options)
+    tested = styles if given is None else styles_of(given, drawn, options)
     shared = {STYLES[s].family for s in styles} & {STYLES[s].family for s in tested}
     if given is not None and shared:
         raise DataError(f"{options.uri}: the styles of {sorted(shared)[0]} share drawings; test on another designer's.")
     also = options.text("drawn_by")
-    needed = {*styles, *tested, *([] if also is None else _styles(also, drawn, options))}
+    needed = {*styles, *tested, *([] if also is None else styles_of(also, drawn, options))}
     known = splits()
     places = [
         place
