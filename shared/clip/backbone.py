@@ -14,6 +14,7 @@ from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
 from promptfed.shared.clip.lru import Recent, content_key
 from promptfed.shared.clip.towers import functional_text, functional_vision, patches, vision
+from promptfed.shared.clip.towers.hub_text import text_tower_of
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
 from promptfed.shared.clip.towers.starts import SharedStarts
 from promptfed.shared.clip.towers.text import TextTower, tracing
@@ -61,8 +62,7 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        weight: Tensor = next(self.model.parameters())
-        return weight.device
+        return next(iter(self.model.parameters())).device  # type: ignore[no-any-return]
 
     def to(self, device: str | torch.device) -> Self:
         """Moves the weights, in place."""
@@ -110,17 +110,21 @@ class Backbone:
     @property
     def vision_layers(self) -> int:
         """Number of blocks of the image tower; 0 if it takes no prompts."""
-        return len(self.model.visual.transformer.resblocks) if self.supports.visual_prompts else 0
+        return self._prompted_tower.layers if self.supports.visual_prompts else 0
 
     @property
     def patch_size(self) -> int | None:
         """Side of a patch in pixels; None if the image tower takes no prompts or its patches are not square."""
-        return vision.patch_size(self.model.visual) if self.supports.visual_prompts else None
+        return self._prompted_tower.patch_size if self.supports.visual_prompts else None
+
+    @cached_property
+    def _prompted_tower(self) -> vision.PromptedTower:
+        return vision.prompted_tower(self.model.visual)
 
     @property
     def context_length(self) -> int:
         """Number of positions of the text tower, including special tokens."""
-        return int(self.model.context_length)
+        return self._text.context_length
 
     @cached_property
     def logit_scale(self) -> float:
@@ -133,8 +137,7 @@ class Backbone:
     def image_size(self) -> tuple[int, int]:
         """Height and width of a preprocessed image, in pixels."""
         size = self._preprocess_config["size"]
-        height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        return int(height), int(width)
+        return (int(size[0]), int(size[1])) if isinstance(size, (tuple, list)) else (int(size), int(size))
 
     def preprocess(self, image: Any) -> Tensor:
         """PIL image -> `(3, H, W)` on the CPU, with open_clip's preprocessing for evaluation."""
@@ -162,13 +165,10 @@ class Backbone:
         """Features `(B, d_e)` of images `(B, 3, H, W)` with visual prompts `(depth, n, d_v)`, which receive gradients.
 
         prompts[0] enters beside [cls] and the patches; prompts[i] replaces it before block i. With `pooled` the result
-        is the feature `(B, d_v)` before the projection. BackboneError if the tower is not a vision transformer of
-        open_clip.
+        is the feature `(B, d_v)` before the projection. BackboneError if the tower takes no prompts.
         """
-        features = vision.encode_prompted(
-            self.model.visual, self.image_input(images), prompts.to(self.device), pooled=pooled
-        )
-        return finish(features, normalize)
+        images, prompts = self.image_input(images), prompts.to(self.device)
+        return finish(self._prompted_tower.encode(images, prompts, pooled=pooled), normalize)
 
     # Towers of other weights
 
@@ -203,7 +203,7 @@ class Backbone:
 
     @cached_property
     def _text(self) -> TextTower:
-        return TextTower(self.model)
+        return text_tower_of(self.model, self._config.get("text_cfg", {}))
 
     @cached_property
     def _prefix(self) -> PrefixEncoder:

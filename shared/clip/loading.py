@@ -1,5 +1,6 @@
 """Loading a backbone by name: which names are free, which need the data owner's consent, and clear refusals."""
 
+import importlib.util
 import logging
 import re
 from collections.abc import Iterator
@@ -222,6 +223,8 @@ def _config(model: str) -> dict[str, Any]:
         raise BackboneError(f"The configuration of {model!r} cannot be read: {one_line(error)}") from error
     if config["text_cfg"].get("tokenizer_kwargs", {}).get("trust_remote_code"):
         raise BackboneError(f"The tokenizer of {model!r} asks to run code of its own, which is not permitted.")
+    if config["text_cfg"].get("hf_model_name") and importlib.util.find_spec("transformers") is None:
+        raise BackboneError(f"The text tower of {model!r} is one of transformers: install promptfed[transformers].")
     config["vision_cfg"].pop("timm_model_pretrained", None)
     config["text_cfg"].pop("hf_model_pretrained", None)
     return dict(config)

@@ -56,14 +56,9 @@ class VisualBackbone(Backbone):
     def d_e(self) -> int:
         return int(self.model.num_features)
 
-    @property
-    def vision_layers(self) -> int:
-        return len(self.model.blocks)
-
-    @property
-    def patch_size(self) -> int | None:
-        height, width = self.model.patch_embed.patch_size
-        return int(height) if height == width else None
+    @cached_property
+    def _prompted_tower(self) -> vision.PromptedTower:
+        return vision.timm_tower(self.model, lambda feature: feature)
 
     @property
     def patch_tokens(self) -> None:
@@ -83,16 +78,6 @@ class VisualBackbone(Backbone):
         """Features `(B, d_v)` of images `(B, 3, H, W)`: timm's features before the classifier."""
         rows = self.model.forward_features(self.image_input(images))
         return finish(self.model.forward_head(rows, pre_logits=True), normalize)
-
-    def encode_images_prompted(
-        self, images: Tensor, prompts: Tensor, *, pooled: bool = False, normalize: bool = True
-    ) -> Tensor:
-        """Features `(B, d_v)` of images `(B, 3, H, W)` with visual prompts `(depth, n, d_v)`, which receive gradients.
-
-        prompts[0] enters beside [cls] and the patches, after the positional embedding; prompts[i] replaces it before
-        block i. `pooled` has no effect: this tower has no projection.
-        """
-        return finish(_encode_prompted(self.model, self.image_input(images), prompts.to(self.device)), normalize)
 
     def vision_tower(self) -> functional_vision.VisionTower:
         """The image tower as a function of its weights; BackboneError if that is not possible for this tower."""
@@ -123,13 +108,3 @@ class VisualBackbone(Backbone):
 
     _text = property(_no_text)
     _tokenizer = property(_no_text)
-
-
-def _encode_prompted(model: Any, images: Tensor, prompts: Tensor) -> Tensor:
-    """`(B, d)` pooled features of images `(B, 3, H, W)` under prompts `(depth, n, d)`."""
-    vision.check_prompts(prompts, len(model.blocks), model.embed_dim)
-    with torch.no_grad():
-        rows = model.norm_pre(model._pos_embed(model.patch_embed(images)))  # (B, S, d)
-    rows = vision.run_prompted(model.blocks, model.norm_pre, rows, prompts)
-    feature: Tensor = model.forward_head(model.norm(rows), pre_logits=True)
-    return feature

@@ -29,6 +29,7 @@ class TextTower:
     """A view of the text tower of a `CLIP`, `CustomTextCLIP` or `CoCa` model of open_clip, without its own weights."""
 
     def __init__(self, model: Any) -> None:
+        self.context_length = int(getattr(model, "context_length", 0))
         # CLIP has the parts of its tower as attributes; the other classes have a TextTransformer under `.text`.
         self._inner: Any = getattr(model, "text", None)
         self._holder: Any = model if self._inner is None else self._inner

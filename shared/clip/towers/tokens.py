@@ -49,8 +49,6 @@ class PromptTokenizer:
         else:
             inner = tokenizer.tokenizer
             self._pad = int(inner.pad_token_id)
-            leads = [getattr(inner, name, None) for name in ("bos_token_id", "cls_token_id")]
-            self._lead = next((int(i) for i in leads if i is not None), -1)
             self._special = frozenset(int(i) for i in inner.all_special_ids) | {self._pad}
 
     def texts(self, texts: Sequence[str]) -> torch.Tensor:
@@ -88,7 +86,7 @@ class PromptTokenizer:
             rows = [self._simple_row(n, t + suffix, context_length) for n, t in zip(names, texts, strict=True)]
             return torch.stack([self._insert(*row, 1, context_length, placeholder) for row in rows]), 1
         ids = self._tokenizer([text + suffix for text in texts], context_length=self._length)
-        start = 1 if int(ids[0, 0]) == self._lead else 0
+        start = 1 if int(ids[0, 0]) in self._special else 0  # a start token, or NLLB's language
         return torch.stack(
             [self._insert(n, row, start, context_length, placeholder) for n, row in zip(names, ids, strict=True)]
         ), start

@@ -1,23 +1,80 @@
-"""Prompted image encoding in an open_clip `VisionTransformer` (VPT, Jia et al., 2022; as used by PLAN and pFedPG).
+"""Prompted image encoding in vision transformers of open_clip and timm (VPT, Jia et al., 2022).
 
-Notation: `B` images, `n` prompt tokens, `d` = d_v the tower's width, `S` = 1 + patches.
+PLAN and pFedPG use it. Notation: `B` images, `n` prompt tokens, `d` = d_v the tower's width, `S` = 1 + patches.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from promptfed.shared.clip.errors import BackboneError
+from promptfed.shared.clip.towers import timm_blocks
 from promptfed.shared.clip.towers.blocks import first_row, is_standard_block
+
+Block = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class PromptedTower:
+    """A frozen image tower that takes prompts.
+
+    ``rows``: images `(B, 3, H, W)` -> rows `(B, S, d)` before the first block. ``norm`` has been applied to them, and
+    is applied to the first prompts. ``blocks_for(n)``: the blocks for rows followed by n prompts. ``pool``: rows after
+    the last block -> the feature `(B, d)` before the projection, which ``project`` maps to `(B, d_e)`.
+    """
+
+    width: int
+    layers: int
+    patch_size: int | None
+    rows: Callable[[Tensor], Tensor]
+    norm: Callable[[Tensor], Tensor]
+    blocks_for: Callable[[int], Sequence[Block]]
+    pool: Callable[[Tensor], Tensor]
+    project: Callable[[Tensor], Tensor]
+
+    def encode(self, images: Tensor, prompts: Tensor, *, pooled: bool) -> Tensor:
+        """Features `(B, d_e)` of images `(B, 3, H, W)` with prompts `(depth, n, d)`; `pooled`: before the projection.
+
+        The first prompts are added to [cls] and the patches after the positional embedding. BackboneError if the
+        prompts do not fit.
+        """
+        if prompts.ndim != 3 or prompts.shape[2] != self.width or not 1 <= prompts.shape[0] <= self.layers:
+            raise BackboneError(
+                f"Visual prompts of shape {tuple(prompts.shape)} do not fit: the backbone takes "
+                f"(depth, n, {self.width}) with a depth of 1 to {self.layers}."
+            )
+        with torch.no_grad():
+            rows = self.rows(images)
+        feature = self.pool(self._run(rows, prompts.to(rows.dtype)))
+        return feature if pooled else self.project(feature)
+
+    def _run(self, rows: Tensor, prompts: Tensor) -> Tensor:
+        """Rows `(B, S, d)` after all blocks, with prompts beside them. The next prompts replace the previous ones.
+
+        Prompts are placed after the image's tokens: attention ignores the order, and pooling must cover only the
+        image's tokens.
+        """
+        batch, tokens = rows.shape[:2]
+        for number, block in enumerate(self.blocks_for(prompts.shape[1])):
+            if number < prompts.shape[0]:
+                fresh = self.norm(prompts[0]) if number == 0 else prompts[number]
+                rows = torch.cat([rows[:, :tokens], fresh.expand(batch, -1, -1)], dim=1)
+            rows = block(rows)
+        return rows[:, :tokens]
 
 
 def refusal_of(visual: Any) -> str | None:
     """The reason why an image tower takes no visual prompts; None if it does."""
     from open_clip.transformer import VisionTransformer
 
+    trunk = getattr(visual, "trunk", None)  # open_clip wraps timm's towers
+    if trunk is not None:
+        return timm_blocks.refusal_of(trunk)
     if not isinstance(visual, VisionTransformer):
-        return f"it is a {type(visual).__name__}, not a vision transformer of open_clip"
+        return f"it is a {type(visual).__name__}, not a vision transformer"
     if not visual.transformer.batch_first:
         return "it is not batch-first"
     return None
@@ -25,62 +82,51 @@ def refusal_of(visual: Any) -> str | None:
 
 def vision_width(visual: Any) -> int:
     """d_v: width of the tower's features before the projection."""
-    if refusal_of(visual) is None:
-        return int(visual.transformer.width)
-    trunk = getattr(visual, "trunk", None)  # timm
-    if trunk is not None:
-        return int(trunk.num_features)
-    return int(visual.attnpool.c_proj.in_features)
+    if hasattr(visual, "trunk"):
+        return int(visual.trunk.num_features)
+    return int(visual.transformer.width if refusal_of(visual) is None else visual.attnpool.c_proj.in_features)
 
 
-def patch_size(visual: Any) -> int | None:
-    """Side of a vision transformer's patches in pixels; None if they are not square."""
-    height, width = visual.patch_size
-    return int(height) if height == width else None
-
-
-def encode_prompted(visual: Any, images: Tensor, prompts: Tensor, *, pooled: bool) -> Tensor:
-    """Features `(B, d_e)` of images `(B, 3, H, W)` with prompts `(depth, n, d)`; `pooled`: before the projection.
-
-    The first prompts are added to [cls] and the patches after the positional embedding and before `ln_pre`.
-    """
+def prompted_tower(visual: Any) -> PromptedTower:
+    """The image tower of an open_clip model with prompts; BackboneError gives the reason if it takes none."""
     refusal = refusal_of(visual)
     if refusal is not None:
         raise BackboneError(f"This backbone's image tower takes no visual prompts: {refusal}.")
-    blocks = visual.transformer.resblocks
-    check_prompts(prompts, len(blocks), visual.transformer.width)
-    with torch.no_grad():
-        rows = visual._embeds(images)  # (B, S, d)
-    only_first = visual.attn_pool is None and visual.pool_type == "tok" and is_standard_block(blocks[-1])
-    rows = run_prompted(blocks, visual.ln_pre, rows, prompts, only_first=only_first)
-    feature: Tensor = visual._pool(rows)[0]
-    if pooled or visual.proj is None:
-        return feature
-    projected: Tensor = feature @ visual.proj
-    return projected
+    if hasattr(visual, "trunk"):
+        return timm_tower(visual.trunk, lambda feature: visual.head(visual.trunk.head(feature)))
+    blocks = list(visual.transformer.resblocks)
+    if visual.attn_pool is None and visual.pool_type == "tok" and is_standard_block(blocks[-1]):
+        last = blocks[-1]
+        blocks[-1] = lambda rows: first_row(last, rows)
+    return PromptedTower(
+        width=int(visual.transformer.width),
+        layers=len(blocks),
+        patch_size=_side(visual.patch_size),
+        rows=visual._embeds,
+        norm=visual.ln_pre,
+        blocks_for=lambda n: blocks,
+        pool=lambda rows: visual._pool(rows)[0],
+        project=lambda feature: feature if visual.proj is None else feature @ visual.proj,
+    )
 
 
-def check_prompts(prompts: Tensor, layers: int, width: int) -> None:
-    """Raise BackboneError unless visual prompts are `(depth, n, width)` with a depth of 1 to ``layers``."""
-    if prompts.ndim != 3 or prompts.shape[2] != width or not 1 <= prompts.shape[0] <= layers:
-        raise BackboneError(
-            f"Visual prompts of shape {tuple(prompts.shape)} do not fit: the backbone takes (depth, n, {width}) "
-            f"with a depth of 1 to {layers}."
-        )
+def timm_tower(trunk: Any, project: Callable[[Tensor], Tensor]) -> PromptedTower:
+    """A vision transformer of timm with prompts; the caller has asked `timm_blocks.refusal_of`."""
+    height, width = trunk.patch_embed.grid_size
+    size = trunk.patch_embed.img_size
+    return PromptedTower(
+        width=int(trunk.embed_dim),
+        layers=len(trunk.blocks),
+        patch_size=_side((size[0] // height, size[1] // width)),
+        rows=lambda images: timm_blocks.rows_of(trunk, images),
+        norm=getattr(trunk, "norm_pre", torch.nn.Identity()),
+        blocks_for=lambda n: timm_blocks.blocks_for(trunk, n),
+        pool=lambda rows: trunk.forward_head(trunk.norm(rows), pre_logits=True),
+        project=project,
+    )
 
 
-def run_prompted(blocks: Any, norm: Any, rows: Tensor, prompts: Tensor, *, only_first: bool = False) -> Tensor:
-    """Rows `(B, S, d)` of [cls] and patches after all blocks, with prompts `(depth, n, d)` beside them.
-
-    ``rows`` are already normed by ``norm``, which is applied to the first prompts as well. Before each further block
-    the next prompts replace the previous ones. Prompts are placed after the image's tokens, since attention ignores the
-    order and pooling must cover only the image's tokens. With ``only_first`` the last block returns row 0, `(B, 1, d)`.
-    """
-    batch, tokens = rows.shape[:2]
-    prompts = prompts.to(rows.dtype)
-    for number, block in enumerate(blocks):
-        if number < prompts.shape[0]:
-            fresh = norm(prompts[0]) if number == 0 else prompts[number]
-            rows = torch.cat([rows[:, :tokens], fresh.expand(batch, -1, -1)], dim=1)
-        rows = first_row(block, rows) if only_first and number == len(blocks) - 1 else block(rows)
-    return rows[:, :tokens]
+def _side(patch: Sequence[int]) -> int | None:
+    """Side of a patch in pixels; None if patches are not square."""
+    height, width = patch
+    return int(height) if height == width else None

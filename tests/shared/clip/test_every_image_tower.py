@@ -1,0 +1,174 @@
+"""Visual prompts in every shipped configuration with a plain transformer, against the library's own forward pass.
+
+The configurations are real, with two blocks, random weights and float64.
+"""
+
+import json
+import re
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import open_clip
+import pytest
+import timm
+import torch
+from open_clip.model import _build_vision_tower
+from torch import nn
+
+from promptfed.shared.clip import BackboneError
+from promptfed.shared.clip.building import seeded
+from promptfed.shared.clip.towers.vision import prompted_tower, refusal_of
+from tests.shared.clip.conftest import noise
+from tests.support.equality import assert_gradients, assert_values
+
+PLAIN = 101
+LARGE = re.compile(r"336|378|384|448|512|-[gHE]-|bigG|gopt|SO400M|CLIPA")
+REFUSED = {"ConvNeXt": 11, "FastVit": 6, "SwinTransformer": 1, "MbConvStages": 15, "ModifiedResNet": 10}
+
+
+@cache
+def configurations() -> dict[str, list[str]]:
+    """Names of configurations by the description of their image tower, cut to two blocks."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((Path(open_clip.__file__).parent / "model_configs").glob("*.json")):
+        config = json.loads(path.read_text())
+        wanted = {key: config.get(key, False) for key in ("embed_dim", "vision_cfg", "quick_gelu")}
+        if isinstance(wanted["vision_cfg"].get("layers"), int):
+            wanted["vision_cfg"] |= {"layers": 2}
+        found.setdefault(json.dumps(wanted, sort_keys=True), []).append(path.stem)
+    return found
+
+
+def is_plain(description: str) -> bool:
+    vision = json.loads(description)["vision_cfg"]
+    return bool(vision.get("timm_model_name", "").startswith(("vit_", "eva"))) or isinstance(vision.get("layers"), int)
+
+
+def build(description: str) -> Any:
+    wanted = json.loads(description)
+    vision = wanted["vision_cfg"]
+    plain = "timm_model_name" in vision and is_plain(description)
+    create = timm.create_model
+    with patch("timm.create_model", lambda name, **options: create(name, **options, **({"depth": 2} if plain else {}))):
+        return _build_vision_tower(wanted["embed_dim"], vision, wanted["quick_gelu"])
+
+
+@cache
+def refusals() -> dict[str, str | None]:
+    with torch.device("meta"):
+        return {description: refusal_of(build(description)) for description in configurations()}
+
+
+def plain_towers() -> list[Any]:
+    """The second tier takes the towers of ordinary size; the third takes all."""
+    return [
+        pytest.param(wanted, id=names[0], marks=pytest.mark.slow if LARGE.search(names[0]) else pytest.mark.extended)
+        for wanted, names in configurations().items()
+        if is_plain(wanted)
+    ]
+
+
+@pytest.mark.extended
+def test_every_configuration_with_a_plain_transformer_takes_prompts() -> None:
+    assert sum(len(names) for wanted, names in configurations().items() if refusals()[wanted] is None) == PLAIN
+    for kind, count in REFUSED.items():
+        refused = [n for wanted, names in configurations().items() if kind in (refusals()[wanted] or "") for n in names]
+        assert len(refused) == count, kind
+    assert PLAIN + sum(REFUSED.values()) == 144
+
+
+def test_a_refusal_names_the_tower() -> None:
+    with torch.device("meta"):
+        tower = build(next(wanted for wanted, names in configurations().items() if "ViTamin-B" in names))
+    with pytest.raises(BackboneError, match="no visual prompts: it is a hybrid of a transformer and MbConvStages"):
+        prompted_tower(tower)
+
+
+class WiderBias(nn.Module):
+    """A relative position bias that is 0 for rows inserted after the first one."""
+
+    def __init__(self, bias: Any, count: int) -> None:
+        super().__init__()
+        self.bias, self.count = bias, count
+
+    def get_bias(self) -> Any:
+        old = self.bias.get_bias()
+        wide = old.new_zeros(*old.shape[:-2], old.shape[-2] + self.count, old.shape[-1] + self.count)
+        index = torch.tensor([0, *range(1 + self.count, wide.shape[-1])])
+        wide[..., index[:, None], index[None, :]] = old
+        return wide
+
+
+@contextmanager
+def prompts_hooked_in(visual: Any, prompts: Any) -> Any:
+    """The library's tower, whose blocks find the prompts after its class token, if it has one, as further ones."""
+    depth, n, _ = prompts.shape
+    trunk = getattr(visual, "trunk", None)
+    blocks = visual.transformer.resblocks if trunk is None else trunk.blocks
+    behind = 1 if trunk is None else trunk.num_prefix_tokens
+    norm = visual.ln_pre if trunk is None else getattr(trunk, "norm_pre", nn.Identity())
+
+    def enter(module: Any, inputs: Any) -> Any:
+        fresh = norm(prompts[0]).expand(len(inputs[0]), -1, -1)
+        return torch.cat([inputs[0][:, :behind], fresh, inputs[0][:, behind:]], dim=1), *inputs[1:]
+
+    def replace(rows: Any) -> Any:
+        def hook(module: Any, inputs: Any) -> Any:
+            fresh = rows.expand(len(inputs[0]), -1, -1)
+            return torch.cat([inputs[0][:, :behind], fresh, inputs[0][:, behind + n :]], dim=1), *inputs[1:]
+
+        return hook
+
+    def leave(module: Any, inputs: Any, output: Any) -> Any:
+        return torch.cat([output[:, :behind], output[:, behind + n :]], dim=1)
+
+    with ExitStack() as stack:
+        for number in range(depth):
+            hook = enter if number == 0 else replace(prompts[number])
+            stack.callback(blocks[number].register_forward_pre_hook(hook).remove)
+        stack.callback(blocks[-1].register_forward_hook(leave).remove)
+        for block in blocks if trunk is not None else []:
+            if hasattr(block.attn, "num_prefix_tokens"):  # EVA rotates the rows after these
+                stack.enter_context(patch.object(block.attn, "num_prefix_tokens", behind + n))
+            if isinstance(getattr(block.attn, "rel_pos", None), nn.Module):
+                stack.callback(setattr, block.attn, "rel_pos", block.attn.rel_pos)
+                block.attn.rel_pos = WiderBias(block.attn.rel_pos, n)
+        yield
+
+
+def randomise(visual: Any) -> None:
+    """Weights that matter: libraries start biases, tokens and layer scales at or near zero."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in visual.parameters():
+            weight += 0.1 * weight.std().nan_to_num(0).clamp(min=0.1) * torch.randn(weight.shape, generator=generator)
+
+
+@pytest.mark.parametrize("description", plain_towers())
+def test_prompts_equal_the_library_with_further_tokens(description: Any) -> None:
+    with seeded():
+        visual = build(description).eval().requires_grad_(False)
+    randomise(visual)
+    visual = visual.double()
+    tower, size = prompted_tower(visual), visual.preprocess_cfg["size"] if hasattr(visual, "preprocess_cfg") else None
+    height, width = visual.image_size if size is None else size
+    images = noise(1, 3, height, width, dtype=torch.float64)
+    leaves = [noise(2, 3, tower.width, seed=2, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    found = tower.encode(images, leaves[0], pooled=False)
+    with prompts_hooked_in(visual, leaves[1]):
+        wanted = visual(images)
+        wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+    assert_values(found, wanted)
+    weight = noise(*found.shape, seed=2, dtype=torch.float64)
+    gradients = [
+        torch.autograd.grad((features * weight).sum(), leaf)[0]
+        for features, leaf in zip((found, wanted), leaves, strict=True)
+    ]
+    assert_gradients(*gradients)
+    with torch.no_grad():
+        ordinary = visual(images)
+        bare = tower.encode(images, torch.zeros(1, 0, tower.width, dtype=torch.float64), pooled=False)
+    assert_values(bare, ordinary[0] if isinstance(ordinary, tuple) else ordinary)

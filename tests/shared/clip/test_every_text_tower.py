@@ -1,0 +1,261 @@
+"""Text prompts in every configuration that open_clip ships, against the library's own forward pass.
+
+The configurations are real, with two blocks, random weights and float64. Of large vocabularies only the first words are
+kept, since a table of 250,000 words would take gigabytes.
+"""
+
+import json
+import re
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from open_clip.model import CLIP, _build_text_tower
+
+from promptfed.shared.clip.building import seeded
+from promptfed.shared.clip.towers.hub_text import text_tower_of
+from promptfed.shared.clip.towers.prefix import PrefixEncoder
+from promptfed.shared.clip.towers.tokens import ClassPrompts
+from tests.shared.clip.conftest import noise
+from tests.support.equality import assert_gradients, assert_values
+
+ONE_BLOCK = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 32}
+WORDS = 60_000  # vocabularies up to this size are kept
+M = 4
+LARGE = re.compile(r"-[gHE]-|bigG|gopt|SO400M|xl-|XL|large|xxl|CLIPA")
+
+# The published config.json of each text model on the hub, but for the depth and the vocabulary.
+ROBERTA = {
+    "model_type": "roberta",
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 2,
+    "vocab_size": 50265,
+    "max_position_embeddings": 514,
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5,
+    "hidden_act": "gelu",
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+MT5 = {
+    "model_type": "mt5",
+    "d_model": 768,
+    "d_ff": 2048,
+    "d_kv": 64,
+    "num_heads": 12,
+    "num_layers": 2,
+    "num_decoder_layers": 1,
+    "vocab_size": 1000,
+    "feed_forward_proj": "gated-gelu",
+    "is_encoder_decoder": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+NLLB = {
+    "model_type": "m2m_100",
+    "d_model": 1024,
+    "encoder_layers": 2,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 16,
+    "decoder_attention_heads": 16,
+    "encoder_ffn_dim": 4096,
+    "decoder_ffn_dim": 64,
+    "vocab_size": 1000,
+    "max_position_embeddings": 1024,
+    "activation_function": "relu",
+    "scale_embedding": True,
+    "is_encoder_decoder": True,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+BIOMED_BERT = {
+    "model_type": "bert",
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 2,
+    "vocab_size": 30522,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+    "pad_token_id": 0,
+}
+XLM = ROBERTA | {"model_type": "xlm-roberta", "vocab_size": 1000}
+ON_THE_HUB: dict[str, dict[str, Any]] = {
+    "roberta-base": ROBERTA,
+    "xlm-roberta-base": XLM,
+    "xlm-roberta-large": XLM | {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
+    "google/mt5-base": MT5,
+    "google/mt5-xl": MT5 | {"d_model": 2048, "d_ff": 5120, "num_heads": 32},
+    "facebook/nllb-200-distilled-600M": NLLB,
+    "facebook/nllb-200-distilled-1.3B": NLLB | {"encoder_ffn_dim": 8192},
+    "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract": BIOMED_BERT,
+}
+BIOMEDCLIP = {
+    "embed_dim": 512,
+    "custom_text": True,
+    "quick_gelu": False,
+    "text_cfg": {
+        "hf_model_name": "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract",
+        "hf_proj_type": "mlp",
+        "hf_pooler_type": "cls_last_hidden_state_pooler",
+        "context_length": 256,
+    },
+}
+
+
+@cache
+def configurations() -> dict[str, list[str]]:
+    """Names of configurations by the description of their text tower, cut to two blocks."""
+    found = {json.dumps(BIOMEDCLIP, sort_keys=True): ["BiomedCLIP"]}
+    for path in sorted((Path(open_clip.__file__).parent / "model_configs").glob("*.json")):
+        config = json.loads(path.read_text())
+        wanted = {key: config.get(key, False) for key in ("embed_dim", "text_cfg", "quick_gelu", "custom_text")}
+        if "hf_model_name" not in wanted["text_cfg"]:
+            wanted["text_cfg"] |= {"layers": 2}
+        if wanted["text_cfg"].get("vocab_size", 0) > WORDS:
+            wanted["text_cfg"]["vocab_size"] = 1000
+        found.setdefault(json.dumps(wanted, sort_keys=True), []).append(path.stem)
+    return found
+
+
+def towers() -> list[Any]:
+    """The second tier takes the towers of ordinary size; the third takes all."""
+    return [
+        pytest.param(wanted, id=names[0], marks=pytest.mark.slow if LARGE.search(names[0]) else pytest.mark.extended)
+        for wanted, names in configurations().items()
+    ]
+
+
+def build(description: str, folder: Path) -> Any:
+    wanted = json.loads(description)
+    name = wanted["text_cfg"].get("hf_model_name")
+    if name is not None:
+        (folder / "config.json").write_text(json.dumps(ON_THE_HUB[name]))
+        wanted["text_cfg"] |= {"hf_model_name": str(folder), "hf_model_pretrained": False}
+    with seeded():
+        if wanted["custom_text"] or name is not None:
+            model = SimpleNamespace(
+                text=_build_text_tower(wanted["embed_dim"], wanted["text_cfg"], wanted["quick_gelu"])
+            )
+            model.text.double().eval().requires_grad_(False)
+            return model
+        clip = CLIP(wanted["embed_dim"], ONE_BLOCK, wanted["text_cfg"], wanted["quick_gelu"])
+        return clip.double().eval().requires_grad_(False)
+
+
+def prompts_for(tower: Any, model: Any) -> ClassPrompts:
+    """Three class names of 1, 3 and 6 tokens, with a start token, an end token and padding."""
+    inner = getattr(model, "text", None)
+    config = getattr(inner, "config", None)
+    if config is not None:
+        pad, end, length = int(config.pad_token_id), 2, 20
+    else:
+        holder = model if inner is None else inner
+        words = holder.token_embedding.num_embeddings
+        pad, end = 0, words - 1
+        if str(getattr(holder, "pool_type", getattr(holder, "text_pool_type", ""))) == "eos":
+            end = int(getattr(holder, "eos_id", getattr(holder, "text_eos_id", 0)))
+        length = len(holder.positional_embedding) - (1 if getattr(holder, "cls_emb", None) is not None else 0)
+    ids = torch.full((3, length), pad)
+    for row, count in enumerate((1, 3, 6)):
+        ids[row, : 2 + M + count] = torch.tensor([3, *[7] * M, *range(10, 10 + count), end])
+    ends = tower.pooled_position(ids)
+    buckets: dict[int, list[int]] = {}
+    for index, position in enumerate(ends.tolist()):
+        buckets.setdefault(position, []).append(index)
+    return ClassPrompts(
+        names=("a", "b", "c"),
+        context_length=M,
+        start=1,
+        ids=ids,
+        end=ends,
+        buckets=tuple((position, tuple(buckets[position])) for position in sorted(buckets)),
+    )
+
+
+@contextmanager
+def prompts_hooked_in(tower: Any, model: Any, context: Any, deep: Any) -> Any:
+    """The library's own model, with the rows of the context overwritten where they enter and before later blocks."""
+    holder = getattr(model, "text", None) or model
+    hub = hasattr(holder, "config")
+    embedding = holder.transformer.get_input_embeddings() if hub else holder.token_embedding
+
+    def enter(module: Any, inputs: Any, output: Any) -> Any:
+        rows = context.expand(output.shape[0], *context.shape)
+        return torch.cat([output[:, :1], rows, output[:, 1 + M :]], dim=1)
+
+    def replace(rows: Any) -> Any:
+        def hook(module: Any, inputs: Any) -> Any:
+            fresh = rows.expand(inputs[0].shape[0], *rows.shape)
+            return torch.cat([inputs[0][:, :1], fresh, inputs[0][:, 1 + M :]], dim=1), *inputs[1:]
+
+        return hook
+
+    with ExitStack() as stack:
+        stack.callback(embedding.register_forward_hook(enter).remove)
+        for number, rows in enumerate([] if deep is None else deep):
+            stack.callback(tower.blocks[number + 1].register_forward_pre_hook(replace(rows)).remove)
+        yield
+
+
+def reference(tower: Any, model: Any, prompts: Any, context: Any, deep: Any) -> Any:
+    encode = model.text if hasattr(model, "text") else lambda ids: model.encode_text(ids, normalize=False)
+    with prompts_hooked_in(tower, model, context, deep):
+        features = encode(prompts.ids)
+    return features[0] if isinstance(features, tuple) else features
+
+
+def test_every_configuration_is_tried() -> None:
+    names = [name for names in configurations().values() for name in names]
+    assert len(names) == 145  # BiomedCLIP comes from the hub
+    assert sum("hf_model_name" in wanted for wanted, names in configurations().items() for _ in names) == 11
+
+
+@pytest.mark.parametrize("description", towers())
+def test_prompts_equal_the_library(description: str, tmp_path: Path) -> None:
+    if "hf_model_name" in description:
+        pytest.importorskip("transformers")
+    model = build(description, tmp_path)
+    tower = text_tower_of(model, {})
+    tower.require()
+    prompts = prompts_for(tower, model)
+    encoders = {"plain": tower.encode_plain}
+    if tower.flags.short:
+        encoders["short"] = tower.encode_short
+    if tower.flags.prefix:
+        encoders["prefix"] = PrefixEncoder(tower).encode
+    for depth in (0, 1):
+        leaves = [noise(M, tower.width, scale=0.5, dtype=torch.float64)]
+        leaves += [noise(depth, M, tower.width, seed=1, scale=0.5, dtype=torch.float64)] * (depth > 0)
+        wanted, wanted_gradients = value_and_gradients(
+            lambda context, deep=None: reference(tower, model, prompts, context, deep), leaves
+        )
+        for path, encode in encoders.items():
+
+            def found_by(context: Any, deep: Any = None, path: Any = path, encode: Any = encode) -> Any:
+                context = context[None] if path == "prefix" else context[None, None]
+                return encode(context, None if deep is None else deep[None], prompts)[0]
+
+            found, gradients = value_and_gradients(found_by, leaves)
+            assert_values(found, wanted)
+            for gradient, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
+                assert_gradients(gradient, wanted_gradient)
+
+
+def value_and_gradients(encode: Any, leaves: Any) -> Any:
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    features = encode(*leaves)
+    loss = (features * noise(*features.shape, seed=9, dtype=features.dtype)).sum()
+    return features.detach(), torch.autograd.grad(loss, leaves)
