@@ -31,6 +31,7 @@ from promptfed.coordinator.api import (
     public,
     results,
     tasks,
+    validation,
 )
 from promptfed.coordinator.api import federations as federations_api
 from promptfed.coordinator.api.round_calls import RoundCalls
@@ -69,6 +70,7 @@ ROUTERS = (
     tasks,
     partial_updates,
     results,
+    validation,
     privacy,
     insights,
     events,

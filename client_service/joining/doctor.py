@@ -41,6 +41,7 @@ from promptfed.client_service.joining.enrolment import (
     open_backbone,
 )
 from promptfed.client_service.privacy.agreement import terms_of
+from promptfed.client_service.privacy.floor import declared_images, floor_of
 from promptfed.client_service.privacy.policy import RULES, Policy, expect_origin, read_policy, refusals
 from promptfed.client_service.privacy.protection import own_ledger, site_facts, site_plan
 from promptfed.client_service.settings import Settings, make_settings, read_token
@@ -244,7 +245,9 @@ class Examination:
         domain = domain_of(source)
         if domain is not None and settings.role == "trainer" and isinstance(method, ReadsDomains):
             method.check_domain(backbone, space, domain)
-        declared = declaration(settings, source, domain, backbone)
+        own = source.train if settings.role == "trainer" else source.test
+        images = declared_images(len(own), floor_of(self.policy, info), info)
+        declared = declaration(settings, source, domain, backbone, images)
         enrol_request(declared, NOBODY, backbone)
         terms = terms_of(info, method, settings.coordinator, settings.role, list(settings.tests))
         return disclose(terms, info, method, declared, shape_of(backbone))

@@ -141,18 +141,25 @@ def check_declaration(method: Method, info: EnrolmentInfo, role: Role, source: S
     Raises:
         ClientError: BAD_INPUT.
     """
+    if info.kind == "validation" and role == "trainer":
+        text = f"the federation {info.name} validates an export, and nobody trains"
+        raise ClientError(Exit.USAGE, f"{text}: start this client with --role evaluator")
     check_classes(source.class_names, label_space(method, info, source.class_names))
     check_domain(method, role, source)
 
 
-def declaration(settings: Settings, source: Source, domain: Domain | None, backbone: Backbone | None) -> Declared:
-    """Everything that the coordinator learns when this client enrols, as far as it is known without a backbone."""
-    samples = source.train if settings.role == "trainer" else source.test
+def declaration(
+    settings: Settings, source: Source, domain: Domain | None, backbone: Backbone | None, images: int
+) -> Declared:
+    """Everything that the coordinator learns when this client enrols, as far as it is known without a backbone.
+
+    ``images``: how many the client declares.
+    """
     device = backbone.device if backbone is not None else torch.device(choose_device(settings.device))
     return Declared(
         name=settings.name,
         role=settings.role,
-        num_samples=len(samples),
+        num_samples=images,
         class_names=source.class_names,
         domain=domain,
         device=describe_device(device),

@@ -30,6 +30,7 @@ from promptfed.client_service.joining.enrolment import (
 from promptfed.client_service.joining.parts import Consent, Parts
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.privacy.agreement import Agreement, terms_of
+from promptfed.client_service.privacy.floor import declared_images, floor_of
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.noisy_counts import NoisyCounts, what_leaves
 from promptfed.client_service.privacy.payloads import PayloadChecks
@@ -168,7 +169,11 @@ class Joining:
         if leaving == "noisy":
             counts = await self.compute.run(partial(self._counts, offer))
             leaving = "noisy" if counts is not None else "withheld"
-        return SitePrivacy(protection, parts.noise, leaving, counts)
+        return SitePrivacy(protection, parts.noise, leaving, counts, self._floor(offer))
+
+    def _floor(self, offer: Offer) -> int:
+        given = self.parts.privacy.floor
+        return floor_of(offer.policy, offer.info) if given is None else given
 
     def _counts(self, offer: Offer) -> NoisyCounts | None:
         settings, rules = self.settings, offer.policy.privacy if offer.policy is not None else None
@@ -332,7 +337,9 @@ class Joining:
         """
         settings, info, source = self.settings, offer.info, offer.source
         terms = terms_of(info, offer.method, settings.coordinator, settings.role, list(offer.tests))
-        declared = declaration(settings, source, domain_of(source), self.parts.backbone)
+        own = source.train if settings.role == "trainer" else source.test
+        images = declared_images(len(own), self._floor(offer), info)
+        declared = declaration(settings, source, domain_of(source), self.parts.backbone, images)
         known = Agreement.kept(self.state, terms)
         changes = known.changes(terms) if known is not None else []
         if known is not None and not changes:

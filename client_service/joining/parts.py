@@ -23,12 +23,13 @@ class PrivacyParts:
     """For simulations of protected federations.
 
     ``ledger``: by default the data set's file. ``plain_evaluations``: accuracies leave unprotected where the spec
-    allows it too.
+    allows it too. ``floor``: of disclosure, instead of the policy's.
     """
 
     noise: Noise = field(default_factory=SecretNoise)
     ledger: Ledger | None = None
     plain_evaluations: bool = False
+    floor: int | None = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.shared.messages import EnrolmentInfo, Role, Task
+from promptfed.shared.metrics.disclosure import FLOOR
 from promptfed.shared.privacy.accounting import LEAST_DELTA, steps_of
 from promptfed.shared.service.net import addresses_of
 from promptfed.shared.service.reasons import offence, why
@@ -66,10 +67,14 @@ class Privacy(Section):
 
 
 class SentNumbers(Section):
-    """The numbers that may leave; accuracy None: as the federation says, withheld if it is protected."""
+    """The numbers that may leave; accuracy None: as the federation says, withheld if it is protected.
+
+    ``floor``: numbers of fewer images or patients leave only as "fewer than that".
+    """
 
     accuracy: Literal["withheld", "noisy", "plain"] | None = None
     training: bool = True
+    floor: Annotated[int, Field(ge=1, le=1000)] = FLOOR
 
 
 class SecureAggregation(Section):
@@ -295,6 +300,11 @@ RULES: dict[str, Rule] = {
         _at_least("min_steps", policy.limits.min_steps, facts.steps, "a task has") if facts.role == "trainer" else None
     ),
     "images": lambda policy, facts: _at_least("min_images", policy.limits.min_images, facts.images, "the data have"),
+    "floor": lambda policy, facts: (
+        None
+        if facts.images >= policy.metrics.floor
+        else f"metrics.floor is {policy.metrics.floor}, and the data have {facts.images} images"
+    ),
     "expired": _expired,
     "privacy": _privacy,
     "unit": _unit,

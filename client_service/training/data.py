@@ -173,6 +173,15 @@ class ClientData:
         """Images in a split."""
         return len(self._splits[which])
 
+    def patients(self, which: str) -> int | None:
+        """The number of patients (groups) of a split; None where the data name none."""
+        groups = self._splits[which].groups
+        return None if groups is None else len(set(groups))
+
+    def test_images(self) -> Split:
+        """The client's own test images as they were opened, with their groups."""
+        return self._splits[TEST]
+
     def features(self, which: str, bar: bool = False, *, raw: bool = False) -> Tensor:
         """``(N, d_e)`` of a split, normalised unless ``raw``.
 

@@ -17,6 +17,7 @@ from promptfed.shared.methods.core.interface.insights import HasVariants
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.metrics import calibration_error, macro_f1
+from promptfed.shared.metrics.site_figures import Answered, SiteFigures, site_figures
 from promptfed.shared.outcomes import ZERO_SHOT, Outcomes, Record
 from promptfed.shared.tensors import Tensors
 
@@ -93,6 +94,22 @@ class Evaluation:
                 if by_template is not None:
                     zero_shot[name] = self._measure_template(name, context, by_template)
         return splits, zero_shot
+
+    def figures_of(self, classifier: Classifier, context: ClientContext, floor: int) -> SiteFigures:
+        """The figures of the client's own test images, by class and subgroup. Images of no class are left out."""
+        split, images = self.data.split(TEST, context.class_names), self.data.test_images()
+        told = probabilities(classifier, split)
+        predicted, labels = told.argmax(dim=-1), split.labels
+        classes = torch.arange(len(context.class_names))
+        answered = Answered(
+            names=context.class_names,
+            truth=(labels[:, None] == classes).numpy(),
+            decided=(predicted[:, None] == classes).numpy(),
+            scores=told.numpy(),
+            patients=images.groups,
+            subgroups=images.subgroups,
+        )
+        return site_figures(answered.among((labels >= 0).numpy()), floor)
 
     def zero_shot_keys(self, own: ClientContext, template: str | None) -> dict[str, str]:
         """By test set: what the template's accuracy on it depends on, its images, its names and the template."""

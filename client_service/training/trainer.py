@@ -17,6 +17,7 @@ import torch
 
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.agreement import Agreement
+from promptfed.client_service.privacy.floor import floored, large_enough
 from promptfed.client_service.privacy.noisy_counts import Leaving, NoisyCounts
 from promptfed.client_service.privacy.payloads import PayloadChecks, receipt, start_of
 from promptfed.client_service.privacy.policy import Policy, SiteFacts, facts_of_task, refusals
@@ -58,12 +59,16 @@ ServedParts = tuple[Method, ClientContext, Tensors, Tensors]  # method, context,
 
 @dataclass(frozen=True)
 class SitePrivacy:
-    """How this site's updates are protected, and what of its accuracies leaves: noisy ``counts``, if any."""
+    """How this site's updates are protected, and what of its accuracies leaves: noisy ``counts``, if any.
+
+    ``floor``: the disclosure floor.
+    """
 
     protection: SiteProtection | None = None
     noise: Noise = field(default_factory=SecretNoise)
     leaving: Leaving = "plain"
     counts: NoisyCounts | None = None
+    floor: int = 1
 
 
 @dataclass(frozen=True)
@@ -264,14 +269,29 @@ class TaskWork:
         kept = self.privacy.counts.kept(task) if self.privacy.counts is not None else None
         if kept is not None:
             return kept
+        if task.config.kind == "validation":
+            return self._validated(served)
+        floor, patients = self.privacy.floor, self.data.patients
         with torch_settings(served.context.training, self.backbone):
             splits, zero_shot = self.evaluation.run(*parts, served.classifier, task.config.template)
-            metrics = self.evaluation.mixture(served.classifier, served.context) if self.privacy.counts is None else {}
+            splits, zero_shot = (large_enough(results, floor, patients) for results in (splits, zero_shot))
+            metrics = {}
+            if self.privacy.counts is None and TEST in splits:
+                metrics = self.evaluation.mixture(served.classifier, served.context)
         if self.privacy.counts is not None:
             keys = self.evaluation.zero_shot_keys(served.context, task.config.template)
             return self.privacy.counts.drawn(task, splits, zero_shot, keys)
         metrics["evaluate_seconds"] = round(time.monotonic() - started, 3)
+        splits, zero_shot = (floored(results, floor, patients) for results in (splits, zero_shot))
         return EvaluationRequest(splits=splits, zero_shot=zero_shot, metrics=metrics)
+
+    def _validated(self, served: Served) -> EvaluationRequest:
+        """The figures of a validation. Under noise there are none: they are not counts."""
+        if self.privacy.counts is not None:
+            return EvaluationRequest(splits={}, withheld=True)
+        with torch_settings(served.context.training, self.backbone):
+            figures = self.evaluation.figures_of(served.classifier, served.context, self.privacy.floor)
+        return EvaluationRequest(splits={}, figures=figures)
 
     @property
     def withholds(self) -> bool:

@@ -305,7 +305,7 @@ def rules_of(spec: FederationSpec, method: Method) -> Rules:
 
     return Rules(
         draw=spec.seed,
-        rounds=spec.rounds,
+        rounds=0 if spec.validates else spec.rounds,
         min_clients=part.min_clients,
         fraction=part.fraction,
         quorum=part.quorum,

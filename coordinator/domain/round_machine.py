@@ -125,7 +125,7 @@ class Machine:
 
     def _start(self, now: float) -> None:
         self._expect("enrolling")
-        trainers = self.run.trainers()
+        trainers = self.run.starters(self.rules)
         if len(trainers) < self.rules.min_clients:
             raise NotEnoughTrainers(len(trainers), self.rules.min_clients)
         self._join(self.run.newcomers())

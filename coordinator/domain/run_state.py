@@ -168,6 +168,10 @@ class Run:
         """Active trainers, newcomers included, in order of name."""
         return sorted(name for name, member in self.members.items() if member.active and member.role == "trainer")
 
+    def starters(self, rules: Rules) -> list[str]:
+        """The clients that a start waits for: trainers, or all active ones where there are no rounds of training."""
+        return self.trainers() if rules.rounds else sorted(name for name, one in self.members.items() if one.active)
+
     def eligible(self) -> list[str]:
         """Active trainers that the state includes, in order of name."""
         return [name for name in self.trainers() if self.members[name].joined]

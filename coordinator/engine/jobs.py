@@ -80,15 +80,16 @@ def expect_startable(federation: Federation) -> None:
     if federation.run.state != "enrolling":
         text = f"{federation.name} is {federation.run.state}: only a federation that is enrolling can be started"
         raise problems.WrongState(text, state=federation.run.state)
-    trainers, needed = len(federation.run.trainers()), federation.rules.min_clients
+    trainers, needed = len(federation.run.starters(federation.rules)), federation.rules.min_clients
     if trainers < needed:
-        text = f"enrolled trainers: {trainers}, needed: {needed}; enrol more, or lower participation.min_clients"
+        who = "clients" if federation.spec.validates else "trainers"
+        text = f"enrolled {who}: {trainers}, needed: {needed}; enrol more, or lower participation.min_clients"
         raise problems.NotEnoughClients(text, enrolled=trainers, needed=needed)
 
 
 def _expect_room(registry: Registry, federation: Federation, context: ServerContext) -> None:
     """Refuse to start if updates of these clients exceed limits, deadlines or the disk."""
-    trainers = len(federation.run.trainers())
+    trainers = len(federation.run.starters(federation.rules))
     try:
         check_sizes(federation.spec, federation.method, context, trainers)
         check_clients(federation.spec, trainers)

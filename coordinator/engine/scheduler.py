@@ -241,7 +241,7 @@ class Scheduler:
         chosen = federation.spec.tuning is not None and not federation.tunes
         if federation.spec.start != "when_ready" and not chosen:
             return False
-        if len(federation.run.trainers()) < federation.rules.min_clients:
+        if len(federation.run.starters(federation.rules)) < federation.rules.min_clients:
             return False
         return self._refused_starts.get(federation.id) != _start_key(federation)
 

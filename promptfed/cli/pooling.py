@@ -8,25 +8,17 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from pydantic import BaseModel, ValidationError
 
-from promptfed.cli.scoring import POOLED, SCORE_FILE, ScoreFigures, interval
+from promptfed.cli.scoring import SCORE_FILE, ScoreFigures, interval
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import new_folder, write_file
 from promptfed.sdk.output import console, print_json, say, table
 from promptfed.shared.metrics.clinical import Estimate
-from promptfed.shared.metrics.pooling import Pooled, pool_estimates
+from promptfed.shared.metrics.pooling import Pooled, PooledFigure, pooled_figure
+from promptfed.shared.metrics.site_figures import POOLED
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import why
 
 POOLED_FILE, FOREST_FILE = "pooled.json", "forest.png"
-
-
-class PooledFigure(BaseModel):
-    """One figure of one class (None: of all), by site, and its mean where two sites or more have it."""
-
-    figure: str
-    class_name: str | None
-    sites: dict[str, Estimate]
-    pooled: Pooled | None
 
 
 class PooledReport(BaseModel):
@@ -55,7 +47,7 @@ def run_pool(scores: Sequence[str], only: str | None, out: Path, as_json: bool) 
         print_json(report.model_dump())
         return
     rows = [
-        [each.class_name or "all", POOLED.get(each.figure, each.figure), *_cells(each.pooled)]
+        [each.class_name or "all", POOLED.get(each.figure, each.figure), *mean_cells(each.pooled)]
         for each in report.figures
         if each.pooled is not None
     ]
@@ -98,11 +90,11 @@ def pooled_report(by_site: Mapping[str, ScoreFigures], only: str | None = None) 
     if only is not None and only not in names:
         raise CommandError(f"no site has images of the class {only}; they have {', '.join(names)}", Exit.BAD_INPUT)
     found = {site: figures.accuracy_interval for site, figures in by_site.items()}
-    all_figures = [_pooled("accuracy", None, found)]
+    all_figures = [pooled_figure("accuracy", None, found)]
     for name in names if only is None else [only]:
         classes = {site: {one.name: one for one in figures.classes}.get(name) for site, figures in by_site.items()}
         all_figures += [
-            _pooled(key, name, {site: getattr(one, key) if one else None for site, one in classes.items()})
+            pooled_figure(key, name, {site: getattr(one, key) if one else None for site, one in classes.items()})
             for key in POOLED
         ]
     [state] = {figures.state for figures in by_site.values()}
@@ -112,12 +104,8 @@ def pooled_report(by_site: Mapping[str, ScoreFigures], only: str | None = None) 
     )
 
 
-def _pooled(figure: str, name: str | None, of_sites: Mapping[str, Estimate | None]) -> PooledFigure:
-    known = {site: estimate for site, estimate in of_sites.items() if estimate is not None}
-    return PooledFigure(figure=figure, class_name=name, sites=known, pooled=pool_estimates(list(known.values())))
-
-
-def _cells(pooled: Pooled) -> list[str]:
+def mean_cells(pooled: Pooled) -> list[str]:
+    """A mean's columns in a table: sites, mean with interval, the next site's range, I²."""
     mean = Estimate(value=pooled.mean, low=pooled.low, high=pooled.high)
     ahead = "-" if pooled.prediction is None else "{:.1f} to {:.1f}".format(*(100 * end for end in pooled.prediction))
     return [str(pooled.sites), interval(mean), ahead, f"{100 * pooled.i2:.0f} %"]

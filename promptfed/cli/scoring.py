@@ -26,6 +26,7 @@ from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data import open_source
 from promptfed.shared.metrics import BINS, calibration_error, class_accuracies, macro_f1
 from promptfed.shared.metrics.clinical import ClassFigures, Estimate, class_figures, proportion
+from promptfed.shared.metrics.site_figures import POOLED
 from promptfed.shared.plain_text import counted, csv_cell, plain
 from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.tensors.torch_tensors import state_hash
@@ -96,15 +97,6 @@ FIGURES = {
     "macro_f1": "macro-F1",
     "worst_class_accuracy": "worst class",
 }
-
-
-POOLED = {
-    "auroc": "AUROC",
-    "average_precision": "average precision",
-    "sensitivity": "sensitivity",
-    "specificity": "specificity",
-}
-"""Figures of a class that `promptfed pool` pools."""
 
 
 class ScoreFigures(BaseModel):

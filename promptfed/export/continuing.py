@@ -11,15 +11,18 @@ from promptfed.sdk.backbone import resolve
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.methods import method_for
 from promptfed.shared.methods.core.interface.base import MethodError, ServerContext
-from promptfed.shared.spec.spec import FederationSpec, merged
+from promptfed.shared.spec.spec import FederationSpec, Kind, Origin, merged
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import encode
 
 
-def continued(folder: Path, given: Mapping[str, Any], key: str | None = None) -> tuple[dict[str, Any], bytes]:
+def continued(
+    folder: Path, given: Mapping[str, Any], key: str | None = None, kind: Kind = "training"
+) -> tuple[dict[str, Any], bytes]:
     """The spec of the export in ``folder`` under the fields that are ``given``, and its state as safetensors.
 
-    What each client keeps private is not part of an export: clients of personalised methods begin anew with it.
+    What each client keeps private is not part of an export: clients of personalised methods begin anew with it. They
+    cannot be validated.
 
     Raises:
         CommandError: it is no export, ``key`` has not signed it, or its state does not fit the given method.
@@ -31,16 +34,36 @@ def continued(folder: Path, given: Mapping[str, Any], key: str | None = None) ->
             f"the export in {folder} is of {has}, the spec names {wanted}: a federation continues with the same method"
         )
         raise CommandError(text, Exit.BAD_INPUT)
-    raw = merged(_spec(opened), dict(given)) | {"continues": opened.card.hashes.state}
+    missing = opened.model.missing() if kind == "validation" else None
+    if missing is not None:
+        raise CommandError(f"the export in {folder} cannot be validated: {missing}", Exit.BAD_INPUT)
+    own = {"continues": opened.card.hashes.state, "origin": _origin(opened), "kind": kind}
+    raw = merged(_spec(opened), dict(given)) | own
     _expect_fit(resolve(raw), opened.state)
     return raw, encode(opened.state)
 
 
+def _origin(opened: OpenedExport) -> dict[str, Any]:
+    card = opened.card
+    origin = Origin(card=f"sha256:{opened.digest}", federation=card.federation.name, licence=card.licence)
+    return origin.model_dump(mode="json")
+
+
 def _spec(opened: OpenedExport) -> dict[str, Any]:
     card = opened.card
-    fields = {"method", "backbone", "template", "class_names", "class_descriptions", "rounds", "training", "seed"}
+    fields = {
+        "method",
+        "backbone",
+        "template",
+        "class_names",
+        "class_descriptions",
+        "rounds",
+        "training",
+        "seed",
+        "licence",
+    }
     known = card.model_dump(mode="json", include=fields, exclude_none=True, exclude_unset=True)
-    return {"name": card.federation} | known
+    return {"name": card.federation.name} | known
 
 
 def _expect_fit(spec: FederationSpec, state: Tensors) -> None:

@@ -36,6 +36,15 @@ WHAT = {
 }
 
 
+def _origin(card: Card) -> dict[str, str]:
+    """Where the federation started, and under what licence its result is."""
+    facts = {} if card.licence is None else {"licence": markdown_cell(card.licence)}
+    if (origin := card.origin) is not None:
+        licence = f", licence {origin.licence}" if origin.licence is not None else ""
+        facts["started from"] = markdown_cell(f"the export of {origin.federation} with card {origin.card}{licence}")
+    return facts
+
+
 def _a_round(card: Card) -> str:
     """The cost of a round, shown beside its accuracies."""
     sent = card.bytes
@@ -63,6 +72,7 @@ def markdown(card: Card, snippet: str | None) -> str:
         "template": markdown_code(card.template).replace("|", "\\|"),
         "federation": f"{card.federation.state}, seed {card.seed}",
         "participants": f"{trained} trained, {len(card.participants) - trained} only evaluated",
+        **_origin(card),
         "sent": _sent(card),
         "state": f"`{card.hashes.state}`",
         "backbone's weights": f"`{card.hashes.backbone}`",

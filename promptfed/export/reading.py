@@ -48,6 +48,7 @@ class OpenedExport:
     folder: Path
     card: Card
     state: Tensors
+    digest: str  # SHA-256 of the card's bytes, in hex
 
     @property
     def model(self) -> AdaptedModel:
@@ -72,7 +73,7 @@ def open_export(folder: Path, key: str | None = None, whole: bool = False) -> Op
     card = _card(folder, body)
     if key is not None or whole:
         _expect_listed(folder, card, Exit.BAD_INPUT if key is None else Exit.REFUSED)
-    return OpenedExport(folder, card, _state(folder, card))
+    return OpenedExport(folder, card, _state(folder, card), hashlib.sha256(body).hexdigest())
 
 
 def read_export(folder: Path, key: str | None = None) -> tuple[AdaptedModel, tuple[str, ...] | None]:

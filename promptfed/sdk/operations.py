@@ -19,6 +19,7 @@ from promptfed.shared.api import api_schemas as schemas
 from promptfed.shared.api.insight_schemas import InsightsView, LexiconView
 from promptfed.shared.api.privacy_schemas import PrivacyView
 from promptfed.shared.api.replay_schemas import ReplayReport
+from promptfed.shared.api.validation_report import SignedValidation
 from promptfed.shared.spec.spec import FederationSpec
 
 Page = TypeVar(
@@ -157,6 +158,11 @@ def get_metrics_csv(federation: str) -> Request[schemas.MetricList]:
 def get_insights(federation: str, round: int | str = "latest") -> Request[InsightsView]:
     """Insights into the tensors after a round: drift, agreement, nearest words, planes."""
     return Request("GET", f"{FEDERATIONS}/{federation}/insights", InsightsView, _query(round=round))
+
+
+def get_validation(federation: str) -> Request[SignedValidation]:
+    """What sites have measured of an export, signed."""
+    return Request("GET", f"{FEDERATIONS}/{federation}/validation", SignedValidation)
 
 
 def get_privacy(federation: str) -> Request[PrivacyView]:

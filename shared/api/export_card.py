@@ -20,7 +20,7 @@ from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import Domain, FederationState, Figure, Role
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION
 from promptfed.shared.spec.class_descriptions import ClassDescriptions
-from promptfed.shared.spec.spec import BackboneSpec, ClassName, TrainingSpec
+from promptfed.shared.spec.spec import BackboneSpec, ClassName, Licence, Origin, TrainingSpec
 from promptfed.shared.spec.spec_section import left_out
 
 FORMAT = 1
@@ -149,6 +149,8 @@ class Facts(BaseModel):
     seed: int
     domains: list[Domain]
     participants: list[Participant]
+    origin: Origin | None = left_out(default=None, description="the export that the federation started from")
+    licence: Licence | None = left_out(default=None)
     accuracy: Accuracies | None
     privacy: PrivacySummary | None = None
     secure_aggregation: SumsSummary | None = left_out(default=None)
@@ -325,6 +327,8 @@ def facts_of(
         seed=spec.seed,
         domains=[client.domain for client in clients if client.role == "trainer" and client.domain],
         participants=_participants(clients, tally, shown, secret),
+        origin=spec.origin,
+        licence=spec.licence,
         accuracy=_accuracies(tally, shown),
         privacy=tally.privacy(view),
         secure_aggregation=tally.sums(view),

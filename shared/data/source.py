@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
@@ -54,8 +54,11 @@ class Split:
     """Labelled images. ``labels`` (N,) int64 are indices in the source's ``class_names``.
 
     With several labels per image, ``labels`` (N, C) int8 are 1 for a class that is present, 0 absent and -1 unknown.
-    ``groups``: the group of each image, such as its patient; None if the data have no groups.
+    ``groups``: the group of each image, such as its patient; None if the data have no groups. ``subgroups``: the value
+    of each image by column, such as a scanner, of which figures are told apart.
     """
+
+    subgroups: Mapping[str, tuple[str, ...]] = {}
 
     def __init__(
         self,
@@ -91,6 +94,8 @@ class Split:
         selected.labels, selected._rows = self.labels[rows], self._rows[rows]
         if self.groups is not None:
             selected.groups = tuple(self.groups[int(row)] for row in rows)
+        own = self.subgroups.items()
+        selected.subgroups = {column: tuple(values[int(row)] for row in rows) for column, values in own}
         return selected
 
     def labelled(self, labels: torch.Tensor) -> Split:

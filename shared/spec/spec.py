@@ -55,6 +55,8 @@ ClassNames = Annotated[list[ClassName], AfterValidator(check_class_names)]
 StateHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Template = Annotated[str, Field(max_length=500), AfterValidator(_with_one_slot)]
 """A text with ``{}`` where the class name goes."""
+Licence = Annotated[str, Field(min_length=1, max_length=200, description="such as CC-BY-4.0")]
+Kind = Literal["training", "validation"]
 Width = Annotated[int, Field(ge=1, le=1 << 15)]
 Depth = Annotated[int, Field(ge=1, le=256)]
 
@@ -215,10 +217,25 @@ class AdmissionSpec(Section):
     max_update_norm: Annotated[float, Field(gt=0)] | None = None
 
 
+class Origin(Section):
+    """The export whose state a federation starts from."""
+
+    card: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$", description="digest of its card.json")]
+    federation: Annotated[str, Field(max_length=200, description="the federation that it is the result of")]
+    licence: Annotated[Licence | None, Field(description="of that result")] = None
+
+
 class FederationSpec(Section):
     """One run, resolved: a method with its hyperparameters, a backbone, rounds, participation rules, a seed."""
 
     name: Name
+    kind: Annotated[
+        Kind,
+        left_out(
+            "training",
+            description="validation: sites test the state of the export that it `continues`, and nobody trains",
+        ),
+    ] = "training"
     method: dict[str, Any]
     backbone: BackboneSpec = BackboneSpec()
     class_names: ClassNames | None = None
@@ -228,6 +245,8 @@ class FederationSpec(Section):
         StateHash | None,
         left_out(description="state hash of an earlier federation's export, which this one has to start from"),
     ] = None
+    origin: Annotated[Origin | None, left_out(description="that export, as its card says it")] = None
+    licence: Annotated[Licence | None, left_out(description="of the result; its card says it")] = None
     rounds: Annotated[int, Field(ge=1, le=100_000)] = 10
     training: TrainingSpec = TrainingSpec()
     loss: Annotated[
@@ -254,6 +273,11 @@ class FederationSpec(Section):
     ] = 0.0
     trial: Annotated[TrialSpec | None, left_out(description="of a trial of `tuning`; the coordinator sets it")] = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+
+    @property
+    def validates(self) -> bool:
+        """Whether nobody trains."""
+        return self.kind == "validation"
 
     @property
     def evaluations(self) -> Evaluations:

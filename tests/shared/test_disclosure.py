@@ -13,7 +13,6 @@ from promptfed.shared.metrics.site_figures import site_figures
 from tests.support.answers import answered, confusion_of
 from tests.support.attacker import Attacker, small_counts
 
-
 COUNTED = ("tp", "fn", "fp")  # every number below the floor stays possible; of what follows from them, half
 
 

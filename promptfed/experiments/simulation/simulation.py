@@ -64,6 +64,8 @@ def simulate(
     allow_backbone: AllowedBackbones = False,
     progress: ProgressCallback | None = None,
     swap_prompts: bool = False,
+    initial: bytes | None = None,
+    floors: Mapping[str, int] | None = None,
 ) -> FederationResult:
     """Run a federation to its end in this process.
 
@@ -72,6 +74,7 @@ def simulate(
     more than one in forked processes, if possible. ``backbone``, ``features`` and ``sources`` can be
     given to share them among runs; by default they are made from the spec, in ``folder`` and from the sites' URIs.
     With ``swap_prompts`` the outcomes include each client's answers with the others' prompts and its own head.
+    ``initial``: the state to start from; by default the method's. ``floors``: disclosure floors of clients by name.
     ``progress`` is called in another thread, at most five times a second and only after a change: it may miss a quick
     round. ``simulate`` can be called while an event loop runs, and restores torch's global settings.
 
@@ -81,7 +84,7 @@ def simulate(
     """
     with _torch_put_back(), new_folder(folder) as place:
         started = time.monotonic()
-        wanted, initial, backbone = prepare(spec, sites, pool, backbone, allow_backbone, device)
+        wanted, made, backbone = prepare(spec, sites, pool, backbone, allow_backbone, device)
         pool = pool or usual_pool(wanted.training.threads, backbone.device.type)
         cache = features if isinstance(features, FeatureCache) else FeatureCache(features or place / "features")
         shared = sources or SharedSources()
@@ -94,7 +97,8 @@ def simulate(
         try:
             with _starts_shared(backbone), computing_processes(pool, wanted, clients, backbone, cache) as processes:
                 setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes)
-                run = _run(setup, initial, progress or (lambda snapshot: None), swap_prompts, started)
+                setup = replace(setup, floors=floors or {})
+                run = _run(setup, initial or made, progress or (lambda snapshot: None), swap_prompts, started)
                 result = _in_a_thread(run)
         except OSError as error:
             raise CommandError(f"cannot work in {place}: {why(error)}", Exit.FAILED) from None
@@ -175,7 +179,10 @@ async def _run(
             await api.send(operations.steer(federation, "start"))
             await _follow(progress, api, federation, clients)
             ended = time.monotonic()
-            result = await api.run(operations.take(federation, setup.spec.rounds))
+            last = 0 if setup.spec.validates else setup.spec.rounds
+            result = await api.run(operations.take(federation, last))
+            if setup.spec.validates:
+                result = replace(result, validation=(await api.send(operations.get_validation(federation))).json)
             expect_all_evaluated(result.reports)
             swapped = await asyncio.to_thread(swapped_outcomes, clients.works()) if swap_prompts else []
             wall, setup_seconds = ended - begun, begun - started

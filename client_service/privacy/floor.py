@@ -1,0 +1,52 @@
+"""The disclosure floor of a site: which accuracies and numbers of images leave it, and how exact they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from promptfed.client_service.privacy.policy import Policy
+from promptfed.shared.messages import EnrolmentInfo, SplitResult
+from promptfed.shared.metrics.disclosure import FLOOR, coded, coded_accuracy
+
+Patients = Callable[[str], int | None]
+"""The number of patients of a test set by its name; None where the data name none."""
+
+
+def floor_of(policy: Policy | None, info: EnrolmentInfo) -> int:
+    """The site's floor: its policy's. Without a policy a validation has the usual one, and training has none (1)."""
+    if policy is not None:
+        return policy.metrics.floor
+    return FLOOR if info.kind == "validation" else 1
+
+
+def declared_images(count: int, floor: int, info: EnrolmentInfo) -> int:
+    """The number of images that a client enrols with: rounded down to a multiple of the floor.
+
+    Training under privacy.level sample is accounted by its exact number.
+    """
+    if info.privacy is not None and info.privacy.protects_records:
+        return count
+    return coded(count, floor).low
+
+
+def large_enough(results: Mapping[str, SplitResult], floor: int, patients: Patients) -> dict[str, SplitResult]:
+    """The results of test sets that reach twice the floor, in images and in patients."""
+    return {name: result for name, result in results.items() if _reaches(name, result, floor, patients)}
+
+
+def _reaches(name: str, result: SplitResult, floor: int, patients: Patients) -> bool:
+    people = patients(name.partition("@")[0])
+    return coded_accuracy(0, result.num_samples, floor, people) is not None
+
+
+def floored(results: Mapping[str, SplitResult], floor: int, patients: Patients) -> dict[str, SplitResult]:
+    """What of a training federation's results leaves: accuracies from ranges. A macro-F1 would tell of classes."""
+    if floor <= 1:
+        return dict(results)
+    told = {}
+    for name, result in large_enough(results, floor, patients).items():
+        right = round(result.accuracy * result.num_samples)
+        accuracy = coded_accuracy(right, result.num_samples, floor)
+        assert accuracy is not None
+        told[name] = SplitResult(accuracy=accuracy.value, num_samples=accuracy.images.low, ece=result.ece)
+    return told

@@ -1,0 +1,142 @@
+"""What leaves sites with a disclosure floor, in whole federations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import promptfed
+from promptfed.experiments.simulation.simulation import simulate
+from promptfed.runtime.services import Site
+from promptfed.shared.metrics.disclosure import FLOOR, coded, coded_accuracy
+from tests.support import exports
+from tests.support.attacker import Attacker, small_counts
+from tests.support.own_images import SHAPES, write_folder
+
+SPEC = {
+    "name": "floor",
+    "method": {"name": "promptfl", "m": 2},
+    "class_names": list(SHAPES),
+    "rounds": 2,
+    "participation": {"min_clients": 2},
+}
+
+
+def federation(folder: Path, each: dict[str, int], floor: int, **more: Any) -> Any:
+    sites = [
+        Site(name, f"folder:{write_folder(folder / name, seed=9 * number, each=count)}")
+        for number, (name, count) in enumerate(each.items())
+    ]
+    floors = dict.fromkeys(each, floor)
+    return simulate(SPEC | more, sites, backbone=exports.backbone(), floors=floors)
+
+
+def test_sites_with_a_floor_tell_ranges(tmp_path: Path) -> None:
+    each = {"large": 29, "small": 12}  # of each class, a fifth to test on
+    exact, floored = (federation(tmp_path / str(floor), each, floor) for floor in (1, FLOOR))
+    assert [client.num_samples for client in exact.clients] == [92, 40]
+    assert [client.num_samples for client in floored.clients] == [90, 40]
+    for ours, theirs in zip(floored.reports, exact.reports, strict=True):
+        told, known = (report["evaluation"]["clients"] for report in (ours, theirs))
+        assert told["small"]["splits"] == told["small"]["zero_shot"] == {}
+        assert set(told["large"]["splits"]) == {"test"}
+        for name in ("splits", "zero_shot"):
+            mine, own = told["large"][name]["test"], known["large"][name]["test"]
+            assert mine["num_samples"] == own["num_samples"] - 4 == 20
+            assert abs(mine["accuracy"] - own["accuracy"]) < 0.25
+            assert "macro_f1" not in mine
+            assert ("macro_f1" in own) is (name == "splits")
+    assert [told.num_samples for told in floored.accuracies()] == [20] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_a_hundred_federations_tell_no_small_count(tmp_path: Path, part: int) -> None:
+    """Training and then validation: an attacker with everything that sites sent narrows no count below the floor."""
+    tried = 0
+    for seed in range(10 * part, 10 * part + 10):
+        draws = np.random.default_rng(seed)
+        each = {name: int(draws.integers(9, 40)) for name in ("a", "b")}
+        classes = int(draws.integers(2, len(SHAPES) + 1))
+        folder = tmp_path / str(seed)
+        names = list(SHAPES[:classes])
+        data = {
+            name: f"folder:{write_folder(folder / name, dict.fromkeys(names, count), seed=seed)}"
+            for name, count in each.items()
+        }
+        sites = [Site(name, uri) for name, uri in data.items()]
+        spec = SPEC | {"class_names": names, "seed": seed}
+        exact, told = (
+            simulate(spec, sites, backbone=exports.backbone(), floors=dict.fromkeys(data, floor))
+            for floor in (1, FLOOR)
+        )
+        for ours, theirs in zip(told.reports, exact.reports, strict=True):
+            tried += _attack_accuracies(ours["evaluation"]["clients"], theirs["evaluation"]["clients"])
+        promptfed.Result(told, exports.backbone()).export(folder / "export")
+        known, report = (
+            promptfed.validate(folder / "export", data, floor=floor, backbone=exports.backbone()).report
+            for floor in (1, FLOOR)
+        )
+        for name, figures in report.sites.items():
+            exactly = known.sites[name]
+            assert figures is not None
+            assert exactly is not None
+            tried += _attack_figures(figures, exactly, classes)
+    assert tried > 50
+
+
+def _attack_accuracies(told: dict[str, Any], exact: dict[str, Any]) -> int:
+    """How many answers were few, and could be any number below the floor for each number of images."""
+    tried = 0
+    for name, client in told.items():
+        for kind in ("splits", "zero_shot"):
+            assert set(client[kind]) <= set(exact[name][kind])
+            for split, result in client[kind].items():
+                own = exact[name][kind][split]
+                count = own["num_samples"]
+                right = round(own["accuracy"] * count)
+                few = {"right": right, "wrong": count - right}
+                possible = [
+                    k for k in range(count + 1) if _answer(k, count) == (result["accuracy"], result["num_samples"])
+                ]
+                for what, number in few.items():
+                    if number < FLOOR:
+                        tried += 1
+                        could = {k if what == "right" else count - k for k in possible}
+                        assert could >= set(range(FLOOR))
+    return tried
+
+
+def _answer(right: int, count: int) -> tuple[float, int] | None:
+    told = coded_accuracy(right, count, FLOOR)
+    return None if told is None else (told.value, told.images.low)
+
+
+def _attack_figures(figures: Any, exact: Any, classes: int) -> int:
+    confusion = _confusion(exact, classes)
+    attacker, tried = Attacker(figures, classes), 0
+    for place, name, k in small_counts(confusion, FLOOR):
+        if place is None:
+            low, high = attacker.bounds(None, name, k)
+            assert low <= FLOOR / 2
+            assert high >= FLOOR - 1 - 1e-6
+            tried += 1
+    return tried
+
+
+def _confusion(exact: Any, classes: int) -> np.ndarray:
+    """A confusion matrix with the exact hits, misses and false alarms of each class."""
+    tables = exact.groups[0].classes
+    hits, missed, alarms = (np.array([getattr(each, at).low for each in tables]) for at in ("tp", "fn", "fp"))
+    matrix = np.diag(hits)
+    for k in range(classes):  # the largest miss goes where most false alarms are left
+        while missed.sum() and missed[k]:
+            other = max((at for at in range(classes) if at != k), key=lambda at: (alarms[at], at))
+            matrix[k, other] += 1
+            missed[k] -= 1
+            alarms[other] -= 1
+    assert coded(0, FLOOR).low == 0
+    return matrix[None]

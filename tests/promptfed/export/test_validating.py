@@ -1,0 +1,98 @@
+"""A validation federation: sites test one export, the state stays, and the signed report verifies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import promptfed
+from promptfed.cli.main import app
+from promptfed.sdk.errors import Exit
+from promptfed.shared.metrics.disclosure import Range
+from tests.support import exports
+from tests.support.own_images import SHAPES, write_folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    data = {name: f"folder:{write_folder(folder / name, seed=seed, each=4)}" for seed, name in enumerate(("a", "b"))}
+    spec = {"name": "promptfl", "m": 2}
+    options = {"class_names": list(SHAPES), "backbone": exports.backbone(), "licence": "CC-BY-4.0"}
+    promptfed.run(spec, data, rounds=1, **options).export(folder / "export")
+    return folder / "export"
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("sites")
+    each = {"north": 24, "south": 18, "small": 3}
+    return {
+        n: f"folder:{write_folder(folder / n, seed=7 + k, each=count)}" for k, (n, count) in enumerate(each.items())
+    }
+
+
+def test_sites_test_the_export_and_the_state_stays(exported: Path, sites: dict[str, str]) -> None:
+    card = json.loads((exported / "card.json").read_text())
+    report = promptfed.validate(exported, sites, backbone=exports.backbone()).report
+    assert report.state == card["hashes"]["state"]
+    assert report.export is not None
+    assert report.export.licence == "CC-BY-4.0"
+    assert list(report.sites) == ["north", "small", "south"]
+    north, small = report.sites["north"], report.sites["small"]
+    assert north is not None
+    assert small is not None
+    assert {str(each.positives) for each in small.groups[0].classes} == {"<19"}  # two ranges: hits and misses
+    assert all(each.auroc is None and each.sensitivity is None for each in small.groups[0].classes)
+    assert all(each.auroc is not None for each in north.groups[0].classes)
+    pooled = {(each.figure, each.class_name): each for each in report.figures}
+    assert set(pooled["auroc", SHAPES[0]].sites) == {"north", "south"}
+    assert pooled["auroc", SHAPES[0]].pooled is not None
+
+
+def test_without_a_floor_figures_are_those_of_score(exported: Path, sites: dict[str, str], tmp_path: Path) -> None:
+    own = {name: uri for name, uri in sites.items() if name != "small"}
+    report = promptfed.validate(exported, own, floor=1, backbone=exports.backbone()).report
+    scored = ["score", str(exported), sites["north"], "--out", str(tmp_path / "score")]
+    assert CliRunner().invoke(app, scored).exit_code == 0
+    known = json.loads((tmp_path / "score" / "score.json").read_text())
+    figures = report.sites["north"]
+    assert figures is not None
+    [everything] = figures.groups
+    assert everything.accuracy is not None
+    assert everything.accuracy.model_dump() == pytest.approx(known["accuracy_interval"], abs=1e-9)
+    for ours, theirs in zip(everything.classes, known["classes"], strict=True):
+        assert ours.positives == Range(low=theirs["positives"], high=theirs["positives"])
+        for name in ("auroc", "average_precision", "sensitivity", "specificity", "ppv", "npv"):
+            estimate = getattr(ours, name)
+            if theirs.get(name) is None:
+                assert estimate is None
+            else:
+                assert estimate.model_dump(exclude_none=True) == pytest.approx(theirs[name], abs=1e-9)
+        for name in ("brier", "ece", "balanced_accuracy", "f1"):
+            assert getattr(ours, name) == pytest.approx(theirs[name], abs=1e-9)
+
+
+def test_a_report_that_was_changed_does_not_verify(exported: Path, sites: dict[str, str], tmp_path: Path) -> None:
+    signed = promptfed.validate(exported, sites, backbone=exports.backbone())
+    path = tmp_path / "validation.json"
+    path.write_text(signed.model_dump_json())
+
+    def verified(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["verify", *arguments])
+        return result.exit_code, result.output
+
+    assert verified(str(path), "--key", signed.public_key)[0] == 0
+    code, text = verified(str(tmp_path))
+    assert code == 0
+    assert "signed by the key that it names" in text
+    assert verified(str(path), "--key", "ab" * 32)[0] == Exit.REFUSED
+    changed = json.loads(path.read_text())
+    changed["report"]["sites"]["north"] = None
+    path.write_text(json.dumps(changed))
+    assert verified(str(path))[0] == Exit.REFUSED
+    path.write_text("{}")
+    assert verified(str(path))[0] == Exit.BAD_INPUT
