@@ -2,6 +2,7 @@
 
 import { cardOf, markdown } from "./card.js";
 import { announce, fill, h, panel } from "./dom.js";
+import { json, save } from "./save.js";
 import { zip } from "./zip.js";
 
 const PROMPTS = "prompts.safetensors";
@@ -120,18 +121,4 @@ async function sha256(blob) {
 
 function hexadecimal(bytes, number) {
   return [...bytes].map((byte) => number(byte).toString(16).padStart(2, "0")).join("");
-}
-
-function json(value) {
-  return new Blob([`${JSON.stringify(value, null, 1)}\n`], { type: "application/json" });
-}
-
-/** Let the browser keep it as a file. */
-function save(blob, name) {
-  const address = URL.createObjectURL(blob);
-  const link = h("a", { href: address, download: name, hidden: true });
-  document.body.append(link);
-  link.click();
-  link.remove();
-  setTimeout(() => URL.revokeObjectURL(address), 60_000);
 }

@@ -6,6 +6,7 @@ import { Refused } from "./api.js";
 import { Clients } from "./clients.js";
 import { announce, fill, h } from "./dom.js";
 import { Downloads } from "./downloads.js";
+import { Forest } from "./forest.js";
 import { Insights } from "./insights.js";
 import { Losses } from "./losses.js";
 import { Privacy } from "./privacy.js";
@@ -34,12 +35,13 @@ export class Federation {
     const clients = new Clients(api, this.path, tell, () => this.#soon());
     const [accuracy, losses, insights, traffic] = [new Accuracy(), new Losses(), new Insights(), new Traffic()];
     const [activity, tokens, settings, downloads] = [new Activity(), new Tokens(api, this.path, tell), new Settings(api), new Downloads(api, this.path, tell)];
-    this.panels = [this.status, accuracy, losses, this.times, sums, privacy, clients, insights, traffic, activity, tokens, settings, downloads];
+    const forest = new Forest(api, this.path, tell);
+    this.panels = [this.status, forest, accuracy, losses, this.times, sums, privacy, clients, insights, traffic, activity, tokens, settings, downloads];
     this.problem = h("p", { class: "error", role: "alert" });
     this.refusal = h("p", { class: "error", role: "alert" });
     this.remarks = h("ul", { class: "remarks", "aria-label": "Remarks", hidden: true });
     const pair = (...some) => h("div", { class: "pair" }, some.map((one) => one.element));
-    this.element = h("article", { class: "federation" }, this.problem, this.refusal, this.status.element, this.remarks, accuracy.element, pair(losses, this.times), sums.element, privacy.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element);
+    this.element = h("article", { class: "federation" }, this.problem, this.refusal, this.status.element, this.remarks, forest.element, accuracy.element, pair(losses, this.times), sums.element, privacy.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element);
     this.abort = new AbortController();
     this.last = null;
     this.failures = 0;
@@ -152,6 +154,7 @@ export class Federation {
       this.#draw();
       if (before !== undefined && before !== view.state) this.hooks.changed();
       await this.#askPrivacy(rounds);
+      await this.#askValidation();
       await this.#remark();
       await this.#look();
     } catch (error) {
@@ -167,6 +170,16 @@ export class Federation {
     if (model.privacy && wanted === this.privacyOf) return;
     model.privacy = await this.api.get(`${this.path}/privacy`);
     this.privacyOf = wanted;
+    this.#draw();
+  }
+
+  /** What sites have measured of an export, where another one has answered. */
+  async #askValidation() {
+    const { model } = this;
+    const answered = [...model.rounds.values()].map((one) => Object.keys(one.evaluation?.clients ?? {})).join(" ");
+    if (model.view.spec.kind !== "validation" || model.view.state === "enrolling" || (model.validation && answered === this.validationOf)) return;
+    model.validation = await this.api.get(`${this.path}/validation`);
+    this.validationOf = answered;
     this.#draw();
   }
 

@@ -62,6 +62,7 @@ export class Status {
     this.compare.setAttribute("href", `#/compare/${view.id}`);
     this.reports = [...rounds.values()];
     this.#showFigures(this.reports);
+    this.rounds.hidden = validates(view);
     this.rounds.max = Math.max(1, view.spec.rounds);
     this.rounds.value = completed(view);
     this.#showNow();
@@ -109,8 +110,10 @@ export class Status {
       button.hidden = !possible.includes(button);
       button.disabled = button.hidden;
     }
-    const short = this.view.state === "enrolling" && this.view.clients.trainers < this.view.spec.participation.min_clients;
-    this.buttons.start.title = short ? `${this.view.spec.participation.min_clients} trainers are needed` : "";
+    const { clients, spec, state } = this.view;
+    const [there, who] = validates(this.view) ? [clients.evaluators, "evaluators"] : [clients.trainers, "trainers"];
+    const short = state === "enrolling" && there < spec.participation.min_clients;
+    this.buttons.start.title = short ? `${spec.participation.min_clients} ${who} are needed` : "";
   }
 
   #showFigures(rounds) {
@@ -129,6 +132,7 @@ export class Status {
     // What a round costs beside the accuracy that it buys: the last one that has trained.
     const last = rounds.filter((one) => one.bytes_up > 0).at(-1);
     if (last) shown.push(["A round costs", bytes(last.bytes_up + last.bytes_down), `round ${last.round}: ${bytes(last.bytes_up)} up, ${bytes(last.bytes_down)} down`]);
+    if (validates(view)) shown.splice(0, 3);
     const left = secondsLeft(view, rounds);
     if (left !== null) shown.splice(1, 0, ["Left, about", duration(left), null]);
     fill(this.figures, shown.map(([name, value, remark]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, remark ? h("small", {}, remark) : null))));
@@ -188,4 +192,9 @@ function sentence(view) {
   if (stage.closing) return `Round ${stage.round}, ${phase}: aggregating`;
   const answered = `${view.answered.length} of ${view.asked.length} answered`;
   return `Round ${stage.round}, ${phase}: ${answered}${state === "paused" ? " (paused)" : ""}`;
+}
+
+/** Whether sites test an export, and nobody trains. */
+function validates(view) {
+  return view.spec.kind === "validation";
 }
