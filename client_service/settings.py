@@ -115,7 +115,20 @@ class Settings(BaseSettings):
     max_epsilon: Annotated[
         float, Field(gt=0, le=1000, description="privacy budget ε of the data set, over all federations together")
     ] = 8.0
-    ca_file: Annotated[Path | None, Field(description="PEM file of the authority that signed the coordinator")] = None
+    ca_file: Annotated[
+        Path | None,
+        Field(
+            description="PEM file of the only trusted authority: the coordinator's, or that of a proxy that inspects "
+            "TLS; default: those that this machine's system trusts"
+        ),
+    ] = None
+    proxy: Annotated[
+        str | None,
+        Field(
+            description="proxy to the coordinator, as in http://USER:PASSWORD@proxy.example.org:3128, or none; "
+            "default: that of HTTPS_PROXY, ALL_PROXY and NO_PROXY"
+        ),
+    ] = None
     client_cert: Annotated[
         Path | None, Field(description="PEM certificate in this client's name, if the coordinator asks for one")
     ] = None

@@ -24,11 +24,13 @@ from promptfed.shared.messages import Problem
 from promptfed.shared.service.addresses import TOLD, AddressBook
 from promptfed.shared.service.net import MOST_MOVES, moved_to
 from promptfed.shared.service.reasons import offence, why
-from promptfed.shared.service.tls import explained, is_certificate_error
+from promptfed.shared.service.tls import PROXY_LOGIN, explained, is_certificate_error
 
 log = logging.getLogger("promptfed.client")
 
 MAX_JSON_BYTES = 64 << 20
+PART = 16 << 20  # of an upload, since somebody between may collect a request before he passes it on
+UNEXPLAINED = "unexplained"  # the kind of a refusal that is not of a coordinator's form
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.25, 15.0  # seconds
 LONGEST_RETRY_AFTER = 300.0
 QUICK_ATTEMPTS, QUICK_BACKOFF = 20, 1.0  # among several coordinators: a federation is taken over within seconds
@@ -108,6 +110,7 @@ class CoordinatorConnection:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     traffic: LineTraffic = field(default_factory=LineTraffic)
     _jitter: random.Random = field(default_factory=random.SystemRandom)
+    most_part: int = PART  # bytes of an upload's part; fewer once something in between has refused one
     failed: str = ""  # the address that did not answer last
     _served: str = ""  # the address that answered last
 
@@ -253,6 +256,8 @@ class CoordinatorConnection:
     def take(self, response: httpx.Response, content: bytes) -> None:
         """Count an exchange; raise Unavailable or Refused unless it succeeded."""
         self.take_traffic(response, content)
+        if response.status_code == PROXY_LOGIN:
+            raise httpx.ProxyError(f"{PROXY_LOGIN} {response.reason_phrase}")
         if response.is_success:
             self.book.read(response.headers.get(TOLD))
             return
@@ -266,7 +271,7 @@ class CoordinatorConnection:
         return ClientError(Exit.UNREACHABLE, self.explained(error) or text)
 
     def explained(self, error: BaseException) -> str | None:
-        """What is wrong with TLS, if that is why nobody answers."""
+        """What is wrong with TLS or a proxy, if that is why nobody answers."""
         return explained(error, self.failed or self.base_url)
 
     @property
@@ -351,7 +356,8 @@ def _problem(response: httpx.Response, body: bytes | bytearray) -> tuple[str, st
     try:
         problem = Problem.model_validate_json(bytes(body))
     except ValidationError:
-        return "unexplained", response.reason_phrase or "no reason given"
+        limit = "something on the way takes no request of this size" if response.status_code == 413 else ""
+        return UNEXPLAINED, limit or response.reason_phrase or "no reason given"
     return _clean(problem.kind, 100), _clean(problem.detail)
 
 

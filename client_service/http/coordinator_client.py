@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import ssl
+import time
 from pathlib import Path
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 import httpx
 
@@ -13,13 +14,18 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http import transfers
 from promptfed.client_service.http.bodies import Body
 from promptfed.client_service.http.connection import (
+    MAX_JSON_BYTES,
     TIMEOUT,
     AnyMessage,
     BadAnswer,
     CoordinatorConnection,
+    Patience,
     Refused,
+    Reply,
+    Unavailable,
     parse,
 )
+from promptfed.client_service.http.poll_wait import PollWait
 from promptfed.client_service.settings import Settings
 from promptfed.shared.messages import (
     EnrolmentInfo,
@@ -31,9 +37,8 @@ from promptfed.shared.messages import (
     TrialOffer,
 )
 from promptfed.shared.service.addresses import HEARTBEAT, HEARTBEAT_SECONDS
-from promptfed.shared.service.net import addresses_of, is_loopback
+from promptfed.shared.service.network import http_options, trust
 from promptfed.shared.service.reasons import why
-from promptfed.shared.service.tls import trusting
 
 MAX_PAYLOAD_BYTES = 2 << 30
 POLL_MARGIN = 15.0  # seconds that a long poll may take beyond its wait
@@ -41,6 +46,10 @@ POLL_MARGIN = 15.0  # seconds that a long poll may take beyond its wait
 
 class CoordinatorClient(CoordinatorConnection):
     """The calls. All of them raise as `CoordinatorConnection` says."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.poll_wait = PollWait()
 
     async def enrolment(self, enrolment_token: str) -> EnrolmentInfo:
         """What a client must know before it enrols."""
@@ -55,10 +64,8 @@ class CoordinatorClient(CoordinatorConnection):
 
     async def task(self, wait: int, *, retry: bool = True) -> Task | None:
         """The client's open task, or None after at most ``wait`` seconds. Refused 410 where the federation ended."""
-        timeouts = httpx.Timeout(wait + POLL_MARGIN, connect=TIMEOUT.connect)
-        path = self._path("task") + f"?wait={wait}"
         headers = {HEARTBEAT: f"{HEARTBEAT_SECONDS:g}"} if self.book.several else {}
-        answer = await self.call("GET", path, token=self.token, headers=headers, timeouts=timeouts, retry=retry)
+        answer = await self._poll("GET", "task", wait, headers, retry=retry)
         only_heartbeats = answer.body != b"" and not answer.body.strip()
         if answer.status == 204 or only_heartbeats:
             return None
@@ -69,8 +76,7 @@ class CoordinatorClient(CoordinatorConnection):
 
     async def trial(self, wait: int) -> TrialOffer | None:
         """The trial to take part in, or the chosen candidate; None after ``wait`` seconds. Refused as `task`."""
-        timeouts = httpx.Timeout(wait + POLL_MARGIN, connect=TIMEOUT.connect)
-        answer = await self.call("POST", self._path("trial") + f"?wait={wait}", token=self.token, timeouts=timeouts)
+        answer = await self._poll("POST", "trial", wait)
         return None if answer.status == 204 else parse(TrialOffer, answer.body)
 
     async def payload(self, task: Task, folder: Path | None = None) -> bytes | Path:
@@ -105,7 +111,13 @@ class CoordinatorClient(CoordinatorConnection):
             else:
                 return
         headers = {"Content-Type": "application/octet-stream", "Content-Digest": body.digest_field}
-        await self.call("PUT", url, token=self.token, body=body.read(), headers=headers)
+        try:
+            await self.call("PUT", url, token=self.token, body=body.read(), headers=headers)
+        except Refused as refused:
+            if not transfers.is_limit(refused):
+                raise
+            transfers.shrink(self, body.size)
+            await transfers.send(self, url, body)
 
     async def send_exchange(self, task_id: str, body: bytes) -> None:
         """Answer a step of a secure sum; returns when the coordinator has just these bytes."""
@@ -131,6 +143,27 @@ class CoordinatorClient(CoordinatorConnection):
         """Withdraw this client. Refused 403 if it has withdrawn already, 409 if the federation has ended."""
         await self.call("POST", self._path("withdrawal"), token=self.token)
 
+    async def _poll(
+        self, verb: str, resource: str, wait: int, headers: dict[str, str] | None = None, retry: bool = True
+    ) -> Reply:
+        """The answer to a poll of at most ``wait`` seconds; of fewer where something in between cuts it."""
+        patience, all_headers = Patience(self), {"Authorization": f"Bearer {self.token}", **(headers or {})}
+        while True:
+            seconds, asked = self.poll_wait.seconds(wait), time.monotonic()
+            timeouts = httpx.Timeout(seconds + POLL_MARGIN, connect=TIMEOUT.connect)
+            path = f"{self._path(resource)}?wait={seconds}"
+            try:
+                answer = await self.once(verb, path, lambda: None, all_headers, timeouts, MAX_JSON_BYTES, None)
+            except (httpx.TransportError, Unavailable) as error:
+                self.poll_wait.failed(seconds, time.monotonic() - asked)
+                if not retry:
+                    raise self.unreachable(error) from None
+                await patience.wait(error)
+            else:
+                self.poll_wait.answered(seconds, time.monotonic() - asked)
+                patience.moved()
+                return answer
+
     def _path(self, *parts: str) -> str:
         return "/".join(["/v1/federations", *(quote(part, safe="") for part in (self.federation, *parts))])
 
@@ -154,37 +187,39 @@ def open_http(settings: Settings) -> httpx.AsyncClient:
     """The HTTP client for the settings' coordinators.
 
     Raises:
-        ClientError: USAGE for a certificate file that cannot be read.
+        ClientError: USAGE for a certificate file that cannot be read, or a proxy that cannot be used.
     """
     own = None if settings.client_cert is None else (settings.client_cert, settings.client_key)
-    return http_to(settings.coordinator, settings.ca_file, own)
+    return http_to(settings.coordinator, settings.ca_file, own, settings.proxy)
 
 
-def http_to(coordinators: str, ca_file: Path | None, own: tuple[Path, Path | None] | None = None) -> httpx.AsyncClient:
+def http_to(
+    coordinators: str,
+    ca_file: Path | None,
+    own: tuple[Path, Path | None] | None = None,
+    proxy: str | None = None,
+) -> httpx.AsyncClient:
     """The HTTP client for coordinators whose certificates the authority in ``ca_file`` may have signed.
 
-    ``own`` is this client's certificate and its key, where the coordinator asks for one.
+    ``own`` is this client's certificate and its key, where the coordinator asks for one; ``proxy`` as of
+    `network.http_options`.
 
     Raises:
-        ClientError: USAGE for a certificate file that cannot be read.
+        ClientError: USAGE for a certificate file that cannot be read, or a proxy that cannot be used.
     """
-    verify: ssl.SSLContext | bool = True
-    if ca_file is not None:
-        try:
-            verify = trusting(ca_file)
-        except ValueError as error:
-            raise ClientError(Exit.USAGE, str(error)) from None
+    try:
+        verify = trust(ca_file)
+        options = http_options(coordinators, verify, proxy)
+    except ValueError as error:
+        raise ClientError(Exit.USAGE, str(error)) from None
     if own is not None:
-        verify = verify if isinstance(verify, ssl.SSLContext) else ssl.create_default_context()
         try:
             verify.load_cert_chain(own[0], own[1], lambda: "")  # an empty password: nobody is there to be asked
         except (OSError, ssl.SSLError) as error:
             files = f"--client-cert {own[0]}" + (f" and --client-key {own[1]}" if own[1] is not None else "")
             text = f"{files} cannot be used: {why(error)}"
             raise ClientError(Exit.USAGE, text) from None
-    # A proxy of the environment is for the outside: it could not reach this machine's loopback.
-    trust_env = not all(is_loopback(urlsplit(address).hostname or "") for address in addresses_of(coordinators))
-    return httpx.AsyncClient(verify=verify, trust_env=trust_env, follow_redirects=False, timeout=TIMEOUT)
+    return httpx.AsyncClient(timeout=TIMEOUT, **options)
 
 
 def _origin(url: httpx.URL) -> str:

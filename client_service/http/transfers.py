@@ -7,6 +7,7 @@ Neither is in memory as a whole.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from promptfed.client_service.http.bodies import Body, sha256_of
 from promptfed.client_service.http.connection import (
     MAX_JSON_BYTES,
     TIMEOUT,
+    UNEXPLAINED,
     BadAnswer,
     CoordinatorConnection,
     Patience,
@@ -27,9 +29,11 @@ from promptfed.client_service.http.connection import (
 )
 from promptfed.shared.files import sync_folder
 
-RESUMABLE = 1 << 20  # bytes from which an update goes up in parts
+log = logging.getLogger("promptfed.client")
+
+RESUMABLE = 1 << 19  # bytes from which an update goes up in parts
 IN_FILES = 16 << 20  # bytes from which a payload comes into a file
-PART = 16 << 20  # of an upload, since somebody between may collect a request before he passes it on
+SMALLEST_PART, SHRINK = 64 << 10, 4  # a part that does not pass is divided by this
 # The last part is answered once the whole was hashed, looked through and put on the disk.
 TIMEOUTS = httpx.Timeout(300.0, connect=TIMEOUT.connect)
 CUT_OFF = ("mismatching-upload-offset", "incomplete-body", "upload-timeout")  # what goes on from what has arrived
@@ -46,16 +50,18 @@ async def send(connection: CoordinatorConnection, url: str, body: Body) -> None:
         ClientError: UNREACHABLE where nothing has moved for ``connection.give_up_after`` seconds.
     """
     whole = {"Repr-Digest": body.digest_field, "Upload-Length": str(body.size)}
-    patience, reached, beginnings = Patience(connection), -1, 1
+    patience, reached, beginnings, part = Patience(connection), -1, 1, connection.most_part
     while True:
         offset = await _arrived(connection, url, whole)
         if offset is None:
             return
         if offset > reached:
             patience.moved()
+        elif reached >= 0:  # nothing of a part has come through: somebody in between may want it whole in less time
+            part = max(part // SHRINK, SMALLEST_PART)
         reached = offset
         try:
-            while (answer := await _append(connection, url, body, whole, reached)).status == 204:
+            while (answer := await _append(connection, url, body, whole, reached, part)).status == 204:
                 if _offset(answer) <= reached:
                     raise BadAnswer(f"the coordinator takes nothing of the update behind byte {reached}")
                 reached = _offset(answer)
@@ -64,11 +70,26 @@ async def send(connection: CoordinatorConnection, url: str, body: Body) -> None:
         except Refused as refused:
             if refused.kind == DAMAGED and beginnings < BEGINNINGS:
                 beginnings, reached = beginnings + 1, -1
+            elif is_limit(refused) and part > SMALLEST_PART:
+                shrink(connection, min(part, body.size - reached))
+                part, reached = connection.most_part, -1
+                continue
             elif refused.kind not in CUT_OFF:
                 raise
             await patience.wait(Unavailable(refused.status, refused.detail, None))
         except (httpx.TransportError, Unavailable) as error:
             await patience.wait(error)
+
+
+def is_limit(refused: Refused) -> bool:
+    """Whether something between this client and the coordinator limits the size of a request's body."""
+    return refused.status == 413 and refused.kind == UNEXPLAINED
+
+
+def shrink(connection: CoordinatorConnection, refused: int) -> None:
+    """Send smaller parts from now on: a body of ``refused`` bytes did not pass."""
+    connection.most_part = max(min(connection.most_part, refused) // SHRINK, SMALLEST_PART)
+    log.info("a request of %s bytes is too large on the way: parts of %s bytes follow", refused, connection.most_part)
 
 
 async def _arrived(connection: CoordinatorConnection, url: str, whole: dict[str, str]) -> int | None:
@@ -95,8 +116,10 @@ def _offset(answer: Reply) -> int:
     return int(text)
 
 
-async def _append(connection: CoordinatorConnection, url: str, body: Body, whole: dict[str, str], offset: int) -> Reply:
-    end = min(offset + PART, body.size)
+async def _append(
+    connection: CoordinatorConnection, url: str, body: Body, whole: dict[str, str], offset: int, part: int
+) -> Reply:
+    end = min(offset + part, body.size)
     headers = {
         "Authorization": f"Bearer {connection.token}",
         "Content-Type": "application/partial-upload",

@@ -14,7 +14,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.shared.files import write_whole
 from promptfed.shared.service.invitation import Invitation, InvitationError, decode
-from promptfed.shared.service.net import is_loopback
+from promptfed.shared.service.network import http_options, trust
 from promptfed.shared.service.reasons import why
 from promptfed.shared.service.tls import certificate_hash, certificates_in, explained, is_certificate_error
 
@@ -75,13 +75,15 @@ def _authority(invitation: Invitation, settings: Settings) -> Path | None:
     if kept.exists() and certificate_hash(kept.read_text()) == invitation.authority:
         return kept
     try:
-        _ask(address, verified=True)
+        _ask(settings, trust(None))
         return None
     except httpx.TransportError as error:
         if not is_certificate_error(error):
             raise _unreachable(address, error) from None
+    anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
     try:
-        certificate = _certificate(_ask(address, verified=False))
+        certificate = _certificate(_ask(settings, anybody))
     except httpx.TransportError as error:
         raise _unreachable(address, error) from None
     if certificate is None or certificate_hash(certificate) != invitation.authority:
@@ -91,11 +93,16 @@ def _authority(invitation: Invitation, settings: Settings) -> Path | None:
     return kept
 
 
-def _ask(address: str, verified: bool) -> str:
-    local = is_loopback(httpx.URL(address).host)
+def _ask(settings: Settings, verify: ssl.SSLContext) -> str:
+    """What ``/v1/authority`` answers. Raises httpx.TransportError; ClientError for a proxy that cannot be used."""
+    address = settings.first_coordinator
+    try:
+        options = http_options(address, verify, settings.proxy)
+    except ValueError as error:
+        raise ClientError(Exit.USAGE, str(error)) from None
     body = b""
     with (
-        httpx.Client(verify=verified, trust_env=not local, timeout=SECONDS) as http,
+        httpx.Client(timeout=SECONDS, **options) as http,
         http.stream("GET", f"{address}/v1/authority") as answer,
     ):
         for part in answer.iter_bytes():

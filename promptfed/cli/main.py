@@ -12,7 +12,7 @@ import typer
 
 from promptfed.cli import commands
 from promptfed.cli.app import app, show_version
-from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE
+from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, PROXY_VARIABLE
 
 __all__ = ["app", "main"]
 
@@ -25,6 +25,13 @@ def connection(
     ca_file: Annotated[
         Path | None, typer.Option(help=f"PEM file of the coordinator's authority; default: ${CA_VARIABLE}")
     ] = None,
+    proxy: Annotated[
+        str | None,
+        typer.Option(
+            help=f"proxy to the coordinator, or none; default: ${PROXY_VARIABLE}, else $HTTPS_PROXY, $ALL_PROXY and "
+            "$NO_PROXY"
+        ),
+    ] = None,
     allow_plain_http: Annotated[
         bool, typer.Option(help=f"send the operator token unencrypted to another machine; default: ${PLAIN_VARIABLE}")
     ] = False,
@@ -36,6 +43,8 @@ def connection(
     # The environment, so that processes that the command starts know it too.
     if ca_file is not None:
         os.environ[CA_VARIABLE] = str(ca_file)
+    if proxy is not None:
+        os.environ[PROXY_VARIABLE] = proxy
     if allow_plain_http:
         os.environ[PLAIN_VARIABLE] = "1"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import ssl
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
@@ -22,12 +21,14 @@ from pydantic import BaseModel, ValidationError
 from promptfed.sdk.errors import CommandError, Exit, offences
 from promptfed.shared.service.addresses import GONE_SECONDS, QUIET_SECONDS, TOLD, AddressBook
 from promptfed.shared.service.net import MOST_MOVES, address_parts, addresses_of, is_loopback, moved_to
+from promptfed.shared.service.network import http_options, trust
 from promptfed.shared.service.reasons import offence, why
-from promptfed.shared.service.tls import explained, trusting
+from promptfed.shared.service.tls import explained
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 URL_VARIABLE = "PROMPTFED_COORDINATOR"
 CA_VARIABLE, PLAIN_VARIABLE = "PROMPTFED_CA_FILE", "PROMPTFED_ALLOW_PLAIN_HTTP"
+PROXY_VARIABLE = "PROMPTFED_PROXY"
 RESTART_SECONDS = 60.0
 TAKEOVER_SECONDS = 20.0
 RETRY_SECONDS = 0.2
@@ -100,7 +101,7 @@ class Coordinator:
 
     Raises:
         CommandError: the token would be sent unencrypted to another machine, or the file of certificate authorities
-                cannot be used.
+                or the proxy cannot be used.
     """
 
     def __init__(self, url: str, token: str, timeout: float = 60.0, meanwhile: Callable[[], object] | None = None):
@@ -109,8 +110,7 @@ class Coordinator:
         self._failed = self.url  # the address that did not answer last
         self._timeout = timeout
         self._meanwhile = meanwhile
-        verify = _authorities(self.url)
-        self._http = httpx.Client(headers=_authorization(token), timeout=timeout, verify=verify)
+        self._http = httpx.Client(headers=_authorization(token), timeout=timeout, **_connection(self.url))
 
     def __enter__(self) -> Self:
         return self
@@ -277,8 +277,8 @@ def _refusal(response: httpx.Response, problem: Mapping[str, Any]) -> tuple[str,
     return text, Exit.REFUSED if response.status_code < 500 else Exit.FAILED
 
 
-def _authorities(url: str) -> ssl.SSLContext | bool:
-    """The trusted certificate authorities."""
+def _connection(url: str) -> dict[str, Any]:
+    """The trusted authorities and the proxy, as httpx's options."""
     for address in addresses_of(url) or [url]:
         try:
             parts = address_parts(address)
@@ -290,10 +290,9 @@ def _authorities(url: str) -> ssl.SSLContext | bool:
             )
             raise CommandError(f"{text} (or ${PLAIN_VARIABLE})", Exit.BAD_INPUT)
     ca_file = os.environ.get(CA_VARIABLE)
-    if not ca_file or "https://" not in url:
-        return True
     try:
-        return trusting(Path(ca_file))
+        verify = trust(Path(ca_file) if ca_file and "https://" in url else None)
+        return http_options(url, verify, os.environ.get(PROXY_VARIABLE) or None)
     except ValueError as error:
         raise CommandError(str(error), Exit.BAD_INPUT) from None
 

@@ -46,6 +46,8 @@ def why(error: BaseException) -> str:
             return told
         cause = _behind(cause)
     text = _SUFFIX.sub("", _PREFIX.sub("", " ".join(str(error).split())))
+    if type(error).__name__ == "ProxyError":  # of httpx, which is not imported for this
+        return f"the proxy answers {text}"
     return text or "no answer in time" if "Timeout" in type(error).__name__ else text or "the connection was cut"
 
 

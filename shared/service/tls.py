@@ -1,4 +1,4 @@
-"""TLS as callers of a coordinator see it: whom they trust, and what is wrong in words."""
+"""TLS and proxies as callers of a coordinator see them: whom they trust, and what is wrong in words."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from promptfed.shared.service.reasons import why
 
 CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
 PROBE_SECONDS = 3.0
+PROXY_LOGIN = 407
 # X.509 verification results of OpenSSL
 NOT_YET_VALID, EXPIRED, OTHER_HOST, OTHER_ADDRESS = 9, 10, 62, 64
 
@@ -49,7 +50,7 @@ def is_certificate_error(error: BaseException) -> bool:
 
 
 def explained(error: BaseException, address: str) -> str | None:
-    """Why no connection to ``address`` comes about and what to do, if TLS is the reason.
+    """Why no connection to ``address`` comes about and what to do, if TLS or a proxy's refusal is the reason.
 
     It opens a connection of its own where an ``http://`` address was answered with nothing.
     """
@@ -60,9 +61,23 @@ def explained(error: BaseException, address: str) -> str | None:
             return f"{address} does not speak TLS: use http:// if nobody else can read the connection"
     import httpx  # the coordinator, which has none, only reads certificates here
 
+    if isinstance(error, httpx.ProxyError):
+        return refused_by_proxy(int(str(error)[:3]) if str(error)[:3].isdecimal() else 0, address)
     broken = isinstance(error, (httpx.RemoteProtocolError, httpx.ReadError))
     if broken and address.startswith("http://") and _speaks_tls(address):
         return f"{address} speaks TLS: use https://{address.removeprefix('http://')}"
+    return None
+
+
+def refused_by_proxy(status: int, address: str) -> str | None:
+    """What a proxy's refusal means; None if it may pass, as where the coordinator is away."""
+    if status == PROXY_LOGIN:
+        return (
+            f"the proxy wants a login before it connects to {address}: give it as http://USER:PASSWORD@HOST:PORT, or "
+            "use a local helper for Kerberos and NTLM"
+        )
+    if 400 <= status < 500:
+        return f"the proxy refuses to connect to {address} ({status}): ask your network team to allow it"
     return None
 
 

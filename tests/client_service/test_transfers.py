@@ -23,6 +23,7 @@ from promptfed.testing.clients import SHAPE, ScriptedClient, secret_of, update_b
 from tests.support.coordinators import InThread, in_thread
 from tests.support.relay import Cut, Relay
 
+PART = 600_000
 M, WIDE = 64, {**SHAPE, "d_t": 4096}  # a state of a megabyte
 Use = Callable[[CoordinatorClient], Awaitable[Any]]
 
@@ -32,7 +33,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is long begins with a megabyte, and clients try again at once."""
     monkeypatch.setattr(transfers, "RESUMABLE", 1 << 18)
     monkeypatch.setattr(transfers, "IN_FILES", 1 << 18)
-    monkeypatch.setattr(transfers, "PART", 600_000)
     monkeypatch.setattr(connection, "FIRST_BACKOFF", 0.02)
     monkeypatch.setattr(connection, "LONGEST_BACKOFF", 0.05)
 
@@ -59,6 +59,7 @@ def play(url: str, client: ScriptedClient, use: Use, give_up_after: float = 300.
     async def run() -> Any:
         async with httpx.AsyncClient(trust_env=False) as http:
             given = CoordinatorClient(http, url, client.federation, give_up_after, secret_of(client.name))
+            given.most_part = PART
             return await use(given)
 
     return asyncio.run(run())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta, tzinfo
@@ -14,22 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from promptfed.client_service.exits import Exit
 from promptfed.client_service.http import connection
-from promptfed.client_service.joining.parts import Parts
-from promptfed.client_service.settings import make_settings
-from promptfed.client_service.worker import Worker
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.store.tables import UpdateRow
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
 from tests.faults.test_partition import TROUBLES
 from tests.support.coordinators import InThread, in_thread
-from tests.support.fake_coordinator import made_up_source
 from tests.support.proxy import ProxiedRequest, Proxy, Trouble
-from tests.support.waiting import PATIENCE
-
-NAMES = ("north", "south")
-ROUNDS = 2
+from tests.support.real_clients import NAMES, ROUNDS, RealFederations, without_id
 
 
 @pytest.fixture(scope="module")
@@ -53,65 +43,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run(backbone: Backbone, features: FeatureCache, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Runs a whole federation with two real clients that know the coordinator under ``url``; what came of it."""
-    count = iter(range(100))
-
-    def one(coordinator: InThread, url: str) -> dict[str, Any]:
-        name = f"f{next(count)}"
-        federation = coordinator.create(name=name, rounds=ROUNDS, training={"batch_size": 4, "learning_rate": 0.02})
-        token = tmp_path / f"{name}.token"
-        token.write_text(coordinator.token(federation))
-        workers = [
-            Worker(
-                make_settings(
-                    coordinator=url,
-                    federation=name,
-                    name=client,
-                    data="made-up",
-                    state_dir=tmp_path / name / client,
-                    enrolment_token_file=token,
-                    device="cpu",
-                    give_up_after=PATIENCE,
-                ),
-                Parts(backbone, made_up_source(), features=features),
-            )
-            for client in NAMES
-        ]
-        threading.Thread(target=start_when_all_are_there, args=(coordinator, federation)).start()
-        assert asyncio.run(together(workers)) == [Exit.OK] * len(NAMES)
-        reports = coordinator.get(f"{federation}/rounds")["rounds"]
-        return {
-            "state": coordinator.get(federation)["state"],
-            "hashes": [one["state_hash"] for one in reports],
-            "counted": [[[u["client"] for u in phase["counted"]] for phase in one["phases"]] for one in reports],
-            "splits": [{n: c["splits"] for n, c in one["evaluation"]["clients"].items()} for one in reports],
-            "federation": federation,
-        }
-
-    return one
-
-
-async def together(workers: list[Worker]) -> list[Exit]:
-    async with asyncio.timeout(2 * PATIENCE):
-        return list(await asyncio.gather(*(worker.run() for worker in workers)))
-
-
-def start_when_all_are_there(coordinator: InThread, federation: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while coordinator.get(federation)["clients"]["trainers"] < len(NAMES):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    coordinator.post(f"{federation}/start")
+    return RealFederations(tmp_path, backbone, features).run
 
 
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[InThread]:
     with in_thread(tmp_path / "data") as server:
         yield server
-
-
-def without_id(found: dict[str, Any]) -> dict[str, Any]:
-    assert found["state"] == "finished"
-    return {key: value for key, value in found.items() if key != "federation"}
 
 
 class Jumping(datetime):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import re
 import ssl
 from collections.abc import Iterator
@@ -12,10 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from pydantic import ValidationError
 
 from promptfed.client_service.http.coordinator_client import http_to
@@ -23,46 +18,9 @@ from promptfed.client_service.joining.doctor import Examination
 from promptfed.coordinator.settings import Settings
 from promptfed.shared.spec.spec import BackboneSpec
 from promptfed.testing.clients import ScriptedClient, bearer, content_digest, enrolment, secret_of, spec
+from tests.support.authority import Authority
 from tests.support.both_ways import Switch, seen
 from tests.support.coordinators import TIMEOUT, InThread
-
-
-class Authority:
-    """Signs certificates, which it writes with their keys into one file each."""
-
-    def __init__(self, folder: Path, name: str):
-        self._folder, self._name = folder, name
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self.file = self._write(name, None, self._key, is_authority=True)
-
-    def sign(self, name: str, *dns: str) -> Path:
-        """A certificate for ``name``, and further DNS names."""
-        return self._write(name, dns, ec.generate_private_key(ec.SECP256R1()))
-
-    def _write(
-        self, name: str, dns: tuple[str, ...] | None, key: ec.EllipticCurvePrivateKey, is_authority: bool = False
-    ) -> Path:
-        now = datetime.datetime.now(datetime.UTC)
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self._name)]))
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
-        )
-        if dns:
-            builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(one) for one in dns]), False)
-        signed = builder.sign(self._key, hashes.SHA256())
-        path = self._folder / f"{self._name}-{name}.pem"
-        pem = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        path.write_bytes(signed.public_bytes(serialization.Encoding.PEM) + pem)
-        return path
 
 
 class Site:

@@ -23,6 +23,7 @@ Trouble = Literal[
     "half-a-request",
     "slow-request",
     "held-request",  # all but its last bytes are sent, and these when it is let go
+    "too-large",  # answered 413, as by a proxy that limits bodies
     "refused",  # the connection is closed before anything is read upstream
     "twice",  # carried out twice, one after the other; the second answer comes
     "twice-at-once",  # the same, both under way together
@@ -31,16 +32,18 @@ Trouble = Literal[
 LENGTH = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)
 CHUNKED = re.compile(rb"\r\ntransfer-encoding:\s*chunked", re.IGNORECASE)
 CONNECTION = re.compile(rb"\r\nconnection:[^\r]*", re.IGNORECASE)
+TOO_LARGE = b"HTTP/1.1 413 Payload Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 PIECES = 8  # that a slow body comes in
 
 
 @dataclass(frozen=True)
 class ProxiedRequest:
-    """A request as the proxy sees it; ``number`` counts from 0."""
+    """A request as the proxy sees it; ``number`` counts from 0, ``size`` is its body's length."""
 
     number: int
     verb: str
     path: str
+    size: int = 0
 
 
 class Proxy(LoopbackServer):
@@ -72,11 +75,15 @@ class Proxy(LoopbackServer):
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         verb, path, _ = head.split(b" ", 2)
-        asked = ProxiedRequest(self._number, verb.decode(), path.decode())
+        length = LENGTH.search(head)
+        asked = ProxiedRequest(self._number, verb.decode(), path.decode(), int(length[1]) if length else 0)
         self._number += 1
         trouble = self.trouble(asked)
         self.seen[trouble] += 1
         if trouble == "refused":
+            return
+        if trouble == "too-large":
+            await self._write(writer, TOO_LARGE, slowly=False)
             return
         request = CONNECTION.sub(b"", head[:-4]) + b"\r\nConnection: close\r\n\r\n" + await _body(reader, head)
         if trouble == "half-a-request":

@@ -33,6 +33,7 @@ class ClientOptions:
     backbone_file: BackboneFile = None
     policy: Annotated[Path | None, typer.Option(help="this site's policy; default: as of `promptfed client`")] = None
     ca_file: Annotated[Path | None, typer.Option(help="PEM file of the coordinator's authority")] = None
+    proxy: Annotated[str | None, typer.Option(help="proxy to the coordinator; default: that of the environment")] = None
     allow_plain_http: Annotated[bool, typer.Option(help="permit http:// to another machine")] = False
 
 

@@ -1,0 +1,198 @@
+"""Proxies: where they are named, what they refuse, and polls that they cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import promptfed
+from promptfed.cli.main import app
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.http.coordinator_client import CoordinatorClient, http_to
+from promptfed.client_service.http.poll_wait import PollWait
+from promptfed.client_service.joining.invited import AUTHORITY, accept
+from promptfed.sdk.client import CA_VARIABLE, PROXY_VARIABLE
+from promptfed.shared.service.network import proxy_for
+from tests.networks.conftest import HOST
+from tests.support.authority import Authority
+from tests.support.coordinators import InThread
+from tests.support.networks import SiteProxy
+
+VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", PROXY_VARIABLE, CA_VARIABLE)
+
+
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        for spelt in (name, name.lower()):
+            monkeypatch.setenv(spelt, "")  # put back afterwards, also where a command sets it
+            monkeypatch.delenv(spelt)
+
+
+@pytest.fixture
+def proxy(coordinator: InThread) -> Iterator[SiteProxy]:
+    with SiteProxy(coordinator.url, login="ward:p@ss") as running:
+        yield running
+
+
+def named(coordinator: InThread) -> str:
+    """The coordinator's address by a name that only the proxy knows."""
+    return f"https://{HOST}:{coordinator.url.rpartition(':')[2]}"
+
+
+def with_login(proxy: SiteProxy) -> str:
+    return proxy.url.replace("://", "://ward:p%40ss@")
+
+
+def refusal(url: str, authority: Authority, proxy: str | None, give_up_after: float = 5.0) -> ClientError:
+    """The error that ends a client which asks for a federation's offer."""
+
+    async def ask() -> None:
+        async with http_to(url, authority.file, None, proxy) as http:
+            await CoordinatorClient(http, url, "pets", give_up_after).enrolment("0" * 64)
+
+    with pytest.raises(ClientError) as error:
+        asyncio.run(ask())
+    return error.value
+
+
+def test_the_command_and_the_library_go_through_it(
+    coordinator: InThread, authority: Authority, proxy: SiteProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(coordinator.operator["Authorization"].removeprefix("Bearer "))
+    options = ["--ca-file", str(authority.file), "--proxy", with_login(proxy)]
+    listing = ["federation", "list", "--coordinator", named(coordinator), "--token-file", str(token)]
+    done = CliRunner().invoke(app, [*options, *listing])
+    assert done.exit_code == 0, done.output
+    monkeypatch.delenv(PROXY_VARIABLE)
+    done = CliRunner().invoke(app, listing)
+    assert done.exit_code == Exit.UNREACHABLE
+    assert "no host has this name" in done.stderr
+    monkeypatch.setenv("HTTPS_PROXY", with_login(proxy))
+    with promptfed.connect(named(coordinator), token_file=token) as api:
+        assert isinstance(api.federations(), list)
+    assert proxy.tunnels == 2
+    monkeypatch.setenv("HTTPS_PROXY", proxy.url)
+    done = CliRunner().invoke(app, listing)
+    assert "the proxy wants a login" in done.stderr
+
+
+def test_an_invitation_is_accepted_through_it(
+    coordinator: InThread, authority: Authority, proxy: SiteProxy, tmp_path: Path
+) -> None:
+    federation = coordinator.create(name="invited")
+    answer = coordinator.post(f"{federation}/enrolment-tokens", {"uses": 1, "address": named(coordinator)}, status=201)
+    given = {"name": "ward", "data": "none", "proxy": with_login(proxy), "state_dir": tmp_path / "state"}
+    settings = accept(answer["invitation"], given)
+    assert settings.ca_file == tmp_path / "state" / AUTHORITY
+    assert proxy.tunnels == 2, "once verified, once not"
+
+
+def test_inspected_tls_is_trusted_by_the_proxys_authority_alone(
+    coordinator: InThread, authority: Authority, tmp_path: Path
+) -> None:
+    inspector = Authority(tmp_path, "inspector")
+    certificate = inspector.sign("all", HOST)
+    with SiteProxy(coordinator.url, inspecting=certificate) as proxy:
+        refused = refusal(named(coordinator), authority, proxy.url)
+        assert refused.exit == Exit.UNREACHABLE
+        assert "--ca-file" in str(refused)
+
+        async def health() -> tuple[int, str]:
+            async with http_to(named(coordinator), inspector.file, None, proxy.url) as http:
+                answer = await http.get(f"{named(coordinator)}/healthz")
+                return answer.status_code, answer.http_version
+
+        assert asyncio.run(health()) == (200, "HTTP/1.1")
+        assert "h2" not in proxy.protocols, "it is offered, and not chosen"
+
+
+@pytest.mark.parametrize(("status", "text"), [(407, "wants a login"), (403, "refuses to connect")])
+def test_what_a_proxy_refuses_ends_the_client_at_once(
+    status: int, text: str, coordinator: InThread, authority: Authority
+) -> None:
+    with SiteProxy(coordinator.url, refusal=status) as proxy:
+        refused = refusal(named(coordinator), authority, proxy.url.replace("://", "://ward:secret@"), 60.0)
+    assert refused.exit == Exit.UNREACHABLE
+    assert text in str(refused)
+    assert named(coordinator) in str(refused)
+    assert "secret" not in str(refused)
+
+
+def test_a_proxy_that_cannot_reach_the_coordinator_is_asked_again(coordinator: InThread, authority: Authority) -> None:
+    with SiteProxy(coordinator.url, refusal=503) as proxy:
+        refused = refusal(named(coordinator), authority, proxy.url, 0.3)
+    assert "the proxy answers 503" in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("proxy", "text"),
+    [
+        ("socks5://ward:secret@proxy.test:1080", "speaks SOCKS"),
+        ("ftp://ward:secret@proxy.test:21", "cannot be used: write http://HOST:PORT"),
+        ("http://ward:secret@proxy.test", "cannot be used"),
+        ("http://ward:secret@proxy.test:port", "cannot be used"),
+    ],
+)
+def test_a_proxy_that_cannot_be_used_is_one_line(
+    proxy: str, text: str, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = refusal(f"https://{HOST}", authority, proxy)
+    assert refused.exit == Exit.USAGE
+    assert text in str(refused)
+    assert "secret" not in str(refused)
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    assert str(refusal(f"https://{HOST}", authority, None)) == str(refused)
+    unreached = refusal("https://127.0.0.1:1", authority, None, 0.1)
+    assert unreached.exit == Exit.UNREACHABLE, "loopback is reached without"
+
+
+@pytest.mark.parametrize(
+    ("variables", "address", "expected"),
+    [
+        ({"HTTPS_PROXY": "http://a:1"}, "https://x.example", "http://a:1"),
+        ({"HTTPS_PROXY": "http://a:1"}, "http://x.example", None),
+        ({"ALL_PROXY": "http://b:2"}, "https://x.example", "http://b:2"),
+        ({"HTTPS_PROXY": "http://a:1", "ALL_PROXY": "http://b:2"}, "https://x.example", "http://a:1"),
+        ({"ALL_PROXY": "http://b:2", "NO_PROXY": "x.example"}, "https://x.example", None),
+        ({"ALL_PROXY": "http://b:2", "NO_PROXY": "example"}, "https://x.example:8443", None),
+        ({"ALL_PROXY": "http://b:2", "NO_PROXY": "y.example"}, "https://x.example", "http://b:2"),
+        ({"ALL_PROXY": "http://b:2", "NO_PROXY": ""}, "https://127.0.0.1:8080", None),
+    ],
+)
+def test_the_environment_names_proxies(
+    variables: dict[str, str], address: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert proxy_for(address, None) == expected
+    assert proxy_for(address, "none") is None
+    assert proxy_for(address, "http://c:3") == "http://c:3"
+
+
+def test_polls_that_are_cut_wait_less_and_later_more() -> None:
+    polls = PollWait()
+    assert polls.seconds(30) == 30
+    polls.failed(30, 0.1)
+    assert polls.seconds(30) == 30, "an error at once is no idle connection"
+    polls.failed(30, 20.0)
+    assert polls.seconds(30) == 15
+    for _ in range(9):
+        polls.answered(15, 15.0)
+    assert polls.seconds(30) == 15
+    polls.answered(15, 3.0)
+    assert polls.seconds(30) == 15, "a task came early: that says nothing"
+    polls.answered(15, 15.0)
+    assert polls.seconds(30) == 18
+    polls.failed(18, 5.0)
+    polls.failed(3, 3.0)
+    assert polls.seconds(30) == 3, "and never less"
+    for _ in range(200):
+        polls.answered(polls.seconds(30), 60.0)
+    assert polls.seconds(30) == 30
