@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from promptfed.client_service.exits import ClientError
+from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.joining.checks import (
@@ -40,6 +40,7 @@ from promptfed.client_service.joining.enrolment import (
     label_space,
     open_backbone,
 )
+from promptfed.client_service.joining.network import Way
 from promptfed.client_service.privacy.agreement import terms_of
 from promptfed.client_service.privacy.floor import declared_images, floor_of
 from promptfed.client_service.privacy.policy import RULES, Policy, expect_origin, read_policy, refusals
@@ -92,6 +93,7 @@ class Examination:
     checks: list[Check] = field(default_factory=list)
     disclosure: Disclosure | None = None
     policy: Policy | None = None
+    way: Way | None = None  # where the network was looked at
 
     @classmethod
     def of(cls, backbone: BackboneSpec, **options: Any) -> Examination:
@@ -156,15 +158,22 @@ class Examination:
             self.checks.append(Check("coordinator", "warn", "not asked", "the site's policy cannot be read"))
             return None
         token_file = self.settings.enrolment_token_file
-        if "federation" in self.missing or token_file is None:
-            advice = "give --federation and --enrolment-token-file with it"
-            self.checks.append(Check("coordinator", "fail", "not asked", advice))
+        if self.trouble is None and ("federation" in self.missing or token_file is None):
+            self._try("network", self._walk)
+            advice = "give --federation and --enrolment-token-file, to check whether this machine can join"
+            self.checks.append(Check("coordinator", "warn", "its federation was not asked for", advice))
             return None
         return self._try("coordinator", lambda: self._ask(token_file))
 
-    def _ask(self, token_file: Path) -> EnrolmentInfo:
-        if self.trouble is not None:
-            raise self.trouble
+    def _walk(self) -> None:
+        """Look at the network between."""
+        self.way = Way(self.settings)
+        self.way.walk()
+        self.checks += self.way.checks
+
+    def _ask(self, token_file: Path | None) -> EnrolmentInfo:
+        if self.trouble is not None or token_file is None:
+            raise self.trouble or ValueError("no token")
         settings, token, policy = self.settings, read_token(token_file, "enrolment token"), self.policy
 
         async def ask() -> tuple[EnrolmentInfo, float | None]:
@@ -177,6 +186,10 @@ class Examination:
             info, clock = asyncio.run(ask())
         except Refused as refused:
             raise explain(refused, settings) from None
+        except ClientError as error:
+            if error.exit == Exit.UNREACHABLE:
+                self._walk()
+            raise
         check_protocol(info)
         text = f"answers, and takes the enrolment token; {info.name} is {info.state}"
         over = info.state in ENDED

@@ -34,7 +34,8 @@ class Line:
 class SiteProxy(LoopbackServer):
     """Passes bytes to ``upstream``: those of callers, or after CONNECT (to any name) those of the tunnel.
 
-    ``login``: USER:PASSWORD that CONNECT must bring; ``refusal``: the status that it answers instead. With
+    ``login``: USER:PASSWORD that CONNECT must bring; ``refusal``: the status that it answers instead; ``header``: of
+    its answers. With
     ``inspecting``, a certificate with its key, it ends TLS itself and speaks TLS to ``upstream``.
     ``tunnels``, ``stalls`` and ``idled`` count; ``protocols`` are those that callers chose when it inspects.
     """
@@ -47,10 +48,11 @@ class SiteProxy(LoopbackServer):
         login: str = "",
         refusal: int = 0,
         scheme: str = "Basic",
+        header: str = "X-Proxy: test",
         inspecting: Path | None = None,
     ):
         self._line, self._login, self._refusal, self._scheme = line or Line(), login, refusal, scheme
-        self._inspecting = inspecting
+        self._inspecting, self._header = inspecting, header
         self._draws = random.Random(self._line.seed)
         self.tunnels = self.stalls = self.idled = 0
         self.protocols: set[str | None] = set()
@@ -76,7 +78,7 @@ class SiteProxy(LoopbackServer):
         status = self._refusal or (407 if self._login and [_lower(text) for text in given] != [expected] else 200)
         challenge = f"Proxy-Authenticate: {self._scheme} realm=site\r\n" if status == 407 else ""
         length = "" if status == 200 else "Content-Length: 0\r\nConnection: close\r\n"
-        writer.write(f"HTTP/1.1 {status} Answer\r\n{challenge}{length}\r\n".encode())
+        writer.write(f"HTTP/1.1 {status} Answer\r\n{self._header}\r\n{challenge}{length}\r\n".encode())
         await writer.drain()
         if status != 200:
             writer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from promptfed.cli.app import Made, app
 from promptfed.cli.common import Json
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.settings import ledger_path
+from promptfed.sdk.client import PROXY_VARIABLE
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json, say, table, tell
 
@@ -140,7 +142,7 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
         raise CommandError(text, Exit.BAD_INPUT) from None
 
     async def ask() -> SpendList:
-        async with http_to(address, ca_file) as http:
+        async with http_to(address, ca_file, proxy=os.environ.get(PROXY_VARIABLE)) as http:
             return await CoordinatorClient(http, address, federation, ANSWER_SECONDS, secret).ask(SpendList, "spends")
 
     try:

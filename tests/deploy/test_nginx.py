@@ -1,0 +1,55 @@
+"""The recommended configuration of nginx in front of a coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from promptfed.client_service.joining import network
+from promptfed.client_service.joining.network import Way
+from promptfed.client_service.settings import make_settings
+from promptfed.shared.clip import FeatureCache, load_backbone
+from tests import ROOT
+from tests.support.authority import Authority
+from tests.support.coordinators import InThread, in_thread
+from tests.support.real_clients import RealFederations, without_id
+from tests.support.real_proxies import free_port, nginx
+
+pytestmark = pytest.mark.extended
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[InThread]:
+    with in_thread(tmp_path / "data", forwarded_allow_ips="127.0.0.1") as server:
+        yield server
+
+
+def test_a_federation_behind_nginx(coordinator: InThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority, port = Authority(tmp_path, "authority"), free_port()
+    own = authority.sign("coordinator", "127.0.0.1")
+    configuration = (ROOT / "deploy" / "nginx" / "promptfed.conf").read_text()
+    for given, here in (
+        ("server 127.0.0.1:8080", f"server {coordinator.url.removeprefix('http://')}"),
+        ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
+        ("/etc/ssl/coordinator.pem", str(own)),
+        ("/etc/ssl/coordinator.key", str(own)),
+    ):
+        assert configuration.count(f"{given};") == 1
+        configuration = configuration.replace(f"{given};", f"{here};")
+    torch.set_num_threads(1)
+    backbone = load_backbone("promptfed-tiny", None)
+    federations = RealFederations(tmp_path, backbone, FeatureCache(tmp_path / "features"))
+    tower = {"method": {"name": "fedavg"}, "rounds": 1, "training": {"learning_rate": 0.001, "batch_size": 8}}
+    straight = without_id(federations.run(coordinator, coordinator.url, spec=tower))
+    monkeypatch.setattr(network, "QUIET_SECONDS", 1.0)
+    with nginx(tmp_path, configuration, port):
+        url = f"https://127.0.0.1:{port}"
+        assert without_id(federations.run(coordinator, url, spec=tower, ca_file=authority.file)) == straight
+        nobody = {"federation": "none", "data": "none", "state_dir": tmp_path / "state"}
+        way = Way(make_settings(coordinator=url, ca_file=authority.file, **nobody))
+        way.walk()
+    assert {check.verdict for check in way.checks} == {"pass"}, way.checks
+    assert " 413 " not in (tmp_path / "access.log").read_text()
