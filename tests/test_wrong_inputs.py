@@ -56,6 +56,13 @@ CHANGED: dict[str, dict[str, Any]] = {
     "model": {"backbone": {"model": "ViT-B-17"}},
     "weights": {"backbone": {"model": "promptfed-tiny", "pretrained": "laion"}},
 }
+TABLES = {
+    "age": ("path,cat,age", "pets/cat/0.png,1,57"),
+    "gone": ("path,cat,dog", "pets/cat/7.png,1,0"),
+    "double": ("path,labels", "pets/cat/0.png,cat||dog"),
+    "nameless": ("path,labels", "pets/cat/0.png,"),
+    "short": ("path,cat,dog", "pets/cat/0.png,1"),
+}
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(4):
             Image.new("RGB", (8, 8), (40 * number, 90, 0)).save(folder / "pets" / label / f"{number}.png")
     (folder / "pets" / "cat" / "9.png").write_bytes(b"no picture")
+    for name, lines in TABLES.items():
+        (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
     (folder / "flat").mkdir()
     Image.new("RGB", (8, 8)).save(folder / "flat" / "a.png")
     for name, card in (("half", '{"format": '), ("old", '{"format": "promptfed-export-99"}'), ("bare", "{}")):

@@ -16,7 +16,8 @@ import torch
 
 from promptfed.shared.data.errors import shortened
 from promptfed.shared.data.image_files import read_image
-from promptfed.shared.data.options import Options, kept_names, with_classes
+from promptfed.shared.data.label_table import LabelColumns, label_columns
+from promptfed.shared.data.options import Options, kept_names, only, with_classes
 from promptfed.shared.data.partition import train_test, whole_groups
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, in_words
 from promptfed.shared.files import open_file
@@ -135,45 +136,65 @@ def _is_hidden(path: Path) -> bool:
 
 
 def open_csv(body: str, options: Options) -> Source:
-    """Open a table with the columns path and label, and optionally split (train or test) and domain."""
-    options.check_names(("domain", "group"))
+    """Open a table with the columns path and label, or several labels per image as `label_columns` finds them.
+
+    Optional columns: split (train or test), domain and the groups.
+    """
+    options.check_names(("domain", "group", "labels", "columns"))
     table = _existing(body, options, folder=False)
     domain, group = options.text("domain"), options.text("group")
     with table.open(newline="", encoding="utf-8-sig") as lines:
         reader = csv.DictReader(lines)
         columns = reader.fieldnames or []
+        several = label_columns(table, columns, {"path", "split", "domain", group}, options)
         wanted = [*(["domain"] if domain is not None else []), *([group] if group is not None else [])]
-        for needed in ("path", "label", *wanted):
+        for needed in ("path", *(["label"] if several is None else []), *wanted):
             if needed not in columns:
                 raise DataError(f"{table} has no column {needed}; its first line names the columns, as in path,label.")
         rows = [(number, row) for number, row in enumerate(reader, 2) if _wanted(row, domain)]
-    wrong = [problem for number, row in rows for problem in _row_problems(table, number, row, group)]
+    wrong = [problem for number, row in rows for problem in _row_problems(table, number, row, group, several)]
     if wrong:
+        items = [_csv_item(table, row, group) for _, row in rows if row["path"]]
         unread = (
-            [] if options.names_only else _unreadable(_csv_item(table, row, group) for _, row in rows if row["path"])
+            [] if options.names_only else _unreadable(item for item in items if several is None or item.path.exists())
         )
         _refuse([*wrong, *unread])
     items = [_csv_item(table, row, group) for _, row in rows]
+    _check_splits(table, items, domain, options)
+    listing = _Listing(items, table, _domain(domain, table.parent / WORDS_FILE))
+    if several is None:
+        return _source(listing, options)
+    if not options.names_only:
+        _refuse(_unreadable(items))
+    return only(_divided(listing, *several.read(rows), options), options)
+
+
+def _check_splits(table: Path, items: Sequence[_Item], domain: str | None, options: Options) -> None:
+    """Raise DataError if there is no item, or if splits are given for some only."""
     if not items:
         raise DataError(f"{table} has no image" + (f" of the domain {domain}." if domain is not None else "."))
     given = {item.split for item in items}
     if len(given) == 1 and given != {None} and options.role == "trainer":
-        only = given.pop()
-        text = f"{table} has only the split {only}; give train and test, or no split."
-        raise DataError(f"{text} Evaluators need --role evaluator." if only == "test" else text)
+        split = given.pop()
+        text = f"{table} has only the split {split}; give train and test, or no split."
+        raise DataError(f"{text} Evaluators need --role evaluator." if split == "test" else text)
     if None in given and len(given) > 1:
         raise DataError(f"{table} leaves the split of some images empty; give it for all or for none.")
-    return _source(_Listing(items, table, _domain(domain, table.parent / WORDS_FILE)), options)
 
 
 def _wanted(row: dict[str, str], domain: str | None) -> bool:
     return domain is None or row["domain"] == domain
 
 
-def _row_problems(table: Path, number: int, row: dict[str, str], group: str | None) -> Iterator[str]:
+def _row_problems(
+    table: Path, number: int, row: dict[str, str], group: str | None, several: LabelColumns | None
+) -> Iterator[str]:
     where, split = f"{table}, line {number}", row.get("split") or None
-    if not row["path"] or not row["label"]:
-        yield f"{where}: path and label must not be empty."
+    yield from () if several is None else several.problems(number, row)
+    if not row["path"] or (several is None and not row["label"]):
+        yield f"{where}: {'path and label' if several is None else 'path'} must not be empty."
+    elif several is not None and not (table.parent / row["path"]).exists():
+        yield f"{where}: there is no image {row['path']}; correct the path, or remove the line."
     if split not in (None, *_SPLITS):
         yield f"{where}: the split is {split}, not train or test."
     if group is not None and not row[group]:
@@ -182,7 +203,7 @@ def _row_problems(table: Path, number: int, row: dict[str, str], group: str | No
 
 def _csv_item(table: Path, row: dict[str, str], group: str | None) -> _Item:
     split, own_group = row.get("split") or None, row[group] if group is not None else None
-    return _Item(table.parent / row["path"], row["label"], split, own_group)
+    return _Item(table.parent / row["path"], row.get("label") or "", split, own_group)
 
 
 def _source(listing: _Listing, options: Options) -> Source:
@@ -199,6 +220,13 @@ def _source(listing: _Listing, options: Options) -> Source:
         _refuse(listing.wrong)
     # Labels refer to all names, so that the seeded split of a class does not depend on excluded classes.
     labels = torch.tensor([names.index(item.label) for item in items])
+    source = _divided(replace(listing, items=items), names, labels, options)
+    return source if len(wanted) == len(names) else with_classes(source, [names.index(name) for name in wanted])
+
+
+def _divided(listing: _Listing, names: tuple[str, ...], labels: torch.Tensor, options: Options) -> Source:
+    """The items with ``labels`` of the classes ``names`` in train and test. Raises DataError if they have one group."""
+    items = listing.items
     groups = [item.group for item in items if item.group is not None] or None
     whole = Split(labels, lambda row: read_image(items[row].path), groups)
     if options.names_only:
@@ -213,8 +241,7 @@ def _source(listing: _Listing, options: Options) -> Source:
         is_train = torch.tensor([item.split == "train" for item in items])
         train, test = is_train.nonzero()[:, 0], (~is_train).nonzero()[:, 0]
     _check_apart(whole, train, test, options)
-    source = Source(options.uri, names, listing.domain, TEMPLATE, whole.select(train), whole.select(test))
-    return source if len(wanted) == len(names) else with_classes(source, [names.index(name) for name in wanted])
+    return Source(options.uri, names, listing.domain, TEMPLATE, whole.select(train), whole.select(test))
 
 
 def _refuse(files: Sequence[str], classes: Sequence[str] = (), all_classes: Sequence[str] = ()) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from PIL import Image
 
 from promptfed.shared.data.image_files import expect_numbers
-from promptfed.shared.data.options import Options
+from promptfed.shared.data.options import UNKNOWN, Options
 from promptfed.shared.data.partition import train_test
 from promptfed.shared.data.source import DataError, Source, Split, refuse_special_files
 
@@ -21,7 +22,8 @@ TESTS = ("test", "validation")
 def open_hugging_face(body: str, options: Options) -> Source:
     """Open the data set ``body``: a name on the hub (with ``config=``), or a folder written by ``save_to_disk``.
 
-    ``image=`` and ``label=`` name the columns if they are ambiguous, ``train=`` and ``test=`` name the splits.
+    A label is a ClassLabel, or a sequence of them for several labels per image. ``image=`` and ``label=`` name the
+    columns if they are ambiguous, ``train=`` and ``test=`` name the splits.
     Code in a data set is never run.
     """
     options.check_names(OWN_OPTIONS)
@@ -36,7 +38,8 @@ def open_hugging_face(body: str, options: Options) -> Source:
             raise DataError(f"{options.uri}: has no split {name}; it has {', '.join(splits)}.")
     train = splits[train_name]
     image, label = _columns(train, options)
-    names = tuple(" ".join(name.replace("_", " ").split()) for name in train.features[label].names)
+    feature = train.features[label]
+    names = tuple(" ".join(name.replace("_", " ").split()) for name in getattr(feature, "feature", feature).names)
     first = _split(train, image, label, names, options)
     if test_name is None:
         rows = train_test(first.labels, options.split_seed)
@@ -62,7 +65,8 @@ def _load(body: str, options: Options) -> Any:
 
 def _columns(dataset: Any, options: Options) -> tuple[str, str]:
     """The columns of images and of labels: the named ones, or the only ones of their kind."""
-    kinds = {name: type(feature).__name__ for name, feature in dataset.features.items()}
+    # A sequence has its elements' kind: several labels per image.
+    kinds = {name: type(getattr(kind, "feature", kind)).__name__ for name, kind in dataset.features.items()}
     chosen = []
     for option, kind in (("image", "Image"), ("label", "ClassLabel")):
         fitting = [name for name, own in kinds.items() if own == kind]
@@ -76,9 +80,13 @@ def _columns(dataset: Any, options: Options) -> tuple[str, str]:
 
 
 def _split(dataset: Any, image: str, label: str, names: tuple[str, ...], options: Options) -> Split:
-    labels = torch.tensor(dataset[label][:], dtype=torch.long)
-    if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= len(names)):
-        raise DataError(f"{options.uri}: some images have no label; choose a labelled split with train= and test=.")
+    values = dataset[label][:]
+    if any(isinstance(value, list) for value in values):
+        labels = _several(values, names, options)
+    else:
+        labels = torch.tensor(values, dtype=torch.long)
+        if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= len(names)):
+            raise DataError(f"{options.uri}: some images have no label; choose a labelled split with train= and test=.")
 
     def read(row: int) -> Image.Image:
         try:
@@ -89,3 +97,16 @@ def _split(dataset: Any, image: str, label: str, names: tuple[str, ...], options
             raise DataError(f"row {row}: column {image} holds no readable image ({error}).") from error
 
     return Split(labels, read)
+
+
+def _several(values: Sequence[Sequence[int] | None], names: tuple[str, ...], options: Options) -> torch.Tensor:
+    """Labels ``(N, C)`` int8 of lists of classes; those of a row without a list are unknown."""
+    labels = torch.zeros(len(values), len(names), dtype=torch.int8)
+    for row, listed in enumerate(values):
+        if listed is None:
+            labels[row] = UNKNOWN
+        elif not all(0 <= label < len(names) for label in listed):
+            raise DataError(f"{options.uri}: row {row} has a label beyond its {len(names)} classes; correct the row.")
+        else:
+            labels[row, list(listed)] = 1
+    return labels

@@ -146,7 +146,7 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     ``unlabelled=true``: no training label is read; `Source.unlabelled`.
     ``known`` stores the partition of ``source`` for its next client.
     """
-    source = _worded(_only(source, options), options)
+    source = _worded(only(source, options), options)
     source = _cut_classes(source, options)
     if not options.names_only:
         source = _hold_out(source, options)
@@ -181,7 +181,7 @@ def kept_names(names: Sequence[str], counts: Mapping[str, int], options: Options
     return kept
 
 
-def _only(source: Source, options: Options) -> Source:
+def only(source: Source, options: Options) -> Source:
     """The source with the classes that ``only=`` and ``min_per_class=`` select, in the source's order."""
     if options.text("only") is None and options.text("min_per_class") is None:
         return source

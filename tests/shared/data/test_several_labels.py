@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from promptfed.shared.data import DataError, open_source
+from promptfed.shared.data import DataError, Source, open_source
 from promptfed.shared.data.partition import class_counts, strata
+from promptfed.shared.data.registry import class_names_of
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.data.sheet import contact_sheet
 
@@ -115,3 +119,88 @@ def test_without_labels_no_training_label_is_read() -> None:
     assert unlabelled.train.labels.tolist() == [-1] * 30
     assert torch.equal(unlabelled.test.labels, whole.test.labels)
     assert unlabelled.class_names == whole.class_names
+
+
+def table(folder: Path, *lines: str) -> str:
+    """A table beside eight images a.png to h.png of different grey."""
+    for shade, name in enumerate("abcdefgh"):
+        Image.new("RGB", (8, 8), (30 * shade,) * 3).save(folder / f"{name}.png")
+    (folder / "t.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return f"csv:{folder}/t.csv"
+
+
+def rows(source: Source) -> dict[int, list[int]]:
+    """The labels by the image's grey, training images first."""
+    return {
+        split.image(row).getpixel((0, 0))[0] // 30: split.labels[row].tolist()
+        for split in (source.train, source.test)
+        for row in range(len(split))
+    }
+
+
+def test_a_table_with_a_column_for_each_class(tmp_path: Path) -> None:
+    uri = table(
+        tmp_path,
+        "path,patient,pleural_effusion,mass,split",
+        "a.png,p,1,0,train",
+        "b.png,p,,1.0,train",
+        "c.png,q,0,,test",
+        "d.png,q,0.0,1,test",
+    )
+    source = open_source(f"{uri}?group=patient")
+    assert source.class_names == ("pleural effusion", "mass")
+    assert source.train.labels.dtype == torch.int8
+    assert rows(source) == {0: [1, 0], 1: [-1, 1], 2: [0, -1], 3: [0, 1]}
+    assert (source.train.groups, source.test.groups) == (("p", "p"), ("q", "q"))
+    assert open_source(f"{uri}?columns=mass").class_names == ("mass",)
+    assert class_names_of(f"{uri}?group=patient") == source.class_names
+    evaluated = open_source(f"{uri}?group=patient&only=mass", "evaluator")
+    assert evaluated.test.labels.tolist() == [[0], [1], [-1], [1]]
+
+
+def test_a_table_with_a_column_of_names(tmp_path: Path) -> None:
+    lines = [
+        f"{name}.png,{labels}"
+        for name, labels in zip("abcdefgh", ["cat| dog", "", *["dog"] * 3, *["cat"] * 3], strict=False)
+    ]
+    uri = table(tmp_path, "path,labels", *lines)
+    source = open_source(uri)
+    assert source.class_names == ("cat", "dog")
+    assert rows(source) == {0: [1, 1], 1: [0, 0], **{k: [0, 1] for k in (2, 3, 4)}, **{k: [1, 0] for k in (5, 6, 7)}}
+    named = table(tmp_path, "path,Finding Labels,age", *[f"{line},57" for line in lines])
+    assert rows(open_source(f"{named}?labels=Finding Labels")) == rows(source)
+
+
+@pytest.mark.parametrize(
+    ("header", "line", "options", "text"),
+    [
+        ("path,cat,age", "a.png,1,57", "", "t.csv, line 2: age is 57, not 1 (present), 0 (absent) or empty (unknown)"),
+        ("path,labels", "a.png,cat||dog", "", "line 2: labels is cat||dog, with an empty name; write names"),
+        ("path,labels", "a.png,", "", "the column labels names no class; write some"),
+        ("path,cat", "gone.png,1", "", "line 2: there is no image gone.png; correct the path, or remove the line"),
+        ("path,cat", "a.png", "", "line 2: cat is missing: give every line 2 cells"),
+        ("path,cat", ",1", "", "line 2: path must not be empty"),
+        ("path,cat", "a.png,1", "?columns=dog", "t.csv has no column dog; choose one of path, cat"),
+        ("path,cat", "a.png,1", "?labels=cat&columns=cat", "give labels= or columns=, not both"),
+        ("path", "a.png", "", "t.csv has no column label"),
+        ("path,cat", "t.csv,1", "", "t.csv cannot be read as an image"),
+    ],
+)
+def test_wrong_tables_name_the_line_and_what_to_do(
+    tmp_path: Path, header: str, line: str, options: str, text: str
+) -> None:
+    assert text in refused(table(tmp_path, header, line) + options)
+
+
+def test_a_hub_data_set_with_lists_of_labels(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="Hugging Face data: pip install '.[hf]'")
+    kinds = datasets.Sequence(datasets.ClassLabel(names=["red_fox", "owl"]))
+    features = datasets.Features({"picture": datasets.Image(), "kinds": kinds})
+    images = [Image.new("RGB", (8, 8), (30 * k,) * 3) for k in range(4)]
+    made = datasets.Dataset.from_dict({"picture": images, "kinds": [[0, 1], [], None, [1]]}, features=features)
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "hub"))
+    source = open_source(f"hf:{tmp_path / 'hub'}")
+    assert source.class_names == ("red fox", "owl")
+    assert source.train.labels.tolist()[:2] == [[1, 1], [0, 0]]
+    assert source.train.labels.tolist()[3] == [0, 1]
+    assert source.train.labels.dtype == torch.int8

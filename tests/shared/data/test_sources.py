@@ -227,7 +227,7 @@ def test_csv_with_split_and_domain(tmp_path: Path) -> None:
 def test_bad_tables_are_refused(tmp_path: Path) -> None:
     write_image(tmp_path / "0", 0)
     refuse(f"csv:{tmp_path}/labels.csv", "there is no file")
-    refuse(table(tmp_path, "path,class", "0.png,cat"), "no column label")
+    refuse(table(tmp_path, "path,class", "0.png,cat"), "class is cat, not 1 (present)", "call a column of names label")
     refuse(table(tmp_path, "path,label"), "has no image")
     refuse(table(tmp_path, "path,label", "0.png,"), "line 2", "must not be empty")
     refuse(table(tmp_path, "path,label,split", "0.png,cat,dev"), "line 2", "dev")

@@ -1,0 +1,86 @@
+"""Several labels per image in a table: one column for each class, or one column of names separated by ``|``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from promptfed.shared.data.options import UNKNOWN, Options
+from promptfed.shared.data.source import DataError
+
+NAMES_COLUMN = "labels"
+SEPARATOR = "|"
+_CELLS = {"": UNKNOWN, "0": 0, "1": 1, "0.0": 0, "1.0": 1}  # what a cell of a class's column may hold
+
+Rows = Sequence[tuple[int, Mapping[str, str | None]]]  # the lines of a table with their numbers
+
+
+@dataclass(frozen=True)
+class LabelColumns:
+    """Where ``table`` has the labels: a column for each class, or with ``names`` one column that lists the classes."""
+
+    table: Path
+    columns: tuple[str, ...]
+    names: bool
+
+    def problems(self, number: int, row: Mapping[str, str | None]) -> Iterator[str]:
+        """One sentence for each cell of a line that cannot be read."""
+        for column in self.columns:
+            where, cell = f"{self.table}, line {number}", row.get(column)
+            if cell is None:
+                yield f"{where}: {column} is missing: give every line {len(row)} cells."
+            elif self.names and cell.strip() and not all(map(str.strip, cell.split(SEPARATOR))):
+                yield f"{where}: {column} is {cell}, with an empty name; write names separated by one {SEPARATOR}."
+            elif not self.names and cell.strip() not in _CELLS:
+                advice = "correct it, give columns=NAME,NAME of the classes, or call a column of names label or labels"
+                yield f"{where}: {column} is {cell}, not 1 (present), 0 (absent) or empty (unknown); {advice}."
+
+    def read(self, rows: Rows) -> tuple[tuple[str, ...], torch.Tensor]:
+        """The class names, and labels ``(N, C)`` int8 of lines without `problems`. Raises DataError without a class."""
+        if not self.names:
+            cells = [[_CELLS[(row[column] or "").strip()] for column in self.columns] for _, row in rows]
+            return tuple(" ".join(column.replace("_", " ").split()) for column in self.columns), _labels(cells)
+        listed = [_listed(row[self.columns[0]] or "") for _, row in rows]
+        names = tuple(sorted(set().union(*listed)))
+        if not names:
+            raise DataError(f"{self.table}: the column {self.columns[0]} names no class; write some, as in cat|dog.")
+        return names, _labels([[int(name in own) for name in names] for own in listed])
+
+
+def label_columns(
+    table: Path, columns: Sequence[str], others: Collection[str], options: Options
+) -> LabelColumns | None:
+    """Where ``table`` has several labels per image; None if it has one, in the column ``label``.
+
+    ``labels=COLUMN`` names the column of names (default: labels), ``columns=NAME,NAME`` the columns of classes; without
+    either of them these are all columns but ``others``.
+
+    Raises:
+        DataError: a named column is missing, or both options are given.
+    """
+    given, chosen = options.text("labels"), options.text("columns")
+    if given is not None and chosen is not None:
+        raise DataError(f"{options.uri}: give labels= or columns=, not both.")
+    wanted = [given] if given is not None else [] if chosen is None else [name.strip() for name in chosen.split(",")]
+    for name in wanted:
+        if name not in columns:
+            raise DataError(f"{table} has no column {name}; choose one of {', '.join(columns)}.")
+    if wanted:
+        return LabelColumns(table, tuple(wanted), given is not None)
+    if "label" in columns:
+        return None
+    if NAMES_COLUMN in columns:
+        return LabelColumns(table, (NAMES_COLUMN,), True)
+    classes = tuple(column for column in columns if column not in others)
+    return LabelColumns(table, classes, False) if classes else None
+
+
+def _listed(cell: str) -> set[str]:
+    return {name.strip() for name in cell.split(SEPARATOR) if name.strip()}
+
+
+def _labels(cells: Sequence[Sequence[int]]) -> torch.Tensor:
+    return torch.tensor(cells, dtype=torch.int8)
