@@ -73,7 +73,8 @@ class Exchange:
 class Disclosure:
     """All that the coordinator and other sites will learn of this client, and what it will do for them.
 
-    ``changes``: in what the offer is not the one that was agreed to before; empty where none was.
+    ``unlabelled``: training reads no label. ``changes``: in what the offer is not the one that was agreed to before;
+    empty where none was.
     """
 
     terms: AgreedTerms
@@ -82,6 +83,7 @@ class Disclosure:
     disclosed: tuple[Disclosed, ...]
     changes: tuple[str, ...] = ()
     plan: PrivacyPlan | None = None
+    unlabelled: bool = False
 
     def facts(self) -> dict[str, Any]:
         """For programs."""
@@ -97,6 +99,7 @@ class Disclosure:
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
             "learned": [asdict(disclosed) for disclosed in self.disclosed],
             "test_sets": list(self._tests),
+            "unlabelled": self.unlabelled,
             "never": NEVER,
             **({} if self.plan is None else {"privacy": vars(self.plan)}),
         }
@@ -190,6 +193,7 @@ class Disclosure:
                 ("method", _settings(terms.method) or "no settings"),
                 ("training", _settings(terms.training.model_dump())),
                 *([] if terms.loss.is_plain else [("loss", _settings(terms.loss.model_dump()))]),
+                *([("labels", _guessed(terms))] if self.unlabelled else []),
                 ("seed", f"{terms.seed}, which batches and crops follow from"),
             ]
         if self.plan is not None:
@@ -287,6 +291,13 @@ def _distributed(privacy: PrivacySpec) -> str:
     return f"every client adds a part of the noise before it sends: {noise}, also {others}; a whole client is protected"
 
 
+def _guessed(terms: AgreedTerms) -> str:
+    least = terms.loss.unlabelled_threshold
+    return (
+        f"none is read: it trains on the classes that the current classifier gives a probability of {least:g} or more"
+    )
+
+
 def _settings(settings: dict[str, Any]) -> str:
     return ", ".join(f"{key} {str(value)[:LONG]}" for key, value in settings.items() if key != "name")
 
@@ -299,6 +310,7 @@ def disclose(
     shape: BackboneShape | None,
     changes: Sequence[str] = (),
     plan: PrivacyPlan | None = None,
+    unlabelled: bool = False,
 ) -> Disclosure:
     """What ``declared`` and the method's phases send; an evaluator sends accuracies alone.
 
@@ -309,7 +321,7 @@ def disclose(
     candidates = [make_method(candidate.method) for candidate in terms.tuning.candidates] if terms.tuning else [method]
     facts = dict.fromkeys(fact for candidate in candidates for fact in candidate.disclosures)
     told = tuple(fact for fact in facts if trains or fact.to == "sites") if exchanges else ()
-    return Disclosure(terms, declared, exchanges, told, tuple(changes), plan)
+    return Disclosure(terms, declared, exchanges, told, tuple(changes), plan, unlabelled)
 
 
 def _exchanges(method: Method, info: EnrolmentInfo, shape: BackboneShape | None) -> tuple[Exchange, ...]:

@@ -14,6 +14,7 @@ from promptfed.client_service.joining.disclosure import Declared
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.state.private_state import Identity
 from promptfed.client_service.training.data import check_classes, check_domain
+from promptfed.client_service.training.unlabelled import check_unlabelled
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
 from promptfed.shared.clip.loading import expect_device
 from promptfed.shared.clip.weights.permissions import permits
@@ -136,7 +137,7 @@ def label_space(method: Method, info: EnrolmentInfo, own: tuple[str, ...]) -> tu
 
 
 def check_declaration(method: Method, info: EnrolmentInfo, role: Role, source: Source) -> None:
-    """Refuse classes that the federation does not know, and a domain without words where the method needs them.
+    """Refuse unknown classes, images without labels, and a domain without words, where the method needs them.
 
     Raises:
         ClientError: BAD_INPUT.
@@ -146,6 +147,8 @@ def check_declaration(method: Method, info: EnrolmentInfo, role: Role, source: S
         raise ClientError(Exit.USAGE, f"{text}: start this client with --role evaluator")
     check_classes(source.class_names, label_space(method, info, source.class_names))
     check_domain(method, role, source)
+    if role == "trainer":
+        check_unlabelled(method, source)
 
 
 def declaration(

@@ -269,6 +269,9 @@ def held_out(source: Source, share: float, seed: int) -> Source:
         ClientError: BAD_INPUT where the groups cannot be divided.
     """
     groups = source.train.groups
+    if source.unlabelled:
+        text = "no training images can be held out to compare methods: their labels are not read (unlabelled=true)"
+        raise ClientError(Exit.BAD_INPUT, text)
     try:
         if groups is not None:
             rows, tested = partition.whole_groups(groups, source.train.labels, seed, source.uri, share)

@@ -31,6 +31,7 @@ from promptfed.client_service.training.augmentation import kept_bytes
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
 from promptfed.client_service.training.payloads import as_sent, check_payload, known_sizes, phase_of, unchanged
+from promptfed.client_service.training.unlabelled import with_predictions
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.messages import EvaluationRequest, PayloadReceipt, Peer, Role, Task, TaskConfig, UpdateMetadata
@@ -155,6 +156,8 @@ class TaskWork:
         context = replace(context, count_trained=trained.append, protection=protection)
         with unexplained(self.hides_failures), torch_settings(context.training, self.backbone):
             private, peers = self._prepared(method, context, task.config.peers)
+            if self.data.unlabelled:
+                context = with_predictions(method, context, self.data, tensors, private)
             result = method.train(context, tensors, private)
             update, private = self._sent(phase, result, tensors, private)
         if protection is not None and not protection.used:

@@ -146,7 +146,7 @@ def open_csv(body: str, options: Options) -> Source:
     with table.open(newline="", encoding="utf-8-sig") as lines:
         reader = csv.DictReader(lines)
         columns = reader.fieldnames or []
-        several = label_columns(table, columns, {"path", "split", "domain", group}, options)
+        several = label_columns(table, columns, {"path", "split", "domain", group or "path"}, options)
         wanted = [*(["domain"] if domain is not None else []), *([group] if group is not None else [])]
         for needed in ("path", *(["label"] if several is None else []), *wanted):
             if needed not in columns:

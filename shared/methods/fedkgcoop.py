@@ -28,6 +28,7 @@ class FedKgCoOp(PromptFL):
     summary = "PromptFL with a term that holds the prompted text features near the template's."
     paper = "Yao et al., Visual-Language Prompt Tuning with Knowledge-guided Context Optimization (KgCoOp), 2023"
     takes_losses = True
+    takes_unlabelled = True
     protects = True
     Hyper = FedKgCoOpHyper
     hyper: FedKgCoOpHyper

@@ -49,6 +49,7 @@ class FedMaple(pf.Method):
     summary = "Deep text prompts with visual ones coupled to them by linear maps, averaged over clients."
     paper = "Khattak et al., MaPLe: Multi-modal Prompt Learning, 2023; averaged as in PLAN's tables"
     takes_losses = True
+    takes_unlabelled = True
     protects = True
     Hyper = FedMapleHyper
     hyper: FedMapleHyper

@@ -46,6 +46,7 @@ class FedTaskRes(pf.Method):
     )
     paper = "Yu et al., Task Residual for Tuning Vision-Language Models, 2023, made federated"
     takes_losses = True
+    takes_unlabelled = True
     protects = True
     Hyper = FedTaskResHyper
     hyper: FedTaskResHyper

@@ -20,5 +20,6 @@ class FedVPTDeep(FedVPT):
     summary = "Visual prompts in every block, averaged over clients; text head, or a private linear one."
     protects = True
     takes_losses = True
+    takes_unlabelled = True
     Hyper = FedVPTDeepHyper
     hyper: FedVPTDeepHyper

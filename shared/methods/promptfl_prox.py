@@ -24,6 +24,7 @@ class PromptFLProx(PromptFL):
     summary = "PromptFL with a proximal term that holds each client's context near the global one."
     paper = "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), 2020; PromptFL as above"
     takes_losses = True
+    takes_unlabelled = True
     protects = True
     Hyper = PromptFLProxHyper
     hyper: PromptFLProxHyper

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from promptfed.shared.spec.spec_section import Section
+from promptfed.shared.spec.spec_section import Section, left_out
 
 
 class LossSpec(Section):
@@ -32,7 +32,28 @@ class LossSpec(Section):
     adjustment: Annotated[float, Field(gt=0, le=10, description="of logit_adjusted")] = 1.0
     beta: Annotated[float, Field(gt=0, lt=1, description="of class_balanced")] = 0.999
 
+    unlabelled_weight: Annotated[
+        float,
+        left_out(
+            1.0,
+            gt=0,
+            le=100,
+            description="λ: scales the learning rate of a client without labels (`unlabelled=true`), "
+            "since Adam and clipping undo a weight of its loss",
+        ),
+    ] = 1.0
+    unlabelled_threshold: Annotated[
+        float,
+        left_out(
+            0.95,
+            gt=0,
+            lt=1,
+            description="least probability of a class at which a client without labels trains on an image as one of it "
+            "(FixMatch, Sohn et al. 2020)",
+        ),
+    ] = 0.95
+
     @property
     def is_plain(self) -> bool:
-        """Whether this is the cross-entropy over all images alike."""
+        """Whether this is the cross-entropy over all labelled images alike."""
         return self.kind == "cross_entropy" and self.balance == "none"

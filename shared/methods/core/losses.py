@@ -16,7 +16,8 @@ class ClassificationLoss:
 
     def __init__(self, context: ClientContext):
         self._spec, self._shift, self._weights = context.terms.loss, None, None
-        if self._spec.balance == "none":
+        self._unlabelled = context.unlabelled
+        if self._spec.balance == "none" or self._unlabelled:  # the sizes of classes without labels are unknown
             return
         labels = context.train.labels
         counts = torch.bincount(labels, minlength=len(context.class_names)).to(context.backbone.device)
@@ -29,15 +30,15 @@ class ClassificationLoss:
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The mean loss of ``logits (B, C)`` under ``labels (B,)``."""
-        if self._spec.is_plain:
+        if self._spec.is_plain and not self._unlabelled:
             return F.cross_entropy(logits, labels)
         return self.each(logits, labels).mean()
 
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Losses ``(B,)`` of ``logits (B, C)`` under ``labels (B,)``."""
+        """Losses ``(B,)`` of ``logits (B, C)`` under ``labels (B,)``; zero where a client has no label: -1."""
         if self._shift is not None:
             logits = logits + self._shift
-        losses = F.cross_entropy(logits, labels, reduction="none")
+        losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
         if self._spec.kind != "cross_entropy":
             q = 1.0 if self._spec.kind == "mae" else self._spec.q
             losses = -torch.expm1(-q * losses) / q  # (1 - p^q)/q, of -log p

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,9 +23,12 @@ from promptfed.shared.tensors import Tensors
 from tests import ROOT
 from tests.support.visual_clients import ImageSplit, client_context, server_context, small_backbone
 
+Change = Callable[[ClientContext], ClientContext]
+
 COUNTS = (3, 1, 2)
 LABELS = torch.tensor([0, 2, 0, 1, 2, 0])
 TAKING = sorted(name for name, kind in METHODS.items() if kind.can_take_losses())
+UNLABELLED = sorted(name for name, kind in METHODS.items() if kind.can_take_unlabelled())
 TRAIN_PHASE = {"plan": "prompts"}
 
 
@@ -83,14 +88,16 @@ def test_a_class_without_images_is_no_alternative(backbone: Backbone) -> None:
     assert slope[:, 1].abs().max() == 0
 
 
-def trained(backbone: Backbone, name: str, loss: LossSpec, labels: Tensor = LABELS) -> Tensors:
+def trained(
+    backbone: Backbone, name: str, loss: LossSpec, labels: Tensor = LABELS, change: Change = lambda context: context
+) -> Tensors:
     method = make_method({"name": name} | ({"m": 2} if "m" in METHODS[name].Hyper.model_fields else {}))
     server = server_context(backbone, "a")
     context = context_of(backbone, loss, labels, learning_rate=0.05, phase=TRAIN_PHASE.get(name, "train"))
     phases = {phase.name: phase for phase in method.phases(1, 4)}
     state = method.initial_state_with(backbone, server, initial_draws(3))
     payload = method.payload(state, phases[context.phase], server.clients[0], server)
-    result = method.train(context, payload, {})
+    result = method.train(change(context), payload, {})
     return {**result.update, **{f"own {key}": value for key, value in result.private.items()}}
 
 
@@ -110,6 +117,36 @@ def test_every_method_that_takes_losses_trains_by_them(backbone: Backbone, name:
     even = torch.tensor([0, 1, 2, 2, 1, 0])
     adjusted = trained(backbone, name, LossSpec(balance="logit_adjusted"), even)
     assert apart(trained(backbone, name, LossSpec(), even), adjusted) < max(1e-3 * moved, 1e-5)
+
+
+@pytest.mark.parametrize("name", UNLABELLED)
+def test_images_without_a_prediction_train_nothing(backbone: Backbone, name: str) -> None:
+    """Predicted labels train like others; what an image without one shows, and the balance, make no difference."""
+
+    def unlabelled(context: ClientContext) -> ClientContext:
+        return replace(context, unlabelled=True)
+
+    def changed(context: ClientContext) -> ClientContext:
+        assert isinstance(context.train, ImageSplit)
+        context.train.pixels[[1, 4]] = 0.5 - context.train.pixels[[1, 4]]
+        return unlabelled(context)
+
+    plain = LossSpec()
+    assert apart(trained(backbone, name, plain), trained(backbone, name, plain, change=unlabelled)) < 1e-6
+    some = LABELS.clone()
+    some[[1, 4]] = -1
+    guessed = trained(backbone, name, plain, some, unlabelled)
+    assert apart(guessed, trained(backbone, name, plain)) > 1e-4
+    assert apart(guessed, trained(backbone, name, plain, some, changed)) == 0
+    assert apart(guessed, trained(backbone, name, LossSpec(balance="class_balanced"), some, unlabelled)) == 0
+
+
+def test_methods_that_train_without_labels_take_losses_and_the_page_names_them() -> None:
+    assert set(UNLABELLED) < set(TAKING)
+    assert not any(METHODS[name].personal for name in UNLABELLED)
+    page = (ROOT / "docs" / "reference" / "methods.md").read_text()
+    [sentence] = re.findall(r"Sites without labels[^.]*\.md#options\)([^.]*)\.", page)
+    assert re.findall(r"`(\w+)`", sentence) == UNLABELLED
 
 
 def test_at_least_fifteen_methods_take_losses_and_the_page_names_them() -> None:

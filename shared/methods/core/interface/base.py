@@ -140,7 +140,7 @@ class ClientContext:
     ``train`` in training, the classes of the test set in an evaluation. ``label_space`` is always that of ``train``;
     empty means ``class_names``. ``template``: the federation's, or that of the client's data. ``count_trained``
     receives the number of values that each training loop optimises. With ``protection`` training is differentially
-    private.
+    private. ``unlabelled``: the labels of ``train`` are predictions, or -1 where there is none.
     """
 
     backbone: Backbone
@@ -157,6 +157,7 @@ class ClientContext:
     count_trained: Callable[[int], None] = field(default=lambda numbers: None)
     label_space: tuple[str, ...] = ()
     protection: Protection | None = None
+    unlabelled: bool = False
 
     @property
     def training(self) -> TrainingSpec:
@@ -245,6 +246,7 @@ class Method(ABC):
     unprotected: ClassVar[str] = "its training has not been looked at for this"  # the reason why not, as a clause
     Own: ClassVar[type[OwnOptions]] = OwnOptions  # options that each client may choose
     takes_losses: ClassVar[bool] = False  # whether `train` minimises the spec's `loss`; not inherited
+    takes_unlabelled: ClassVar[bool] = False  # whether `train` reads labels through that loss alone; not inherited
     change_per_number: ClassVar[float] = 10.0  # largest admitted root mean square of a change
 
     def __init__(self, hyper: Hyperparameters):
@@ -260,6 +262,11 @@ class Method(ABC):
     def can_take_losses(cls) -> bool:
         """Whether this class itself sets ``takes_losses``, as in `can_protect`."""
         return bool(vars(cls).get("takes_losses", False))
+
+    @classmethod
+    def can_take_unlabelled(cls) -> bool:
+        """Whether this class itself sets ``takes_unlabelled``, as in `can_protect`."""
+        return bool(vars(cls).get("takes_unlabelled", False))
 
     @property
     def disclosures(self) -> tuple[Disclosed, ...]:
