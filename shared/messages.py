@@ -268,7 +268,10 @@ Figure = Annotated[Fraction | None, left_out()]
 
 
 class SplitResult(Message):
-    """Accuracy as a fraction of ``num_samples`` test images; ``ece`` (15 bins) and ``macro_f1`` where they are sent."""
+    """Accuracy on ``num_samples`` test images; ``ece`` (15 bins) and ``macro_f1`` where they are sent.
+
+    ``accuracy``: the fraction of right answers; of images with several labels the mean average precision.
+    """
 
     accuracy: Fraction
     num_samples: Annotated[int, Field(ge=1)]

@@ -24,6 +24,7 @@ from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface import hooks
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.methods.core.registry import INSTALL
+from promptfed.shared.methods.core.several_labels import is_for_several_labels
 from promptfed.shared.secagg.keys import public_identity, sign
 from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.spec import BackboneSpec, SpecError
@@ -146,6 +147,11 @@ def check_declaration(method: Method, info: EnrolmentInfo, role: Role, source: S
         text = f"the federation {info.name} validates an export, and nobody trains"
         raise ClientError(Exit.USAGE, f"{text}: start this client with --role evaluator")
     check_classes(source.class_names, label_space(method, info, source.class_names))
+    if (source.test.labels.ndim == 2) != is_for_several_labels(method):
+        kinds = ("one label per image", "any number of labels per image")
+        here, there = kinds if is_for_several_labels(method) else kinds[::-1]
+        text = f"the federation {info.name} is for {there}, and {source.uri} has {here}"
+        raise ClientError(Exit.BAD_INPUT, f"{text}: give data of that kind, or set the spec's task")
     check_domain(method, role, source)
     if role == "trainer":
         check_unlabelled(method, source)

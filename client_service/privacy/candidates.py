@@ -7,8 +7,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo
-from promptfed.shared.methods import make_method
+from promptfed.shared.methods import MULTI_LABEL, TASK, make_method
 from promptfed.shared.methods.core.interface.base import Method, Phase
+from promptfed.shared.methods.core.several_labels import is_for_several_labels
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import TensorSpec
 
@@ -85,4 +86,5 @@ def _tensor(spec: TensorSpec) -> str:
 
 def settings_of(method: Method) -> dict[str, Any]:
     """The method's name and hyperparameters."""
-    return {"name": method.name, **method.hyper.model_dump(mode="json")}
+    task = {TASK: MULTI_LABEL} if is_for_several_labels(method) else {}
+    return {"name": method.name, **method.hyper.model_dump(mode="json"), **task}

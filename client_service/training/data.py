@@ -107,6 +107,7 @@ class ClientData:
         self.template = source.template
         self.domain = domain_of(source)
         self.unlabelled = source.unlabelled
+        self.several_labels = source.train.labels.ndim == 2
         self.tests = {name: TestSet(other.class_names, other.template) for name, other in tests.items()}
         self._splits: dict[str, Split] = {TRAIN: source.train, TEST: source.test}
         self._splits |= {name: other.test for name, other in tests.items()}

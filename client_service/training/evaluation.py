@@ -14,9 +14,11 @@ from promptfed.shared.messages import SplitResult
 from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, Method, Mixes, Split
 from promptfed.shared.methods.core.interface.hooks import Retargets
 from promptfed.shared.methods.core.interface.insights import HasVariants
+from promptfed.shared.methods.core.several_labels import PresenceTemplates
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.metrics import calibration_error, macro_f1
+from promptfed.shared.metrics.clinical import mean_average_precision
 from promptfed.shared.metrics.site_figures import Answered, SiteFigures, site_figures
 from promptfed.shared.outcomes import ZERO_SHOT, Outcomes, Record
 from promptfed.shared.tensors import Tensors
@@ -39,15 +41,16 @@ class Evaluation:
     record: Record | None = None  # who is told every image's answer, in this process
     figures: Container[str] = ()  # that the owner agreed to tell beside accuracies: ece, macro_f1
     zero_shot: ZeroShotResults = field(default_factory=dict)
-    _templates: dict[str, TemplateClassifier] = field(default_factory=dict)
+    _templates: dict[str, TemplateClassifier | PresenceTemplates] = field(default_factory=dict)
 
-    def template(self, context: ClientContext) -> TemplateClassifier | None:
+    def template(self, context: ClientContext) -> TemplateClassifier | PresenceTemplates | None:
         """The template's classifier over ``context.class_names``; None where the backbone reads no texts."""
         if not context.backbone.has_text:
             return None
         key = _template_key(context)
         if key not in self._templates:
-            self._templates[key] = TemplateClassifier(context)
+            made = PresenceTemplates if self.data.several_labels else TemplateClassifier
+            self._templates[key] = made(context)
         return self._templates[key]
 
     def contexts(self, own: ClientContext, template: str | None) -> Iterator[tuple[str, ClientContext]]:
@@ -89,27 +92,36 @@ class Evaluation:
                     made[names] = {"": first, **further}
                 for variant, classifier in made[names].items():
                     key = name + VARIANT + variant if variant else name
-                    splits[key] = self._measure(name, context, classifier, variant)
+                    splits |= _there(key, self._measure(name, context, classifier, variant))
                 by_template = self.template(context)
                 if by_template is not None:
-                    zero_shot[name] = self._measure_template(name, context, by_template)
+                    zero_shot |= _there(name, self._measure_template(name, context, by_template))
         return splits, zero_shot
 
     def figures_of(self, classifier: Classifier, context: ClientContext, floor: int) -> SiteFigures:
-        """The figures of the client's own test images, by class and subgroup. Images of no class are left out."""
+        """The figures of the client's own test images, by class and subgroup.
+
+        Images of no class, and images with an unknown label, are left out.
+        """
         split, images = self.data.split(TEST, context.class_names), self.data.test_images()
-        told = probabilities(classifier, split)
-        predicted, labels = told.argmax(dim=-1), split.labels
-        classes = torch.arange(len(context.class_names))
+        labels, classes = split.labels, torch.arange(len(context.class_names))
+        if labels.ndim == 2:
+            told = presences(classifier, split)
+            truth, decided, known = labels == 1, told > 0.5, (labels >= 0).all(dim=1)
+        else:
+            told = probabilities(classifier, split)
+            truth, decided = labels[:, None] == classes, told.argmax(dim=-1)[:, None] == classes
+            known = labels >= 0
         answered = Answered(
             names=context.class_names,
-            truth=(labels[:, None] == classes).numpy(),
-            decided=(predicted[:, None] == classes).numpy(),
+            truth=truth.numpy(),
+            decided=decided.numpy(),
             scores=told.numpy(),
             patients=images.groups,
             subgroups=images.subgroups,
+            exclusive=labels.ndim == 1,
         )
-        return site_figures(answered.among((labels >= 0).numpy()), floor)
+        return site_figures(answered.among(known.numpy()), floor)
 
     def zero_shot_keys(self, own: ClientContext, template: str | None) -> dict[str, str]:
         """By test set: what the template's accuracy on it depends on, its images, its names and the template."""
@@ -133,8 +145,12 @@ class Evaluation:
             shares_by_name[SHARE + name] = shares_by_name.get(SHARE + name, 0.0) + share
         return shares_by_name
 
-    def _measure(self, name: str, context: ClientContext, classifier: Classifier, variant: str = "") -> SplitResult:
+    def _measure(
+        self, name: str, context: ClientContext, classifier: Classifier, variant: str = ""
+    ) -> SplitResult | None:
         test = self.data.split(name, context.class_names)
+        if test.labels.ndim == 2:
+            return _of_several(classifier, test, context.cancelled)
         predicted, confidence = answers(classifier, test, context.cancelled)
         if self.record is not None:
             split = name + VARIANT + variant if variant else name
@@ -150,11 +166,24 @@ class Evaluation:
             macro_f1=_rounded(macro_f1(test.labels, predicted)) if "macro_f1" in figures else None,
         )
 
-    def _measure_template(self, name: str, context: ClientContext, template: Classifier) -> SplitResult:
+    def _measure_template(self, name: str, context: ClientContext, template: Classifier) -> SplitResult | None:
         key = name, _template_key(context)
         if key not in self.zero_shot:
-            self.zero_shot[key] = self._measure(name, context, template, ZERO_SHOT)
+            measured = self._measure(name, context, template, ZERO_SHOT)
+            if measured is None:
+                return None
+            self.zero_shot[key] = measured
         return self.zero_shot[key]
+
+
+def _there(key: str, result: SplitResult | None) -> Results:
+    return {} if result is None else {key: result}
+
+
+def _of_several(classifier: Classifier, split: Split, cancelled: Cancelled) -> SplitResult | None:
+    """The mean average precision of images with several labels; None if no class is both present and absent."""
+    figure = mean_average_precision(split.labels.numpy(), presences(classifier, split, cancelled).numpy())
+    return None if figure is None else SplitResult(accuracy=figure, num_samples=len(split))
 
 
 def _rounded(figure: float) -> float:
@@ -186,6 +215,11 @@ def probabilities(classifier: Classifier, split: Split) -> Tensor:
     """Each class's probability ``(N, C)`` in float64, on the CPU."""
     parts = [torch.softmax(logits.double(), dim=-1).cpu() for logits in _batches(classifier, split, lambda: False)]
     return torch.cat(parts)
+
+
+def presences(classifier: Classifier, split: Split, cancelled: Cancelled = lambda: False) -> Tensor:
+    """The probability ``(N, C)`` of each class to be present, where there may be several; float64, on the CPU."""
+    return torch.cat([torch.sigmoid(logits.double()).cpu() for logits in _batches(classifier, split, cancelled)])
 
 
 def _batches(classifier: Classifier, split: Split, cancelled: Cancelled) -> Iterator[Tensor]:

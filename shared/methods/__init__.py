@@ -23,6 +23,7 @@ from promptfed.shared.methods.core.checks.validation_checks import check_validat
 from promptfed.shared.methods.core.interface.base import Method, MethodError, ServerContext
 from promptfed.shared.methods.core.rates import swept_rate
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description
+from promptfed.shared.methods.core.several_labels import for_several_labels
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec, merged, parse_spec
 
 
@@ -33,6 +34,8 @@ def _own_methods() -> dict[str, str]:
 
 
 METHODS = MethodRegistry(_own_methods())
+TASK, MULTI_LABEL = "task", "multi_label"
+"""The key of a resolved method that is for images with several labels, as the spec's ``task`` says."""
 
 
 class UnknownMethod(SpecError):
@@ -65,11 +68,20 @@ def make_method(settings: dict[str, Any]) -> Method:
         SpecError: unknown method or hyperparameter, or a value out of range, with its path.
     """
     kind = method_class(settings["name"])
-    given = {key: value for key, value in settings.items() if key != "name"}
+    given = {key: value for key, value in settings.items() if key not in ("name", TASK)}
     try:
-        return kind(kind.Hyper.model_validate(given))
+        hyper = kind.Hyper.model_validate(given)
     except ValidationError as error:
         raise SpecError.from_validation(error, "method", kind.Hyper) from None
+    if settings.get(TASK, MULTI_LABEL) != MULTI_LABEL:
+        raise SpecError([{"path": f"method.{TASK}", "detail": f"only {MULTI_LABEL} is written here: leave it out"}])
+    if TASK not in settings:
+        return kind(hyper)
+    if not kind.can_take_several_labels():
+        able = ", ".join(name for name in METHODS if METHODS[name].can_take_several_labels())
+        text = f"{kind.name} does not train on images with several labels: take one of {able}"
+        raise SpecError([{"path": TASK, "detail": text}])
+    return for_several_labels(kind)(hyper)
 
 
 def method_for(spec: FederationSpec) -> Method:
@@ -107,7 +119,8 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
         SpecError: the spec is invalid; each error has a dotted path.
     """
     spec, method = _parts(raw)
-    resolved = spec.model_copy(update={"method": {"name": method.name, **method.hyper.model_dump()}})
+    task = {TASK: MULTI_LABEL} if spec.task == MULTI_LABEL else {}
+    resolved = spec.model_copy(update={"method": {"name": method.name, **method.hyper.model_dump(), **task}})
     checks: list[tuple[str, Callable[[], object]]] = [
         ("method", lambda: method.check(resolved)),
         ("aggregation", lambda: check_rule(method, resolved)),
@@ -154,7 +167,8 @@ def _parts(raw: dict[str, Any]) -> tuple[FederationSpec, Method]:
         errors = errors + error.errors
     if kind is not None:
         try:
-            method = make_method(merged(defaults, raw)["method"])
+            several = spec is not None and spec.task == MULTI_LABEL
+            method = make_method(merged(defaults, raw)["method"] | ({TASK: MULTI_LABEL} if several else {}))
         except SpecError as error:
             errors = errors + error.errors
     if spec is None or method is None:

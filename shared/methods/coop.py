@@ -19,6 +19,7 @@ class CoOp(pf.ContextMethod):
     summary = "Each client trains a context of its own and never shares it."
     paper = "Zhou et al., Learning to Prompt for Vision-Language Models (CoOp), 2022"
     takes_losses = True
+    several_labels = True
     personal = True
     unprotected = "it sends nothing up; withhold evaluations"
 

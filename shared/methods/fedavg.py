@@ -54,6 +54,7 @@ class FedAvg(WeightMethod):
     summary = "The image tower's own weights, all or a part, fine-tuned by each client and averaged."
     paper = "McMahan et al., Communication-Efficient Learning of Deep Networks (FedAvg), 2017"
     takes_losses = True
+    several_labels = True
     Hyper = FedAvgHyper
     hyper: FedAvgHyper
 

@@ -82,6 +82,7 @@ class FedCLIP(pf.Method):
     paper = "Lu et al., FedCLIP: Fast Generalization and Personalization for CLIP in Federated Learning, 2023"
     takes_losses = True
     takes_unlabelled = True
+    several_labels = True
     protects = True
     Hyper = FedCLIPHyper
     hyper: FedCLIPHyper

@@ -56,6 +56,7 @@ class FedCLIPAdapter(pf.Method):
     paper = "Gao et al., CLIP-Adapter: Better Vision-Language Models with Feature Adapters, 2021, made federated"
     takes_losses = True
     takes_unlabelled = True
+    several_labels = True
     protects = True
     Hyper = FedCLIPAdapterHyper
     hyper: FedCLIPAdapterHyper

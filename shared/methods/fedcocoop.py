@@ -49,6 +49,7 @@ class FedCoCoOp(pf.SharedContextMethod):
     summary = "PromptFL whose context a shared meta-net shifts for each image."
     paper = "Zhou et al., Conditional Prompt Learning for Vision-Language Models (CoCoOp), 2022; averaged by FedAvg"
     takes_losses = True
+    several_labels = True
     protects = True
     Hyper = FedCoCoOpHyper
     hyper: FedCoCoOpHyper

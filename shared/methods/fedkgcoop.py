@@ -29,6 +29,7 @@ class FedKgCoOp(PromptFL):
     paper = "Yao et al., Visual-Language Prompt Tuning with Knowledge-guided Context Optimization (KgCoOp), 2023"
     takes_losses = True
     takes_unlabelled = True
+    several_labels = True
     protects = True
     Hyper = FedKgCoOpHyper
     hyper: FedKgCoOpHyper

@@ -50,6 +50,7 @@ class FedMaple(pf.Method):
     paper = "Khattak et al., MaPLe: Multi-modal Prompt Learning, 2023; averaged as in PLAN's tables"
     takes_losses = True
     takes_unlabelled = True
+    several_labels = True
     protects = True
     Hyper = FedMapleHyper
     hyper: FedMapleHyper

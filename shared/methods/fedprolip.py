@@ -42,6 +42,7 @@ class FedProLIP(pf.Method):
     summary = "The image tower's last projection, fine-tuned near its pretrained values; its change is shared."
     paper = "Fahes et al., Fine-tuning CLIP's Last Visual Projector (ProLIP), 2024, made federated"
     takes_losses = True
+    several_labels = True
     protects = True
     needs = NEEDS
     Hyper = FedProLIPHyper

@@ -31,6 +31,7 @@ class FedProx(WeightMethod):
     summary = "FedAvg of the image tower with a penalty on the distance to the received weights."
     paper = "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), 2020"
     takes_losses = True
+    several_labels = True
     Hyper = FedProxHyper
     hyper: FedProxHyper
 

@@ -47,6 +47,7 @@ class FedTaskRes(pf.Method):
     paper = "Yu et al., Task Residual for Tuning Vision-Language Models, 2023, made federated"
     takes_losses = True
     takes_unlabelled = True
+    several_labels = True
     protects = True
     Hyper = FedTaskResHyper
     hyper: FedTaskResHyper

@@ -112,6 +112,7 @@ class FedVPT(VisualPromptMethod):
     paper = "Jia et al., Visual Prompt Tuning (VPT), 2022; averaged as in the tables of pFedPG (Yang et al., 2023)"
     takes_losses = True
     takes_unlabelled = True
+    several_labels = True
     protects = True
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:

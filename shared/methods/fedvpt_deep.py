@@ -21,5 +21,6 @@ class FedVPTDeep(FedVPT):
     protects = True
     takes_losses = True
     takes_unlabelled = True
+    several_labels = True
     Hyper = FedVPTDeepHyper
     hyper: FedVPTDeepHyper

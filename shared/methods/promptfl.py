@@ -23,6 +23,7 @@ class PromptFL(pf.SharedContextMethod):
     paper = "Guo et al., PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Models, 2023"
     takes_losses = True
     takes_unlabelled = True
+    several_labels = True
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the global context ``(m, d_t)``; sends the trained one."""

@@ -25,6 +25,7 @@ class PromptFLProx(PromptFL):
     paper = "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), 2020; PromptFL as above"
     takes_losses = True
     takes_unlabelled = True
+    several_labels = True
     protects = True
     Hyper = PromptFLProxHyper
     hyper: PromptFLProxHyper

@@ -37,6 +37,7 @@ class ZeroShot(pf.Method):
     summary = "The template's text features; nothing is trained and nothing travels."
     paper = "Radford et al., Learning Transferable Visual Models From Natural Language Supervision (CLIP), 2021"
     unprotected = "it trains nothing"
+    several_labels = True
     Hyper = ZeroShotHyper
     defaults = pf.defaults(1)
 

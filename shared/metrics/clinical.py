@@ -139,6 +139,21 @@ def average_precision(truth: NDArray[np.bool_], scores: Floats, weights: Floats)
     return areas
 
 
+def mean_average_precision(labels: ArrayLike, scores: ArrayLike) -> float | None:
+    """The mean over classes of `average_precision`, of labels (N, C) that are 1, 0 or −1 (unknown) and scores (N, C).
+
+    Classes without an image that has them, or without one that lacks them, do not count; None if no class counts.
+    """
+    truth, said = np.asarray(labels), np.asarray(scores, dtype=float)
+    found = []
+    for k in range(truth.shape[1]):
+        known = truth[:, k] >= 0
+        own = truth[known, k] == 1
+        if own.any() and not own.all():
+            found.append(float(average_precision(own, said[known, k], np.ones((1, len(own))))[0]))
+    return float(np.mean(found)) if found else None
+
+
 def precision_estimate(truth: NDArray[np.bool_], scores: Floats, groups: Sequence[str] | None = None) -> Estimate:
     """Average precision; the standard error is that of bootstrap draws that hold a positive."""
     value = float(average_precision(truth, scores, np.ones((1, len(truth))))[0])

@@ -238,6 +238,10 @@ class FederationSpec(Section):
     ] = "training"
     method: dict[str, Any]
     backbone: BackboneSpec = BackboneSpec()
+    task: Annotated[
+        Literal["single_label", "multi_label"],
+        left_out("single_label", description="multi_label: any number of the classes may be present in an image"),
+    ] = "single_label"
     class_names: ClassNames | None = None
     class_descriptions: Annotated[ClassDescriptions | None, left_out()] = None
     template: Template | None = "a photo of a {}."  # none: each data source's own

@@ -8,6 +8,15 @@ from promptfed.shared.spec.spec import FederationSpec
 
 def check_loss(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError if ``method`` has a loss of its own, or if privacy hides what the loss reads."""
+    several = spec.task == "multi_label"
+    if several and (spec.loss.kind in ("gce", "mae") or spec.loss.balance == "class_balanced"):
+        what = "balance: class_balanced" if spec.loss.balance == "class_balanced" else f"kind: {spec.loss.kind}"
+        raise MethodError(
+            f"{what} is for one label per image: with task: multi_label take kind: cross_entropy or asymmetric, and "
+            "balance: none or logit_adjusted"
+        )
+    if not several and spec.loss.kind == "asymmetric":
+        raise MethodError("kind: asymmetric is for images with several labels: set task: multi_label, or leave it out")
     if spec.loss.is_plain:
         return
     if not method.can_take_losses():

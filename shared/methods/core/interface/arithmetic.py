@@ -14,6 +14,7 @@ from promptfed.shared.methods.core.interface.base import Method
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+OF_THE_METHOD = "of the method"  # ``server`` of a class that only adds to another: the other decides
 TORCH, NUMPY = 1, 2
 """Versions of a federation's arithmetic. The first computed with torch, which gives other last digits than numpy."""
 
@@ -33,7 +34,7 @@ def differs_by_rounding(function: Function) -> Function:
 def computed(method: Method, name: str) -> Literal["numpy", "torch", "by version"]:
     """Where the server function ``name`` of ``method`` is computed."""
     for kind in type(method).__mro__:
-        if name in vars(kind):
+        if name in vars(kind) and vars(kind).get("server") != OF_THE_METHOD:
             if not kind.__module__.startswith("promptfed.") and vars(kind).get("server") != "numpy":
                 return "torch"
             how: Literal["numpy", "torch", "by version"] = getattr(vars(kind)[name], "computed", "numpy")

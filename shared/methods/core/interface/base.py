@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from promptfed.shared.clip import Backbone
+    from promptfed.shared.methods.core.interface.label_bias import LabelBias
 
 
 class MethodError(ValueError):
@@ -140,7 +141,8 @@ class ClientContext:
     ``train`` in training, the classes of the test set in an evaluation. ``label_space`` is always that of ``train``;
     empty means ``class_names``. ``template``: the federation's, or that of the client's data. ``count_trained``
     receives the number of values that each training loop optimises. With ``protection`` training is differentially
-    private. ``unlabelled``: the labels of ``train`` are predictions, or -1 where there is none.
+    private. ``unlabelled``: the labels of ``train`` are predictions, or -1 where there is none. ``label_bias``: the
+    threshold to train, where images have several labels.
     """
 
     backbone: Backbone
@@ -158,6 +160,7 @@ class ClientContext:
     label_space: tuple[str, ...] = ()
     protection: Protection | None = None
     unlabelled: bool = False
+    label_bias: LabelBias | None = None
 
     @property
     def training(self) -> TrainingSpec:
@@ -247,6 +250,7 @@ class Method(ABC):
     Own: ClassVar[type[OwnOptions]] = OwnOptions  # options that each client may choose
     takes_losses: ClassVar[bool] = False  # whether `train` minimises the spec's `loss`; not inherited
     takes_unlabelled: ClassVar[bool] = False  # whether `train` reads labels through that loss alone; not inherited
+    several_labels: ClassVar[bool] = False  # whether images may have several labels; not inherited
     change_per_number: ClassVar[float] = 10.0  # largest admitted root mean square of a change
 
     def __init__(self, hyper: Hyperparameters):
@@ -267,6 +271,11 @@ class Method(ABC):
     def can_take_unlabelled(cls) -> bool:
         """Whether this class itself sets ``takes_unlabelled``, as in `can_protect`."""
         return bool(vars(cls).get("takes_unlabelled", False))
+
+    @classmethod
+    def can_take_several_labels(cls) -> bool:
+        """Whether this class itself sets ``several_labels``, as in `can_protect`."""
+        return bool(vars(cls).get("several_labels", False))
 
     @property
     def disclosures(self) -> tuple[Disclosed, ...]:

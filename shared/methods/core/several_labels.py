@@ -1,0 +1,186 @@
+"""Methods for images with several labels: each class is present or absent, by a threshold that the federation learns.
+
+An image's logit of class c is s·(cos(f, t_c) + β), with the method's own cosines. The one number β travels beside the
+method's tensors; −β is the cosine from which a class counts as present. `make_method` derives such a method from an
+ordinary one that declares ``several_labels``, so that a method's file says nothing about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+from promptfed.shared.methods.core.interface.arithmetic import OF_THE_METHOD
+from promptfed.shared.methods.core.interface.base import (
+    Classifier,
+    ClientContext,
+    ClientInfo,
+    Combine,
+    Method,
+    MethodError,
+    Phase,
+    ServerContext,
+    Split,
+    TrainResult,
+    Updates,
+)
+from promptfed.shared.methods.core.interface.label_bias import LabelBias
+from promptfed.shared.methods.core.text_features import template_features
+from promptfed.shared.seeds import Draws
+from promptfed.shared.spec.spec import FederationSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from promptfed.shared.clip import Backbone
+
+BIAS = TensorSpec("label_bias", (1,))
+
+
+class ThresholdClassifier:
+    """A classifier's logits plus s·β: above 0 a class counts as present."""
+
+    def __init__(self, classifier: Classifier, bias: float):
+        self._classifier, self._bias = classifier, bias
+
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        return self._classifier.logits(split, indices) + self._bias
+
+
+class PresenceTemplates:
+    """Zero-shot: s·(cos(f, "a photo of a c") − cos(f, "a photo without a c")); above 0 a class counts as present."""
+
+    def __init__(self, context: ClientContext):
+        self._scale = context.backbone.logit_scale
+        present, absent = (
+            template_features(context.backbone, template, context.class_names)
+            for template in (context.template, absent_template(context.template))
+        )
+        self._difference = present - absent
+
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        features = split.features()
+        return self._scale * features[indices.to(features.device)] @ self._difference.T
+
+    def of_images(self, images: Tensor) -> Tensor:
+        """Not for single images outside a split."""
+        raise MethodError("templates for several labels read features of a split")
+
+
+def absent_template(template: str) -> str:
+    """The template of an absent class: " without " in place of the first " of "."""
+    return template.replace(" of ", " without ", 1) if " of " in template else "a photo without a {}."
+
+
+class SeveralLabels(Method):
+    """What `several_labels` adds to a method: β in its state, its phases, its training and its classifier."""
+
+    server = OF_THE_METHOD
+
+    @property
+    def _shared(self) -> bool:
+        """Whether the method itself exchanges anything; otherwise β stays with the client too."""
+        return bool(super().state_tensors())  # type: ignore[safe-super]
+
+    def check(self, spec: FederationSpec) -> None:
+        """A common list of classes, of which each client trains all."""
+        if spec.class_names is None:
+            raise MethodError("several labels per image need class_names, the federation's list of classes")
+        if getattr(self.hyper, "label_space", "federation") != "federation":
+            raise MethodError("several labels per image need label_space: federation")
+        for option, plain in {"head": "text", "fedsr": False, "generalization": "none"}.items():
+            if getattr(self.hyper, option, plain) != plain:
+                raise MethodError(f"several labels per image need {option}: {plain}")
+        super().check(spec)
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """Also β, if anything is exchanged."""
+        return (*super().state_tensors(), BIAS) if self._shared else ()  # type: ignore[safe-super]
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """β travels down and up in phases that send something up."""
+        return tuple(
+            replace(phase, down=_with_bias(phase.down), up=_with_bias(phase.up)) if phase.up else phase
+            for phase in super().phases(round, rounds)
+        )
+
+    def initial_state(self, context: ServerContext, draws: Draws) -> Tensors:
+        """β = 0."""
+        return self._started(super().initial_state(context, draws), draws)
+
+    def initial_state_with(self, backbone: Backbone, context: ServerContext, draws: Draws) -> Tensors:
+        """β = 0."""
+        return self._started(super().initial_state_with(backbone, context, draws), draws)
+
+    def _started(self, state: Tensors, draws: Draws) -> Tensors:
+        return state | {BIAS.name: draws.xp.zeros(1, dtype=draws.xp.float32)} if self._shared else state
+
+    def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
+        """Also β, as float32 whatever the method's tensors travel as."""
+        given = super().payload(state, phase, client, context)
+        return given | {BIAS.name: state[BIAS.name]} if BIAS.name in given else given
+
+    def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
+        """Also β."""
+        given = super().payload_tensors(phase)
+        return _with_bias(given) if self._shared else given
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Updates, combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """β by the federation's rule, like the tensors of a mean."""
+        combined: Tensors = {}
+
+        def noted(given: Updates) -> Tensors:
+            result = combine(given)
+            combined.update(result)
+            return result
+
+        after = super().aggregate(state, phase, updates, noted, context)
+        return after | {BIAS.name: combined.get(BIAS.name, state[BIAS.name])} if self._shared else after
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """The method's training with the loss of several labels, which trains β beside its tensors."""
+        bias = LabelBias(self._bias(payload, private), context.backbone, len(context.class_names))
+        given = replace(context, label_bias=bias), _without_bias(payload), _without_bias(private)
+        result = super().train(*given)  # type: ignore[safe-super]
+        learned = {BIAS.name: bias.value}
+        if not self._shared:
+            return replace(result, private=result.private | learned)
+        return replace(result, update=result.update | learned)
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ThresholdClassifier:
+        """The method's classifier with the threshold."""
+        given = context, _without_bias(payload), _without_bias(private)
+        inner = super().classifier(*given)  # type: ignore[safe-super]
+        return ThresholdClassifier(inner, context.backbone.logit_scale * float(self._bias(payload, private)))
+
+    def _bias(self, payload: Tensors, private: Tensors) -> Tensor:
+        held = payload if self._shared else private
+        return held.get(BIAS.name, torch.zeros(1))
+
+
+def _with_bias(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    return (*(spec for spec in specs if spec.name != BIAS.name), BIAS)
+
+
+def _without_bias(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name != BIAS.name}
+
+
+@cache
+def for_several_labels(kind: type[Method]) -> type[Method]:
+    """``kind`` for images with several labels."""
+    own = {name: vars(kind).get(name, False) for name in ("protects", "takes_losses", "several_labels")}
+    return type(kind.__name__, (SeveralLabels, kind), own)
+
+
+def is_for_several_labels(method: Method) -> bool:
+    """Whether a method was made for images with several labels."""
+    return isinstance(method, SeveralLabels)

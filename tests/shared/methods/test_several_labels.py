@@ -1,0 +1,273 @@
+"""Images with several labels: the losses against their formulas, the threshold, and every method that can train."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from promptfed.client_service.training.evaluation import presences
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods import METHODS, make_method, resolve_spec
+from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate
+from promptfed.shared.methods.core.interface.label_bias import LabelBias
+from promptfed.shared.methods.core.interface.protection import Objective, Protection
+from promptfed.shared.methods.core.losses import ClassificationLoss
+from promptfed.shared.methods.core.several_labels import BIAS, PresenceTemplates, absent_template
+from promptfed.shared.methods.core.text_features import template_features
+from promptfed.shared.metrics.clinical import mean_average_precision
+from promptfed.shared.privacy.noise import NoiseStream
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec.loss import LossSpec
+from promptfed.shared.spec.spec import SpecError
+from promptfed.shared.tensors import Tensors
+from tests import ROOT
+from tests.support.visual_clients import client_context, server_context, small_backbone
+
+LABELS = torch.tensor(
+    [[1, 0, 1], [0, 0, 1], [1, 1, 0], [-1, 1, 0], [0, -1, 1], [1, 0, -1]], dtype=torch.int8
+)  # -1: unknown
+ABLE = sorted(name for name, kind in METHODS.items() if kind.can_take_several_labels())
+TRAINABLE = [name for name in ABLE if name != "zero_shot"]
+SPECS = [
+    LossSpec(),
+    LossSpec(balance="logit_adjusted", adjustment=1.3),
+    LossSpec(kind="asymmetric", gamma_positive=1.0, gamma_negative=3.0, margin=0.1),
+    LossSpec(kind="asymmetric", balance="logit_adjusted"),
+]
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
+    return small_backbone(tmp_path_factory.mktemp("configs"))
+
+
+def context_of(backbone: Backbone, loss: LossSpec, **training: Any) -> ClientContext:
+    context = client_context(backbone, len(LABELS), **training).with_terms(loss=loss)
+    context.train.labels = LABELS
+    return context
+
+
+def literal_loss(cosines: Tensor, scale: float, beta: Tensor, spec: LossSpec) -> Tensor:
+    """The mean over images of the sum over known classes, one by one."""
+    total = torch.zeros((), dtype=cosines.dtype)
+    for row, labels in zip(cosines, LABELS.tolist(), strict=True):
+        for c, label in enumerate(labels):
+            if label == -1:
+                continue
+            z = scale * (row[c] + beta)
+            if spec.balance == "logit_adjusted":
+                known = [other[c] for other in LABELS.tolist() if other[c] != -1]
+                pi = (sum(known) + 0.5) / (len(known) + 1)
+                z = z + spec.adjustment * math.log(pi / (1 - pi))
+            p = 1 / (1 + torch.exp(-z))
+            if spec.kind == "cross_entropy":
+                value = -torch.log(p) if label else -torch.log(1 - p)
+            elif label:
+                value = -((1 - p) ** spec.gamma_positive) * torch.log(p)
+            else:
+                p_m = torch.clamp(p - spec.margin, min=0)
+                value = -(p_m**spec.gamma_negative) * torch.log(1 - p_m)
+            total = total + value
+    return total / len(cosines)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.balance}")
+def test_each_loss_and_its_gradients_equal_the_formula(backbone: Backbone, spec: LossSpec) -> None:
+    scale = backbone.logit_scale
+    beta = torch.tensor([-0.02], dtype=torch.float64, requires_grad=True)
+    bias = LabelBias(beta.detach(), backbone, 3)
+    loss = ClassificationLoss(replace(context_of(backbone, spec), label_bias=bias))
+    draws = torch.Generator().manual_seed(2)
+    cosines = (torch.randn(6, 3, generator=draws, dtype=torch.float64) / scale).requires_grad_()
+    found = loss(scale * cosines, LABELS)
+    wanted = literal_loss(cosines, scale, beta[0], spec)
+    assert found.item() == pytest.approx(wanted.item(), abs=1e-6)
+    slope, own = torch.autograd.grad(found, (cosines, bias.leaf))
+    by_hand, of_beta = torch.autograd.grad(wanted, (cosines, beta))
+    assert float((slope - by_hand).abs().max()) < 1e-6 * max(1.0, float(by_hand.abs().max()))
+    assert own.item() == pytest.approx(of_beta.item() / (3 * scale), abs=1e-6)
+    assert loss.each(scale * cosines, LABELS).mean().item() == pytest.approx(found.item(), abs=1e-12)
+
+
+def test_the_threshold_comes_from_any_start_to_the_best_one(backbone: Backbone) -> None:
+    """Of equal cosines the best bias is the logit of the share of present labels."""
+    share = float((LABELS == 1).sum()) / float((LABELS >= 0).sum())
+    for start in (-0.5, 0.0, 0.5):
+        bias = LabelBias(torch.tensor([start]), backbone, 3)
+        loss = ClassificationLoss(replace(context_of(backbone, LossSpec()), label_bias=bias))
+        logits, before = torch.zeros(6, 3), math.inf
+        for _ in range(60):
+            value = loss(logits, LABELS)
+            value.backward()
+            bias.step()
+            assert value.item() <= before + 1e-6
+            before = value.item()
+        assert float(bias.value) * backbone.logit_scale == pytest.approx(math.log(share / (1 - share)), abs=1e-2)
+
+
+def test_copies_have_thresholds_of_their_own(backbone: Backbone) -> None:
+    bias = LabelBias(torch.zeros(1), backbone, 3)
+    loss = ClassificationLoss(replace(context_of(backbone, LossSpec()), label_bias=bias))
+    logits = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+    copies = torch.linspace(-2, 2, 6)[:, None].requires_grad_()
+
+    def units(parameters: Any, indices: Tensor) -> Tensor:
+        return loss.each(logits[indices], LABELS[indices])
+
+    losses = bias.among(Objective(units)).units([copies], torch.arange(6))
+    [gradients] = torch.autograd.grad(losses.sum(), copies)
+    for row in range(6):
+        own = copies[row].detach().clone().requires_grad_()
+        alone = LabelBias(own.detach() / (3 * backbone.logit_scale), backbone, 3)
+        single = ClassificationLoss(replace(context_of(backbone, LossSpec()), label_bias=alone))
+        single(logits[row : row + 1], LABELS[row : row + 1]).backward()
+        assert alone.leaf.grad is not None
+        assert gradients[row].item() == pytest.approx(alone.leaf.grad.item(), abs=1e-6)
+
+
+def trained(backbone: Backbone, name: str, loss: LossSpec, protection: Protection | None = None) -> tuple[Any, ...]:
+    """The method, its payload, the result of one task and the server's context."""
+    settings = {"name": name, "task": "multi_label"}
+    method = make_method(settings | ({"m": 2} if "m" in METHODS[name].Hyper.model_fields else {}))
+    server = server_context(backbone, "a")
+    context = replace(context_of(backbone, loss, learning_rate=0.05), protection=protection)
+    state = method.initial_state_with(backbone, server, initial_draws(3))
+    phases = method.phases(1, 4)
+    payload = method.payload(state, phases[0], server.clients[0], server) if phases else {}
+    return method, state, payload, context, method.train(context, payload, {}), server
+
+
+def apart(one: Tensors, other: Tensors) -> float:
+    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_every_able_method_trains_by_the_loss_and_learns_the_threshold(backbone: Backbone, name: str) -> None:
+    method, state, payload, context, result, server = trained(backbone, name, LossSpec())
+    sent = result.update if BIAS.name in result.update else result.private
+    assert float(sent[BIAS.name]) != 0
+    assert set(payload) == {spec.name for spec in method.payload_tensors(None)}
+    for phase in method.phases(1, 4):
+        expected = method.expected_update(phase, server.clients[0], server)
+        assert {key: tuple(tensor.shape) for key, tensor in result.update.items()} == {
+            key: shape for key, (shape, _) in expected.items()
+        }
+        arrays = {key: tensor.numpy() for key, tensor in result.update.items()}
+        numbers = {key: np.asarray(value) for key, value in state.items()}
+        updates = [ClientUpdate("a", 0.25, arrays), ClientUpdate("b", 0.75, arrays)]
+
+        def mean(given: Any) -> Tensors:
+            every = list(given)
+            return {key: sum(update.weight * update.tensors[key] for update in every) for key in every[0].tensors}
+
+        after = method.aggregate(numbers, phase, updates, mean, server)
+        assert set(after) == set(state)
+        assert not phase.up or after[BIAS.name].item() == pytest.approx(sent[BIAS.name].item(), rel=1e-6)
+    other = trained(backbone, name, LossSpec(kind="asymmetric"))[4]
+    assert apart(result.update or result.private, other.update or other.private) > 0
+    scores = method.classifier(context, payload, result.private).logits(context.train, torch.arange(6))
+    assert scores.shape == LABELS.shape
+
+
+def test_a_classifier_is_its_cosines_and_the_threshold(backbone: Backbone) -> None:
+    method, _, payload, context, _, _ = trained(backbone, "promptfl", LossSpec())
+    plain = make_method({"name": "promptfl", "m": 2})
+    given = {name: tensor for name, tensor in payload.items() if name != BIAS.name}
+    wanted = plain.classifier(context, given, {}).logits(context.train, torch.arange(6)) + backbone.logit_scale * -0.3
+    found = method.classifier(context, payload | {BIAS.name: torch.tensor([-0.3])}, {})
+    assert torch.allclose(found.logits(context.train, torch.arange(6)), wanted)
+    assert torch.allclose(presences(found, context.train), torch.sigmoid(wanted.double()))
+
+
+class Silent(NoiseStream):
+    """Draws of noise that are all 0."""
+
+    def normals(self, count: int) -> Any:
+        return np.zeros(count)
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINABLE if METHODS[name].can_protect()])
+def test_private_training_includes_the_threshold(backbone: Backbone, name: str) -> None:
+    """Without noise and clipping the private step of one full batch is the plain step."""
+    huge = Protection(clip=1e6, noise_multiplier=1.0, units=6, batch_size=6, epochs=1, stream=Silent(b"0" * 32))
+    options = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "batch_size": 6, "epochs": 1}
+    results = []
+    for protection in (None, huge):
+        settings = {"name": name, "task": "multi_label"}
+        method = make_method(settings | ({"m": 2} if "m" in METHODS[name].Hyper.model_fields else {}))
+        server = server_context(backbone, "a")
+        context = replace(context_of(backbone, LossSpec(), learning_rate=0.05, **options), protection=protection)
+        state = method.initial_state_with(backbone, server, initial_draws(3))
+        payload = method.payload(state, method.phases(1, 4)[0], server.clients[0], server)
+        results.append(method.train(context, payload, {}).update)
+    assert float(results[0][BIAS.name]) == pytest.approx(float(results[1][BIAS.name]), rel=1e-3)
+    assert apart(*results) < 1e-4
+
+
+def test_zero_shot_compares_present_with_absent(backbone: Backbone) -> None:
+    context = replace(context_of(backbone, LossSpec()), template="a photo of a {}.")
+    found = PresenceTemplates(context).logits(context.train, torch.arange(6))
+    present = template_features(backbone, "a photo of a {}.", context.class_names)
+    absent = template_features(backbone, "a photo without a {}.", context.class_names)
+    wanted = backbone.logit_scale * (context.train.features() @ present.T - context.train.features() @ absent.T)
+    assert torch.allclose(found, wanted, atol=1e-4)
+    assert absent_template("{}, on a plate") == "a photo without a {}."
+
+
+def test_mean_average_precision_equals_scikit_learn() -> None:
+    from sklearn.metrics import average_precision_score
+
+    draws = np.random.default_rng(0)
+    for _ in range(20):
+        labels = draws.choice([1, 0, -1], size=(40, 5), p=[0.3, 0.5, 0.2])
+        labels[:, 4] = draws.choice([0, -1], size=40)  # present nowhere: it does not count
+        scores = draws.integers(0, 12, size=(40, 5)) / 12  # with ties
+        columns = [(labels[:, c], scores[:, c]) for c in range(4)]
+        wanted = np.mean([average_precision_score(k[k >= 0] == 1, said[k >= 0]) for k, said in columns])
+        assert mean_average_precision(labels, scores) == pytest.approx(wanted, abs=1e-9)
+    assert mean_average_precision(np.zeros((3, 2)), np.zeros((3, 2))) is None
+
+
+def test_at_least_fifteen_methods_can_and_the_page_names_them() -> None:
+    assert len(TRAINABLE) >= 15
+    page = (ROOT / "docs" / "reference" / "methods.md").read_text()
+    [sentence] = re.findall(r"\[`task: multi_label`\]\(spec\.md\)([^.]*)\.", page)
+    assert re.findall(r"`(\w+)`", sentence) == ABLE
+
+
+CLASSES = {"class_names": ["drusen", "bleeding"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"method": {"name": "fedapt"}} | CLASSES, "fedapt does not train on images with several labels: take one of"),
+        ({}, "need class_names"),
+        ({"loss": {"kind": "gce"}} | CLASSES, "kind: gce is for one label per image"),
+        ({"loss": {"balance": "class_balanced"}} | CLASSES, "balance: class_balanced is for one label per image"),
+        ({"method": {"name": "fedavg", "head": "linear"}} | CLASSES, "need head: text"),
+        ({"method": {"name": "promptfl", "label_space": "client"}} | CLASSES, "need label_space: federation"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        resolve_spec({"name": "eyes", "task": "multi_label", "method": {"name": "promptfl"}} | changes)
+
+
+def test_the_asymmetric_loss_needs_several_labels() -> None:
+    with pytest.raises(SpecError, match="set task: multi_label"):
+        resolve_spec({"name": "eyes", "method": {"name": "promptfl"}, "loss": {"kind": "asymmetric"}})
+    spec = resolve_spec({"name": "eyes", "method": {"name": "promptfl"}})
+    assert "task" not in spec.model_dump(mode="json")
+    assert "task" not in spec.method
+    several = resolve_spec({"name": "eyes", "task": "multi_label", "method": {"name": "promptfl"}} | CLASSES)
+    again = resolve_spec(several.model_dump(mode="json"))
+    assert again == several
+    assert several.method["task"] == "multi_label"
