@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,6 +34,7 @@ PROXY_VARIABLE = "PROMPTFED_PROXY"
 RESTART_SECONDS = 60.0
 TAKEOVER_SECONDS = 20.0
 RETRY_SECONDS = 0.2
+UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError)
 MOVING = ("federation-moving", "store-away", "not-ready")  # 503s that another coordinator may not give
 TOKEN_VARIABLE = "PROMPTFED_OPERATOR_TOKEN"  # noqa: S105 (a variable's name)
 
@@ -147,6 +150,8 @@ class Coordinator:
             return _answer(request, self._response(request))
         except httpx.TransportError as error:
             text = f"cannot reach the coordinator at {self.url} ({why(error)}): is it running? See --coordinator"
+            if request.verb != "GET" and not isinstance(error, UNSENT):
+                text = f"{self._failed} took the request and gives no answer: look before you repeat it"
             raise CommandError(explained(error, self._failed) or text, Exit.UNREACHABLE) from None
 
     def _response(self, request: Request[View]) -> httpx.Response:
@@ -206,7 +211,7 @@ class Coordinator:
         if request.verb != "GET":
             if not self._is_there(address):
                 raise httpx.ConnectError(f"{address} does not answer")
-            return send(**request.options)
+            return self._sent_once(address, partial(send, **request.options))
         longest, seconds = request.options.get("timeout", self._timeout), GONE_SECONDS
         while seconds < longest:
             try:
@@ -216,6 +221,24 @@ class Coordinator:
                     raise
                 seconds *= 2  # It is there, and needs longer for this answer.
         return send(**request.options)
+
+    def _sent_once(self, address: str, send: Callable[[], httpx.Response]) -> httpx.Response:
+        """The answer to what must not be sent twice. Raises httpx.ReadTimeout soon after the coordinator is gone."""
+        answer: Future[httpx.Response] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(send())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        # A thread that nobody waits for: where the coordinator hangs, it would take the request's whole time.
+        threading.Thread(target=run, daemon=True).start()
+        while True:
+            if wait([answer], QUIET_SECONDS).done:
+                return answer.result()
+            if not self._is_there(address):
+                raise httpx.ReadTimeout(f"{address} does not answer any more")
 
     def _is_there(self, address: str) -> bool:
         try:

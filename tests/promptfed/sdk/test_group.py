@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import httpx
@@ -12,6 +14,7 @@ from promptfed.sdk.client import Coordinator, Request
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.api.api_schemas import Health
 from promptfed.shared.service.addresses import TOLD
+from tests.support.waiting import PATIENCE
 
 A, B = "https://a.example", "https://b.example"
 READ, ACT = Request("GET", "/v1/federations/f", Health), Request("POST", "/v1/federations/f/start", Health)
@@ -80,6 +83,41 @@ def test_who_needs_long_but_is_there_is_waited_for(monkeypatch: pytest.MonkeyPat
     assert group.api(f"{A},{B}").send(READ).view.status == "ok"
     assert limits == [5, 10, 20]
     assert "b" not in dict(group.asked)
+
+
+def test_a_change_is_given_up_soon_where_its_coordinator_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdk_client, "QUIET_SECONDS", 0.05)
+    hangs, healthy = threading.Event(), iter([True, True])
+
+    def hanging(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/readyz":
+            return httpx.Response(200) if next(healthy, False) else silent(request)
+        assert hangs.wait(PATIENCE)
+        return fine(request)
+
+    group = Group(monkeypatch, a=hanging, b=fine)
+    begun = time.monotonic()
+    with pytest.raises(CommandError, match=f"{A} took the request and gives no answer") as refusal:
+        group.api(f"{A},{B}").send(ACT)
+    assert time.monotonic() - begun < PATIENCE / 2
+    assert refusal.value.exit is Exit.UNREACHABLE
+    assert group.asked.count(("a", "start")) == 1, "it is not sent twice"
+    assert ("b", "start") not in group.asked
+    hangs.set()
+
+
+def test_a_change_that_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdk_client, "QUIET_SECONDS", 0.05)
+    asked = threading.Semaphore(0)
+
+    def slow(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/readyz":
+            asked.release()
+            return httpx.Response(200)
+        assert all(asked.acquire(timeout=PATIENCE) for _ in range(4))
+        return fine(request)
+
+    assert Group(monkeypatch, a=slow, b=fine).api(f"{A},{B}").send(ACT).view.status == "ok"
 
 
 def test_a_takeover_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
