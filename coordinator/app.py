@@ -39,7 +39,7 @@ from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import Scheduler
 from promptfed.coordinator.engine.sharing import Sharing
-from promptfed.coordinator.http.answer_headers import AnswerHeaders
+from promptfed.coordinator.http.answer_headers import PROTOCOL_HEADER, AnswerHeaders
 from promptfed.coordinator.http.auth_throttle import AuthThrottle
 from promptfed.coordinator.http.body_limits import JsonBodies
 from promptfed.coordinator.http.elsewhere import Elsewhere
@@ -60,6 +60,7 @@ from promptfed.coordinator.store.signing import Signer
 from promptfed.shared.messages import Problem
 from promptfed.shared.privacy.noise import Noise
 from promptfed.shared.service.reasons import offence
+from promptfed.shared.spec.versions import hear
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -105,6 +106,8 @@ class Application(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         scope["app"] = self
+        told = next((value for name, value in scope.get("headers", ()) if name == PROTOCOL_HEADER), b"")
+        hear(told.decode("latin-1"))
         await self._calls(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:

@@ -44,6 +44,7 @@ _WHERE = {
     "connect": "promptfed.library.connection",
     "run": "promptfed.library.run",
     "validate": "promptfed.library.validation",
+    "__version__": "promptfed.shared",
     "verify_export": "promptfed.export.verification",
 }
 

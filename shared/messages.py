@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.metrics.site_figures import SiteFigures
 from promptfed.shared.privacy.accounting import Event
 from promptfed.shared.privacy.settings import Evaluations
 from promptfed.shared.spec.spec import BackboneShape, ClassNames, Name, Template, TrainingSpec
-from promptfed.shared.spec.spec_section import left_out
+from promptfed.shared.spec.spec_section import left_out, newest_needed
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.spec.tuning import MOST_CANDIDATES, TuningSpec
+from promptfed.shared.spec.versions import OLDEST, heard, tolerant
 
-PROTOCOL_VERSION = 1
 MOST_PEERS = 1000  # clients that a task describes to another client
 PROBLEM_BASE = "https://promptfed.invalid/problems/"
 
@@ -35,6 +35,7 @@ MethodPackage = Annotated[
     ),
 ]
 Id = Annotated[str, Field(pattern=r"^[!-~]{1,100}$")]
+Release = Annotated[str | None, Field(pattern=r"^[!-~]{1,50}$")]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 Told = Annotated[
@@ -55,6 +56,15 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
+class FromClient(Message):
+    """Base of what clients send as JSON: unknown keys of a newer client are ignored."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _of_a_newer_client(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        return tolerant(given, handler, heard())
+
+
 class Domain(Message):
     """Where a client's images come from; ``description`` has ``{}`` for the class name, as in "a sketch of a {}"."""
 
@@ -71,7 +81,7 @@ class EnrolledProtection(Message):
     delta: Annotated[float, Field(gt=0, lt=1)]
 
 
-class EnrolRequest(Message):
+class EnrolRequest(FromClient):
     """``POST /v1/federations/{id}/clients``. ``secret`` (256 bits, hex) is the client's bearer token from then on."""
 
     name: Name
@@ -83,7 +93,10 @@ class EnrolRequest(Message):
     backbone_fingerprint: Digest
     backbone_shape: BackboneShape
     device: Annotated[str, Field(max_length=200, pattern=r"^[^\x00]*$")] = "cpu"  # PostgreSQL's text holds no NUL
-    protocol_version: int = PROTOCOL_VERSION
+    protocol_version: Annotated[
+        int, Field(ge=OLDEST, description="of this message; the header tells the client's own")
+    ] = OLDEST
+    release: Annotated[Release, left_out(since=2, description="of promptfed at the client")] = None
     identity_key: Annotated[IdentityKey, Field(description="Ed25519, hex: for federations with secure sums")] = None
     identity_proof: Annotated[Signature, Field(description="its signature, purpose identity, of name and secret")] = (
         None
@@ -105,6 +118,7 @@ class EnrolResponse(Message):
     client_id: str
     federation_id: str
     name: str
+    release: Annotated[Release, left_out(since=2, description="of promptfed at the coordinator")] = None
 
 
 class EnrolmentInfo(TrainingTerms):
@@ -118,9 +132,13 @@ class EnrolmentInfo(TrainingTerms):
     evaluation: Told = None
     tuning: Annotated[
         TuningSpec | None,
-        left_out(description="candidates, of which one becomes the method before round 1"),
+        left_out(since=2, description="candidates, of which one becomes the method before round 1"),
     ] = None
-    protocol_version: int = PROTOCOL_VERSION
+    protocol_version: Annotated[int, Field(description="the version that a client needs at least")] = OLDEST
+
+    def needed(self) -> tuple[int, str]:
+        """The version of the protocol that a client needs at least, and the field that needs it."""
+        return newest_needed(self)
 
     @model_validator(mode="after")
     def _candidates_are_trainable(self) -> EnrolmentInfo:
@@ -254,7 +272,7 @@ class Witnesses(Message):
     receipts: list[Witness]
 
 
-class UpdateMetadata(Message):
+class UpdateMetadata(FromClient):
     """Canonical JSON under the safetensors metadata key ``promptfed`` of an update."""
 
     task_id: Annotated[str, Field(max_length=100)]
@@ -282,12 +300,14 @@ class SplitResult(Message):
 SplitResults = Annotated[dict[Annotated[str, Field(min_length=1, max_length=100)], SplitResult], Field(max_length=1000)]
 
 
-class EvaluationRequest(Message):
+class EvaluationRequest(FromClient):
     """``PUT .../tasks/{task_id}/evaluation``. ``zero_shot`` has the template's accuracy on the same splits."""
 
     splits: SplitResults
     zero_shot: SplitResults = {}
-    figures: Annotated[SiteFigures | None, left_out(description="of a validation, by class and subgroup")] = None
+    figures: Annotated[SiteFigures | None, left_out(since=2, description="of a validation, by class and subgroup")] = (
+        None
+    )
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
     withheld: Annotated[bool, left_out(False, description="measured, and kept by the site")] = False
     privacy: Annotated[
@@ -296,7 +316,7 @@ class EvaluationRequest(Message):
     ] = None
 
 
-class FailureRequest(Message):
+class FailureRequest(FromClient):
     """``POST .../tasks/{task_id}/failure``: the coordinator no longer waits for this task."""
 
     type: Annotated[str, Field(min_length=1, max_length=100)]

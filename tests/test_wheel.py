@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from promptfed import __version__
 from tests import ROOT
 from tests.support.waiting import PATIENCE
 
@@ -140,7 +141,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         entries = archive.infolist()
     assert not any(stat.S_ISLNK(entry.external_attr >> 16) for entry in entries)
     names = {entry.filename for entry in entries}
-    assert {name.partition("/")[0] for name in names} == {"promptfed", "promptfed-0.1.0.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {"promptfed", f"promptfed-{__version__}.dist-info"}
     assert {name for name in names if name.startswith("promptfed/")} == tree
     assert {Path(name).suffix for name in tree} >= {".py", ".yaml", ".safetensors", ".html", ".js", ".css", ".mako"}
 

@@ -25,6 +25,7 @@ from promptfed.shared.service.addresses import TOLD, AddressBook
 from promptfed.shared.service.net import MOST_MOVES, moved_to
 from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.service.tls import PROXY_LOGIN, explained, is_certificate_error
+from promptfed.shared.spec.versions import OURS, PROTOCOL, Versions, versions_of
 
 log = logging.getLogger("promptfed.client")
 
@@ -109,6 +110,7 @@ class CoordinatorConnection:
     sent: SentLog | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     traffic: LineTraffic = field(default_factory=LineTraffic)
+    peer: Versions = field(default_factory=lambda: versions_of(None))  # of the coordinator, by its last answer
     _jitter: random.Random = field(default_factory=random.SystemRandom)
     most_part: int = PART  # bytes of an upload's part; fewer once something in between has refused one
     failed: str = ""  # the address that did not answer last
@@ -196,7 +198,11 @@ class CoordinatorConnection:
                     self.sent.note(address, verb, url, whole)
                 async with self.line.watched(address) if book.several else nullcontext():
                     request = self.http.build_request(
-                        verb, address + url, content=self.line.noted(body()), headers=headers, timeout=timeouts
+                        verb,
+                        address + url,
+                        content=self.line.noted(body()),
+                        headers={PROTOCOL: str(OURS), **headers},
+                        timeout=timeouts,
                     )
                     response = await self.http.send(request, stream=True, follow_redirects=False)
                     try:
@@ -258,12 +264,17 @@ class CoordinatorConnection:
         self.take_traffic(response, content)
         if response.status_code == PROXY_LOGIN:
             raise httpx.ProxyError(f"{PROXY_LOGIN} {response.reason_phrase}")
+        self.peer = versions_of(response.headers.get(PROTOCOL))
         if response.is_success:
             self.book.read(response.headers.get(TOLD))
             return
         if response.status_code >= 500 or (response.status_code == 429 and _retry_after(response) is not None):
             raise Unavailable(response.status_code, _problem(response, content)[1], _retry_after(response))
         raise Refused(response.status_code, *_problem(response, content))
+
+    def parse(self, kind: type[AnyMessage], body: bytes) -> AnyMessage:
+        """An answer of the coordinator, which may have unknown keys if it is newer. Raises BadAnswer."""
+        return parse(kind, body, self.peer)
 
     def unreachable(self, error: BaseException) -> ClientError:
         """The error that ends a client to which nobody answers."""
@@ -339,9 +350,9 @@ def _why(error: BaseException) -> str:
     return str(error) if isinstance(error, Unavailable) else why(error)
 
 
-def parse(kind: type[AnyMessage], body: bytes) -> AnyMessage:
+def parse(kind: type[AnyMessage], body: bytes, peer: Versions = OURS) -> AnyMessage:
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body, extra="ignore" if peer.is_newer else None)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "(body)"

@@ -19,7 +19,7 @@ from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_
 from promptfed.shared.clip.loading import expect_device
 from promptfed.shared.clip.weights.permissions import permits
 from promptfed.shared.data import Source
-from promptfed.shared.messages import PROTOCOL_VERSION, Domain, EnrolmentInfo, EnrolRequest, Role
+from promptfed.shared.messages import Domain, EnrolmentInfo, EnrolRequest, Role
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface import hooks
 from promptfed.shared.methods.core.interface.base import Method, MethodError
@@ -28,6 +28,7 @@ from promptfed.shared.methods.core.several_labels import is_for_several_labels
 from promptfed.shared.secagg.keys import public_identity, sign
 from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.spec import BackboneSpec, SpecError
+from promptfed.shared.spec.versions import NEWEST, OURS
 
 
 def choose_device(wanted: str) -> str:
@@ -80,14 +81,14 @@ def check_backbone(backbone: Backbone, spec: BackboneSpec) -> None:
 
 
 def check_protocol(info: EnrolmentInfo) -> None:
-    """Refuse another protocol version, and secure sums without a rule of weights.
+    """Refuse an offer that needs a newer client, and secure sums without a rule of weights.
 
     Raises:
         ClientError: PROTOCOL.
     """
     remedy = "install the coordinator's version of promptfed"
-    if info.protocol_version != PROTOCOL_VERSION:
-        text = f"the coordinator speaks protocol version {info.protocol_version}, this client {PROTOCOL_VERSION}"
+    if info.protocol_version > NEWEST:
+        text = f"the federation needs version {info.protocol_version} of the protocol, this client speaks {OURS}"
         raise ClientError(Exit.PROTOCOL, f"{text}: {remedy}")
     if info.secure_aggregation is not None and info.weighting is None:
         text = "the coordinator has no rule for the weights of its secure sums: it is of an earlier version"
@@ -193,6 +194,7 @@ def enrol_request(declared: Declared, secret: str, backbone: Backbone, identity:
             backbone_fingerprint=backbone.fingerprint,
             backbone_shape=shape_of(backbone),
             device=declared.device,
+            release=declared.release,
         )
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]

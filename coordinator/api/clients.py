@@ -27,20 +27,23 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import address_of
 from promptfed.coordinator.http.certificates import check_certificate
 from promptfed.coordinator.operations import clients, enrolment
-from promptfed.coordinator.operations.enrolment import enrol, enrolment_info
+from promptfed.coordinator.operations.enrolment import enrol, expect_known
 from promptfed.coordinator.reports.federations import client_view
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow
 from promptfed.shared.api.api_schemas import ClientPage, ClientView
 from promptfed.shared.messages import EnrolmentInfo, EnrolRequest, EnrolResponse
+from promptfed.shared.spec.versions import RELEASE, heard
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["enrolment"])
 
 
-@router.get("/enrolment", responses=described.for_callers())
-def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
+@router.get("/enrolment", response_model=EnrolmentInfo, responses=described.for_callers(problems.ProtocolVersion))
+def get_enrolment(federation: EnrollingAt) -> Response:
     """What a client must know before it can enrol."""
-    return enrolment_info(federation)
+    info = expect_known(federation, heard())
+    with heard().addressed():
+        return Response(info.model_dump_json(), media_type="application/json")
 
 
 @router.post(
@@ -97,8 +100,11 @@ async def take_enrolment(
 ) -> tuple[EnrolResponse, bool]:
     """Enrol a client with the token of this digest; returns the receipt, and whether the client is new."""
     check_certificate(connection, request.name)
+    expect_known(federation, heard())
     client, new = await enrol(registry, federation.id, request, token)
-    return EnrolResponse(client_id=client.id, federation_id=federation.id, name=client.name), new
+    receipt = EnrolResponse(client_id=client.id, federation_id=federation.id, name=client.name, release=RELEASE)
+    with heard().addressed():
+        return EnrolResponse(**receipt.model_dump()), new
 
 
 @router.get("/clients", responses=described.for_callers())

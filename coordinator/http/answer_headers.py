@@ -1,9 +1,11 @@
-"""Headers of every answer: browsers do not guess the type, and caches do not keep the API's answers."""
+"""Headers of every answer: browsers guess no type, caches keep nothing of the API, clients learn the versions."""
 
 from __future__ import annotations
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from promptfed.shared.spec.versions import OURS, PROTOCOL
 
 
 class AnswerHeaders:
@@ -21,8 +23,13 @@ class AnswerHeaders:
         await self._app(scope, receive, with_headers(scope, send))
 
 
-OF_THE_API = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
-"""What is added to an answer of the API that has neither."""
+PROTOCOL_HEADER = PROTOCOL.lower().encode()
+OF_THE_API = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-store"),
+    (PROTOCOL_HEADER, str(OURS).encode()),
+)
+"""What is added to an answer of the API that has none of these."""
 
 
 def with_headers(scope: Scope, send: Send) -> Send:
@@ -34,6 +41,7 @@ def with_headers(scope: Scope, send: Send) -> Send:
             headers["X-Content-Type-Options"] = "nosniff"
             if scope["path"].startswith("/v1/"):
                 headers["Cache-Control"] = "no-store"
+                headers[PROTOCOL] = str(OURS)
         await send(message)
 
     return answer

@@ -17,7 +17,7 @@ from promptfed.coordinator.store.batch import Row
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import ClientRow
 from promptfed.coordinator.store.tokens import digest
-from promptfed.shared.messages import ENDED, MOST_PEERS, PROTOCOL_VERSION, EnrolmentInfo, EnrolRequest
+from promptfed.shared.messages import ENDED, MOST_PEERS, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import METHODS, check_fits
 from promptfed.shared.methods.core.checks.client_checks import check_clients, check_hopeless
 from promptfed.shared.methods.core.interface.base import MethodError, ServerContext
@@ -25,6 +25,7 @@ from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.spec.spec import BackboneShape
+from promptfed.shared.spec.versions import NEWEST, OURS, RELEASES, NoCommonVersion, Versions
 
 # Of all different class names of a federation in UTF-8; those of ImageNet-21k have 0.4 MB. They are kept in memory and
 # sent to every client, and a text tower encodes each.
@@ -44,6 +45,20 @@ def enrolment_info(federation: Federation) -> EnrolmentInfo:
         evaluation=spec.evaluations if spec.secure_aggregation is not None else None,
         tuning=spec.tuning,
     )
+
+
+def expect_known(federation: Federation, client: Versions) -> EnrolmentInfo:
+    """The offer. Raises ProtocolVersion for a client that speaks no common version, or lacks what the spec needs."""
+    try:
+        client.expect_common("the client", "this coordinator")
+    except NoCommonVersion as error:
+        raise problems.ProtocolVersion(str(error)) from None
+    info = enrolment_info(federation)
+    needed, field = info.needed()
+    if needed > client.newest:
+        text = f"{federation.name} uses `{field}`, which came with promptfed {RELEASES[needed]}; this client is older"
+        raise problems.ProtocolVersion(f"{text}: install promptfed {RELEASES[needed]} or later there")
+    return info.model_copy(update={"protocol_version": needed})
 
 
 async def enrol(registry: Registry, id: str, request: EnrolRequest, token_digest: str) -> tuple[Client, bool]:
@@ -92,6 +107,7 @@ class _Enrolment:
         _check_version_and_backbone(federation, request)
         if known is not None and known.secret_digest is not None:
             _recognise(federation, known, request)
+            _note_release(change, request)
             return False
         token = _check_token(federation, self.token_digest, request, known)
         row = _row(federation, request, known.id if known else "cli-" + secrets.token_hex(8), token.id)
@@ -129,6 +145,16 @@ def _recognise(federation: Federation, known: Client, request: EnrolRequest) -> 
         raise IdentityChanged(f"{text}, or ask the operator to reset its name")
 
 
+def _note_release(change: Change, request: EnrolRequest) -> None:
+    row = change.client_row(request.name)
+    if row.software != _software(request):
+        row.software = _software(request)
+
+
+def _software(request: EnrolRequest) -> dict[str, str] | None:
+    return None if request.release is None else {"release": request.release}
+
+
 def _check_token(
     federation: Federation, token_digest: str, request: EnrolRequest, known: Client | None
 ) -> EnrolmentToken:
@@ -162,9 +188,9 @@ def _use(change: Change, token_digest: str) -> None:
 
 
 def _check_version_and_backbone(federation: Federation, request: EnrolRequest) -> None:
-    if request.protocol_version != PROTOCOL_VERSION:
-        text = f"the client speaks protocol version {request.protocol_version}, this coordinator {PROTOCOL_VERSION}"
-        raise problems.ProtocolVersion(f"{text}: install the matching release")
+    if request.protocol_version > NEWEST:
+        text = f"the client speaks version {request.protocol_version} of the protocol, this coordinator {OURS}"
+        raise problems.ProtocolVersion(f"{text}: update the coordinator")
     if federation.fingerprint is not None and request.backbone_fingerprint != federation.fingerprint:
         backbone = federation.spec.backbone
         raise problems.OtherBackbone(
@@ -309,6 +335,7 @@ def _row(federation: Federation, request: EnrolRequest, id: str, token_id: str) 
         "class_names": list(request.class_names),
         "domain": request.domain.model_dump() if request.domain else None,
         "device": request.device,
+        "software": _software(request),
         "active": True,
         "token_id": token_id,
         "last_seen": clock.now(),

@@ -138,6 +138,7 @@ def client_view(row: ClientRow) -> schemas.ClientView:
         "status": "active" if row.active else "withdrawn",
         "reset": row.secret_digest is None,
         "num_classes": len(row.class_names),
+        "release": (row.software or {}).get("release"),
         "last_refusal": schemas.LastRefusal.model_validate(row.last_refusal) if row.last_refusal else None,
     }
     stored = {name: getattr(row, name) for name in schemas.ClientView.model_fields if name not in computed}

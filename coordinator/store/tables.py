@@ -140,7 +140,8 @@ class ClientRow(Base):
     """An enrolled client; ``secret_digest`` is null after the operator has reset its name.
 
     ``token_id`` is that of the enrolment token that it came with, which may be deleted since. ``protection``: how it
-    will train under differential privacy, by its own word (`EnrolledProtection`).
+    will train under differential privacy, by its own word (`EnrolledProtection`). ``software``: its
+    release of promptfed.
     """
 
     __tablename__ = "clients"
@@ -155,6 +156,7 @@ class ClientRow(Base):
     class_names: Mapped[list[str]]
     domain: Mapped[dict[str, Any] | None]
     device: Mapped[str]
+    software: Mapped[dict[str, Any] | None]
     active: Mapped[bool]
     joined: Mapped[bool]
     enrolled_at: Mapped[str]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from importlib import metadata
 from typing import Any, Literal, get_args
 
 import typer
@@ -24,9 +23,9 @@ from promptfed.runtime.processes import ProcessFailed
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import messages
 from promptfed.shared.data import DataError
-from promptfed.shared.messages import PROTOCOL_VERSION
 from promptfed.shared.plain_text import plain
 from promptfed.shared.spec.spec import SpecError
+from promptfed.shared.spec.versions import OURS, RELEASE
 
 Section = Literal["Try and simulate", "Operate federations", "Take part with own data", "Use a result"]
 SECTIONS: tuple[str, ...] = get_args(Section)
@@ -123,7 +122,7 @@ def reporting_errors() -> Iterator[None]:
 def show_version(asked: bool) -> None:
     """Print the version and end, if ``asked``."""
     if asked:
-        typer.echo(f"promptfed {metadata.version('promptfed')}, protocol {PROTOCOL_VERSION}")
+        typer.echo(f"promptfed {RELEASE}, protocol {OURS}")
         raise typer.Exit
 
 

@@ -229,6 +229,7 @@ class ClientView(BaseModel):
     num_classes: int
     domain: Domain | None
     device: str
+    release: str | None = Field(description="of promptfed; null before 0.2.0")
     enrolled_at: datetime
     last_seen: datetime | None
     refusals: int

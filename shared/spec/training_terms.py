@@ -3,7 +3,8 @@
 The coordinator offers them before a client enrols and repeats them in every task. The client's owner agrees to them,
 and the method gets them in its context. A field of the spec that training reads is added here and nowhere else: offer,
 task, consent and context all contain this model. Give a new field the default that describes training without it, and
-leave it out of the JSON at that default (``left_out``), so that older messages and consents stay valid.
+leave it out of the JSON at that default (``left_out``), so that older messages and consents stay valid. ``since=`` says
+which version of the protocol brought it (`versions.RELEASES`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class TrainingTerms(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    kind: Annotated[Kind, left_out("training", description="validation: nobody trains")] = "training"
+    kind: Annotated[Kind, left_out("training", since=2, description="validation: nobody trains")] = "training"
     method: dict[str, Any]
     training: TrainingSpec
-    loss: Annotated[LossSpec, left_out(LossSpec())] = LossSpec()
+    loss: Annotated[LossSpec, left_out(LossSpec(), since=2)] = LossSpec()
     backbone: BackboneSpec
     class_names: Annotated[list[ClassName], Field(max_length=100_000)] | None
     class_descriptions: Annotated[ClassDescriptions | None, left_out()] = None
@@ -57,7 +58,13 @@ class TrainingTerms(BaseModel):
     ] = None
     held_out: Annotated[
         float,
-        left_out(0.0, ge=0, lt=1, description="share of the training images that are tested on, and not trained on"),
+        left_out(
+            0.0,
+            since=2,
+            ge=0,
+            lt=1,
+            description="share of the training images that are tested on, and not trained on",
+        ),
     ] = 0.0
 
     @classmethod

@@ -22,6 +22,7 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ServerContext
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
+from promptfed.shared.spec.versions import OURS, PROTOCOL
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.support.waiting import PATIENCE
@@ -140,6 +141,7 @@ class FakeCoordinator:
             self.received.append(body)
             answer = self.alter(request) or await call_next(request)
             self.calls.append((request.method, request.url.path, answer.status_code))
+            answer.headers.setdefault(PROTOCOL, str(OURS))
             return answer
 
         @app.get("/v1/federations/{name}/enrolment")

@@ -153,9 +153,9 @@ def test_other_weights_than_the_federations(make_coordinator: MakeCoordinator, m
 
 
 def test_another_protocol_version(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    error = ends(make_worker(make_coordinator(protocol_version=2)))
+    error = ends(make_worker(make_coordinator(protocol_version=99)))
     assert error.exit is Exit.PROTOCOL
-    assert "protocol version 2" in str(error)
+    assert "version 99 of the protocol" in str(error)
 
 
 def test_a_coordinator_whose_secure_sums_have_no_rule_of_weights(

@@ -49,7 +49,7 @@ def test_a_client_is_told_what_it_needs_before_it_enrols(coordinator: InThread) 
         ({"backbone_fingerprint": "sha256:" + "0" * 64}, 409, "other-backbone"),
         ({"backbone_shape": {**SHAPE, "d_t": 9}}, 409, "other-backbone"),
         ({"backbone_shape": {"d_e": 8}}, 409, "other-backbone"),
-        ({"protocol_version": 2}, 409, "protocol-version"),
+        ({"protocol_version": 99}, 409, "protocol-version"),
         ({"class_names": ["circle", "dog"]}, 422, "unknown-class"),
         ({"class_names": []}, 422, "invalid-request"),
         ({"class_names": ["circle", "circle"]}, 422, "invalid-request"),
