@@ -16,6 +16,7 @@ import httpx
 import torch
 
 from promptfed.shared.seeds import generator
+from promptfed.shared.spec.versions import OURS, PROTOCOL
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 
@@ -61,8 +62,8 @@ def enrolment(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def bearer(token: str) -> dict[str, str]:
-    """The Authorization header."""
-    return {"Authorization": f"Bearer {token}"}
+    """The headers of a client or an operator of this release."""
+    return {"Authorization": f"Bearer {token}", PROTOCOL: str(OURS)}
 
 
 def content_digest(body: bytes) -> str:
