@@ -27,6 +27,7 @@ from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.task_loop import POLL_SECONDS, SHORTEST_POLL, TaskLoop
 from promptfed.client_service.training.executor import Compute
 from promptfed.client_service.training.trainer import TaskWork
+from promptfed.shared.machine import on_signals
 from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.service.leaving import leave
 
@@ -187,8 +188,7 @@ async def serve(worker: Worker) -> Exit:
         worker.stop()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
+    on_signals(loop, stop)
     token = read_token(settings.api_token_file, "API token") if settings.api_token_file is not None else None
     app = create_app(worker.monitor, worker.predictor, token, settings.api_host)
     async with running_api(app, settings.api_host, settings.api_port) as url:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from promptfed.shared import machine
+
 
 def write_whole(path: Path, content: bytes, *, mode: int | None = None, synced: bool = True) -> None:
     """Write so that a reader finds all of ``content``, or what was there before.
@@ -20,11 +22,13 @@ def write_whole(path: Path, content: bytes, *, mode: int | None = None, synced: 
         synced: whether it stands a power cut once this returns.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
+    handle = os.open(
+        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | machine.O_CLOEXEC, 0o666 if mode is None else mode
+    )
     try:
         with os.fdopen(handle, "wb") as file:
             if mode is not None:
-                os.fchmod(file.fileno(), mode)
+                machine.set_mode(file.fileno(), mode)
             file.write(content)
             file.flush()
             if synced:
@@ -34,16 +38,7 @@ def write_whole(path: Path, content: bytes, *, mode: int | None = None, synced: 
         temporary.unlink(missing_ok=True)
         raise
     if synced:
-        sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Put a folder's entries on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        machine.sync_folder(path.parent)
 
 
 _NOT_A_FILE = "it is a pipe, a socket or a device, not a file"
@@ -63,7 +58,7 @@ def open_file(path: Path) -> BinaryIO:
     if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: that alone can move a device
         raise NotAFile(_NOT_A_FILE)
     # What has taken the file's place since is not waited for either.
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    file = os.fdopen(os.open(path, os.O_RDONLY | machine.O_NONBLOCK | machine.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise NotAFile(_NOT_A_FILE)

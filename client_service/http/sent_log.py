@@ -8,7 +8,6 @@ without it. A full file is renamed to ``sent-NUMBER.jsonl``; the last `KEPT` are
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ from typing import Any
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body
+from promptfed.shared import machine
 from promptfed.shared.service.reasons import why
 
 FILE, OLDER = "sent.jsonl", "sent-*.jsonl"
@@ -77,7 +77,7 @@ class SentLog:
                 line = {"n": number + 1, "at": datetime.now(UTC).isoformat(timespec="milliseconds"), **facts}
                 chain = chained(chain, line)
                 content = (json.dumps(line | {"chain": chain}) + "\n").encode()
-                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                handle = os.open(path, os.O_WRONLY | os.O_CREAT | machine.O_CLOEXEC, 0o600)
                 with os.fdopen(handle, "wb") as file:
                     file.truncate(size)  # what a kill left of a line, whose message was never sent
                     file.seek(size)
@@ -92,14 +92,14 @@ class SentLog:
     @contextmanager
     def _alone(self) -> Iterator[Path]:
         """The file, while no other process writes to it."""
-        handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        handle = machine.open_to_lock(self.folder)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            machine.lock(handle)
             path = self.folder / FILE
             is_new = not path.exists()
             yield path
             if is_new:
-                os.fsync(handle)
+                machine.sync_folder(self.folder)
         finally:
             os.close(handle)
 

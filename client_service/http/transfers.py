@@ -27,7 +27,7 @@ from promptfed.client_service.http.connection import (
     Reply,
     Unavailable,
 )
-from promptfed.shared.files import sync_folder
+from promptfed.shared.machine import sync_folder
 
 log = logging.getLogger("promptfed.client")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Literal
 
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.disclosure import Disclosure
+from promptfed.shared.machine import line_of
 from promptfed.shared.plain_text import plain
 
 log = logging.getLogger("promptfed.client")
@@ -39,7 +39,7 @@ class Terminal:
             return not disclosure.changes
         sys.stderr.write(QUESTION)
         sys.stderr.flush()
-        return (await _line()).strip().lower() in ("y", "yes")
+        return (await line_of(sys.stdin)).strip().lower() in ("y", "yes")
 
     def tell(self, checks: Sequence[Check]) -> None:
         """The checks, a line each."""
@@ -61,19 +61,3 @@ class Terminal:
     def _say(*lines: str) -> None:
         sys.stderr.write("\n".join(map(plain, lines)) + "\n")
         sys.stderr.flush()
-
-
-async def _line() -> str:
-    """A line of stdin, which a signal can interrupt; empty at its end."""
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[str] = loop.create_future()
-
-    def read() -> None:
-        if not ready.done():
-            ready.set_result(sys.stdin.readline())
-
-    loop.add_reader(sys.stdin.fileno(), read)
-    try:
-        return await ready
-    finally:
-        loop.remove_reader(sys.stdin.fileno())

@@ -9,7 +9,6 @@ follow is tampering or a broken disk, and ends the client.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -24,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.state.faults import point
+from promptfed.shared import machine
 from promptfed.shared.api.privacy_schemas import SpendList, SpendView
-from promptfed.shared.files import sync_folder
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION, Accountant, Event, PrivacyError
 from promptfed.shared.service.reasons import why
 
@@ -285,13 +284,13 @@ class Ledger:
         try:
             new = not self.path.exists()
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | machine.O_CLOEXEC, 0o600)
             if new:
-                sync_folder(self.path.parent)
+                machine.sync_folder(self.path.parent)
         except OSError as error:
             raise self._unusable(error) from None
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            machine.lock(handle)
             yield handle
         finally:
             os.close(handle)

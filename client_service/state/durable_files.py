@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+from promptfed.shared import machine
+
 
 class Disk:
     """Writes files. If ``synced``, they are on the disk when a call returns."""
@@ -16,7 +18,7 @@ class Disk:
 
     def write(self, path: Path, content: bytes) -> None:
         """A file with this content, which only its owner reads."""
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | machine.O_CLOEXEC, 0o600)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
@@ -41,11 +43,8 @@ class Disk:
 
     def sync_folder(self, folder: Path) -> None:
         """A folder's entries."""
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self._sync(handle)
-        finally:
-            os.close(handle)
+        if self._synced:
+            machine.sync_folder(folder)
 
 
 def _leave(handle: int) -> None:

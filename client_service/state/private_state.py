@@ -18,7 +18,6 @@ committed ones), so that a kill at any instant leaves either the state before or
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -33,6 +32,7 @@ from pydantic import TypeAdapter, ValidationError
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body, sha256_of
 from promptfed.client_service.state.durable_files import Disk
+from promptfed.shared import machine
 from promptfed.shared.messages import EnrolmentInfo, Role, TaskConfig
 from promptfed.shared.service.reasons import why
 from promptfed.shared.tensors import TensorError, Tensors
@@ -107,7 +107,9 @@ class PrivateState:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)  # also where it was there before: nobody else reads a client's private state
-            self._lock = None if ephemeral else os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = (
+                None if ephemeral else os.open(folder / "lock", os.O_RDWR | os.O_CREAT | machine.O_CLOEXEC, 0o600)
+            )
         except OSError as error:
             raise ClientError(Exit.STATE, f"the state folder {folder} cannot be used: {why(error)}") from None
         if self._lock is not None:
@@ -115,9 +117,7 @@ class PrivateState:
         self._recover()
 
     def _take_lock(self, handle: int) -> None:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not machine.try_lock(handle):
             os.close(handle)
             text = f"the state folder {self.folder} is in use by another client process"
             raise ClientError(Exit.STATE, f"{text}: give each client its own --state-dir") from None

@@ -27,7 +27,7 @@ from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectStoreAway
 from promptfed.coordinator.store.cache import ObjectCache, write_hashed
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.partial_uploads import PartialUploads
-from promptfed.shared.files import sync_folder
+from promptfed.shared.machine import sync_folder
 from promptfed.shared.tensors import Arrays, decode, decode_file
 
 log = logging.getLogger("promptfed.coordinator")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 
 from promptfed.coordinator.store.backend import InUse
+from promptfed.shared import machine
 
 
 class FolderInUse(InUse):
@@ -23,14 +23,12 @@ class FolderLock:
     def acquire(self) -> None:
         """Take the lock. Raises FolderInUse."""
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not machine.try_lock(handle):
             os.close(handle)
             text = f"another coordinator works on {self._path.parent}: stop it, or give another --data-dir"
-            raise FolderInUse(text) from None
+            raise FolderInUse(text)
         os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
         self._handle = handle
 
     def release(self) -> None:

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from promptfed.shared.files import sync_folder
+from promptfed.shared.machine import sync_folder
 
 ABANDONED_SECONDS = 24 * 3600.0
 """After which a body of an unknown task is removed: another coordinator may have the task."""

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from promptfed.export.adapted_model import AdaptedModel
 from promptfed.export.model_card import described
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared import machine
 from promptfed.shared.api.export_card import (
     BACKBONE_FOLDER,
     FORMAT,
@@ -99,7 +100,7 @@ def _pieces(folder: Path, name: str, most: int) -> Iterator[bytes]:
     """A file's bytes in chunks. Links are not followed, and pipes and devices do not block."""
     path = folder / name
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        handle = os.open(path, os.O_RDONLY | machine.O_NOFOLLOW | machine.O_NONBLOCK | machine.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):

@@ -37,6 +37,8 @@ def served(app: FastAPI) -> Iterator[str]:
 class ClientProcess:
     """``python -m promptfed.client_service`` with its own state folder under ``folder``."""
 
+    module = "promptfed.client_service"
+
     def __init__(self, folder: Path, *flags: str, **options: str):
         self.state_dir = folder / "state"
         self.log = folder / "client.log"
@@ -50,7 +52,7 @@ class ClientProcess:
         """Start, or start again with the same command."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "promptfed.client_service", *self._arguments],
+                [sys.executable, "-m", self.module, *self._arguments],
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},

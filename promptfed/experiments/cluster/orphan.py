@@ -7,7 +7,6 @@ if the lock is held, and if its command line names this folder: another process 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import note
+from promptfed.shared import machine
 
 LOCK_FILE = "lock"
 MODULE = "promptfed.coordinator"
@@ -51,9 +51,7 @@ def _holder(lock: Path) -> int | None:
     """The process id in a lock file; None if nobody holds the lock, or no id is written."""
     try:
         with lock.open("r+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not machine.try_lock(file.fileno()):
                 text = file.read().strip()
                 return int(text) if text.isdecimal() else None
     except OSError:

@@ -5,7 +5,6 @@ If the command's machine is lost, the run continues from this folder with the co
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import secrets
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared import machine
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.files import write_whole
 from promptfed.shared.service.reasons import why
@@ -66,11 +66,9 @@ def run_folder(storage: Path | None, run: str) -> Iterator[RunFolder]:
     except OSError as error:
         raise CommandError(f"cannot use --storage {storage}: {why(error)}", Exit.BAD_INPUT) from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not machine.try_lock(lock.fileno()):
             text = f"another command runs with --storage {storage}"
-            raise CommandError(f"{text}: wait for its end, or give another folder", Exit.BAD_INPUT) from None
+            raise CommandError(f"{text}: wait for its end, or give another folder", Exit.BAD_INPUT)
         yield RunFolder(path, key, lasting=True)
 
 
