@@ -97,6 +97,10 @@ class EnrolRequest(FromClient):
         int, Field(ge=OLDEST, description="of this message; the header tells the client's own")
     ] = OLDEST
     release: Annotated[Release, left_out(since=2, description="of promptfed at the client")] = None
+    system: Annotated[
+        str | None,
+        left_out(since=3, pattern=r"^[ -~]{1,100}$", description="the client's operating system, processor and Python"),
+    ] = None
     identity_key: Annotated[IdentityKey, Field(description="Ed25519, hex: for federations with secure sums")] = None
     identity_proof: Annotated[Signature, Field(description="its signature, purpose identity, of name and secret")] = (
         None

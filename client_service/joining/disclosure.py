@@ -18,7 +18,7 @@ from promptfed.shared.methods.core.interface.disclosures import Disclosed
 from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import BackboneShape
-from promptfed.shared.spec.versions import RELEASE
+from promptfed.shared.spec.versions import RELEASE, SYSTEM
 from promptfed.shared.tensors import TensorSpec
 from promptfed.shared.tensors.torch_tensors import DTYPES
 
@@ -50,6 +50,7 @@ class Declared:
     device: str
     fingerprint: str | None
     release: str = RELEASE
+    system: str = SYSTEM
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ class Disclosure:
             ("domain", domain),
             ("backbone", f"{mark}{weights}, and its towers' sizes"),
             ("device", declared.device),
-            ("release", f"{declared.release} of promptfed"),
+            ("release", f"{declared.release} of promptfed, on {declared.system}"),
             ("secret", "random, made here: by it the coordinator knows this client again"),
             *([("key", KEY)] if self.terms.secure_aggregation is not None and declared.role == "trainer" else []),
         ]

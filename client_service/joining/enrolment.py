@@ -195,6 +195,7 @@ def enrol_request(declared: Declared, secret: str, backbone: Backbone, identity:
             backbone_shape=shape_of(backbone),
             device=declared.device,
             release=declared.release,
+            system=declared.system,
         )
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]

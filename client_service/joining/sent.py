@@ -21,6 +21,7 @@ ENROLMENT = {
     "backbone_shape": "the sizes of the backbone's towers",
     "protocol_version": "the version of the protocol",
     "release": "the version of promptfed",
+    "system": "the operating system, the processor's kind and the version of Python",
     "secret": "a random secret, by which the coordinator knows this client again",
     "identity_key": "for secure sums: a public key",
     "identity_proof": "for secure sums: the key's signature of name and secret",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain import clock, events
@@ -151,8 +151,8 @@ def _note_release(change: Change, request: EnrolRequest) -> None:
         row.software = _software(request)
 
 
-def _software(request: EnrolRequest) -> dict[str, str] | None:
-    return None if request.release is None else {"release": request.release}
+def _software(request: EnrolRequest) -> dict[str, Any] | None:
+    return request.model_dump(include={"release", "system"}) or None
 
 
 def _check_token(

@@ -139,6 +139,7 @@ def client_view(row: ClientRow) -> schemas.ClientView:
         "reset": row.secret_digest is None,
         "num_classes": len(row.class_names),
         "release": (row.software or {}).get("release"),
+        "system": (row.software or {}).get("system"),
         "last_refusal": schemas.LastRefusal.model_validate(row.last_refusal) if row.last_refusal else None,
     }
     stored = {name: getattr(row, name) for name in schemas.ClientView.model_fields if name not in computed}

@@ -141,7 +141,7 @@ class ClientRow(Base):
 
     ``token_id`` is that of the enrolment token that it came with, which may be deleted since. ``protection``: how it
     will train under differential privacy, by its own word (`EnrolledProtection`). ``software``: its
-    release of promptfed.
+    release of promptfed, and its system.
     """
 
     __tablename__ = "clients"

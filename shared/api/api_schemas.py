@@ -229,7 +229,8 @@ class ClientView(BaseModel):
     num_classes: int
     domain: Domain | None
     device: str
-    release: str | None = Field(description="of promptfed; null before 0.2.0")
+    release: str | None = Field(None, description="of promptfed; null before 0.2.0")
+    system: str | None = Field(None, description="operating system, processor, Python; null before 0.3.0")
     enrolled_at: datetime
     last_seen: datetime | None
     refusals: int

@@ -7,6 +7,7 @@ that a later version has added is declared with `left_out(since=...)`. It is not
 from __future__ import annotations
 
 import copy
+import platform
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from pydantic import ValidationError
 from promptfed.shared import __version__
 
 RELEASE = __version__
-RELEASES = {1: "0.1.0", 2: "0.2.0"}
+SYSTEM = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+RELEASES = {1: "0.1.0", 2: "0.2.0", 3: "0.3.0"}
 """The release that brought each version of the protocol; the last one is this release's."""
 OLDEST, NEWEST = min(RELEASES), max(RELEASES)
 PROTOCOL = "Promptfed-Protocol"

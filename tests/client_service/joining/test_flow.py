@@ -17,7 +17,7 @@ from promptfed.client_service.settings import Settings
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import ImageDomain
-from promptfed.shared.spec.versions import RELEASE
+from promptfed.shared.spec.versions import RELEASE, SYSTEM
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator, made_up_source, problem
@@ -345,6 +345,7 @@ def test_what_enrolment_sends_is_all_that_it_may(
         "device": "cpu",
         "protocol_version": 1,
         "release": RELEASE,
+        "system": SYSTEM,
     }
     assert not any(b"secret-place" in body or TOKEN.encode() in body for body in coordinator.received)
 
