@@ -107,6 +107,7 @@ def test_what_looks_wrong_is_listed_once_it_has_ended(coordinator: InThread, vis
     expect(remarks).to_be_hidden()
     drive(clients)
     expect(remarks.get_by_role("listitem").last).to_contain_text("Below zero-shot by 15.0 points")
+    expect(remarks.locator("code")).to_have_text("promptfed tune RUN.yaml --methods auto")
 
 
 def test_cancelling_asks_first(coordinator: InThread, visited: Visit) -> None:

@@ -4,7 +4,7 @@ import { Accuracy } from "./accuracy.js";
 import { Activity, SHOWN } from "./activity.js";
 import { Refused } from "./api.js";
 import { Clients } from "./clients.js";
-import { announce, fill, h } from "./dom.js";
+import { announce, fill, h, panel } from "./dom.js";
 import { Downloads } from "./downloads.js";
 import { Forest } from "./forest.js";
 import { Insights } from "./insights.js";
@@ -39,9 +39,10 @@ export class Federation {
     this.panels = [this.status, forest, accuracy, losses, this.times, sums, privacy, clients, insights, traffic, activity, tokens, settings, downloads];
     this.problem = h("p", { class: "error", role: "alert" });
     this.refusal = h("p", { class: "error", role: "alert" });
-    this.remarks = h("ul", { class: "remarks", "aria-label": "Remarks", hidden: true });
+    this.remarks = h("ul", { class: "remarks", "aria-label": "Remarks" });
+    this.looksWrong = panel("Remarks", { hidden: true }, this.remarks);
     const pair = (...some) => h("div", { class: "pair" }, some.map((one) => one.element));
-    this.element = h("article", { class: "federation" }, this.problem, this.refusal, this.status.element, this.remarks, forest.element, accuracy.element, pair(losses, this.times), sums.element, privacy.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element);
+    this.element = h("article", { class: "federation" }, this.problem, this.refusal, this.status.element, this.looksWrong, forest.element, accuracy.element, pair(losses, this.times), sums.element, privacy.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element);
     this.abort = new AbortController();
     this.last = null;
     this.failures = 0;
@@ -188,8 +189,9 @@ export class Federation {
     if (!this.#over() || this.remarked) return;
     this.remarked = true;
     const { remarks } = await this.api.get(`${this.path}/remarks`);
-    fill(this.remarks, remarks.map((text) => h("li", {}, text)));
-    this.remarks.hidden = remarks.length === 0;
+    const inWords = (text) => text.split("`").map((part, at) => (at % 2 ? h("code", {}, part) : part));
+    fill(this.remarks, remarks.map((text) => h("li", {}, inWords(text))));
+    this.looksWrong.hidden = remarks.length === 0;
   }
 
   /** What the tensors tell, where there is a new state (or lexicon) to tell of. */

@@ -111,9 +111,9 @@ export class Status {
       button.disabled = button.hidden;
     }
     const { clients, spec, state } = this.view;
-    const [there, who] = validates(this.view) ? [clients.evaluators, "evaluators"] : [clients.trainers, "trainers"];
+    const [there, who] = validates(this.view) ? [clients.evaluators, "evaluator"] : [clients.trainers, "trainer"];
     const short = state === "enrolling" && there < spec.participation.min_clients;
-    this.buttons.start.title = short ? `${spec.participation.min_clients} ${who} are needed` : "";
+    this.buttons.start.title = short ? `${counted(spec.participation.min_clients, who)} needed` : "";
   }
 
   #showFigures(rounds) {
