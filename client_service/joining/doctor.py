@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
+from promptfed.client_service.http.sent_log import SentLog
 from promptfed.client_service.joining.checks import (
     Check,
     check_clock,
@@ -180,6 +181,8 @@ class Examination:
             async with open_http(settings) as http:
                 coordinator = CoordinatorClient(http, settings.coordinator, settings.federation, ANSWER_SECONDS)
                 coordinator.may_move = partial(expect_origin, policy)
+                if settings.state_dir.is_dir():  # a look makes no folder
+                    coordinator.sent = SentLog(settings.state_dir)
                 return await coordinator.enrolment(token), coordinator.traffic.clock
 
         try:

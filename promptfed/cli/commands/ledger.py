@@ -17,6 +17,7 @@ from promptfed.client_service.settings import ledger_path
 from promptfed.sdk.client import PROXY_VARIABLE
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json, say, table, tell
+from promptfed.shared.plain_text import counted
 
 if TYPE_CHECKING:
     from promptfed.shared.api.privacy_schemas import SpendList
@@ -94,7 +95,7 @@ def verify(ledger: OwnLedger) -> None:
         own = ledger.epsilon(spends[-1].split)
         text = f"the last line says ε = {spends[-1].epsilon:.6g}, its events make {own:.6g}"
         raise CommandError(f"{ledger.path}: {text}", Exit.LEDGER)
-    say(f"{ledger.path} holds together: {len(spends)} releases.")
+    say(f"{ledger.path} holds together: {counted(len(spends), 'release')}.")
 
 
 @group.add()
@@ -116,7 +117,7 @@ def adopt(
         adopt_head(ledger, state)
     finally:
         state.close()
-    result = f"{added} releases added" if added else "it lacks nothing"
+    result = f"{counted(added, 'release')} added" if added else "it lacks nothing"
     epsilon = ledger.epsilon()
     facts = {"ledger": str(ledger.path), "added": added, "epsilon": epsilon}
     tell(as_json, facts, f"{ledger.path}: {result}; ε = {epsilon:.4g} spent.")
@@ -130,6 +131,7 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
     """
     from promptfed.client_service.http.connection import BadAnswer, Refused
     from promptfed.client_service.http.coordinator_client import CoordinatorClient, http_to
+    from promptfed.client_service.http.sent_log import SentLog
     from promptfed.client_service.privacy.agreement import FILE
     from promptfed.shared.api.privacy_schemas import SpendList
 
@@ -143,7 +145,9 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
 
     async def ask() -> SpendList:
         async with http_to(address, ca_file, proxy=os.environ.get(PROXY_VARIABLE)) as http:
-            return await CoordinatorClient(http, address, federation, ANSWER_SECONDS, secret).ask(SpendList, "spends")
+            client = CoordinatorClient(http, address, federation, ANSWER_SECONDS, secret)
+            client.sent = SentLog(folder)
+            return await client.ask(SpendList, "spends")
 
     try:
         return asyncio.run(ask()), addresses_of(address)[0]

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from promptfed.cli.main import app
 from promptfed.client_service.__main__ import main as client
+from promptfed.client_service.http.sent_log import read_sent
 from promptfed.client_service.joining import doctor as doctor_module
 from promptfed.client_service.settings import make_settings
 from promptfed.sdk.backbone import open_backbone
@@ -98,6 +99,17 @@ def test_everything_is_right(coordinator: InThread, token: Path, pets: Path) -> 
     assert str(pets) not in done.stdout.replace(json.dumps(str(token.parent / "state"))[1:-1], "")
     assert coordinator.get("pets/clients")["clients"] == []  # nobody has joined
     assert not (token.parent / "state").exists()
+
+
+@pytest.mark.usefixtures("loaded")
+def test_the_question_is_in_the_record_of_a_folder_that_is_there(
+    coordinator: InThread, token: Path, pets: Path
+) -> None:
+    folder = token.parent / "state"
+    folder.mkdir()
+    assert doctor(*joining(coordinator, token, pets)).exit_code == Exit.OK
+    told, wrong = read_sent(folder)
+    assert ([line["asked"] for line in told], told[0]["to"], wrong) == ([{"enrolment": 1}], coordinator.url, None)
 
 
 @pytest.mark.usefixtures("loaded")

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
+from promptfed.client_service.http.sent_log import read_sent
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.export.export import ExportOptions, export
@@ -85,6 +86,15 @@ def test_a_ledger_names_its_federations_and_their_dates(tmp_path: Path) -> None:
     in_words = run("ledger", "show", "--ledger", str(ledger.path)).stdout
     assert "retina" in in_words
     assert "one record of the training images" in " ".join(in_words.split())
+
+
+def test_adopt_records_its_question_before_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("promptfed.cli.commands.ledger.ANSWER_SECONDS", 0.1)
+    (tmp_path / "identity.json").write_text(json.dumps({"federation_id": "f", "secret": "s"}))
+    asked = run("ledger", "adopt", "--state-dir", str(tmp_path), "--coordinator", "http://127.0.0.1:1")
+    assert asked.exit_code != 0
+    told, wrong = read_sent(tmp_path)
+    assert ([line["asked"] for line in told], told[0]["to"], wrong) == ([{"spends": 1}], "http://127.0.0.1:1", None)
 
 
 def test_a_ledger_that_is_not_there_is_named(tmp_path: Path) -> None:
