@@ -215,7 +215,7 @@ class Disclosure:
         if terms.class_descriptions is not None:
             work += [("texts", _descriptions(terms.class_descriptions))]
         if terms.most_peers:
-            text = f"names, roles and domain descriptions of at most {terms.most_peers:,} clients are used"
+            text = f"names, roles and domain descriptions of at most {counted(terms.most_peers, 'client')} are used"
             work += [("clients", f"{text}; they change as clients join and leave")]
         return [
             *work,

@@ -31,7 +31,7 @@ from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import EnrolmentInfo, Message, Role, Task, Told
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import Method
-from promptfed.shared.plain_text import plain
+from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -255,7 +255,7 @@ class Agreement:
         if fingerprint not in (None, self.consent.fingerprint):
             differing.append(f"backbone.fingerprint is {_short(fingerprint)} instead of {self.consent.fingerprint}")
         if peers > terms.most_peers:
-            differing.append(f"peers describes {peers} clients instead of {terms.most_peers} at most")
+            differing.append(f"peers describes {counted(peers, 'client')} instead of {terms.most_peers} at most")
         if differing:
             more = f"; and {len(differing) - SHOWN_DIFFERENCES} more" if len(differing) > SHOWN_DIFFERENCES else ""
             told = "; ".join(differing[:SHOWN_DIFFERENCES]) + more

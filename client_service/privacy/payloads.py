@@ -26,6 +26,7 @@ from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.messages import PayloadReceipt, Task, Witnesses, receipt_body
 from promptfed.shared.methods.core.interface.base import ClientInfo, Method, MethodError, Phase, ServerContext
+from promptfed.shared.plain_text import counted
 from promptfed.shared.secagg.keys import is_signed, public_identity, sign
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.tensors import Tensors
@@ -189,11 +190,11 @@ class PayloadChecks:
                 (same if receipt.payload_sha256 == waits.sha256 else others).add(receipt.identity_key)
         where = f"round {waits.round}, {waits.phase}"
         if others:
-            raise Failure(
-                "policy-witnesses", f"{where}: {len(others)} clients have signed that they got another payload"
-            )
+            clients = counted(len(others), "client has", "clients have")
+            raise Failure("policy-witnesses", f"{where}: {clients} signed another payload")
         if len(same) < self._rules.witnesses:
-            text = f"payload.witnesses is {self._rules.witnesses}, and {len(same)} others have signed {where}'s payload"
+            others_have = counted(len(same), "other has", "others have")
+            text = f"payload.witnesses is {self._rules.witnesses}, and {others_have} signed {where}'s payload"
             raise Failure("policy-witnesses", text)
         known.unwitnessed = None
         self._state.write_as(FILE, known)

@@ -9,6 +9,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.shared.api.api_schemas import DiskView
 from promptfed.shared.methods.core.interface.base import MethodError, ServerContext
 from promptfed.shared.methods.core.sizes import needed_bytes
+from promptfed.shared.plain_text import counted
 
 
 def disk_of(registry: Registry, federation: Federation, context: ServerContext) -> DiskView | None:
@@ -25,7 +26,8 @@ def disk_of(registry: Registry, federation: Federation, context: ServerContext) 
 
 def no_room(disk: DiskView) -> str:
     """Why a federation does not fit, and what to do."""
-    text = f"{disk.trainers} trainers need about {disk.needed:,} bytes of disk at once, and {disk.free:,} are free"
+    trainers = counted(disk.trainers, "trainer needs", "trainers need")
+    text = f"{trainers} about {disk.needed:,} bytes of disk at once, and {disk.free:,} are free"
     return f"{text}: make room, train less, or send transport: bfloat16 where the method has it"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from promptfed.shared.api.report_schemas import RoundReport
+from promptfed.shared.plain_text import counted
 from promptfed.shared.spec.spec import FederationSpec
 
 NEAR_CHANCE = 0.05  # share of the range from chance to 100 %, below which the template hardly separates the classes
@@ -79,7 +80,7 @@ def movement(gain: float, losses: Sequence[float], rate: float, rounds: int) -> 
     learned = 1 - losses[-1] / losses[0] if losses[0] > 0 else 0.0
     if abs(gain) < MOVED and learned < LEARNED:
         fell = f"from {losses[0]:.3f} to {losses[-1]:.3f}"
-        text = f"Nothing moved in {rounds} rounds (loss {fell}): try a higher training.learning_rate than {rate:g}"
+        text = f"Nothing moved in {counted(rounds, 'round')} (loss {fell}): try a higher training.learning_rate than {rate:g}"
         return [f"{text}, or more rounds; {TUNE}."]
     return []
 

@@ -145,10 +145,10 @@ ELSEWHERE = "sha256:" + "5" * 64
     [
         (lambda round, digest: [signed(key, round, digest) for key in OTHERS], None),
         (lambda round, digest: [signed(key, round, digest) for key in OTHERS[:2]], None),
-        (lambda round, digest: [signed(OTHERS[0], round, digest)] * 2, "1 others have signed round 1, train's payload"),
+        (lambda round, digest: [signed(OTHERS[0], round, digest)] * 2, "1 other has signed round 1, train's payload"),
         (
             lambda round, digest: [signed(OTHERS[0], round, digest), signed(OTHERS[1], round, digest, round=7)],
-            "1 others have signed",
+            "1 other has signed",
         ),
         (lambda round, digest: [], "0 others have signed"),
         (
@@ -156,7 +156,7 @@ ELSEWHERE = "sha256:" + "5" * 64
                 *(signed(key, round, digest) for key in OTHERS[:2]),
                 signed(OTHERS[2], round, ELSEWHERE),
             ],
-            "1 clients have signed that they got another payload",
+            "1 client has signed another payload",
         ),
     ],
 )
