@@ -40,6 +40,7 @@ PARAMETERS = (
     *pf.layer("widen", "ff_in", "d_t"),
     *pf.layer("narrow", "d_t", "ff_out"),
 )
+OUTPUTS = ("to_output.weight", "narrow.weight")  # the context is the sum of what these two layers make
 
 
 class FedTPGHyper(pf.Hyperparameters):
@@ -51,10 +52,10 @@ class FedTPGHyper(pf.Hyperparameters):
     feedforward: FeedForward = pf.option(
         "relu", "h_φ: two layers of d_t with ReLU (the paper's text), or d→8d→GEGLU→4d→d (its released code)"
     )
-    start: Literal["xavier", "normal"] = pf.option(
-        "xavier",
-        "weights at the start: Xavier's uniform draws; normal: N(0, 0.02²), so small that all queries "
-        "attend to all classes alike and the m vectors of a task are one vector m times",
+    start: Literal["scaled", "xavier", "normal"] = pf.option(
+        "scaled",
+        "weights at the start: Xavier's uniform draws; scaled: those, with contexts as small as word embeddings and an "
+        "output divided by √d_t; normal: N(0, 0.02²), so small that a task's vectors are one vector m times",
     )
 
 
@@ -103,7 +104,9 @@ class FedTPG(pf.Method):
         """θ⁰: queries from N(0, 0.02²), weights as ``start`` says, norms the identity, biases zero.
 
         The paper gives no initialisation. With Xavier's (Glorot and Bengio, 2010) a query's scores differ from class to
-        class, and so do a task's vectors; with N(0, 0.02²) contexts are as small as word embeddings are, and alike.
+        class, and so do a task's vectors, whose entries are near 1. Text towers are trained on embeddings of about 0.02
+        and may read such contexts as noise, so ``scaled`` multiplies the two layers that make them by it. With
+        N(0, 0.02²) contexts are as small, and alike.
         """
         dims, state = self.dims(context), {}
         for spec in PARAMETERS:
@@ -112,6 +115,8 @@ class FedTPG(pf.Method):
                 state[spec.name] = draws.normal(*shape) * pf.INIT_STD
             elif len(shape) == 2:
                 bound = math.sqrt(6 / sum(shape))
+                if self.hyper.start == "scaled" and spec.name in OUTPUTS:
+                    bound *= pf.INIT_STD / self._output_scale(dims["d_t"])
                 state[spec.name] = (draws.uniform(*shape) * 2 - 1) * bound
             else:
                 start = float(spec.name.endswith("weight"))
@@ -199,7 +204,11 @@ class FedTPG(pf.Method):
             hidden = straight * F.gelu(gate)
         else:
             hidden = F.relu(hidden)
-        return mixed + _linear(theta, "narrow", hidden)
+        return (mixed + _linear(theta, "narrow", hidden)) * self._output_scale(mixed.shape[-1])
+
+    def _output_scale(self, width: int) -> float:
+        """1/√d_t for ``scaled``: a step then moves the context about as far as a learned one, whose rates suit."""
+        return 1 / math.sqrt(width) if self.hyper.start == "scaled" else 1.0
 
 
 def mean_cosine(vectors: Tensor) -> float:

@@ -59,7 +59,7 @@ def literal_gelu(x: Tensor) -> Tensor:
 
 
 def literal_context(theta: Tensors, classes: Tensor, heads: int, feedforward: str) -> Tensor:
-    """f_θ(T) (Eq. 1-2), for one query, one head and one class after the other."""
+    """f_θ(T)/√d_t (Eq. 1-2), for one query, one head and one class after the other."""
 
     def affine(name: str, row: Tensor) -> Tensor:
         return theta[f"{name}.weight"] @ row + theta[f"{name}.bias"]
@@ -88,7 +88,7 @@ def literal_context(theta: Tensors, classes: Tensor, heads: int, feedforward: st
         else:
             half = len(hidden) // 2
             hidden = hidden[:half] * literal_gelu(hidden[half:])
-        vectors.append(x + affine("narrow", hidden))
+        vectors.append((x + affine("narrow", hidden)) / math.sqrt(len(x)))
     return torch.stack(vectors)
 
 
@@ -133,6 +133,14 @@ def test_the_generator_equals_the_equations(feedforward: str, heads: int) -> Non
     gradients = torch.autograd.grad((found * weights).sum(), [fast[name] for name in names])
     literally = torch.autograd.grad((wanted * weights).sum(), [slow[name] for name in names])
     assert_equal_gradients(dict(zip(names, gradients, strict=True)), dict(zip(names, literally, strict=True)))
+
+
+def test_only_a_scaled_start_divides_the_output(backbone: Backbone) -> None:
+    scaled, classes = method(), name_features(backbone, NAMES)
+    theta = some_theta(scaled)
+    wanted = scaled.context_of(theta, classes) * math.sqrt(backbone.d_t)
+    for start in ("xavier", "normal"):
+        assert torch.allclose(method(start=start).context_of(theta, classes), wanted, atol=1e-5)
 
 
 def literal_training(context: ClientContext, start: Tensors, feedforward: str) -> Tensors:
@@ -268,9 +276,10 @@ def test_names_are_encoded_bare_and_once(
     assert texts == [["big sun", "small moon"]]
 
 
-def test_a_normal_start_is_near_the_size_of_word_embeddings(backbone: Backbone) -> None:
+@pytest.mark.parametrize("start", ["scaled", "normal"])
+def test_contexts_start_near_the_size_of_word_embeddings(start: str, backbone: Backbone) -> None:
     for feedforward in FORMS:
-        tried = method(m=4, feedforward=feedforward, start="normal")
+        tried = method(m=4, feedforward=feedforward, start=start)
         theta = tried.initial_state(server_context(), initial_draws(0))
         made = tried.generate(theta, name_features(backbone, NAMES), server_context())["context"]
         assert 0.01 < float(made.std()) < 0.08
@@ -312,7 +321,7 @@ def test_defaults_are_the_papers() -> None:
     assert (training.epochs, training.batch_size, training.learning_rate) == (1, 200, 0.003)
     assert (training.momentum, training.weight_decay, training.schedule) == (0.9, 1e-5, "cosine")
     hyper = {key: value for key, value in spec.method.items() if key != "name"}
-    assert hyper == {"label_space": "client", "m": 4, "heads": 4, "feedforward": "relu", "start": "xavier"}
+    assert hyper == {"label_space": "client", "m": 4, "heads": 4, "feedforward": "relu", "start": "scaled"}
     assert set(fedtpg.WIDTHS) == set(FORMS)
 
 
@@ -323,17 +332,35 @@ def pairwise(vectors: Tensor) -> float:
 
 
 def test_the_vectors_of_a_task_differ_from_the_start(backbone: Backbone) -> None:
-    """With weights of N(0, 0.02²) they are one vector m times; Xavier's draws tell them apart."""
+    """With weights of N(0, 0.02²) they are one vector m times; Xavier's draws, scaled or not, tell them apart."""
     classes = name_features(backbone, NAMES)
     alike = {}
-    for kind in ("normal", "xavier"):
+    for kind in ("normal", "xavier", "scaled"):
         tried = method(m=4, start=kind)
         made = tried.context_of(tried.initial_state(server_context(), initial_draws(3)), classes)
         alike[kind] = pairwise(made)
         assert fedtpg.mean_cosine(made) == pytest.approx(alike[kind], abs=1e-6)
     assert alike["normal"] > 0.999
     assert alike["xavier"] < 0.98
-    assert method().hyper.start == "xavier"
+    assert alike["scaled"] == pytest.approx(alike["xavier"], abs=1e-5), "the same vectors, shorter"
+
+
+def test_a_scaled_step_moves_the_context_as_far_as_a_learned_one(backbone: Backbone) -> None:
+    """One step of the layers that make the context, against the same step of the context itself."""
+    tried, classes = method(m=4), name_features(backbone, NAMES)
+    theta = {
+        name: value.requires_grad_() for name, value in tried.initial_state(server_context(), initial_draws(3)).items()
+    }
+    made, wanted = (
+        tried.context_of(theta, classes),
+        torch.randn(4, backbone.d_t, generator=torch.Generator().manual_seed(1)),
+    )
+    (made * wanted).sum().backward()  # the gradient of the context is `wanted`
+    stepped = {
+        name: value.detach() - 0.01 * (value.grad if name in fedtpg.OUTPUTS else 0) for name, value in theta.items()
+    }
+    moved = tried.context_of(stepped, classes) - made.detach()
+    assert 0.3 < float(moved.norm() / (0.01 * wanted).norm()) < 3
 
 
 def test_a_client_reports_how_alike_its_vectors_are(make_context: Make, backbone: Backbone) -> None:
@@ -348,7 +375,7 @@ def test_a_client_reports_how_alike_its_vectors_are(make_context: Make, backbone
 
 
 def test_xavier_draws_have_xavier_s_bounds() -> None:
-    state = method().initial_state(server_context(), initial_draws(3))
+    state = method(start="xavier").initial_state(server_context(), initial_draws(3))
     for name in ("to_query", "to_key", "to_output", "widen"):
         weight = state[f"{name}.weight"]
         bound = math.sqrt(6 / sum(weight.shape))
