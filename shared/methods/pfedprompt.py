@@ -23,7 +23,7 @@ class PFedPromptHyper(pf.ContextHyper):
     """PromptFL's hyperparameters, and what is made of the memory."""
 
     memory: Literal["features", "labels"] = pf.option(
-        "features", "attend to the memory's features, or add a kernel density of its labels (Tip-Adapter's)"
+        "labels", "add a kernel density of the memory's labels (Tip-Adapter's), or attend to its features"
     )
     weight: float = pf.option(1.0, "w, of what the memory adds to the logits", ge=0, le=1e3)
     kappa: float | None = pf.option(None, "κ, sharpness of the attention; default: the logit scale", gt=0, le=1e4)

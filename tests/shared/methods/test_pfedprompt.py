@@ -65,7 +65,8 @@ def literal_added(
     return hyper.weight * scale * torch.stack([(mean / mean.norm()) @ text for text in texts])
 
 
-CASES = [{}, {"weight": 3.0, "kappa": 20.0}, {"memory": "labels"}, {"query": "patches"}]
+FEATURES = {"memory": "features"}
+CASES = [{}, FEATURES, FEATURES | {"weight": 3.0, "kappa": 20.0}, FEATURES | {"query": "patches"}]
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
@@ -166,7 +167,7 @@ def test_classes_that_nobody_trained_on_get_nothing_of_the_labels(backbone: Back
 def test_options_and_refusals() -> None:
     given = resolve_spec({"name": "x", "method": {"name": "pfedprompt"}}).method
     assert {key: given[key] for key in ("memory", "weight", "beta", "query", "per_class", "train_with_memory")} == {
-        "memory": "features", "weight": 1.0, "beta": 5.5, "query": "pooled", "per_class": 16,
+        "memory": "labels", "weight": 1.0, "beta": 5.5, "query": "pooled", "per_class": 16,
         "train_with_memory": False,
     }  # fmt: skip
     assert not method().needs.patch_tokens
