@@ -5,7 +5,8 @@
 
 A run continues where the last one with the same file ended. Rates are multiples of the method's default: 0.01 to 100 in
 decades, further ones while the best is at an edge, then half a decade around the best. The best is that of the mean
-over the data sets. A federation has two sites, about six images of each class, and four rounds.
+over the data sets. A federation has two sites, about six images of each class, and as many steps as four rounds with
+batches of 32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.harness import DOCS, fill_tables, parser, table, write
+from benchmarks.harness import DOCS, fill_tables, integers, parser, table, write
 from promptfed.experiments.tuning.trials import Candidate, Trials, mean_of
 from promptfed.runtime.run_file import RunFile
 from promptfed.runtime.services import Site
@@ -25,7 +26,7 @@ from promptfed.sdk.errors import CommandError
 from promptfed.shared.methods import METHODS, resolve_spec
 from promptfed.shared.spec.halving import beyond, grid
 
-ROUNDS, SEED = 4, 7
+ROUNDS, BATCH = 4, 32
 TINY, EMOJI = "promptfed-tiny", "promptfed-emoji"
 DRAWN = "symbols:{}?topic={}&per_class=12&shots=6"
 THINGS = (
@@ -48,8 +49,8 @@ LARGEST = 1e4  # multiple of a default that is tried
 class Sweep:
     """Accuracies by method, data set and multiple of the default rate, kept in a file after each federation."""
 
-    def __init__(self, path: Path, features: Path):
-        self.path, self.features = path, features
+    def __init__(self, path: Path, features: Path, seeds: Sequence[int] = (7,)):
+        self.path, self.features, self.seeds = path, features, seeds
         self.runs: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         self._trials: dict[str, Trials] = {}
 
@@ -84,13 +85,17 @@ class Sweep:
 
     def _measure(self, method: str, data: str, entry: dict[str, Any], multiple: float) -> None:
         trials = self.trials(data)
-        rate = entry.setdefault("default", trials.spec(method).training.learning_rate)
-        trial = trials.run(Candidate(method, float(f"{rate * multiple:.3g}")), ROUNDS, SEED)
-        entry["accuracy"][f"{multiple:g}"] = trial.accuracy
-        entry["seconds"][f"{multiple:g}"] = round(trial.seconds, 2)
-        if trial.template:
-            entry.update(zero_shot=mean_of(trial.template), bytes_round=trial.bytes_round)
-        print(f"{method} {data} ×{multiple:g}: {100 * trial.accuracy:.1f}, {trial.seconds:.1f} s", flush=True)
+        training = trials.spec(method).training
+        candidate = Candidate(method, float(f"{entry.setdefault('default', training.learning_rate) * multiple:.3g}"))
+        rounds = ROUNDS * max(1, training.batch_size // BATCH)
+        done = [trials.run(candidate, rounds, seed) for seed in self.seeds]
+        accuracy, seconds = fmean(trial.accuracy for trial in done), fmean(trial.seconds for trial in done)
+        entry["accuracy"][f"{multiple:g}"] = accuracy
+        entry["seconds"][f"{multiple:g}"] = round(seconds, 2)
+        if all(trial.template for trial in done):
+            zero_shot = fmean(mean_of(trial.template) for trial in done)
+            entry.update(zero_shot=zero_shot, bytes_round=done[0].bytes_round, seeds=len(done))
+        print(f"{method} {data} ×{multiple:g}: {100 * accuracy:.1f}, {seconds:.1f} s", flush=True)
 
     def means(self, method: str) -> dict[float, float]:
         """The mean gain over the template by multiple, over the data sets that have it."""
@@ -156,22 +161,24 @@ def markdown(sweep: Sweep) -> str:
             continue
         best = max(means, key=means.__getitem__)
         edge = sweep.has_rate(method) and best in (min(means), max(means))
-        sets = sum("zero_shot" in entry for entry in sweep.runs[method].values())
+        entries = [entry for entry in sweep.runs[method].values() if "zero_shot" in entry]
+        runs = f"{len(entries)} × {min(entry.get('seeds', 1) for entry in entries)}"
         share = f"{default / means[best]:.0%}" if means[best] > 0 else "-"
         at = f"×{best:g}" + (" (edge)" if edge else "") if sweep.has_rate(method) else "no rate"
-        rows.append([f"`{method}`", str(sets), f"{100 * default:+.1f}", f"{100 * means[best]:+.1f}", at, share])
-    return table(["method", "sets", "default", "best", "at the paper's rate", "share"], rows)
+        rows.append([f"`{method}`", runs, f"{100 * default:+.1f}", f"{100 * means[best]:+.1f}", at, share])
+    return table(["method", "sets × seeds", "default", "best", "at the paper's rate", "share"], rows)
 
 
 def main() -> None:
     """Sweep the methods in the order given, and write the table into docs/reference/methods.md."""
     command = parser(__doc__)
     command.add_argument("--methods", help="names by commas; default: all")
+    command.add_argument("--seeds", type=integers, default=[7], help="seeds of a method's runs, by commas")
     command.add_argument("--coarse", action="store_true", help="whole decades only")
     command.add_argument("--table", action="store_true", help="only write the table of the file")
     options = command.parse_args()
     with TemporaryDirectory(prefix="promptfed-defaults-") as features:
-        sweep = Sweep(options.json, Path(features))
+        sweep = Sweep(options.json, Path(features), options.seeds)
         if not options.table:
             for method in options.methods.split(",") if options.methods else METHODS.own():
                 sweep.sweep(method, options.coarse)
