@@ -79,9 +79,8 @@ def movement(gain: float, losses: Sequence[float], rate: float, rounds: int) -> 
         return []
     learned = 1 - losses[-1] / losses[0] if losses[0] > 0 else 0.0
     if abs(gain) < MOVED and learned < LEARNED:
-        fell = f"from {losses[0]:.3f} to {losses[-1]:.3f}"
-        text = f"Nothing moved in {counted(rounds, 'round')} (loss {fell}): try a higher training.learning_rate than {rate:g}"
-        return [f"{text}, or more rounds; {TUNE}."]
+        fell = f"{counted(rounds, 'round')} (loss from {losses[0]:.3f} to {losses[-1]:.3f})"
+        return [f"Nothing moved in {fell}: try a higher training.learning_rate than {rate:g}, or more rounds; {TUNE}."]
     return []
 
 
