@@ -21,7 +21,7 @@ from promptfed.runtime.processes import Processes
 from promptfed.runtime.services import LocalFederation, Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 
 KEY = "a5" * 32
 MIB = 1 << 20

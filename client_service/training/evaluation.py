@@ -19,8 +19,8 @@ from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.metrics import calibration_error, macro_f1
 from promptfed.shared.metrics.clinical import mean_average_precision
+from promptfed.shared.metrics.outcomes import ZERO_SHOT, Outcomes, Record
 from promptfed.shared.metrics.site_figures import Answered, SiteFigures, site_figures
-from promptfed.shared.outcomes import ZERO_SHOT, Outcomes, Record
 from promptfed.shared.tensors import Tensors
 
 EVALUATION_BATCH = 256

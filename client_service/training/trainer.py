@@ -46,7 +46,7 @@ from promptfed.shared.methods.core.interface.base import (
 )
 from promptfed.shared.methods.core.interface.hooks import Prepares, take_own_options
 from promptfed.shared.methods.core.interface.protection import Protection
-from promptfed.shared.outcomes import Record
+from promptfed.shared.metrics.outcomes import Record
 from promptfed.shared.privacy.distributed import PartialNoise
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 from promptfed.shared.spec.spec import TrainingSpec

@@ -11,7 +11,7 @@ from promptfed.sdk.client import parse
 from promptfed.shared.api.api_schemas import ClientView, FederationView
 from promptfed.shared.api.export_card import PrivacySummary, SumsSummary, Tally
 from promptfed.shared.api.report_schemas import ClientEvaluation, RoundReport
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 
 if TYPE_CHECKING:
     from promptfed.shared.tensors import Tensors

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.files import write_whole
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import SpecError
 

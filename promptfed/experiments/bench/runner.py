@@ -25,7 +25,7 @@ from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import DataError
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, TrainingSpec, merged
 
 FORMAT = 3  # of a run's file: another number makes it be run again

@@ -28,7 +28,7 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.files import write_whole
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
 PATIENCE_SECONDS = 1800.0  # without an answer of the coordinator, which may be restarting

@@ -40,7 +40,7 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import follow
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.messages import ENDED
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
 MAX_RESTARTS = 100  # of one crew

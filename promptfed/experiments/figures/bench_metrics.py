@@ -1,6 +1,6 @@
 """Figures of a bench beside its accuracies: calibration, macro-F1, worst class, spread over clients, unseen classes.
 
-All are computed from the outcomes that runs keep (`promptfed.shared.outcomes`), by entry, variant and test set.
+All are computed from the outcomes that runs keep (`promptfed.shared.metrics.outcomes`), by entry, variant and test set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from promptfed.experiments.bench.results import VARIANT, BenchRun, row_label
 from promptfed.experiments.bench.tables import markdown_table
 from promptfed.experiments.protocols.protocols import ELSEWHERE, TARGET, UNSEEN
 from promptfed.shared.metrics import auroc, calibration_error, class_accuracies, false_positives, macro_f1, reliability
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.plain_text import markdown_cell
 
 KNOWN = "base"  # the test set beside which `UNSEEN` is shown

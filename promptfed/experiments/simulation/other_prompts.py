@@ -12,7 +12,7 @@ import torch
 from promptfed.client_service.training.evaluation import answers
 from promptfed.client_service.training.trainer import TaskWork, torch_settings
 from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 
 SWAPPED = "prompts of others"  # the name of the variant in an outcome's split
 _OWN = (WEIGHT, BIAS, CLASSES)  # the private tensors of a head

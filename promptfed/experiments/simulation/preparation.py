@@ -30,7 +30,7 @@ from promptfed.shared.clip.weights.hub import known_as
 from promptfed.shared.data import DataError
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods import method_for
-from promptfed.shared.outcomes import Record
+from promptfed.shared.metrics.outcomes import Record
 from promptfed.shared.spec.spec import AllowedBackbones, BackboneSpec, FederationSpec, TrainingSpec
 
 log = logging.getLogger("promptfed.simulation")

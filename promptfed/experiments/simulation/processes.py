@@ -39,7 +39,7 @@ from promptfed.experiments.simulation.features import STEP, Images, SimulatedCli
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.messages import EvaluationRequest, Task
 from promptfed.shared.methods import method_for
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.spec.spec import FederationSpec
 
 HEAR_SECONDS = 0.1  # between two looks at whether a task was cancelled

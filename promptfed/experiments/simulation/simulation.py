@@ -37,7 +37,7 @@ from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.report_schemas import RoundReport
 from promptfed.shared.clip import Backbone, FeatureCache, SharedStarts
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
 from promptfed.shared.service.reasons import why

@@ -22,7 +22,7 @@ from promptfed.sdk.result import FederationResult
 from promptfed.shared.data import DataError
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods import method_for
-from promptfed.shared.outcomes import ZERO_SHOT
+from promptfed.shared.metrics.outcomes import ZERO_SHOT
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, merged
 
 OF_A_METHOD = ("optimizer", "learning_rate", "momentum", "weight_decay", "schedule")

@@ -19,7 +19,7 @@ from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, Split
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.metrics import calibration_error, macro_f1
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.tensors import Tensors
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import NAMES, made_up_source

@@ -13,7 +13,7 @@ from promptfed.experiments.figures.bench_metrics import figures, matrices_of, me
 from promptfed.experiments.figures.comparison import answers_of, compare, mcnemar, paired_bootstrap
 from promptfed.sdk.errors import CommandError
 from promptfed.sdk.result import Accuracy
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 
 NAMES = ("sun", "moon", "star")
 

@@ -18,7 +18,7 @@ from promptfed.experiments.protocols.setting import Setting
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data.corruptions import CORRUPTIONS, STRENGTHS
 from promptfed.shared.metrics import auroc, false_positives
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 
 DATA = "symbols:neon?topic=weather&per_class=4&test_per_class=2"
 PERSONAL = CORRUPTED["corrupted:personalisation"]

@@ -19,7 +19,7 @@ from promptfed.experiments.figures.bench_metrics import (
     open_set_table,
 )
 from promptfed.sdk.result import Accuracy
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.plain_text import markdown_cell, markdown_code
 
 BAD = "<img src=x onerror=alert(1)> a|b [c](javascript:d) `e`"

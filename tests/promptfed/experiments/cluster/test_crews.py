@@ -27,7 +27,7 @@ from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError
 from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.metrics.outcomes import Outcomes
 from tests.support.coordinators import InThread, in_thread
 from tests.support.waiting import PATIENCE
 
