@@ -110,6 +110,9 @@ class Disclosure:
     @property
     def _tests(self) -> tuple[str, ...]:
         own = "the held-out training images" if self.terms.held_out else "its test images"
+        if self.terms.selection is not None:
+            share = f"{self.terms.selection.share:.0%} of the training images, which are held out"
+            own = f"{share}, and once at the end its test images"
         return (own, *self.terms.accuracies[1:])
 
     def lines(self) -> list[str]:

@@ -32,6 +32,7 @@ from promptfed.shared.messages import EnrolmentInfo, Message, Role, Task, Told
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.plain_text import counted, plain
+from promptfed.shared.spec.selection import FINAL
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -236,6 +237,10 @@ class Agreement:
         self.expect_consent()
         terms = self.consent.terms
         self._expect_terms(task)
+        final = task.kind == "evaluate" and task.phase == FINAL and terms.selection is not None
+        if final != (task.selected is not None) or (task.selected or 0) > terms.rounds:
+            agreed = f"one of {terms.rounds} rounds" if final else "none"
+            raise NotAgreed(f"selected is {task.selected} instead of {agreed}")
         if task.kind != "evaluate":
             self._expect_training(task)
         elif task.round > terms.rounds or not (task.round % terms.evaluate_every == 0 or task.round == terms.rounds):

@@ -256,7 +256,12 @@ def split_by(
     terms: TrainingTerms, source: Source, tests: Mapping[str, Source], role: Role
 ) -> tuple[Source, Mapping[str, Source]]:
     """The source and the further test sets of a client, by the federation's terms. Raises as `held_out`."""
-    if not terms.held_out or role != "trainer":
+    if role != "trainer":
+        return source, tests
+    if terms.selection is not None:
+        apart = held_out(source, terms.selection.share, terms.seed)
+        return replace(apart, test=source.test), {**tests, terms.selection.split: apart}
+    if not terms.held_out:
         return source, tests
     return held_out(source, terms.held_out, terms.seed), NO_TESTS
 

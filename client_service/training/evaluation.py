@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -70,8 +70,11 @@ class Evaluation:
         private: Tensors,
         main: Classifier,
         template: str | None,
+        measured: Callable[[str], bool] = lambda name: True,
     ) -> tuple[Results, Results]:
         """Accuracies by split (and ``split@variant``) and the template's; ``main`` is the classifier of ``own``.
+
+        ``measured``: of which test sets.
 
         The template has none where the backbone reads no texts.
         """
@@ -80,6 +83,8 @@ class Evaluation:
         made: dict[tuple[str, ...], dict[str, Classifier]] = {}
         with torch.no_grad():
             for name, context in self.contexts(own, template):
+                if not measured(name):
+                    continue
                 names = context.class_names
                 if names not in made:
                     if names == own.class_names:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,19 +16,22 @@ import torch
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.agreement import Agreement
 from promptfed.client_service.privacy.floor import floored, large_enough
-from promptfed.client_service.privacy.noisy_counts import Leaving, NoisyCounts
-from promptfed.client_service.privacy.payloads import PayloadChecks, receipt, start_of
-from promptfed.client_service.privacy.policy import Policy, SiteFacts, facts_of_task, refusals
+from promptfed.client_service.privacy.payloads import receipt, start_of
+from promptfed.client_service.privacy.policy import facts_of_task, refusals
 from promptfed.client_service.privacy.protection import SiteProtection
 from promptfed.client_service.privacy.secure import OwnNoise, Trained
 from promptfed.client_service.privacy.unexplained import unexplained
 from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.state.faults import TRAINING_POINT, point
+from promptfed.client_service.state.kept_rounds import keep_round, select_round
 from promptfed.client_service.state.private_state import PrivateState, Serving, TensorOrigin
 from promptfed.client_service.training.augmentation import kept_bytes
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
 from promptfed.client_service.training.payloads import as_sent, check_payload, known_sizes, phase_of, unchanged
+from promptfed.client_service.training.site import SitePrivacy as SitePrivacy
+from promptfed.client_service.training.site import SiteRules as SiteRules
+from promptfed.client_service.training.site import torch_settings
 from promptfed.client_service.training.unlabelled import with_predictions
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, shape_of
@@ -48,40 +49,12 @@ from promptfed.shared.methods.core.interface.hooks import Prepares, take_own_opt
 from promptfed.shared.methods.core.interface.protection import Protection
 from promptfed.shared.metrics.outcomes import Record
 from promptfed.shared.privacy.distributed import PartialNoise
-from promptfed.shared.privacy.noise import Noise, SecretNoise
-from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import DTYPES, decode_place, encode
 
 log = logging.getLogger("promptfed.client")
 
 ServedParts = tuple[Method, ClientContext, Tensors, Tensors]  # method, context, payload, private state
-
-
-@dataclass(frozen=True)
-class SitePrivacy:
-    """How this site's updates are protected, and what of its accuracies leaves: noisy ``counts``, if any.
-
-    ``floor``: the disclosure floor.
-    """
-
-    protection: SiteProtection | None = None
-    noise: Noise = field(default_factory=SecretNoise)
-    leaving: Leaving = "plain"
-    counts: NoisyCounts | None = None
-    floor: int = 1
-
-
-@dataclass(frozen=True)
-class SiteRules:
-    """The site's policy, with what the federation ``asked`` of the site when it enrolled; empty without a policy.
-
-    ``payloads``: the checks of payloads, where the policy has a section for them.
-    """
-
-    policy: Policy | None = None
-    asked: SiteFacts | None = None
-    payloads: PayloadChecks | None = None
 
 
 @dataclass
@@ -262,7 +235,10 @@ class TaskWork:
     def evaluate(self, task: Task, payload: bytes | Path, cancelled: Cancelled) -> EvaluationRequest:
         """Accuracy on every test set, and the template's; the classifier serves predictions from now on."""
         started = time.monotonic()
-        serving = Serving(task.round, task.phase, task.config, payload)
+        selection = task.config.selection
+        if selection is not None and self.role == "trainer":
+            keep_round(self.state, task.round) if task.selected is None else select_round(self.state, task.selected)
+        serving = Serving(task.round if task.selected is None else task.selected, task.phase, task.config, payload)
         served, parts = self._serve(serving, cancelled)
         self.evaluated = serving
         if self.predictor is not None:
@@ -276,7 +252,12 @@ class TaskWork:
             return self._validated(served)
         floor, patients = self.privacy.floor, self.data.patients
         with torch_settings(served.context.training, self.backbone):
-            splits, zero_shot = self.evaluation.run(*parts, served.classifier, task.config.template)
+            splits, zero_shot = self.evaluation.run(
+                *parts,
+                served.classifier,
+                task.config.template,
+                lambda name: selection is None or (name == selection.split) is (task.selected is None),
+            )
             splits, zero_shot = (large_enough(results, floor, patients) for results in (splits, zero_shot))
             metrics = {}
             if self.privacy.counts is None and TEST in splits:
@@ -396,22 +377,6 @@ class TaskWork:
                 private = method.prepare(context, private)
             self.state.commit_prepared(private, replace(provenance, peers=digest))
         return private, digest
-
-
-@contextmanager
-def torch_settings(training: TrainingSpec, backbone: Backbone) -> Iterator[None]:
-    """The spec's number of threads; on a GPU deterministic kernels where the spec asks for them."""
-    torch.set_num_threads(training.threads)
-    if not training.deterministic or backbone.device.type == "cpu":
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def _digest(peers: list[Peer]) -> str:

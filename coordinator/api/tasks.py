@@ -19,6 +19,7 @@ from promptfed.coordinator.api.results import tensors_at
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.engine.selection import selected_round
 from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.http.blob_file import first_byte
 from promptfed.coordinator.http.heartbeats import BEAT, Heartbeats
@@ -28,6 +29,7 @@ from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.api.api_schemas import Receipt, UpdateReceipt
 from promptfed.shared.messages import ENDED, EvaluationRequest, FailureRequest, Task, TrialOffer
 from promptfed.shared.service.addresses import HEARTBEAT
+from promptfed.shared.spec.selection import FINAL
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
 
@@ -171,6 +173,9 @@ def _message(registry: Registry, federation: Federation, task: OpenTask) -> str:
         "epoch": registry.epoch,
         "common_payload": federation.common_payload,
     }
+    if task.phase == FINAL:
+        with registry.database.read() as session:
+            own["selected"] = selected_round(session, federation)
     plan = federation.rules.plan(task.round, task.step) if task.kind != "evaluate" else None
     if plan is not None and plan.secure is not None:
         own["phase"] = plan.secure.phase

@@ -318,6 +318,7 @@ def rules_of(spec: FederationSpec, method: Method) -> Rules:
         and part.sampling == "fixed",
         secure=spec.secure_aggregation,
         fixed_divisor=spec.privacy.is_central,
+        selects=spec.selection is not None,
     )
 
 

@@ -15,7 +15,6 @@ from promptfed.coordinator.domain.run_state import (
     ACCEPTED,
     BUDGET_SPENT,
     DAMAGED,
-    EVALUATION,
     MOST_CLIENTS,
     QUORUM_MISSED,
     AskStatus,
@@ -229,9 +228,9 @@ class Machine:
             self._set(due_job="join", joining=run.newcomers())
         elif run.step < len(plan):
             self._open_phase(plan[run.step], now)
-        elif run.step == len(plan) and self.rules.evaluates(run.round):
+        elif (name := self.rules.evaluation(run.round, run.step - len(plan))) is not None:
             active = sorted(name for name, member in run.members.items() if member.active and member.joined)
-            self._open("evaluate", EVALUATION, active, len(active), now)
+            self._open("evaluate", name, active, len(active), now)
         elif run.round < self.rules.last_round:
             self._set(round=run.round + 1, step=0, answered_first=(), sample_size=0, cohort=(), previous=())
         else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from promptfed.shared.messages import FederationState, Role, TaskKind
+from promptfed.shared.spec.selection import FINAL
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.spec_section import ceil_fraction
 
@@ -67,6 +68,7 @@ class Rules:
     ``draw``: what the order follows from in which clients are asked: a secret, or the spec's seed. ``poisson_key``:
     the secret of Poisson sampling, in hex, where that is how clients are sampled. ``fixed_divisor``: K stays what it
     was when a phase opened. ``budget_rounds``: rounds that a privacy budget allows, where it ends before the rounds do.
+    ``selects``: after the last round the best one's state is tested.
     """
 
     draw: int | str
@@ -83,6 +85,7 @@ class Rules:
     poisson_key: str | None = None
     fixed_divisor: bool = False
     budget_rounds: int | None = None
+    selects: bool = False
 
     @property
     def last_round(self) -> int:
@@ -92,6 +95,12 @@ class Rules:
     def evaluates(self, round: int) -> bool:
         """Whether the state after ``round`` is evaluated."""
         return round % self.evaluate_every == 0 or round == self.last_round
+
+    def evaluation(self, round: int, step: int) -> str | None:
+        """The name of the evaluation at ``step`` after the round's phases, from 0; None if there is none."""
+        if step == 1:
+            return FINAL if self.selects and round == self.last_round else None
+        return EVALUATION if step == 0 and self.evaluates(round) else None
 
     def sample_size(self, eligible: int) -> int:
         """K = max(min_clients, ⌈fraction·eligible⌉)."""

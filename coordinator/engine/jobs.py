@@ -22,15 +22,17 @@ from promptfed.coordinator.engine.disk_room import disk_of, no_room
 from promptfed.coordinator.engine.growth import StateGrows, reason
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.engine.selection import selected_round
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import Held
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.tables import PhaseRow, TaskRow
+from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow
 from promptfed.coordinator.store.tensor_blobs import Stored, put_tensors
 from promptfed.shared.methods.core.checks.client_checks import check_clients, check_hopeless
 from promptfed.shared.methods.core.interface.base import MethodError, NeedsBackbone, ServerContext
 from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.secagg import SecureError
+from promptfed.shared.spec.selection import FINAL
 from promptfed.shared.tensors import Arrays, TensorError, encode, method_part, size_of, state_hash
 
 FORGOTTEN = "forget"  # the origin of a state from which a client's own part was taken
@@ -208,7 +210,7 @@ def fill_payloads(registry: Registry, id: str) -> None:
     federation = registry.get(id)
     pending = [task for task in federation.tasks.values() if task.payload_sha256 is None]
     with registry.database.read() as session:
-        state = method_part(current_state(registry, session, id))
+        state = method_part(_served_state(registry, session, federation))
     with registry.blobs.hold() as held:
         made = _with_payloads(registry, held, federation, state, pending)
         with registry.change(id) as change:
@@ -271,7 +273,7 @@ def payload_again(registry: Registry, federation: Federation, digest: str) -> by
         task_and_stage = session.execute(query.where(*pending)).first()
         if task_and_stage is None:
             return None
-        state = method_part(current_state(registry, session, federation.id))
+        state = method_part(_served_state(registry, session, federation))
     task, stage = task_and_stage
     if stage.kind not in ("train", "evaluate"):
         return secure_jobs.told(registry, federation, open_task(task, stage))
@@ -306,6 +308,15 @@ def _payload_digests(change: Change) -> set[str | None]:
     here = (PhaseRow.round == run.round, PhaseRow.step == run.step, TaskRow.payload_sha256.is_not(None))
     query = queries.tasks_with_phases(change.federation.id).with_only_columns(TaskRow.payload_sha256).where(*here)
     return set(change.session.scalars(query.distinct().limit(2)))
+
+
+def _served_state(registry: Registry, session: Session, federation: Federation) -> Arrays:
+    """The state that the open stage is about: in the final test that of the selected round."""
+    if federation.phase != FINAL:
+        return current_state(registry, session, federation.id)
+    row = queries.last_state(session, federation.id, StateRow.round <= selected_round(session, federation))
+    assert row is not None, "a federation that selects keeps all states"
+    return registry.blobs.tensors(row.sha256)[0]
 
 
 def current_state(registry: Registry, session: Session, id: str) -> Arrays:

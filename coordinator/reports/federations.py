@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.engine.selection import selection_view
 from promptfed.coordinator.reports.privacy import central_privacy
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow, FederationRow
@@ -51,6 +52,7 @@ def federation_view(session: Session, federation: Federation) -> schemas.Federat
             ],
             "state_hash": newest.state_hash if newest is not None else None,
             "privacy": central_privacy(session, federation),
+            "selection": selection_view(session, federation),
             "trials": _trials(session, federation),
         }
     )

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator.aggregation.changes import far_off
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.engine.selection import selected_round
 from promptfed.coordinator.problems import NoState, NotFound
 from promptfed.coordinator.reports import secure_rounds
 from promptfed.coordinator.reports.pieces import AT_ONCE, json_pieces, separated
@@ -24,6 +25,7 @@ from promptfed.coordinator.store.tables import Base, EvaluationRow, PhaseRow, St
 from promptfed.shared.api import report_schemas
 from promptfed.shared.api.remarks import remarks
 from promptfed.shared.messages import ENDED
+from promptfed.shared.spec.selection import FINAL
 
 LAST_ROUND = 1 << 31  # beyond every round, and no more than databases take
 MOST_TASKS = 1000  # of the rounds of one page: their reports take less than a tenth of a second
@@ -119,7 +121,10 @@ def round_report(session: Session, federation: Federation, round: int) -> report
     else:
         tried = secure_rounds.attempts(federation, stages)
         phases = [_secure_report(session, federation, attempt) for attempt in tried]
-    evaluations = [_evaluation_report(session, federation, stage) for stage in stages if stage.kind == "evaluate"]
+    evaluated = [stage for stage in stages if stage.kind == "evaluate" and stage.name != FINAL]
+    evaluations = [_evaluation_report(session, federation, stage) for stage in evaluated]
+    if evaluations and federation.phase in (None, FINAL):
+        evaluations[0] = _tested(session, federation, round, evaluations[0])
     state = _last_state(session, federation, round) if _has_state(federation, round) else None
     over = round < federation.run.round or federation.run.state in ENDED
     ended = stages[-1].completed_at if over else None
@@ -302,6 +307,28 @@ def _evaluation_report(session: Session, federation: Federation, stage: PhaseRow
     mean = {role: splits["test"] for role, splits in by_split.items() if "test" in splits}
     report = {**_stage_report(stage, tasks), "bytes_up": 0, "clients": clients, "mean": mean, "by_split": by_split}
     return report_schemas.EvaluationReport.model_validate(report)
+
+
+def _tested(
+    session: Session, federation: Federation, round: int, report: report_schemas.EvaluationReport
+) -> report_schemas.EvaluationReport:
+    """The evaluation of ``round`` with what the final test, which is of the selected round, has added to it."""
+    if federation.spec.selection is None or selected_round(session, federation) != round:
+        return report
+    final = (PhaseRow.federation_id == federation.id, PhaseRow.name == FINAL)
+    stage = session.scalars(select(PhaseRow).where(*final)).one_or_none()
+    if stage is None:
+        return report
+    clients = dict(report.clients)
+    for name, tested in _evaluation_report(session, federation, stage).clients.items():
+        known = clients.get(name, tested)
+        both = {at: getattr(known, at) | getattr(tested, at) for at in ("splits", "zero_shot", "metrics")}
+        clients[name] = known.model_copy(update=both)
+    by_split = {
+        role: _mean_accuracy([client for client in clients.values() if client.role == role]) for role in _roles(clients)
+    }
+    mean = {role: splits["test"] for role, splits in by_split.items() if "test" in splits}
+    return report.model_copy(update={"clients": clients, "by_split": by_split, "mean": mean})
 
 
 def _roles(clients: dict[str, report_schemas.ClientEvaluation]) -> list[str]:

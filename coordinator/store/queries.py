@@ -17,6 +17,7 @@ from promptfed.coordinator.store.tables import (
     StateRow,
     TaskRow,
 )
+from promptfed.shared.spec.selection import SelectionSpec
 from promptfed.shared.spec.tuning import WORST
 
 T = TypeVar("T", bound=Base)
@@ -101,3 +102,16 @@ def score(session: Session, id: str, round: int) -> float:
     bodies = session.scalars(query.with_only_columns(EvaluationRow.body).order_by(TaskRow.client))
     told = [body["splits"]["test"]["accuracy"] for body in bodies if "test" in body["splits"]]
     return fmean(told) if told else WORST
+
+
+def means_by_round(session: Session, id: str, phase: str, selection: SelectionSpec) -> dict[int, float]:
+    """By round, the mean of the clients' figures in the evaluations called ``phase`` that a selection looks at."""
+    told: dict[int, list[float]] = {}
+    answered = (PhaseRow.kind == "evaluate", PhaseRow.name == phase, TaskRow.status == "answered")
+    query = tasks_with_phases(id).join(EvaluationRow, EvaluationRow.task_id == TaskRow.id).where(*answered)
+    columns = query.with_only_columns(PhaseRow.round, EvaluationRow.body)
+    for round, body in session.execute(columns.order_by(PhaseRow.round, TaskRow.client)):
+        value = body["splits"].get(selection.split, {}).get(selection.metric)
+        if value is not None:
+            told.setdefault(round, []).append(value)
+    return {round: fmean(values) for round, values in told.items()}

@@ -39,6 +39,9 @@ WHAT = {
 def _origin(card: Card) -> dict[str, str]:
     """Where the federation started, and under what licence its result is."""
     facts = {} if card.licence is None else {"licence": markdown_cell(card.licence)}
+    if (chosen := card.selection) is not None:
+        mean = f"a mean {chosen.metric.replace('_', '-')} of {percent(chosen.value)} on held-out training images"
+        facts["round"] = f"{chosen.round}, the best of {chosen.compared} by {mean}; tests came once, at the end"
     if (origin := card.origin) is not None:
         licence = f", licence {origin.licence}" if origin.licence is not None else ""
         facts["started from"] = markdown_cell(f"the export of {origin.federation} with card {origin.card}{licence}")

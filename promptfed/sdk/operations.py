@@ -244,7 +244,7 @@ def accuracies(federation: str) -> Operation[FederationResult]:
 
 
 def take(federation: str, round: int | None = None) -> Operation[FederationResult]:
-    """The complete result of a federation after ``round``, by default after the last finished round.
+    """The complete result of a federation after ``round``, by default after the selected or last finished round.
 
     Raises:
         CommandError: the coordinator refuses, or the received state does not have its hash.
@@ -252,7 +252,9 @@ def take(federation: str, round: int | None = None) -> Operation[FederationResul
     so_far = yield from accuracies(federation)
     reports = so_far.reports
     if round is None:
-        round = max((report["round"] for report in reports if report["state_hash"]), default=0)
+        chosen = so_far.federation.selection if so_far.federation.state == "finished" else None
+        last = max((report["round"] for report in reports if report["state_hash"]), default=0)
+        round = last if chosen is None else chosen.round
     state = yield from _one(get_prompts(federation, round))
     state_hash = state.headers["etag"].strip('"')
     _check(state.body, state_hash)

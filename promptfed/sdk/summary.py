@@ -63,6 +63,20 @@ class TrialSummary(BaseModel):
         return f"{self.title}: {self.state}, round {self.round} of {self.rounds} ({self.federation})"
 
 
+class SelectionSummary(BaseModel):
+    """The best round so far."""
+
+    round: int
+    metric: str
+    value: float
+    compared: int
+
+    def describe(self) -> str:
+        """One line for people."""
+        mean = f"a mean {self.metric.replace('_', '-')} of {self.value:.1%} on held-out training images"
+        return f"round {self.round} is the best of {self.compared}, with {mean}"
+
+
 class FederationSummary(BaseModel):
     """One federation."""
 
@@ -79,6 +93,7 @@ class FederationSummary(BaseModel):
     answered: list[str]
     awaited: list[Awaited]
     privacy: CentralPrivacySummary | None = None
+    selection: SelectionSummary | None = None
     trials: list[TrialSummary] = []
 
 

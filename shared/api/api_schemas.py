@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from promptfed.shared.messages import Domain, FederationState, Message, Role, TaskKind
+from promptfed.shared.spec.selection import SelectionSpec
 from promptfed.shared.spec.spec import BackboneShape, ClassName, FederationSpec
 from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.tensors import Array
@@ -147,6 +148,14 @@ class TrialView(BaseModel):
     accuracy: float | None
 
 
+class SelectionView(SelectionSpec):
+    """The round that is chosen, and how: the best mean of ``metric`` among those that were ``compared``."""
+
+    round: int
+    value: float
+    compared: int
+
+
 class FederationView(BaseModel):
     """One federation."""
 
@@ -177,6 +186,7 @@ class FederationView(BaseModel):
     awaited: list[Awaited]
     state_hash: str | None
     privacy: CentralPrivacyView | None = left_out(default=None, description="where whole clients are protected")
+    selection: SelectionView | None = left_out(default=None, description="the best round so far, with selection")
     trials: list[TrialView] = left_out(
         [], default_factory=list, description="the trials by which the method is chosen, in order; with tuning"
     )

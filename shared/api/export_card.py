@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from promptfed.shared.api.api_schemas import ClientView, FederationView
+from promptfed.shared.api.api_schemas import ClientView, FederationView, SelectionView
 from promptfed.shared.api.report_schemas import CentralPrivacy, EvaluationReport, RoundReport, SpentPrivacy
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import Domain, FederationState, Figure, Role
@@ -151,6 +151,7 @@ class Facts(BaseModel):
     participants: list[Participant]
     origin: Origin | None = left_out(default=None, description="the export that the federation started from")
     licence: Licence | None = left_out(default=None)
+    selection: SelectionView | None = left_out(default=None, description="how the round was chosen, if it is the one")
     accuracy: Accuracies | None
     privacy: PrivacySummary | None = None
     secure_aggregation: SumsSummary | None = left_out(default=None)
@@ -329,6 +330,7 @@ def facts_of(
         participants=_participants(clients, tally, shown, secret),
         origin=spec.origin,
         licence=spec.licence,
+        selection=view.selection if view.selection is not None and view.selection.round == round else None,
         accuracy=_accuracies(tally, shown),
         privacy=tally.privacy(view),
         secure_aggregation=tally.sums(view),

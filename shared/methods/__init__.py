@@ -19,7 +19,7 @@ from promptfed.shared.methods.core.checks.privacy_checks import check_privacy
 from promptfed.shared.methods.core.checks.rule_checks import check_rule
 from promptfed.shared.methods.core.checks.secure_checks import check_secure
 from promptfed.shared.methods.core.checks.tuning_checks import check_tuning, with_candidates
-from promptfed.shared.methods.core.checks.validation_checks import check_validation
+from promptfed.shared.methods.core.checks.validation_checks import check_selection, check_validation
 from promptfed.shared.methods.core.interface.base import Method, MethodError, ServerContext
 from promptfed.shared.methods.core.rates import swept_rate
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description
@@ -129,6 +129,7 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
         ("privacy", lambda: check_privacy(method, resolved)),
         ("tuning", lambda: check_tuning(resolved)),
         ("kind", lambda: check_validation(resolved)),
+        ("selection", lambda: check_selection(method, resolved)),
     ]
     if resolved.class_names is not None:
         names = tuple(resolved.class_names)

@@ -24,6 +24,7 @@ from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.class_descriptions import ClassDescriptions, check_descriptions
 from promptfed.shared.spec.loss import LossSpec
+from promptfed.shared.spec.selection import SelectionSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec, SecureAggregationSpec
 from promptfed.shared.spec.spec_hints import meant
 from promptfed.shared.spec.spec_section import Section, ceil_fraction, left_out
@@ -265,6 +266,9 @@ class FederationSpec(Section):
     retention: Literal["all", "last_round"] = "all"
     start: Literal["manual", "when_ready"] = "manual"
     tuning: Annotated[TuningSpec | None, left_out()] = None
+    selection: Annotated[
+        SelectionSpec | None, left_out(description="the result is the best round's; default: the last round's")
+    ] = None
     held_out: Annotated[
         float,
         left_out(

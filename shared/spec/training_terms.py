@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.class_descriptions import ClassDescriptions
 from promptfed.shared.spec.loss import LossSpec
+from promptfed.shared.spec.selection import SelectionSpec
 from promptfed.shared.spec.spec import BackboneSpec, ClassName, FederationSpec, Kind, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.spec_section import left_out
@@ -55,6 +56,10 @@ class TrainingTerms(BaseModel):
     weighting: Annotated[
         Weighting | None,
         left_out(description="of secure sums: how much each client counts"),
+    ] = None
+    selection: Annotated[
+        SelectionSpec | None,
+        left_out(description="training images are held out, and each round is measured on them"),
     ] = None
     held_out: Annotated[
         float,

@@ -13,7 +13,7 @@ from promptfed.shared.metrics.site_figures import site_figures
 from tests.support.answers import answered, confusion_of
 from tests.support.attacker import Attacker, small_counts
 
-COUNTED = ("tp", "fn", "fp")  # every number below the floor stays possible; of what follows from them, half
+COUNTED = ("tp", "fn")  # every number below the floor stays possible, and of fp over all images; of other counts half
 
 
 def attack(seed: int) -> int:
@@ -26,7 +26,7 @@ def attack(seed: int) -> int:
         value = None if place is None or len(confusion) == 1 else str(place)
         if value is None or value in attacker.values:
             low, high = attacker.bounds(value, name, k)
-            least = 0 if name in COUNTED else FLOOR / 2
+            least = 0 if name in COUNTED or (name == "fp" and value is None) else FLOOR / 2
             assert low <= least + 1e-6, (seed, value, name, k, low, high)
             assert high >= FLOOR - 1 - 1e-6, (seed, value, name, k, low, high)
             tried += 1

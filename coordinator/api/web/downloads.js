@@ -30,7 +30,7 @@ export class Downloads {
     const there = [...model.rounds.values()].some((one) => one.state_hash !== null);
     for (const one of this.all) one.disabled = this.taking === one || !(there || [this.numbers, this.reports].includes(one));
     const command = h("code", {}, `promptfed export ${model.view.name} --out FOLDER`);
-    fill(this.remark, "Prompts are the newest state, as safetensors. The export is an archive of prompts and card, signed by the coordinator, for ", h("code", {}, "promptfed predict --export"), "; class weights for plain open_clip code need a backbone: ", command, ".");
+    fill(this.remark, "Prompts are the selected or newest state, as safetensors. The export is an archive of prompts and card, signed by the coordinator, for ", h("code", {}, "promptfed predict --export"), "; class weights for plain open_clip code need a backbone: ", command, ".");
   }
 
   async #take(button, make) {
@@ -98,9 +98,11 @@ export class Downloads {
     }
   }
 
-  /** The state after the last round that has one, under its hash. */
+  /** The state after the selected round, or the last one that has one, under its hash. */
   async #state() {
-    const round = [...this.model.rounds.values()].filter((one) => one.state_hash !== null).at(-1).round;
+    const { selection, state } = this.model.view;
+    const last = [...this.model.rounds.values()].filter((one) => one.state_hash !== null).at(-1).round;
+    const round = selection && state === "finished" ? selection.round : last;
     const { blob, headers } = await this.api.file(`${this.path}/prompts?round=${round}`, "application/octet-stream");
     const digest = /sha-256=:([^:]+):/.exec(headers.get("Repr-Digest") ?? "")?.[1] ?? "";
     return { round, blob, hash: headers.get("ETag").replaceAll('"', ""), sha256: hexadecimal(atob(digest), (letter) => letter.charCodeAt(0)) };

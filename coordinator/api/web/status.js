@@ -132,6 +132,7 @@ export class Status {
     // What a round costs beside the accuracy that it buys: the last one that has trained.
     const last = rounds.filter((one) => one.bytes_up > 0).at(-1);
     if (last) shown.push(["A round costs", bytes(last.bytes_up + last.bytes_down), `round ${last.round}: ${bytes(last.bytes_up)} up, ${bytes(last.bytes_down)} down`]);
+    if (view.selection) shown.splice(1, 0, ["Best round", String(view.selection.round), `of ${view.selection.compared}, ${percent(view.selection.value)} on held-out images`]);
     if (validates(view)) shown.splice(0, 3);
     const left = secondsLeft(view, rounds);
     if (left !== null) shown.splice(1, 0, ["Left, about", duration(left), null]);

@@ -216,6 +216,7 @@ def _show_status(federation: FederationSummary) -> None:
     ]
     if federation.privacy is not None:
         lines += _privacy_lines(federation.privacy)
+    lines += [] if federation.selection is None else [federation.selection.describe()]
     lines += [f"trial {trial.describe()}" for trial in federation.trials]
     awaited = [client.model_dump(mode="json") for client in federation.awaited]
     lines += [f"waiting for {client['name']} until {client['until']}" for client in awaited]

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 
 from promptfed.client_service.training.evaluation import answers
-from promptfed.client_service.training.trainer import TaskWork, torch_settings
+from promptfed.client_service.training.site import torch_settings
+from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT
 from promptfed.shared.metrics.outcomes import Outcomes
 

@@ -1,11 +1,12 @@
-"""The check of a federation in which sites validate an export."""
+"""The checks of a federation in which sites validate an export, and of one that selects a round."""
 
 from __future__ import annotations
 
-from promptfed.shared.methods.core.interface.base import MethodError
+from promptfed.shared.methods.core.interface.base import Method, MethodError
+from promptfed.shared.methods.core.interface.hooks import AdoptsStates, GrowsWithClients
 from promptfed.shared.spec.spec import FederationSpec
 
-OF_TRAINING = ("privacy", "secure_aggregation", "tuning", "held_out", "loss")
+OF_TRAINING = ("privacy", "secure_aggregation", "tuning", "selection", "held_out", "loss")
 """Sections of a spec that say something of training alone."""
 
 
@@ -18,3 +19,18 @@ def check_validation(spec: FederationSpec) -> None:
     given = [name for name in OF_TRAINING if getattr(spec, name) != FederationSpec.model_fields[name].default]
     if given:
         raise MethodError(f"in a validation nobody trains: leave {given[0]} out")
+
+
+def check_selection(method: Method, spec: FederationSpec) -> None:
+    """Raise MethodError if no round of a federation of ``spec`` can be selected."""
+    if spec.selection is None:
+        return
+    if spec.tuning is not None or spec.held_out:
+        raise MethodError("selection holds out training images itself: leave tuning and held_out out")
+    if spec.evaluations != "plain" or spec.privacy.level != "none" or spec.secure_aggregation is not None:
+        text = "a choice among rounds takes the sites' accuracies, which protection withholds and noise would decide"
+        raise MethodError(f"{text}: leave selection, or privacy and secure_aggregation, out")
+    if spec.retention != "all":
+        raise MethodError("the chosen round may be an early one: give retention all")
+    if isinstance(method, GrowsWithClients | AdoptsStates):
+        raise MethodError(f"the state of {method.name} grows with its clients, and an early one lacks later ones")
