@@ -16,6 +16,7 @@ from torch import Tensor
 from promptfed.shared.clip import Backbone
 from promptfed.shared.clip.caches.features import rows_before
 from promptfed.shared.data.image_files import IMAGE_FORMATS, expect_numbers
+from promptfed.shared.methods import MULTI_LABEL, TASK
 from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, Mixes
 
 MAX_PIXELS = 16_000_000
@@ -48,6 +49,11 @@ class Served:
     def class_names(self) -> tuple[str, ...]:
         """The classes among which the classifier chooses."""
         return self.context.class_names
+
+    @property
+    def several_labels(self) -> bool:
+        """Whether each class is present or absent, instead of one being chosen."""
+        return self.context.terms.method.get(TASK) == MULTI_LABEL
 
 
 class OneImage:
@@ -92,7 +98,8 @@ class Predictor:
     def predict(self, content: bytes) -> dict[str, Any]:
         """Probabilities of each class, highest first, with the template's (or None) beside them.
 
-        With them go the shares of the domains that the image looks like, where the method has a mixture (else None).
+        Where an image may have several labels, ``present`` lists those above one half. With them go the shares of the
+        domains that the image looks like, where the method has a mixture (else None).
 
         Raises:
             NoPrompts: no evaluation has brought prompts yet.
@@ -106,22 +113,26 @@ class Predictor:
         # Decoding too: one image at a time has its pixels in memory.
         with self._one_at_a_time, torch.no_grad():
             split = OneImage(served.context.backbone, read_image(content))
-            learned = _probabilities(served.classifier, split, row)
-            template = served.template and _probabilities(served.template, split, row)
+            several = served.several_labels
+            learned = _probabilities(served.classifier, split, row, several)
+            template = served.template and _probabilities(served.template, split, row, several)
             domains = _domains(served.classifier, split, row)
         zero_shot: Sequence[float | None] = template or [None] * len(learned)
         rows = sorted(zip(served.class_names, learned, zero_shot, strict=True), key=lambda row: -row[1])
+        present = {"present": [name for name, p, _ in rows if p > 0.5]} if several else {}
         return {
             "method": served.method,
             "round": served.round,
             "class_name": rows[0][0],
+            **present,
             "classes": [{"name": name, "probability": p, "zero_shot": z} for name, p, z in rows],
             "domains": domains,
         }
 
 
-def _probabilities(classifier: Classifier, split: OneImage, row: Tensor) -> list[float]:
-    probabilities: list[float] = classifier.logits(split, row)[0].softmax(-1).tolist()
+def _probabilities(classifier: Classifier, split: OneImage, row: Tensor, several: bool) -> list[float]:
+    logits = classifier.logits(split, row)[0]
+    probabilities: list[float] = (logits.sigmoid() if several else logits.softmax(-1)).tolist()
     return probabilities
 
 

@@ -6,19 +6,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from promptfed.cli.scoring import SCORE_FILE, ScoreFigures, interval
+from promptfed.cli.scoring import SCORE_FILE, ScoreFigures
+from promptfed.cli.scoring_presences import PresenceFigures
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import new_folder, write_file
 from promptfed.sdk.output import console, print_json, say, table
-from promptfed.shared.metrics.clinical import Estimate
+from promptfed.shared.metrics.clinical import Estimate, interval_text
 from promptfed.shared.metrics.pooling import Pooled, PooledFigure, pooled_figure
 from promptfed.shared.metrics.site_figures import POOLED
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import why
 
 POOLED_FILE, FOREST_FILE = "pooled.json", "forest.png"
+SiteScores = ScoreFigures | PresenceFigures
+_READ: TypeAdapter[SiteScores] = TypeAdapter(SiteScores)
 
 
 class PooledReport(BaseModel):
@@ -56,13 +59,13 @@ def run_pool(scores: Sequence[str], only: str | None, out: Path, as_json: bool) 
     say(f"Wrote {POOLED_FILE} and {FOREST_FILE} in {out}.")
 
 
-def read_scores(scores: Sequence[str]) -> dict[str, ScoreFigures]:
+def read_scores(scores: Sequence[str]) -> dict[str, SiteScores]:
     """Each site's figures, of ``NAME=PATH`` or ``PATH``: score.json or its folder, which names the site.
 
     Raises:
         CommandError: as `run_pool`.
     """
-    by_site: dict[str, ScoreFigures] = {}
+    by_site: dict[str, SiteScores] = {}
     for text in scores:
         name, equals, rest = text.partition("=")
         path = Path(rest if equals else text)
@@ -71,7 +74,7 @@ def read_scores(scores: Sequence[str]) -> dict[str, ScoreFigures]:
         if site in by_site:
             raise CommandError(f"two sites are called {site}: give NAME=FILE", Exit.BAD_INPUT)
         try:
-            by_site[site] = ScoreFigures.model_validate_json(path.read_bytes())
+            by_site[site] = _READ.validate_json(path.read_bytes())
         except OSError as error:
             raise CommandError(f"cannot read {path}: {why(error)}", Exit.BAD_INPUT) from None
         except ValidationError:
@@ -84,12 +87,12 @@ def read_scores(scores: Sequence[str]) -> dict[str, ScoreFigures]:
     return by_site
 
 
-def pooled_report(by_site: Mapping[str, ScoreFigures], only: str | None = None) -> PooledReport:
+def pooled_report(by_site: Mapping[str, SiteScores], only: str | None = None) -> PooledReport:
     """The accuracy over all classes, and the figures of each class (or of ``only`` one), pooled over the sites."""
     names = list(dict.fromkeys(one.name for figures in by_site.values() for one in figures.classes))
     if only is not None and only not in names:
         raise CommandError(f"no site has images of the class {only}; they have {', '.join(names)}", Exit.BAD_INPUT)
-    found = {site: figures.accuracy_interval for site, figures in by_site.items()}
+    found = {site: getattr(figures, "accuracy_interval", None) for site, figures in by_site.items()}
     all_figures = [pooled_figure("accuracy", None, found)]
     for name in names if only is None else [only]:
         classes = {site: {one.name: one for one in figures.classes}.get(name) for site, figures in by_site.items()}
@@ -108,7 +111,7 @@ def mean_cells(pooled: Pooled) -> list[str]:
     """A mean's columns in a table: sites, mean with interval, the next site's range, I²."""
     mean = Estimate(value=pooled.mean, low=pooled.low, high=pooled.high)
     ahead = "-" if pooled.prediction is None else "{:.1f} to {:.1f}".format(*(100 * end for end in pooled.prediction))
-    return [str(pooled.sites), interval(mean), ahead, f"{100 * pooled.i2:.0f} %"]
+    return [str(pooled.sites), interval_text(mean), ahead, f"{100 * pooled.i2:.0f} %"]
 
 
 def forest(figures: Sequence[PooledFigure]) -> Figure:

@@ -87,7 +87,9 @@ def predict_folder(
     predictor = predictor_of(model.serve(open_backbone_of(model, allow_backbone), names))
     text, unread = io.StringIO(newline=""), 0
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["image", "class", "probability", "zero_shot_class", "zero_shot_probability"])
+    several = predictor.served is not None and predictor.served.several_labels
+    columns = ["present", *names] if several else ["class", "probability", "zero_shot_class", "zero_shot_probability"]
+    writer.writerow(["image", *map(csv_cell, columns)])
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix.lower() not in SUFFIXES and not _is_hidden(path, folder):
             advice = conversion_of(path)
@@ -100,7 +102,8 @@ def predict_folder(
             note(error)
             unread += 1
             continue
-        writer.writerow([path.relative_to(folder), *_best(answer, "probability"), *_best(answer, "zero_shot")])
+        told = _presences(answer, names) if several else [*_best(answer, "probability"), *_best(answer, "zero_shot")]
+        writer.writerow([path.relative_to(folder), *told])
     if unread == len(paths):
         raise CommandError(f"none of the {unread} images in {folder} can be read", Exit.BAD_INPUT)
     if out is None:
@@ -113,6 +116,12 @@ def predict_folder(
 
 def _is_hidden(path: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _presences(answer: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """The classes that are present, separated by |, and the probability of each class."""
+    by_name = {row["name"]: f"{row['probability']:.6f}" for row in answer["classes"]}
+    return [csv_cell("|".join(answer["present"])), *(by_name[name] for name in names)]
 
 
 def _best(answer: Mapping[str, Any], column: str) -> list[str]:
@@ -177,7 +186,8 @@ def _why_unreadable(path: Path) -> str:
 
 
 def _table(path: Path, answer: Mapping[str, Any], top: int) -> Table:
-    title = escape(plain(f"{path.name}: {answer['class_name']} ({answer['method']}, round {answer['round']})"))
+    told = ", ".join(answer["present"]) or "none of the classes" if "present" in answer else answer["class_name"]
+    title = escape(plain(f"{path.name}: {told} ({answer['method']}, round {answer['round']})"))
     rows = [
         [row["name"], bar(row["probability"]), percent(row["probability"]), percent(row["zero_shot"])]
         for row in answer["classes"][:top]

@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from promptfed.cli.predicting import model_of_export
+from promptfed.cli.scoring_presences import presence_figures, show_presences
 from promptfed.client_service.training.data import TEST, ClientData
 from promptfed.client_service.training.evaluation import answers, probabilities
 from promptfed.export.export import open_backbone_of
@@ -25,7 +26,7 @@ from promptfed.sdk.text import percent
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data import open_source
 from promptfed.shared.metrics import BINS, calibration_error, class_accuracies, macro_f1
-from promptfed.shared.metrics.clinical import ClassFigures, Estimate, class_figures, proportion
+from promptfed.shared.metrics.clinical import ClassFigures, Estimate, class_figures, interval_text, proportion
 from promptfed.shared.metrics.site_figures import POOLED
 from promptfed.shared.plain_text import counted, csv_cell, plain
 from promptfed.shared.spec.spec import AllowedBackbones
@@ -58,6 +59,15 @@ def run_score(
     served = model.serve(backbone, names)
     with new_folder(out, "--out") as folder, TemporaryDirectory(prefix="promptfed-score-") as features:
         split = ClientData(source, backbone, FeatureCache(Path(features))).split(TEST, names)
+        if served.several_labels != (split.labels.ndim == 2):
+            one, many = "one label per image", "any number of labels per image"
+            here, there = (one, many) if served.several_labels else (many, one)
+            raise CommandError(f"the export is for {there}, and {uri} has {here}", Exit.BAD_INPUT)
+        if served.several_labels:
+            several = presence_figures(served, split, names, source.test.groups, state_hash(model.state))
+            write_file(folder / SCORE_FILE, (several.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
+            show_presences(several, uri, as_json)
+            return
         told = probabilities(served.classifier, split)
         confidence, predicted = told.max(dim=-1)
         figures = scores(split.labels, predicted, confidence, names)
@@ -77,7 +87,7 @@ def run_score(
     rows = [[title, *(_cell(scored, key) for scored in (figures.zero_shot, figures))] for key, title in FIGURES.items()]
     console.print(table(f"{counted(figures.images, 'image')} of {uri}", ["", "zero-shot", "adapted"], rows))
     cells = [
-        [one.name, str(one.positives), *(interval(getattr(one, key)) for key in POOLED)] for one in figures.classes
+        [one.name, str(one.positives), *(interval_text(getattr(one, key)) for key in POOLED)] for one in figures.classes
     ]
     if len(cells) <= SHOWN:
         console.print(
@@ -87,7 +97,7 @@ def run_score(
 
 
 def _class_table(classes: Sequence[ClassFigures]) -> Table:
-    rows = [[one.name, str(one.positives), *(interval(getattr(one, key)) for key in POOLED)] for one in classes]
+    rows = [[one.name, str(one.positives), *(interval_text(getattr(one, key)) for key in POOLED)] for one in classes]
     return table("Each class against the rest, 95 % intervals", ["class", "images", *POOLED.values()], rows)
 
 
@@ -146,13 +156,6 @@ def by_class(
         class_figures(names[k], (labels == k).numpy(), told[:, k].numpy(), (predicted == k).numpy(), groups)
         for k in torch.unique(labels).tolist()
     ]
-
-
-def interval(estimate: Estimate | None) -> str:
-    """An estimate in percent, as 81.2 [76.0, 85.5]."""
-    if estimate is None:
-        return "-"
-    return f"{100 * estimate.value:.1f} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
 
 
 def confusion(labels: Tensor, predicted: Tensor, classes: int) -> NDArray[np.int64]:

@@ -23,6 +23,7 @@ from promptfed.shared.data import DataError, open_source
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import UnknownMethod, make_method
 from promptfed.shared.methods.core.interface.base import (
+    Classifier,
     ClientContext,
     ClientInfo,
     Fixed,
@@ -33,6 +34,12 @@ from promptfed.shared.methods.core.interface.base import (
 from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.core.merging import Merges, checkpoint_of
 from promptfed.shared.methods.core.registry import INSTALL
+from promptfed.shared.methods.core.several_labels import (
+    BIAS,
+    PresenceTemplates,
+    ThresholdClassifier,
+    is_for_several_labels,
+)
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -116,7 +123,8 @@ class AdaptedModel:
             method.check_texts(backbone, names, context.template)
             with torch.no_grad():
                 classifier = method.classifier(context, payload, {})
-                template = TemplateClassifier(context) if backbone.has_text else None
+                by_template = PresenceTemplates if is_for_several_labels(method) else TemplateClassifier
+                template = by_template(context) if backbone.has_text else None
         except (MethodError, BackboneError) as error:
             raise CommandError(str(error), Exit.BAD_INPUT) from None
         return Served(method.name, self.round, context, classifier, template)
@@ -179,13 +187,22 @@ def predictor_of(served: Served) -> Predictor:
 
 
 def weights_of(served: Served) -> Tensors | None:
-    """The weights for plain open_clip code (`Fixed`), and ``zero_shot_weights (C, d_e)``."""
-    weights = served.classifier.weights() if isinstance(served.classifier, Fixed) else None
+    """The weights for plain open_clip code (`Fixed`), and ``zero_shot_weights (C, d_e)``.
+
+    With several labels also ``label_bias (1)``: a class is present where its cosine plus this number exceeds 0.
+    """
+    inner: Classifier = served.classifier
+    bias = {}
+    if isinstance(inner, ThresholdClassifier):
+        bias[BIAS.name] = torch.tensor([inner.bias / served.context.backbone.logit_scale])
+        inner = inner.classifier
+    weights = inner.weights() if isinstance(inner, Fixed) else None
     if weights is None:
         return None
     template = served.template.weights() if isinstance(served.template, Fixed) else None
     if template is not None:
         weights = weights | {"zero_shot_weights": template["class_weights"]}
+    weights = weights | bias
     return {name: tensor.detach().float().cpu().clone() for name, tensor in weights.items()}
 
 

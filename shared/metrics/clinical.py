@@ -101,6 +101,13 @@ def proportion(hits: int, count: int) -> Estimate | None:
     return Estimate(value=share, low=low, high=high, se=se)
 
 
+def interval_text(estimate: Estimate | None) -> str:
+    """An estimate in percent, as 81.2 [76.0, 85.5]."""
+    if estimate is None:
+        return "-"
+    return f"{100 * estimate.value:.1f} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
+
+
 def auroc_estimate(truth: NDArray[np.bool_], scores: Floats) -> Estimate:
     """The area under the ROC curve with DeLong's interval. There must be positives and negatives."""
     positive, negative = scores[truth], scores[~truth]

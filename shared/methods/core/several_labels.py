@@ -45,11 +45,11 @@ class ThresholdClassifier:
     """A classifier's logits plus s·β: above 0 a class counts as present."""
 
     def __init__(self, classifier: Classifier, bias: float):
-        self._classifier, self._bias = classifier, bias
+        self.classifier, self.bias = classifier, bias
 
     def logits(self, split: Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
-        return self._classifier.logits(split, indices) + self._bias
+        return self.classifier.logits(split, indices) + self.bias
 
 
 class PresenceTemplates:
