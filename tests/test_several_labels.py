@@ -96,3 +96,11 @@ def test_data_of_the_other_kind_are_refused(export: Path, tmp_path: Path) -> Non
         promptfed.run("promptfl", {"one": "emoji:flat"}, **spec())
     outcome = CliRunner().invoke(app, ["score", str(export), "emoji:flat", "--out", str(tmp_path / "x")])
     assert outcome.exit_code != 0
+
+
+def test_the_bench_compares_methods(tmp_path: Path) -> None:
+    data = "emoji-scenes:flat?count=60&test_count=30"
+    where = ("--data", data, "--partition", "iid", "--clients", "2", "--seeds", "0", "--rounds", "1")
+    run("bench", "multi-label", *where, "--methods", "promptfl,fedtaskres", "--out", str(tmp_path / "bench"))
+    table = (tmp_path / "bench" / "table.md").read_text()
+    assert all(name in table for name in ("zero-shot", "promptfl", "fedtaskres"))

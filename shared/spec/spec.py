@@ -288,6 +288,11 @@ class FederationSpec(Section):
         return self.kind == "validation"
 
     @property
+    def figure(self) -> str:
+        """What an evaluation's ``accuracy`` is, as the heading of a table."""
+        return "Mean average precision" if self.task == "multi_label" else "Accuracy"
+
+    @property
     def evaluations(self) -> Evaluations:
         """What accuracies leave a site: where changes are hidden or noised none, unless ``privacy`` says otherwise."""
         if self.secure_aggregation is not None and self.privacy.evaluation is None:

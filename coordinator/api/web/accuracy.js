@@ -19,6 +19,8 @@ export class Accuracy {
 
   update(model) {
     this.model = model;
+    const several = model.view?.spec.task === "multi_label";
+    this.element.querySelector("h2").textContent = several ? "Mean average precision" : "Accuracy";
     this.evaluated = [...model.rounds.values()].filter((one) => one.evaluation && Object.keys(one.evaluation.clients).length);
     const splits = [...new Set(this.evaluated.flatMap((one) => Object.values(one.evaluation.clients).flatMap((found) => Object.keys(found.splits))))];
     splits.sort((one, other) => (one === "test" ? -1 : other === "test" ? 1 : one.localeCompare(other)));

@@ -17,7 +17,7 @@ def bench(
         str,
         typer.Argument(
             help="base-to-novel, leave-one-domain-out, personalisation, cross-dataset, few-shot:ONE_OF_THESE, "
-            "combined:base-to-novel, ceilings:leave-one-domain-out, ceilings:personalisation, "
+            "multi-label, combined:base-to-novel, ceilings:leave-one-domain-out, ceilings:personalisation, "
             "paper:TABLE; embedded, the whole benchmark on what needs no download; or compare, verify"
         ),
     ],

@@ -238,7 +238,9 @@ def _privacy_lines(given: CentralPrivacySummary) -> list[str]:
 def _show_result(api: Coordinator, federation: str) -> None:
     result = api.run(operations.accuracies(federation))
     if result.evaluated_round is not None:
-        console.print(result_table(result.final(), f"Accuracy after round {result.evaluated_round}"))
+        console.print(
+            result_table(result.final(), f"{result.federation.spec.figure} after round {result.evaluated_round}")
+        )
         with suppress(CommandError):  # a coordinator of an earlier version has no remarks
             for remark in api.send(operations.get_remarks(federation)).view.remarks:
                 say(plain(remark))

@@ -125,9 +125,9 @@ def check_port(port: int) -> None:
 
 def show_result(result: FederationResult, seconds: float) -> None:
     """Print the result for people."""
-    method = result.federation.spec.method["name"]
+    spec = result.federation.spec
     rounds = _counted(result.evaluated_round or 0, "round")
-    console.print(result_table(result.final(), f"Accuracy of {method} after {rounds}"))
+    console.print(result_table(result.final(), f"{spec.figure} of {spec.method['name']} after {rounds}"))
     up, down = size(result.bytes_up), size(result.bytes_down)
     say(f"{seconds:.0f} s in all; the clients sent {up} up and took {down} down, and not one image.")
 

@@ -201,8 +201,9 @@ def _round(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _show(result: FederationResult, seconds: float, out: Path | None) -> None:
-    method = result.federation.spec.method["name"]
-    console.print(_table(result.final(), f"Accuracy of {method} after {counted(result.round, 'round')}"))
+    spec = result.federation.spec
+    title = f"{spec.figure} of {spec.method['name']} after {counted(result.round, 'round')}"
+    console.print(_table(result.final(), title))
     for remark in remarks(result):
         say(remark)
     parts = [

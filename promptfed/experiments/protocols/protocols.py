@@ -245,6 +245,18 @@ class Personalisation(Protocol):
         return {**by_domain, **spread}
 
 
+class MultiLabel(Personalisation):
+    """The same for images with several labels; figures are mean average precisions."""
+
+    name = "multi-label"
+    summary = "images with several labels: the mean average precision of every client"
+
+    def trials(self, setting: Setting, seed: int, personal: bool) -> list[Trial]:
+        """One federation with ``task: multi_label``."""
+        given = super().trials(setting, seed, personal)
+        return [replace(trial, spec={**trial.spec, "task": "multi_label"}) for trial in given]
+
+
 class CrossDataset(Protocol):
     """Trained on the first data set, divided over the clients, and tested on all others (FedTPG T3).
 
@@ -328,7 +340,7 @@ def headline(scores: Mapping[str, float]) -> float:
     return scores["harmonic mean" if "harmonic mean" in scores else "mean"]
 
 
-_PLAIN: tuple[Protocol, ...] = (BaseToNovel(), LeaveOneDomainOut(), Personalisation(), CrossDataset())
+_PLAIN: tuple[Protocol, ...] = (BaseToNovel(), LeaveOneDomainOut(), Personalisation(), MultiLabel(), CrossDataset())
 PROTOCOLS: dict[str, Protocol] = {
     **{protocol.name: protocol for protocol in _PLAIN},
     **{f"{FewShot.name}:{protocol.name}": FewShot(protocol) for protocol in _PLAIN},
