@@ -11,9 +11,9 @@ import pytest
 import promptfed
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
-from promptfed.shared.metrics.disclosure import FLOOR, coded, coded_accuracy
+from promptfed.shared.metrics.disclosure import FLOOR, coded_accuracy
 from tests.support import exports
-from tests.support.attacker import Attacker, small_counts
+from tests.support.attacker import Attacker
 from tests.support.own_images import SHAPES, write_folder
 
 SPEC = {
@@ -116,27 +116,12 @@ def _answer(right: int, count: int) -> tuple[float, int] | None:
 
 
 def _attack_figures(figures: Any, exact: Any, classes: int) -> int:
-    confusion = _confusion(exact, classes)
     attacker, tried = Attacker(figures, classes), 0
-    for place, name, k in small_counts(confusion, FLOOR):
-        if place is None:
-            low, high = attacker.bounds(None, name, k)
-            assert low <= FLOOR / 2
-            assert high >= FLOOR - 1 - 1e-6
-            tried += 1
+    for k, each in enumerate(exact.groups[0].classes):
+        for name in ("tp", "fn", "fp"):
+            if getattr(each, name).low < FLOOR:
+                low, high = attacker.bounds(None, name, k)
+                assert low <= 1e-6
+                assert high >= FLOOR - 1 - 1e-6
+                tried += 1
     return tried
-
-
-def _confusion(exact: Any, classes: int) -> np.ndarray:
-    """A confusion matrix with the exact hits, misses and false alarms of each class."""
-    tables = exact.groups[0].classes
-    hits, missed, alarms = (np.array([getattr(each, at).low for each in tables]) for at in ("tp", "fn", "fp"))
-    matrix = np.diag(hits)
-    for k in range(classes):  # the largest miss goes where most false alarms are left
-        while missed.sum() and missed[k]:
-            other = max((at for at in range(classes) if at != k), key=lambda at: (alarms[at], at))
-            matrix[k, other] += 1
-            missed[k] -= 1
-            alarms[other] -= 1
-    assert coded(0, FLOOR).low == 0
-    return matrix[None]
