@@ -16,6 +16,7 @@ from torch import Tensor
 
 from promptfed.cli.predicting import model_of_export
 from promptfed.cli.scoring_presences import presence_figures, show_presences
+from promptfed.client_service.serving.prediction import Served
 from promptfed.client_service.training.data import TEST, ClientData
 from promptfed.client_service.training.evaluation import answers, probabilities
 from promptfed.export.export import open_backbone_of
@@ -50,19 +51,12 @@ def run_score(
     """
     source = open_source(uri, "evaluator")
     model, names = model_of_export(export, otherwise=source.class_names, key=key)
-    unknown = [name for name in source.class_names if name not in names]
-    if unknown:
-        shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-        text = f"the export does not choose among the classes {shown} of {uri}: leave them out with only=NAME,NAME"
-        raise CommandError(text, Exit.BAD_INPUT)
+    _expect_known(source.class_names, names, uri)
     backbone = open_backbone_of(model, allow_backbone)
     served = model.serve(backbone, names)
     with new_folder(out, "--out") as folder, TemporaryDirectory(prefix="promptfed-score-") as features:
         split = ClientData(source, backbone, FeatureCache(Path(features))).split(TEST, names)
-        if served.several_labels != (split.labels.ndim == 2):
-            one, many = "one label per image", "any number of labels per image"
-            here, there = (one, many) if served.several_labels else (many, one)
-            raise CommandError(f"the export is for {there}, and {uri} has {here}", Exit.BAD_INPUT)
+        _expect_kind(served, split.labels, uri)
         if served.several_labels:
             several = presence_figures(served, split, names, source.test.groups, state_hash(model.state))
             write_file(folder / SCORE_FILE, (several.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
@@ -84,16 +78,30 @@ def run_score(
     if as_json:
         print_json(figures.model_dump(exclude_none=True))
         return
+    _show(figures, uri)
+    say(f"Wrote {SCORE_FILE}, {CONFUSION_FILE} and {PICTURE} in {out}.")
+
+
+def _expect_known(classes: Sequence[str], names: Sequence[str], uri: str) -> None:
+    unknown = [name for name in classes if name not in names]
+    if unknown:
+        shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+        text = f"the export does not choose among the classes {shown} of {uri}: leave them out with only=NAME,NAME"
+        raise CommandError(text, Exit.BAD_INPUT)
+
+
+def _expect_kind(served: Served, labels: Tensor, uri: str) -> None:
+    if served.several_labels != (labels.ndim == 2):
+        one, many = "one label per image", "any number of labels per image"
+        here, there = (one, many) if served.several_labels else (many, one)
+        raise CommandError(f"the export is for {there}, and {uri} has {here}", Exit.BAD_INPUT)
+
+
+def _show(figures: ScoreFigures, uri: str) -> None:
     rows = [[title, *(_cell(scored, key) for scored in (figures.zero_shot, figures))] for key, title in FIGURES.items()]
     console.print(table(f"{counted(figures.images, 'image')} of {uri}", ["", "zero-shot", "adapted"], rows))
-    cells = [
-        [one.name, str(one.positives), *(interval_text(getattr(one, key)) for key in POOLED)] for one in figures.classes
-    ]
-    if len(cells) <= SHOWN:
-        console.print(
-            table("Each class against the rest, 95 % intervals", ["class", "images", *POOLED.values()], cells)
-        )
-    say(f"Wrote {SCORE_FILE}, {CONFUSION_FILE} and {PICTURE} in {out}.")
+    if len(figures.classes) <= SHOWN:
+        console.print(_class_table(figures.classes))
 
 
 def _class_table(classes: Sequence[ClassFigures]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from promptfed.experiments.simulation.simulation import simulate
@@ -38,11 +39,10 @@ def validate(
         CommandError: the export, the data or the backbone cannot be used.
     """
     sources = SharedSources()
-    sites = sites_of(sources, data, "evaluator")
+    sites = [replace(site, floor=floor) for site in sites_of(sources, data, "evaluator")]
     raw, state = continued(Path(export), {"participation": {"min_clients": len(sites)}}, key, "validation")
     spec = resolve(raw)
     model = backbone or open_backbone(spec.backbone, allow_backbone=allow_backbone)
-    floors = {site.name: floor for site in sites}
-    result = simulate(spec, sites, backbone=model, sources=sources, initial=state, floors=floors)
+    result = simulate(spec, sites, backbone=model, sources=sources, initial=state)
     assert result.validation is not None
     return SignedValidation.model_validate(result.validation)

@@ -28,7 +28,8 @@ COORDINATOR_FOLDER = "coordinator"
 class Site:
     """One client: its name, its data URI, its role (trainer or evaluator) and further test sets by name.
 
-    ``domain`` describes its images in words; None: the description of the data.
+    ``domain`` describes its images in words; None: the description of the data. ``floor``: its disclosure floor in a
+    simulation; None: the usual one.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Site:
     role: Role = "trainer"
     tests: Mapping[str, str] = field(default_factory=dict)
     domain: str | None = None
+    floor: int | None = None
 
     def uris(self) -> list[tuple[str, Role]]:
         """The data URIs, each with the role for which the data are opened."""

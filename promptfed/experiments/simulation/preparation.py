@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class SimulationSetup:
 
     ``record`` receives each client's answers on a test set. If another process may continue, ``secret`` gives each
     client the same secret again, ``synced`` state survives the end of the machine, and ``patience`` is
-    `Settings.give_up_after`. ``floors``: disclosure floors of clients by name.
+    `Settings.give_up_after`.
     """
 
     spec: FederationSpec
@@ -59,7 +59,6 @@ class SimulationSetup:
     secret: Callable[[str], str] | None = None
     synced: bool = False
     patience: float = PATIENCE_SECONDS
-    floors: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def threads(self) -> int:

@@ -65,18 +65,17 @@ def simulate(
     progress: ProgressCallback | None = None,
     swap_prompts: bool = False,
     initial: bytes | None = None,
-    floors: Mapping[str, int] | None = None,
 ) -> FederationResult:
     """Run a federation to its end in this process.
 
     ``folder`` (new or empty; default: a temporary one) keeps the state of coordinator and clients. ``pool`` clients
-    compute at once (None: one for each core, if processes can compute), each with ``training.threads`` torch threads;
-    more than one in forked processes, if possible. ``backbone``, ``features`` and ``sources`` can be
-    given to share them among runs; by default they are made from the spec, in ``folder`` and from the sites' URIs.
-    With ``swap_prompts`` the outcomes include each client's answers with the others' prompts and its own head.
-    ``initial``: the state to start from; by default the method's. ``floors``: disclosure floors of clients by name.
-    ``progress`` is called in another thread, at most five times a second and only after a change: it may miss a quick
-    round. ``simulate`` can be called while an event loop runs, and restores torch's global settings.
+    compute at once (None: one for each core, if processes can compute), each with ``training.threads`` torch
+    threads; more than one in forked processes, if possible. ``backbone``, ``features`` and ``sources`` can be given
+    to share them among runs; by default they are made from the spec, in ``folder`` and from the sites' URIs. With
+    ``swap_prompts`` the outcomes include each client's answers with the others' prompts and its own head.
+    ``initial``: the state to start from; by default the method's. ``progress`` is called in another thread, at most
+    five times a second and only after a change: it may miss a quick round. ``simulate`` can be called while an
+    event loop runs, and restores torch's global settings.
 
     Raises:
         CommandError: one line: a spec, data or backbone that cannot be used, a client that failed, a federation that
@@ -97,7 +96,6 @@ def simulate(
         try:
             with _starts_shared(backbone), computing_processes(pool, wanted, clients, backbone, cache) as processes:
                 setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes)
-                setup = replace(setup, floors=floors or {})
                 run = _run(setup, initial or made, progress or (lambda snapshot: None), swap_prompts, started)
                 result = _in_a_thread(run)
         except OSError as error:

@@ -108,7 +108,7 @@ async def run_workers(
                 enrolment_token=token,
                 secret=None if setup.secret is None else setup.secret(client.site.name),
                 record=setup.record,
-                privacy=PrivacyParts(noise, Ledger(None), True, setup.floors.get(client.site.name)),
+                privacy=PrivacyParts(noise, Ledger(None), True, client.site.floor),
                 work=work,
             ),
             http=http,

@@ -27,11 +27,10 @@ SPEC = {
 
 def federation(folder: Path, each: dict[str, int], floor: int, **more: Any) -> Any:
     sites = [
-        Site(name, f"folder:{write_folder(folder / name, seed=9 * number, each=count)}")
+        Site(name, f"folder:{write_folder(folder / name, seed=9 * number, each=count)}", floor=floor)
         for number, (name, count) in enumerate(each.items())
     ]
-    floors = dict.fromkeys(each, floor)
-    return simulate(SPEC | more, sites, backbone=exports.backbone(), floors=floors)
+    return simulate(SPEC | more, sites, backbone=exports.backbone())
 
 
 def test_sites_with_a_floor_tell_ranges(tmp_path: Path) -> None:
@@ -67,10 +66,9 @@ def test_a_hundred_federations_tell_no_small_count(tmp_path: Path, part: int) ->
             name: f"folder:{write_folder(folder / name, dict.fromkeys(names, count), seed=seed)}"
             for name, count in each.items()
         }
-        sites = [Site(name, uri) for name, uri in data.items()]
         spec = SPEC | {"class_names": names, "seed": seed}
         exact, told = (
-            simulate(spec, sites, backbone=exports.backbone(), floors=dict.fromkeys(data, floor))
+            simulate(spec, [Site(name, uri, floor=floor) for name, uri in data.items()], backbone=exports.backbone())
             for floor in (1, FLOOR)
         )
         for ours, theirs in zip(told.reports, exact.reports, strict=True):
