@@ -59,7 +59,7 @@ class TrainingTerms(BaseModel):
     ] = None
     selection: Annotated[
         SelectionSpec | None,
-        left_out(description="training images are held out, and each round is measured on them"),
+        left_out(since=3, description="training images are held out, and each round is measured on them"),
     ] = None
     held_out: Annotated[
         float,

@@ -227,7 +227,7 @@ def test_the_number_of_peers_is_bounded(tmp_path: Path, monkeypatch: pytest.Monk
         return task_of(CONFIG.model_copy(update={"peers": known}))
 
     alone = agreement_to(CONFIG, tmp_path / "alone")
-    with pytest.raises(NotAgreed, match="peers describes 1 clients instead of 0 at most"):
+    with pytest.raises(NotAgreed, match="peers describes 1 client instead of 0 at most"):
         alone.expect(peers(1))
     monkeypatch.setattr(PromptFL, "needs", Needs(domain_descriptions=True))
     together = agreement_to(CONFIG, tmp_path / "together")

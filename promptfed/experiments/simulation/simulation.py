@@ -100,8 +100,7 @@ def simulate(
                 result = _in_a_thread(run)
         except OSError as error:
             raise CommandError(f"cannot work in {place}: {why(error)}", Exit.FAILED) from None
-        kept = tuple(outcomes for _, outcomes in sorted(latest.items()))
-        return replace(result, outcomes=kept + result.outcomes)
+        return replace(result, outcomes=(*(latest[key] for key in sorted(latest)), *result.outcomes))
 
 
 @contextmanager
