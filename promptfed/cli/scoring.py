@@ -28,6 +28,7 @@ from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data import open_source
 from promptfed.shared.metrics import BINS, calibration_error, class_accuracies, macro_f1
 from promptfed.shared.metrics.clinical import ClassFigures, Estimate, class_figures, interval_text, proportion
+from promptfed.shared.metrics.conformal import Calibration, calibration_of
 from promptfed.shared.metrics.site_figures import POOLED
 from promptfed.shared.plain_text import counted, csv_cell, plain
 from promptfed.shared.spec.spec import AllowedBackbones
@@ -69,6 +70,7 @@ def run_score(
             state_hash(model.state),
             by_class(split.labels, told, names, source.test.groups),
         )
+        figures.calibration = calibration_of(split.labels.numpy(), told.numpy(), names)
         if served.template is not None:
             figures.zero_shot = scores(split.labels, *answers(served.template, split), names)
         matrix = confusion(split.labels, predicted, len(names))
@@ -120,7 +122,8 @@ FIGURES = {
 class ScoreFigures(BaseModel):
     """Figures of one classifier on labelled images (fractions), with the template's if the backbone reads texts.
 
-    ``state``: the hash of the export's state. ``classes`` that have images, each against the rest.
+    ``state``: the hash of the export's state. ``classes`` that have images, each against the rest. ``calibration``: the
+    scores of these images, for prediction sets.
     """
 
     images: int
@@ -132,6 +135,7 @@ class ScoreFigures(BaseModel):
     macro_f1: float
     worst_class: str
     worst_class_accuracy: float
+    calibration: Calibration | None = None
     zero_shot: ScoreFigures | None = None
 
 
