@@ -260,7 +260,7 @@ class Agreement:
         if fingerprint not in (None, self.consent.fingerprint):
             differing.append(f"backbone.fingerprint is {_short(fingerprint)} instead of {self.consent.fingerprint}")
         if peers > terms.most_peers:
-            differing.append(f"peers describes {counted(peers, 'client')} instead of {terms.most_peers} at most")
+            differing.append(f"peers describes {counted(peers, 'client')} instead of {terms.most_peers:,} at most")
         if differing:
             more = f"; and {len(differing) - SHOWN_DIFFERENCES} more" if len(differing) > SHOWN_DIFFERENCES else ""
             told = "; ".join(differing[:SHOWN_DIFFERENCES]) + more

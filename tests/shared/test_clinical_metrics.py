@@ -198,3 +198,11 @@ def test_pooled_intervals_cover_the_mean_and_the_next_site(between: float) -> No
     print(between, held, ahead)
     assert 930 - 14 <= held <= 970 + 14
     assert ahead >= 930 - 14
+
+
+@pytest.mark.parametrize("se", [0.01, 1.0, 1.41, 1.4142135623730951, 1.5, 2.0, 50.0])
+def test_figures_rounded_to_an_end_are_pooled(se: float) -> None:
+    ends = [Estimate(value=value, low=0.0, high=1.0, se=se) for value in (1.0, 0.0, 1.0)]
+    pooled = pool_estimates(ends)
+    assert pooled is not None
+    assert 0 <= pooled.low <= pooled.mean <= pooled.high <= 1
