@@ -76,7 +76,8 @@ def pool_estimates(estimates: Sequence[Estimate]) -> Pooled | None:
 def _edge(value: float, se: float) -> float:
     """The logit of 0 or n of n cases with half a case added: ±log(2n + 1), where se² = 2 + 1/(n + 0.5).
 
-    A figure of another standard error is no such proportion: it was rounded to an end at the fourth place, so at most 0.00005 away: ±log(20,001).
+    A figure of another standard error is no such proportion. It was rounded to an end at the fourth place, so it is
+    at most 0.00005 away: ±log(20,001).
     """
     cases = 1 / (se * se - 2) - 0.5 if 2 < se * se < 4 else 1e4
     return math.copysign(math.log(2 * cases + 1), value - 0.5)

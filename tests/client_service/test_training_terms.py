@@ -232,7 +232,9 @@ def test_the_number_of_peers_is_bounded(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(PromptFL, "needs", Needs(domain_descriptions=True))
     together = agreement_to(CONFIG, tmp_path / "together")
     together.expect(peers(MOST_PEERS))
-    with pytest.raises(NotAgreed, match=f"peers describes {MOST_PEERS + 1:,} clients instead of {MOST_PEERS:,} at most"):
+    with pytest.raises(
+        NotAgreed, match=f"peers describes {MOST_PEERS + 1:,} clients instead of {MOST_PEERS:,} at most"
+    ):
         together.expect(peers(MOST_PEERS + 1))
 
 
