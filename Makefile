@@ -63,7 +63,7 @@ test-all: test extras
 	$(PYTEST) -m 'extended and not slow' $(ARGS)
 
 extras: $(READY)
-	@extras=test,docs,mlflow,tensorboard,build,transformers; $(install)
+	@extras=test,docs,mlflow,tensorboard,build,transformers,medical; $(install)
 
 # The third tier: kills, attacks and partitions at length, about an hour and a half.
 test-faults: $(READY)

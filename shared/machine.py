@@ -101,6 +101,13 @@ def raise_file_limit(to: int) -> None:
             _resource.setrlimit(_resource.RLIMIT_NOFILE, (to, _resource.getrlimit(_resource.RLIMIT_NOFILE)[1]))
 
 
+def limit_memory(size: int) -> None:
+    """Refuse this process more than ``size`` bytes of address space, if the system can."""
+    if _resource is not None:
+        with contextlib.suppress(ValueError, OSError):
+            _resource.setrlimit(_resource.RLIMIT_AS, (size, size))
+
+
 def on_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[int], Any]) -> None:
     """Call ``stop`` with the number of the signal that is to end this process."""
     for number in (signal.SIGTERM, signal.SIGINT):

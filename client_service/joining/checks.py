@@ -118,7 +118,14 @@ def check_clock(seconds: float | None) -> Check:
 
 def check_data(source: Source, role: str) -> list[Check]:
     """How many images of which classes there are, whether names look alike, and whether some images can be read."""
-    return [_counts(source, role), *_look_alike(source), *_readable(source)]
+    return [_counts(source, role), *_look_alike(source), *_left_out(source), *_readable(source)]
+
+
+def _left_out(source: Source) -> list[Check]:
+    if not source.left_out:
+        return []
+    text = f"{counted(len(source.left_out), 'file or line', 'files or lines')} cannot be read, and left out"
+    return [Check("files", "warn", text, "`promptfed data show` names them")]
 
 
 def _look_alike(source: Source) -> list[Check]:

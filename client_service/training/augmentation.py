@@ -8,6 +8,7 @@ Where image features are kept, an image has a fixed number of such views, and ea
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from PIL import Image
@@ -71,6 +72,10 @@ class Views:
         """The chosen view of an image."""
         draws = generator(0, self._split.digest(index), "view", self._chosen[index])
         return crop_flip(self._split.image(index), self._backbone.image_size, draws)
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """As `Split.expect`."""
+        self._split.expect(indices)
 
     def digest(self, index: int) -> str:
         """Of the image and the view."""

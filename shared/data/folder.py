@@ -225,23 +225,40 @@ def _source(listing: _Listing, options: Options) -> Source:
 
 
 def _divided(listing: _Listing, names: tuple[str, ...], labels: torch.Tensor, options: Options) -> Source:
-    """The items with ``labels`` of the classes ``names`` in train and test. Raises DataError if they have one group."""
+    """The items with ``labels`` of the classes ``names`` in train and test. Raises DataError as `divided`."""
     items = listing.items
     groups = [item.group for item in items if item.group is not None] or None
     whole = Split(labels, lambda row: read_image(items[row].path), groups)
+    return divided(whole, [item.split for item in items], names, listing.domain, TEMPLATE, options)
+
+
+def divided(
+    whole: Split,
+    splits: Sequence[str | None],
+    names: tuple[str, ...],
+    domain: ImageDomain | None,
+    template: str,
+    options: Options,
+    left_out: tuple[str, ...] = (),
+) -> Source:
+    """The images of ``whole`` in train and test, by ``splits`` where they are given, else by seed and whole groups.
+
+    Raises:
+        DataError: they cannot be divided, or a group has images in both.
+    """
     if options.names_only:
-        train = test = torch.arange(len(items))
+        train = test = torch.arange(len(whole))
     elif options.is_whole_test:
-        train, test = torch.zeros(0, dtype=torch.int64), torch.arange(len(items))
-    elif items[0].split is None and groups is not None:
-        train, test = whole_groups(groups, labels, options.split_seed, options.uri)
-    elif items[0].split is None:
-        train, test = train_test(labels, options.split_seed)
+        train, test = torch.zeros(0, dtype=torch.int64), torch.arange(len(whole))
+    elif splits[0] is None and whole.groups is not None:
+        train, test = whole_groups(whole.groups, whole.labels, options.split_seed, options.uri)
+    elif splits[0] is None:
+        train, test = train_test(whole.labels, options.split_seed)
     else:
-        is_train = torch.tensor([item.split == "train" for item in items])
+        is_train = torch.tensor([split == "train" for split in splits])
         train, test = is_train.nonzero()[:, 0], (~is_train).nonzero()[:, 0]
     _check_apart(whole, train, test, options)
-    return Source(options.uri, names, listing.domain, TEMPLATE, whole.select(train), whole.select(test))
+    return Source(options.uri, names, domain, template, whole.select(train), whole.select(test), left_out=left_out)
 
 
 def _refuse(files: Sequence[str], classes: Sequence[str] = (), all_classes: Sequence[str] = ()) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from promptfed.shared.data.source import DataError
+from promptfed.shared.data.errors import DataError
 from promptfed.shared.files import NotAFile, open_file
 from promptfed.shared.service.reasons import why
 
@@ -46,7 +47,7 @@ def read_image(path: Path) -> Image.Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # such an image is scaled down
             with open_file(path) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
                 expect_numbers(image)
-                return image.convert("RGB") if image.width * image.height <= LARGE else _shrunk(image)
+                return image.convert("RGB") if image.width * image.height <= LARGE else shrunk(image)
     except NotAFile as error:
         raise DataError(f"{path} cannot be read as an image: {error}; remove it.") from error
     except UnidentifiedImageError as error:
@@ -70,7 +71,7 @@ def expect_numbers(image: Image.Image) -> None:
         raise ValueError("none of its pixels is a finite number")
 
 
-def _shrunk(image: Image.Image) -> Image.Image:
+def shrunk(image: Image.Image) -> Image.Image:
     """An RGB image of about `SHRUNK` pixels. Strips are scaled in place, so that no second full copy exists."""
     factor = min(math.ceil(math.sqrt(image.width * image.height / SHRUNK)), min(image.size) // LEAST_SIDE)
     if factor < 2:
@@ -85,6 +86,12 @@ def _shrunk(image: Image.Image) -> Image.Image:
         strip = image.crop((0, top * factor, image.width, bottom)).convert("RGB").reduce(factor)
         small.paste(strip, (0, top))
     return small
+
+
+def image_digest(image: Image.Image) -> str:
+    """SHA-256 (hex) of an image's size and decoded RGB bytes: equal pixels have equal digests in any file format."""
+    header = f"{image.width}x{image.height}|".encode()
+    return hashlib.sha256(header + image.tobytes()).hexdigest()
 
 
 def conversion_of(path: Path) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 from urllib.parse import parse_qsl
@@ -324,7 +324,6 @@ def _parts(source: Source, kind: str, options: Options) -> list[Rows]:
     clients = options.integer("clients", least=1)
     each = options.integer("classes_per_client", least=1)
     seed = options.integer("partition_seed", 0) or 0
-    train, test = source.train.labels, source.test.labels
     if kind == "pathological":
         _expect_single(source, options, "partition=pathological")
     if each is not None and kind != "pathological":
@@ -333,18 +332,42 @@ def _parts(source: Source, kind: str, options: Options) -> list[Rows]:
         raise DataError(f"{options.uri}: alpha is for partition=dirichlet.")
     if kind == "pathological" and each is not None:
         classes = partition.classes_each(len(source.class_names), each, seed, clients)
-        return [(partition.rows_of_classes(train, c), partition.rows_of_classes(test, c)) for c in classes]
+        return _by_classes(source, classes, options)
     if clients is None:
         raise DataError(f"{options.uri}: partition={kind} needs clients=, the number of clients.")
     if kind == "pathological":
-        classes = partition.pathological(len(source.class_names), clients, seed)
-        return [(partition.rows_of_classes(train, c), partition.rows_of_classes(test, c)) for c in classes]
-    splits = [labels for labels in (train, test) if len(labels)]  # an evaluator's folder has no training images
+        return _by_classes(source, partition.pathological(len(source.class_names), clients, seed), options)
+    splits = [split for split in (source.train, source.test) if len(split)]  # an evaluator has no training images
+    units = [_units(split) for split in splits]
+    things = "images" if splits[0].groups is None else "groups"
     if kind == "dirichlet":
         alpha = options.number("alpha", 0.3)
-        parts = partition.dirichlet(splits, clients, 0.3 if alpha is None else alpha, seed)
+        shares = partition.dirichlet([labels for labels, _ in units], clients, 0.3 if alpha is None else alpha, seed)
     else:
-        parts = [partition.iid(len(labels), clients, seed) for labels in splits]
+        shares = [partition.iid(len(labels), clients, seed, things) for labels, _ in units]
+    parts = [[rows(own) for own in share] for share, (_, rows) in zip(shares, units, strict=True)]
     none = [torch.zeros(0, dtype=torch.int64)] * clients
-    first, second = parts if len(parts) == 2 else (parts[0], none) if len(train) else (none, parts[0])
+    first, second = parts if len(parts) == 2 else (parts[0], none) if len(source.train) else (none, parts[0])
     return list(zip(first, second, strict=True))
+
+
+def _units(split: Split) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """The classes of what one client has whole, an image or a group of them, and the rows of such units."""
+    if split.groups is None:
+        return split.labels, lambda own: own
+    classes, members = partition.grouped(split.groups, split.labels)
+    none = torch.zeros(0, dtype=torch.int64)
+    return classes, lambda own: torch.cat([none, *(members[int(unit)] for unit in own)]).sort().values
+
+
+def _by_classes(source: Source, classes: Sequence[Sequence[int]], options: Options) -> list[Rows]:
+    """The rows of the classes of each client. Raises DataError if a group would be divided."""
+    parts = [tuple(partition.rows_of_classes(s.labels, own) for s in (source.train, source.test)) for own in classes]
+    for place, split in enumerate((source.train, source.test)):
+        seen: dict[str, int] = {}
+        for client, part in enumerate(parts):
+            for row in part[place].tolist() if split.groups is not None else ():
+                if seen.setdefault((split.groups or ())[row], client) != client:
+                    text = "partition=pathological would divide a group of images; choose iid or dirichlet"
+                    raise DataError(f"{options.uri}: {text}.")
+    return [(train, test) for train, test in parts]

@@ -28,11 +28,17 @@ def by_domain(domains: Sequence[str]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.flatnonzero(names == name)) for name in sorted(set(domains))}
 
 
-def iid(count: int, clients: int, seed: int) -> list[Tensor]:
+def grouped(groups: Sequence[str], labels: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The most frequent class (G,) of each group, by `strata`, and the rows of each; groups in the order of names."""
+    classes, members = strata(labels), by_domain(groups)
+    return torch.tensor([int(classes[rows].mode().values) for rows in members.values()]), list(members.values())
+
+
+def iid(count: int, clients: int, seed: int, things: str = "images") -> list[Tensor]:
     """Rows of each client, shuffled and dealt in turn; sizes differ by at most one."""
     _check_clients(clients)
     if clients > count:
-        raise DataError(f"{count} images cannot be divided over {clients} clients; ask for fewer clients.")
+        raise DataError(f"{count} {things} cannot be divided over {clients} clients; ask for fewer clients.")
     order = _rng(seed, "iid").permutation(count)
     return [torch.from_numpy(np.sort(order[k::clients])) for k in range(clients)]
 

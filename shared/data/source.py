@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from PIL import Image
 
 from promptfed.shared.data.errors import DataError as DataError
+from promptfed.shared.data.image_files import image_digest as image_digest
 from promptfed.shared.files import special_files
 
 _NAMED = 3  # special files that are listed; of further ones only the number
@@ -67,14 +67,16 @@ class Split:
         groups: Sequence[str] | None = None,
         *,
         digest: Callable[[int], str] | None = None,
+        ahead: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """read: returns the RGB image at a row of ``labels``; digest: returns its `image_digest`."""
+        """read: returns the RGB image at a row of ``labels``; digest: returns its `image_digest`; ahead: `expect`."""
         if groups is not None and len(groups) != len(labels):
             raise ValueError(f"{len(groups)} groups for {len(labels)} labels")
         self.labels = labels if labels.ndim == 2 else labels.long()
         self.groups = None if groups is None else tuple(groups)
         self._rows = torch.arange(len(labels))
         self._read = read
+        self._ahead = ahead
         self._digest = cache(digest or (lambda row: image_digest(read(row))))
 
     def __len__(self) -> int:
@@ -83,6 +85,11 @@ class Split:
     def image(self, index: int) -> Image.Image:
         """One image, RGB."""
         return self._read(int(self._rows[index]))
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """Say which images are asked for next, so that they can be decoded meanwhile."""
+        if self._ahead is not None:
+            self._ahead([int(self._rows[index]) for index in indices])
 
     def digest(self, index: int) -> str:
         """SHA-256 (hex) of one image, computed once for all selections of a split."""
@@ -103,12 +110,6 @@ class Split:
         other = copy(self)
         other.labels = labels
         return other
-
-
-def image_digest(image: Image.Image) -> str:
-    """SHA-256 (hex) of an image's size and decoded RGB bytes: equal pixels have equal digests in any file format."""
-    header = f"{image.width}x{image.height}|".encode()
-    return hashlib.sha256(header + image.tobytes()).hexdigest()
 
 
 def joined(*parts: Split) -> Split:
@@ -136,7 +137,11 @@ def reader_of(pixels: np.ndarray) -> Callable[[int], Image.Image]:
 
 @dataclass(frozen=True)
 class Source:
-    """A client's data, opened from a URI. ``unlabelled``: all training labels are -1, and were not read."""
+    """A client's data, opened from a URI.
+
+    ``unlabelled``: all training labels are -1, and were not read. ``left_out``: a sentence for each file that cannot be
+    read and that the owner allowed to leave out; it names the file, and is for the owner's eyes only.
+    """
 
     uri: str
     class_names: tuple[str, ...]
@@ -145,3 +150,4 @@ class Source:
     train: Split
     test: Split
     unlabelled: bool = False
+    left_out: tuple[str, ...] = ()

@@ -38,6 +38,7 @@ SOURCES = {
     "union": ("union:URI,URI", "several sources, percent-encoded", "as those"),
     "folder": ("folder:/data/pets", "class folders of images", "yours"),
     "csv": ("csv:/data/table.csv", "a table of paths and labels, one or several for each image", "yours"),
+    "dicom": ("dicom:/data/scans", "DICOM images, series or studies with a table of labels", "promptfed[medical]"),
     "torchvision": ("torchvision:OxfordIIITPet?root=/data", "data sets that torchvision reads", "fetched before"),
     "hf": ("hf:owner/name", "data sets of the Hugging Face library", "promptfed[hf]"),
 }
@@ -125,13 +126,21 @@ def show(
     counts = _counts(source)
     if as_json:
         domain = source.domain.description if source.domain is not None else None
-        about = {"uri": uri, "domain": domain, "template": source.template, "unlabelled": source.unlabelled}
+        about = {
+            "uri": uri,
+            "domain": domain,
+            "template": source.template,
+            "unlabelled": source.unlabelled,
+            "left_out": list(source.left_out),
+        }
         print_json({**about, "classes": counts, "sheet": str(out)})
         return
     rows = [[name, *map(str, of.values())] for name, of in counts.items()]
     columns = ["train", "test", *(["unknown"] if source.train.labels.ndim == 2 else [])]
     rows.append(["all images", str(len(source.train)), str(len(source.test)), ""][: 1 + len(columns)])
     console.print(table(None, ["class", *columns], rows))
+    for problem in source.left_out:
+        say(f"Left out: {plain(problem)}")
     if source.unlabelled:
         say("It trains without labels: no training label is read.")
     say(f"{out}: {counted(min(count, len(split)), 'image')} of {uri}")

@@ -190,10 +190,13 @@ class RowCache(ABC):
         held: dict[str, Tensor] = {}
         encode = partial(self.encode, backbone)
         todo = list(missing)
+        expect = getattr(split, "expect", None)  # of images that can be decoded ahead
         while todo:
             if folder.slots is None:
                 folder.slots = kept_slots(folder.path, backbone, encode)
             part, todo = todo[: len(folder.slots)], todo[len(folder.slots) :]
+            if expect is not None:
+                expect([missing[digest] for digest in (*part, *todo[: len(folder.slots)])])
             images = torch.stack([backbone.preprocess(split.image(missing[digest])) for digest in part])
             computed = encode_in_slots(images, folder.slots, encode).to(self.dtype)
             self.images_computed += len(part)

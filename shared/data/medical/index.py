@@ -1,0 +1,191 @@
+"""What is known of the files of a folder, so that a later start takes one listing. It has keyed ids in place of values.
+
+A line of the stored index is ``["f", file, size, time, facts]`` or ``["p", pixels, width, height, digest]``. Failures
+are not stored: a package installed meanwhile, or more memory, may mend them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from promptfed.shared.data.medical.keys import Keys
+from promptfed.shared.data.medical.readers import Request, readers
+from promptfed.shared.files import write_whole
+
+IDS = ("patient", "study", "series", "sop", "accession")
+_STALE = 2  # times as many lines as count, at which the index is written anew
+
+
+class Facts(NamedTuple):
+    """A file's keyed identifiers ("" where it has none), its frames, and its place in its series."""
+
+    patient: str
+    study: str
+    series: str
+    sop: str
+    accession: str
+    frames: int | list[Any]  # how many places it has, or their list
+    order: float
+
+
+class Listed(NamedTuple):
+    """A file of a folder."""
+
+    path: str  # within the folder
+    id: str
+    size: int
+    time: int
+
+
+class Shown(NamedTuple):
+    """The size of an image in pixels and its `image_digest`."""
+
+    width: int
+    height: int
+    digest: str
+
+
+class Item(NamedTuple):
+    """One image: a place in a file."""
+
+    file: Listed
+    place: Any
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A file that cannot be read: its id, its path for the owner's eyes, and the reason."""
+
+    file: Listed
+    reason: str
+
+
+class Index:
+    """The index of the files under ``root``, kept in ``folder``."""
+
+    def __init__(self, kind: str, root: Path, folder: Path, keys: Keys, settings: Mapping[str, Any]) -> None:
+        self.kind, self.root, self.keys, self.settings = kind, root, keys, dict(settings)
+        self._file = folder / f"{keys.id('root', kind, root.resolve(), _of_facts(settings))}.jsonl"
+        self._facts: dict[str, tuple[int, int, Facts | None]] = {}
+        self._shown: dict[str, Shown] = {}
+        self._load()
+
+    def listed(self) -> list[Listed]:
+        """The ordinary files under the root, by their paths; hidden ones are left out."""
+        found = []
+        for path, entry in _entries(self.root, ""):
+            about = entry.stat()
+            found.append(Listed(path, self.keys.id("file", path), about.st_size, about.st_mtime_ns))
+        return sorted(found)
+
+    def facts(self, files: Sequence[Listed]) -> tuple[dict[str, Facts], list[Broken]]:
+        """The facts of images among ``files`` by id, and the files whose headers cannot be read."""
+        new = [file for file in files if self._facts.get(file.id, ())[:2] != (file.size, file.time)]
+        broken = []
+        requests = (Request("facts", self.kind, str(self.root / file.path), 0, self.settings) for file in new)
+        with self._file.open("a") as lines:
+            answers = zip(new, readers().each(requests), strict=True)
+            for file, answer in tqdm(answers, "headers", len(new), leave=False, disable=_quiet(new)):
+                if answer.error is not None:
+                    broken.append(Broken(file, answer.error))
+                    continue
+                facts = None if answer.facts is None else self._keyed(answer.facts)
+                self._facts[file.id] = file.size, file.time, facts
+                lines.write(json.dumps(["f", *file[1:], facts]) + "\n")
+        bad = {one.file.id for one in broken}
+        known = {file.id: self._facts[file.id][2] for file in files if file.id not in bad}
+        return {name: facts for name, facts in known.items() if facts is not None}, broken
+
+    def _keyed(self, facts: Mapping[str, Any]) -> Facts:
+        ids = {name: sys.intern(self.value(name, facts.get(name, ""))) for name in IDS}
+        return Facts(**ids, frames=facts["frames"], order=facts.get("order", 0.0))
+
+    def value(self, name: str, text: str) -> str:
+        """The keyed id of a header's value."""
+        return self.keys.id(name, text) if text else ""
+
+    def shown(self, items: Sequence[Item]) -> tuple[list[Shown | None], list[Broken]]:
+        """Size and digest of each image, each decoded once; None for images that cannot be decoded."""
+        names = [self._name(item) for item in items]
+        new = list({name: item for name, item in zip(names, items, strict=True) if name not in self._shown}.items())
+        requests = (self.request("check", item) for _, item in new)
+        broken = []
+        with self._file.open("a") as lines:
+            answers = zip(new, readers().each(requests), strict=True)
+            for (name, item), answer in tqdm(answers, "images", len(new), leave=False, disable=_quiet(new)):
+                if answer.error is not None:
+                    broken.append(Broken(item.file, answer.error))
+                    continue
+                self._shown[name] = Shown(answer.size[0], answer.size[1], answer.digest)
+                lines.write(json.dumps(["p", name, *self._shown[name]]) + "\n")
+        return [self._shown.get(name) for name in names], broken
+
+    def request(self, do: str, item: Item) -> Request:
+        """Have the pixels of an image read."""
+        return Request(do, self.kind, str(self.root / item.file.path), item.place, self.settings)
+
+    def _name(self, item: Item) -> str:
+        return self.keys.id("pixels", *item.file[1:], json.dumps([item.place, self.settings], sort_keys=True))
+
+    def _load(self) -> None:
+        count = 0
+        if not self._file.exists():
+            self._file.touch(mode=0o600)
+        with self._file.open() as lines:
+            for line in lines:
+                count += 1
+                self._take(line)
+        live = len(self._facts) + len(self._shown)
+        if count > _STALE * live + 100:
+            write_whole(self._file, "".join(self._stored()).encode(), mode=0o600)
+        elif count:
+            with self._file.open("a") as again:
+                again.write("\n")  # the end of a line that a crash cut off
+
+    def _take(self, line: str) -> None:
+        try:
+            kind, name, *values = json.loads(line)
+            if kind == "p":
+                self._shown[name] = Shown(*values)
+            else:
+                size, time, facts = values
+                own = None if facts is None else Facts._make(v if type(v) is not str else sys.intern(v) for v in facts)
+                self._facts[name] = size, time, own
+        except (ValueError, TypeError):  # an empty line, or one that a crash cut off
+            return
+
+    def _stored(self) -> Iterator[str]:
+        for name, known in self._facts.items():
+            yield json.dumps(["f", name, *known]) + "\n"
+        for name, shown in self._shown.items():
+            yield json.dumps(["p", name, *shown]) + "\n"
+
+
+def _entries(root: Path, under: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    with os.scandir(root / under) as entries:
+        for entry in entries:
+            path = f"{under}/{entry.name}" if under else entry.name
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _entries(root, path)
+            elif entry.is_file():
+                yield path, entry
+
+
+def _of_facts(settings: Mapping[str, Any]) -> str:
+    """The settings that facts may depend on."""
+    return json.dumps({name: value for name, value in settings.items() if name != "window"}, sort_keys=True)
+
+
+def _quiet(new: Iterable[object]) -> bool | None:
+    """No bar where nothing is new; else tqdm shows one on a terminal."""
+    return None if new else True

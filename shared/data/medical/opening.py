@@ -1,0 +1,204 @@
+"""Opens medical files as a source: the images of each line of a table of labels, with their patients as groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from promptfed.shared.data.folder import TEMPLATE, divided
+from promptfed.shared.data.medical.index import Facts, Index, Item, Listed, Shown
+from promptfed.shared.data.medical.keys import Keys, home
+from promptfed.shared.data.medical.readers import Answer, readers
+from promptfed.shared.data.medical.table import COLUMNS, PATH, Table, read_table, refuse
+from promptfed.shared.data.options import Options
+from promptfed.shared.data.source import DataError, Source, Split
+
+OPTIONS = ("labels", "columns", "group", "index", "on_unreadable")
+TABLE = "labels.csv"
+AHEAD_BYTES = 64_000_000  # of decoded images that wait to be used
+
+Found = Mapping[str, tuple[Listed, Facts]]
+Units = Callable[[Sequence[tuple[Listed, Facts]]], list[list[Item]]]
+"""The files of a line of the table -> lists of places, from each of which images are picked."""
+
+
+def open_files(
+    kind: str, body: str, options: Options, settings: Mapping[str, Any], units: Units, pick: str, keys: Sequence[str]
+) -> Source:
+    """Open the files of a ``kind`` in the folder ``body``.
+
+    Args:
+        kind: the module of this room that reads them.
+        body: the folder.
+        options: of the URI.
+        settings: for the reader; all that the pixels depend on.
+        units: what belongs together in the files of a line.
+        pick: which images of a unit are used: ``middle``, ``all`` or a number.
+        keys: columns by which a line of the table finds its files.
+
+    Raises:
+        DataError: the table, files or options cannot be used. Only its ``problems`` name files.
+    """
+    root = Path(body).expanduser()
+    if not body or not root.is_dir():
+        raise DataError(f"{options.uri}: there is no folder {root}; check the path." if body else _no_folder(options))
+    skips = options.choice("on_unreadable", ("refuse", "skip"), "refuse") == "skip"
+    table = read_table(root / (options.text("labels") or TABLE), keys, options)
+    if options.names_only:
+        return divided(Split(table.labels, _unread), table.splits, table.names, None, TEMPLATE, options)
+    folder = home(options.text("index"))
+    index = Index(kind, root, folder, Keys(folder, options.uri), settings)
+    listed = index.listed()
+    facts, broken = index.facts(listed)
+    found = {file.id: (file, facts[file.id]) for file in listed if file.id in facts}
+    items, lines, missing = _items(table, index, found, units, pick)
+    shown, undecoded = index.shown(items)
+    local = [f"{root / one.file.path}: {one.reason}." for one in (*broken, *undecoded)]
+    safe = [f"file {one.file.id}: {one.reason}." for one in (*broken, *undecoded)]
+    problems = [*zip(safe, local, strict=True), *((text, text) for text in missing)]
+    if problems and not skips:
+        advice = "`promptfed data show` names the files; on_unreadable=skip leaves them out."
+        refuse(options, problems, advice)
+    kept = [row for row, size in enumerate(shown) if size is not None]
+    if not kept:
+        raise DataError(f"{options.uri}: no image can be read.", [whole for _, whole in problems])
+    images = _Images(index, [items[row] for row in kept], [shown[row] for row in kept], options.uri)
+    rows = [lines[row] for row in kept]
+    groups = _groups(table, index, facts, images.items, rows)
+    whole = Split(table.labels[rows], images.read, groups, digest=images.digest, ahead=images.ahead)
+    left_out = tuple(text for _, text in problems)
+    splits = [table.splits[row] for row in rows]
+    return divided(whole, splits, table.names, None, TEMPLATE, options, left_out)
+
+
+def _no_folder(options: Options) -> str:
+    return f"{options.uri}: names no folder; write the path of one after the colon."
+
+
+def _unread(row: int) -> Image.Image:
+    raise DataError(f"image {row} is not read where only class names are asked for")
+
+
+def by_level(level: str) -> Units:
+    """Units of DICOM files: each file, or the files of a series or of a study in order."""
+
+    def units(files: Sequence[tuple[Listed, Facts]]) -> list[list[Item]]:
+        together: dict[str, list[tuple[Listed, Facts]]] = {}
+        for file, facts in files:
+            unit = {"image": file.id, "series": facts.series or file.id, "study": facts.study or file.id}[level]
+            together.setdefault(unit, []).append((file, facts))
+        return [places for unit in together.values() for places in [_in_order(unit)]]
+
+    return units
+
+
+def _in_order(files: Sequence[tuple[Listed, Facts]]) -> list[Item]:
+    """The places of files: series by series in the order of their first paths, slices by their places."""
+    first: dict[str, int] = {}
+    for _, facts in files:
+        first.setdefault(facts.series, len(first))
+    ordered = sorted(files, key=lambda both: (first[both[1].series], both[1].order, both[0].path))
+    return [Item(file, place) for file, facts in ordered for place in places(facts)]
+
+
+def places(facts: Facts) -> Sequence[Any]:
+    """The places of a file."""
+    return range(facts.frames) if isinstance(facts.frames, int) else facts.frames
+
+
+def of_each_file(files: Sequence[tuple[Listed, Facts]]) -> list[list[Item]]:
+    """Units where a file is a whole: a volume, a slide."""
+    return [[Item(file, place) for place in places(facts)] for file, facts in files]
+
+
+def picked(unit: Sequence[Item], pick: str) -> list[Item]:
+    """The middle place of a unit, all of them, or a number of them that are evenly spread."""
+    if pick == "all":
+        return list(unit)
+    count = min(1 if pick == "middle" else int(pick), len(unit))
+    return [unit[(2 * number + 1) * len(unit) // (2 * count)] for number in range(count)]
+
+
+def checked_pick(name: str, options: Options, default: str = "middle") -> str:
+    """The option ``name``: middle, all, or a number of at least 1. Raises DataError."""
+    text = options.text(name, default) or default
+    if text not in ("middle", "all") and not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise DataError(f"{options.uri}: {name}={text} is not middle, all or a number of at least 1.")
+    return text
+
+
+def _items(
+    table: Table, index: Index, found: Found, units: Units, pick: str
+) -> tuple[list[Item], list[int], list[str]]:
+    """The images of the table's lines, the line of each, and a sentence for each line without a file."""
+    by_value: dict[str, list[tuple[Listed, Facts]]] = {}
+    for file, facts in found.values():
+        name = file.id if table.key == PATH else getattr(facts, COLUMNS[table.key])
+        if name:
+            by_value.setdefault(name, []).append((file, facts))
+    items, lines, missing = [], [], []
+    for line, value in enumerate(table.values):
+        kind = "file" if table.key == PATH else COLUMNS[table.key]
+        files = by_value.get(index.value(kind, value), [])
+        chosen = [item for unit in units(files) for item in picked(unit, pick)]
+        if not chosen:
+            number = table.numbers[line]
+            missing.append(f"the table of labels, line {number}: no file that can be read has its {table.key}.")
+        items += chosen
+        lines += [line] * len(chosen)
+    return items, lines, missing
+
+
+def _groups(
+    table: Table, index: Index, facts: Mapping[str, Facts], items: Sequence[Item], lines: Sequence[int]
+) -> list[str]:
+    """The patient of each image: a number by first appearance, which orders them everywhere alike, and a keyed id."""
+    numbers: dict[str, int] = {}
+    names = []
+    for item, line in zip(items, lines, strict=True):
+        own = facts[item.file.id]
+        given = index.value("patient", table.groups[line]) if table.groups is not None else ""
+        name = given or own.patient or own.study or item.file.id
+        names.append(f"{numbers.setdefault(name, len(numbers)):07d}-{name}")
+    return names
+
+
+class _Images:
+    """The images of a source. Those that are soon asked for are decoded ahead, up to `AHEAD_BYTES`."""
+
+    def __init__(self, index: Index, items: Sequence[Item], shown: Sequence[Shown | None], uri: str) -> None:
+        self.items = items
+        self._index, self._uri = index, uri
+        self._shown = [size for size in shown if size is not None]
+        self._ahead: dict[int, Future[Answer]] = {}
+
+    def digest(self, row: int) -> str:
+        return self._shown[row].digest
+
+    def ahead(self, rows: Sequence[int]) -> None:
+        """Have the images at ``rows`` decoded before they are read."""
+        room = AHEAD_BYTES - sum(self._bytes(row) for row in self._ahead)
+        for row in rows:
+            room -= 0 if row in self._ahead else self._bytes(row)
+            if room < 0:
+                return
+            if row not in self._ahead:
+                self._ahead[row] = self._submitted(row)
+
+    def read(self, row: int) -> Image.Image:
+        waiting = self._ahead.pop(row, None) or self._submitted(row)
+        answer = waiting.result()
+        if answer.image is None or answer.digest != self._shown[row].digest:
+            why = answer.error or "it is not what it was when the data were opened; start again"
+            raise DataError(f"{self._uri}: file {self.items[row].file.id}: {why}.")
+        return answer.image
+
+    def _bytes(self, row: int) -> int:
+        return 3 * self._shown[row].width * self._shown[row].height
+
+    def _submitted(self, row: int) -> Future[Answer]:
+        return readers().submit(self._index.request("pixels", self.items[row]))

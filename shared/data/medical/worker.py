@@ -1,0 +1,83 @@
+"""A child process that reads medical files. Requests and answers are lines of JSON.
+
+A request is ``{"do": "facts", "check" or "pixels", "kind", "path", "place", "settings"}``. An answer is ``{"facts"}``,
+``{"mode", "size", "digest", "bytes"}``, which so many bytes of pixels follow, or ``{"error"}``. Files are hostile until
+they are read: memory is bounded here, time by the parent. Errors are our own words, since those of libraries can have
+values of headers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import select
+import warnings
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from PIL import Image
+
+from promptfed.shared import machine
+from promptfed.shared.data.image_files import LARGE, image_digest, shrunk
+from promptfed.shared.data.medical.unreadable import Unreadable
+
+MEMORY = 3 << 30  # bytes of address space
+IDLE_SECONDS = 30.0  # without a request, after which the process ends; the parent starts another when it needs one
+
+
+def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """The answer to a request, and the pixels that follow it."""
+    try:
+        kind = importlib.import_module(f"promptfed.shared.data.medical.{request['kind']}")
+        path, settings = Path(request["path"]), request["settings"]
+        if request["do"] == "facts":
+            return {"facts": kind.facts(path, settings)}, b""
+        image = Image.fromarray(kind.pixels(path, request["place"], settings))
+        if image.width * image.height > LARGE:
+            image = shrunk(image)
+        body = image.tobytes() if request["do"] == "pixels" else b""
+        digest = image_digest(image.convert("RGB"))
+        return {"mode": image.mode, "size": image.size, "digest": digest, "bytes": len(body)}, body
+    except Unreadable as error:
+        return {"error": str(error)}, b""
+    except ImportError:
+        return {"error": "its reader is not installed; install promptfed[medical]"}, b""
+    except MemoryError:
+        return {"error": f"it needs more than {MEMORY >> 30} GB of memory"}, b""
+    except RecursionError:
+        return {"error": "its sequences are nested too deeply"}, b""
+    except FileNotFoundError:
+        return {"error": "it is gone"}, b""
+    except OSError:
+        return {"error": "it cannot be opened, or is not an ordinary file"}, b""
+    except Exception:  # a library's own kinds, on files that are not as they should be
+        return {"error": "its content cannot be read; the file is damaged"}, b""
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer until the parent is gone, or asks nothing for a while."""
+    while not hasattr(select, "poll") or select.select([requests], [], [], IDLE_SECONDS)[0]:
+        line = requests.readline()
+        if not line:
+            return
+        told, body = answer(json.loads(line))
+        answers.write(json.dumps(told).encode() + b"\n" + body)
+        answers.flush()
+
+
+def main() -> None:
+    """Run the child. What libraries write on standard output or log is dropped: it can have values of headers."""
+    answers = os.fdopen(os.dup(1), "wb")
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    warnings.simplefilter("ignore")
+    logging.disable()
+    machine.limit_memory(MEMORY)
+    with open(0, "rb", buffering=0) as requests:
+        serve(requests, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""``dicom:``: what is read of which files, windows, tables of labels, patients."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from promptfed.client_service.privacy.protection import groups_of
+from promptfed.shared.data import DataError, Source, open_source
+from promptfed.shared.data.partition import grouped
+from promptfed.shared.spec.spec import PrivacySpec
+
+pydicom = pytest.importorskip("pydicom", reason="DICOM files: pip install '.[medical]'")
+from pydicom.data import get_testdata_file  # noqa: E402
+from pydicom.dataset import Dataset  # noqa: E402
+from pydicom.pixels import apply_modality_lut, apply_voi_lut  # noqa: E402
+from pydicom.sequence import Sequence  # noqa: E402
+
+from promptfed.shared.data.medical.dicom import pixels, windowed  # noqa: E402
+from promptfed.shared.data.medical.phantoms import dataset, scan, write_patients  # noqa: E402
+from promptfed.shared.data.medical.readers import Request, readers  # noqa: E402
+
+DRAWS = np.random.default_rng(5)
+
+
+def save(data: Dataset, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data.save_as(path, enforce_file_format=True)
+    return path
+
+
+def table(folder: Path, *rows: list[str]) -> str:
+    with (folder / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return f"dicom:{folder}"
+
+
+def images(source: Source) -> list[np.ndarray]:
+    """Those of train and of test."""
+    return [np.asarray(split.image(row)) for split in (source.train, source.test) for row in range(len(split))]
+
+
+def refused(uri: str) -> DataError:
+    with pytest.raises(DataError) as caught:
+        open_source(uri)
+    return caught.value
+
+
+# pixels
+
+
+def literal(path: Path | str) -> np.ndarray:
+    """pydicom's own modality and VOI transformations, from their range onto 0 to 255."""
+    data = pydicom.dcmread(path)
+    values = apply_modality_lut(data.pixel_array, data)
+    low, high = (-(1 << data.BitsStored - 1), (1 << data.BitsStored - 1) - 1)
+    if not data.PixelRepresentation:
+        low, high = 0, (1 << data.BitsStored) - 1
+    slope, intercept = float(data.get("RescaleSlope", 1)), float(data.get("RescaleIntercept", 0))
+    shown = (apply_voi_lut(values, data) - (low * slope + intercept)) / ((high - low) * slope)
+    return np.floor(np.clip(shown, 0, 1) * 255 + 0.5)
+
+
+@pytest.mark.parametrize("function", [None, "LINEAR", "LINEAR_EXACT", "SIGMOID"])
+@pytest.mark.parametrize(("center", "width"), [(40, 400), (-600.5, 1500), (1024, 1), (0.5, 2)])
+def test_windows_equal_pydicoms(tmp_path: Path, function: str | None, center: float, width: float) -> None:
+    data = dataset(scan("nodule", DRAWS), "a")
+    data.RescaleSlope, data.RescaleIntercept, data.WindowCenter, data.WindowWidth = 1, -1024, center, width
+    if function:
+        data.VOILUTFunction = function
+    path = save(data, tmp_path / "a.dcm")
+    assert np.abs(pixels(path, 0, {}).astype(float) - literal(path)).max() <= 1
+    assert pixels(path, 0, {}).std() > 0 or width == 1
+
+
+def test_windows_of_real_files_equal_pydicoms() -> None:
+    path = get_testdata_file("MR_small.dcm")
+    assert "WindowCenter" in pydicom.dcmread(path)
+    assert np.abs(pixels(Path(path), 0, {}).astype(float) - literal(path)).max() <= 1
+
+
+def test_a_table_of_values_is_applied(tmp_path: Path) -> None:
+    data = dataset(np.arange(256, dtype=np.uint8).reshape(16, 16), "a")
+    item = Dataset()
+    item.LUTDescriptor, item.LUTData = [256, 0, 8], bytes(range(255, -1, -1))
+    item["LUTData"].VR = "OW"
+    item.LUTData = np.arange(255, -1, -1, dtype="<u2").tobytes()
+    data.VOILUTSequence = Sequence([item])
+    path = save(data, tmp_path / "a.dcm")
+    assert np.array_equal(pixels(path, 0, {}), np.arange(255, -1, -1).reshape(16, 16))
+
+
+def test_a_window_of_the_uri_replaces_the_files(tmp_path: Path) -> None:
+    values = scan("line", DRAWS)
+    data = dataset(values, "a")
+    data.RescaleSlope, data.RescaleIntercept, data.WindowCenter, data.WindowWidth = 2, -1000, 5, 9
+    path = save(data, tmp_path / "a.dcm")
+    expected = np.clip((values * 2.0 - 1000 - 299.5) / 999 + 0.5, 0, 1)
+    assert np.array_equal(pixels(path, 0, {"window": [300, 1000]}), np.floor(expected * 255 + 0.5))
+
+
+def test_eight_bits_without_a_window_are_shown_as_they_are_and_monochrome1_is_inverted(tmp_path: Path) -> None:
+    values = DRAWS.integers(0, 256, (20, 30), dtype=np.uint8)
+    data = dataset(values, "a")
+    assert np.array_equal(pixels(save(data, tmp_path / "a.dcm"), 0, {}), values)
+    data.PhotometricInterpretation = "MONOCHROME1"
+    assert np.array_equal(pixels(save(data, tmp_path / "b.dcm"), 0, {}), 255 - values)
+
+
+def test_more_bits_without_a_window_go_from_the_least_to_the_largest_value_without_padding(tmp_path: Path) -> None:
+    data = dataset(np.array([[4000, 100, 200, 300]], dtype=np.uint16), "a")
+    data.PixelPaddingValue = 4000
+    data["PixelPaddingValue"].VR = "US"
+    assert pixels(save(data, tmp_path / "a.dcm"), 0, {}).tolist() == [[255, 0, 128, 255]]
+
+
+def test_frames_have_windows_of_their_own(tmp_path: Path) -> None:
+    values = np.stack([scan("clear", DRAWS)] * 2)
+    data = dataset(values, "a")
+    groups = []
+    for center in (1000, 1500):
+        window, group = Dataset(), Dataset()
+        window.WindowCenter, window.WindowWidth = center, 200
+        group.FrameVOILUTSequence = Sequence([window])
+        groups.append(group)
+    data.PerFrameFunctionalGroupsSequence = Sequence(groups)
+    path = save(data, tmp_path / "a.dcm")
+    for place, center in enumerate((1000, 1500)):
+        expected = np.floor(windowed(values[place], center, 200) * 255 + 0.5)
+        assert np.array_equal(pixels(path, place, {}), expected)
+
+
+def packaged() -> list[Path]:
+    root = Path(pydicom.__file__).parent / "data" / "test_files"
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def test_each_packaged_file_that_pydicom_decodes_is_read_or_its_package_named() -> None:
+    paths = packaged()
+    assert len(paths) > 100
+    facts = list(readers().each(Request("facts", "dicom", str(path)) for path in paths))
+    shown = list(readers().each(Request("pixels", "dicom", str(path)) for path in paths))
+    read = 0
+    for path, fact, answer in zip(paths, facts, shown, strict=True):
+        try:
+            decoded = pydicom.dcmread(path).pixel_array
+        except Exception:
+            decoded = None
+        if decoded is not None:
+            assert fact.facts is not None, path.name
+            assert answer.image is not None, path.name
+            assert answer.size == (pydicom.dcmread(path).Columns, pydicom.dcmread(path).Rows)
+            read += 1
+        elif "JLS" in path.name.upper() or "jpeg_ls" in path.name or "JPEGLS" in path.name:
+            assert "install pyjpegls" in (answer.error or ""), path.name
+    assert read > 70
+
+
+def test_palettes_give_pydicoms_colors() -> None:
+    path = get_testdata_file("examples_palette.dcm")
+    data = pydicom.dcmread(path)
+    colors = pydicom.pixels.apply_color_lut(data.pixel_array, data)
+    expected = colors >> 8 if colors.dtype == np.uint16 else colors
+    assert np.array_equal(pixels(Path(path), 0, {}), expected)
+
+
+# tables, levels, frames
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> tuple[Path, list[Dataset]]:
+    """Two patients with two series of three slices, stored against their order; a pixel's value is the slice."""
+    files = []
+    for patient in "ab":
+        for number in range(2):
+            shared = {"series": pydicom.uid.generate_uid(), "study": f"1.2.{ord(patient)}"}
+            for place in range(3):
+                data = dataset(np.full((4, 4), 100 * number + 10 * place, dtype=np.uint8), patient, 3 - place, **shared)
+                data.AccessionNumber = f"acc-{patient}"
+                data.ImageOrientationPatient, data.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [0, 0, place]
+                save(data, tmp_path / patient / f"{number}{2 - place}.dcm")
+                files.append(data)
+    return tmp_path, files
+
+
+@pytest.mark.parametrize(
+    ("column", "attribute", "options", "expected"),
+    [
+        ("SOPInstanceUID", "SOPInstanceUID", "", [0, 10, 20, 100, 110, 120]),
+        ("SeriesInstanceUID", "SeriesInstanceUID", "level=series", [10, 110]),
+        ("SeriesInstanceUID", "SeriesInstanceUID", "level=series&frames=all", [0, 10, 20, 100, 110, 120]),
+        ("StudyInstanceUID", "StudyInstanceUID", "level=study&frames=2", [10, 110]),
+        ("AccessionNumber", "AccessionNumber", "level=study", [100]),
+        ("AccessionNumber", "AccessionNumber", "level=series", [10, 110]),
+        ("PatientID", "PatientID", "level=series&frames=2", [0, 20, 100, 120]),
+    ],
+)
+def test_levels_and_keys(
+    study: tuple[Path, list[Dataset]], column: str, attribute: str, options: str, expected: list[int]
+) -> None:
+    root, files = study
+    keys = sorted({str(getattr(data, attribute)): str(data.PatientID) for data in files}.items(), key=lambda k: k[1])
+    uri = table(root, [column, "label", "split"], *([key, "x", "train" if of == "a" else "test"] for key, of in keys))
+    source = open_source(f"{uri}?{options}")
+    for split in (source.train, source.test):
+        assert sorted(int(np.asarray(split.image(row))[0, 0, 0]) for row in range(len(split))) == expected
+
+
+def test_frames_of_a_file(tmp_path: Path) -> None:
+    values = np.arange(5, dtype=np.uint8)[:, None, None] * np.ones((1, 4, 4), dtype=np.uint8)
+    for patient in "ab":
+        save(dataset(values, patient), tmp_path / f"{patient}.dcm")
+    uri = table(tmp_path, ["PatientID", "label", "split"], ["a", "x", "train"], ["b", "x", "test"])
+    for option, expected in {
+        "": [2],
+        "frames=all": [0, 1, 2, 3, 4],
+        "frames=2": [1, 3],
+        "frames=9": [0, 1, 2, 3, 4],
+    }.items():
+        assert [int(image[0, 0, 0]) for image in images(open_source(f"{uri}?{option}"))] == expected * 2
+
+
+def test_several_labels_and_mixed_up_tables(tmp_path: Path) -> None:
+    for patient in "ab":
+        save(dataset(scan("clear", DRAWS), patient), tmp_path / f"{patient}.dcm")
+    uri = table(tmp_path, ["PatientID", "split", "mass", "edema"], ["a", "train", "1", ""], ["b", "test", "0", "1"])
+    source = open_source(uri)
+    assert (source.class_names, source.train.labels.tolist()) == (("mass", "edema"), [[1, -1]])
+    table(tmp_path, ["PatientID", "label"], ["a", "x"], ["a", "y"])
+    assert "line 3: it has the same PatientID as line 2" in str(refused(uri))
+    table(tmp_path, ["PatientID", "label"], ["a", "x"], ["nobody", "y"])
+    text = str(refused(uri))
+    assert "line 3: no file that can be read has its PatientID" in text
+    assert "nobody" not in text
+    table(tmp_path, ["name", "label"], ["a", "x"])
+    assert "none of the columns SOPInstanceUID" in str(refused(uri))
+    for option, words in {"frames=0": "frames=0", "window=1": "window=1", "level=room": "level=room"}.items():
+        assert words in str(refused(f"{uri}?{option}"))
+
+
+def test_the_same_pixels_as_png_are_the_same_data(tmp_path: Path) -> None:
+    rows, scans = [["path", "label", "patient"]], [["SOPInstanceUID", "label"]]
+    for patient in range(8):
+        for place in range(3):
+            values = DRAWS.integers(0, 256, (12, 10), dtype=np.uint8)
+            Image.fromarray(values).save(tmp_path / f"{patient}-{place}.png")
+            data = dataset(values, f"p{patient}")
+            save(data, tmp_path / "scans" / f"{place}{patient}.dcm")
+            label = "xy"[(patient + place) % 2]
+            rows.append([f"{patient}-{place}.png", label, f"p{patient}"])
+            scans.append([str(data.SOPInstanceUID), label])
+    with (tmp_path / "table.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    first = open_source(f"csv:{tmp_path}/table.csv?group=patient&partition=iid&clients=2&client=1")
+    second = open_source(f"{table(tmp_path / 'scans', *scans)}?partition=iid&clients=2&client=1")
+    for one, other in ((first.train, second.train), (first.test, second.test)):
+        assert len(one) == len(other) > 0
+        assert [one.digest(row) for row in range(len(one))] == [other.digest(row) for row in range(len(other))]
+        assert torch.equal(one.labels, other.labels)
+
+
+# patients
+
+
+def test_no_patient_is_on_two_sides_in_a_thousand_partitions(tmp_path: Path) -> None:
+    source = open_source(f"dicom:{write_patients(tmp_path / 'a', 30, 4, 3)}")
+    from promptfed.shared.data.options import Options
+    from promptfed.shared.data.registry import cut, open_whole
+
+    scheme, body = source.uri.split(":")
+    for seed in range(1000):
+        values = {"partition": ("iid", "dirichlet")[seed % 2], "clients": "3", "partition_seed": str(seed)}
+        if seed % 3 == 0:
+            values["validation"] = "0.3"
+        if seed % 50 == 0:
+            source = open_whole(scheme, body, Options(source.uri, {"split_seed": str(seed)}))
+        known: dict = {}
+        sides = [cut(scheme, source, Options("u", {**values, "client": str(k)}), known) for k in range(3)]
+        patients = [set(split.groups) for side in sides for split in (side.train, side.test)]
+        assert sum(map(len, patients)) == len(set().union(*patients))
+        if "validation" not in values:
+            assert sum(len(side.train) + len(side.test) for side in sides) == 120
+
+
+def test_a_group_has_its_most_frequent_class() -> None:
+    classes, members = grouped(["b", "a", "b", "b"], torch.tensor([0, 2, 1, 1]))
+    assert (classes.tolist(), [rows.tolist() for rows in members]) == ([2, 1], [[1], [0, 2, 3]])
+
+
+def test_classes_that_would_divide_a_patient_are_refused(tmp_path: Path) -> None:
+    uri = f"dicom:{write_patients(tmp_path / 'a', 10, 6, 3)}"
+    assert "would divide a group" in str(refused(f"{uri}?partition=pathological&clients=2&client=0"))
+
+
+def test_privacy_clips_by_patient(tmp_path: Path) -> None:
+    source = open_source(f"dicom:{write_patients(tmp_path / 'a', 10, 4, 3)}")
+    privacy = PrivacySpec(level="sample", clip=0.3, noise_multiplier=2.0, delta=1e-3, unit="group", per_group=3)
+    units = groups_of(privacy, source.train)
+    assert len(units) == 8
+    for unit in units:
+        assert len(unit) == 3
+        assert len({source.train.groups[row] for row in unit}) == 1
