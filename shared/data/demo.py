@@ -25,6 +25,7 @@ class Demo:
     class_names: tuple[str, ...] | None = None  # for methods with a row for each class
     rounds: int = 8
     backbone: Mapping[str, str] = field(default_factory=dict)  # empty: the spec's own
+    scans: tuple[str, ...] = ()  # sites whose DICOM files are drawn first; their URIs have {scans} for the folder
 
     def training(self, method: str) -> Mapping[str, int | float | str]:
         """The section ``training`` of a spec. Methods other than promptfl have their default rate."""
@@ -58,6 +59,14 @@ DEMOS: dict[str, Demo] = {
         unseen=("muralist", "emoji:fxemoji"),
         batch_size=16,
         backbone={"model": "promptfed-emoji", "pretrained": "embedded"},
+    ),
+    "dicom": Demo(
+        clients=tuple((name, f"dicom:{{scans}}/{name}?index={{scans}}/index") for name in ("north", "south", "west")),
+        unseen=("rural", "dicom:{scans}/rural?index={scans}/index"),
+        batch_size=16,
+        method="fedtaskres",
+        class_names=("clear", "line", "nodule", "stripes"),
+        scans=("north", "south", "west", "rural"),
     ),
     "digits": Demo(
         clients=(

@@ -27,7 +27,7 @@ def demo(
         str | None, typer.Option(help="a method of `promptfed methods`; default: what suits the data")
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="rounds; default: what suits the data")] = None,
-    data: Annotated[str, typer.Option(help="symbols, emoji or digits")] = "symbols",
+    data: Annotated[str, typer.Option(help="symbols, emoji, digits or dicom")] = "symbols",
     seed: Annotated[int, typer.Option(min=0, help="of all random draws")] = 0,
     keep: Annotated[Path | None, typer.Option(help="keep the services' folders and logs here")] = None,
     as_json: Json = False,
@@ -39,8 +39,9 @@ def demo(
         raise CommandError(f"there is no demo {data!r}: use {' or '.join(sorted(DEMOS))}", Exit.BAD_INPUT)
     method = method or DEMOS[data].method
     spec = demo_spec(DEMOS[data], method, rounds, seed)
-    sites = demo_sites(DEMOS[data], spec)
     with new_folder(keep, "--keep") as folder, Watcher(spec.rounds, quiet=as_json) as watcher:
+        sites = demo_sites(DEMOS[data], spec, folder / "scans")
+        _draw_scans(DEMOS[data].scans, folder / "scans")
         if all(site.role == "trainer" for site in sites):
             watcher.say(f"{method} classifies with what each client trains: no unseen domain is shown")
         with started_services(None, 0, folder, keep is not None, watcher) as services:
@@ -86,11 +87,27 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
         raise CommandError(str(error), Exit.REFUSED) from None
 
 
-def demo_sites(demo: Demo, spec: FederationSpec) -> list[Site]:
+PATIENTS, IMAGES_EACH = 30, 6
+
+
+def _draw_scans(sites: tuple[str, ...], folder: Path) -> None:
+    """Draw DICOM files of invented patients for each of the ``sites``. Raises CommandError without pydicom."""
+    if not sites:
+        return
+    try:
+        from promptfed.shared.data.medical.phantoms import write_patients
+    except ImportError:
+        raise CommandError("DICOM files need pydicom: install promptfed[medical]", Exit.BAD_INPUT) from None
+    for number, site in enumerate(sites):
+        write_patients(folder / site, PATIENTS, IMAGES_EACH, number, site)
+
+
+def demo_sites(demo: Demo, spec: FederationSpec, scans: Path = Path()) -> list[Site]:
     """The clients, and the unseen domain's evaluator if the method has a classifier for it."""
     from promptfed.shared.methods import method_for
 
-    trainers = [Site(name, uri) for name, uri in demo.clients]
+    trainers = [Site(name, uri.format(scans=scans) if demo.scans else uri) for name, uri in demo.clients]
     referee, unseen = demo.unseen
+    unseen = unseen.format(scans=scans) if demo.scans else unseen
     evaluators = [Site(referee, unseen, role="evaluator")] if method_for(spec).takes_evaluators else []
     return [*trainers, *evaluators]
