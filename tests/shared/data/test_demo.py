@@ -11,7 +11,6 @@ from promptfed.shared.data import open_source
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.spec.spec import TrainingSpec
 
-
 EMBEDDED = {name: demo for name, demo in DEMOS.items() if not demo.scans}
 
 
