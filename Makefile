@@ -31,7 +31,7 @@ endef
 # Processes that tests run in; those of one file stay together. Many tests wait for others' processes, so three keep two cores busy.
 WORKERS ?= 3
 
-.PHONY: demo test test-all extras test-faults test-docker lint setup docs screenshots figures bench backbone backbone-emoji lock sbom clean
+.PHONY: demo test test-all extras test-faults test-docker lint setup docs screenshots figures bench backbone backbone-emoji lock build-tools sbom dist clean
 
 setup: $(READY)
 
@@ -114,13 +114,36 @@ lock: $(READY)
 	@$(call lock,client,requirements/torch.txt requirements/client.txt)
 	@$(call lock,serve,requirements/torch.txt requirements/client.txt requirements/command.txt)
 
-# What is in it, for those who have to look through it: CycloneDX, of this environment and of each image.
-sbom: $(READY)
+build-tools: $(READY)
 	@extras=build; $(install)
+
+# What is in it, for those who have to look through it: CycloneDX, of this environment and of each image.
+sbom: build-tools
 	@mkdir -p build/sbom
 	$(BIN)/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml -o build/sbom/environment.cdx.json $(BIN)/python
 	@for image in coordinator torch client serve; do $(BIN)/cyclonedx-py requirements --output-reproducible \
 	  -o build/sbom/$$image.cdx.json requirements/locked/$$image.txt || exit 1; done
+
+# A release in build/dist: sdist, wheel, bills of materials, images where Docker runs, and SHA256SUMS.
+# KEY=FILE signs SHA256SUMS with an SSH key; CONTRIBUTING says how that is verified.
+DIST ?= build/dist
+IMAGES ?= coordinator coordinator-torch client serve
+COMMIT = $$(git describe --always --dirty --abbrev=12 --exclude='*')
+VERSION = $$($(BIN)/python -c 'import promptfed; print(promptfed.__version__)')
+dist: sbom
+	@rm -rf $(DIST) && mkdir -p $(DIST)
+	PROMPTFED_COMMIT=$(COMMIT) $(BIN)/python -m build -q --no-isolation --outdir $(DIST)
+	$(BIN)/twine check --strict $(DIST)/*
+	@cp build/sbom/*.json $(DIST)
+	@if docker version >/dev/null 2>&1; then for image in $(IMAGES); do \
+	  tag=promptfed-$$image:$(VERSION); file=$(DIST)/promptfed-$$image-$(VERSION).tar; \
+	  docker build -q --target $$image --label org.opencontainers.image.version=$(VERSION) \
+	    --label org.opencontainers.image.revision=$(COMMIT) -t $$tag . && \
+	  docker save -o $$file $$tag && gzip -n $$file || exit 1; done; \
+	else echo 'no images: Docker does not run here'; fi
+	@cd $(DIST) && sha256sum * > SHA256SUMS
+	@if [ -n '$(KEY)' ]; then ssh-keygen -q -Y sign -f '$(KEY)' -n promptfed $(DIST)/SHA256SUMS; \
+	else echo 'not signed: make dist KEY=FILE signs SHA256SUMS with an SSH key'; fi
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

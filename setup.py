@@ -3,7 +3,11 @@
 The build does not follow the links under promptfed/. A zip archive, or a checkout on Windows, has none.
 """
 
+import os
+from pathlib import Path
+
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 FOLDERS = {
     "promptfed.client_service": "client_service",
@@ -24,4 +28,15 @@ def packages() -> list[str]:
     return found
 
 
-setup(packages=packages(), package_dir=FOLDERS)
+class WithCommit(build_py):
+    """Writes the commit that PROMPTFED_COMMIT names into the package, for `promptfed --version`."""
+
+    def run(self) -> None:
+        """Build, then write."""
+        super().run()
+        commit = os.environ.get("PROMPTFED_COMMIT")
+        if commit and not self.editable_mode:
+            (Path(self.build_lib) / "promptfed" / "shared" / "commit.txt").write_text(commit + "\n")
+
+
+setup(packages=packages(), package_dir=FOLDERS, cmdclass={"build_py": WithCommit})

@@ -284,12 +284,6 @@ def test_a_round_and_a_time_in_words() -> None:
     assert [duration(seconds) for seconds in (59.4, 75, 3900)] == ["59 s", "1 min 15 s", "1 h 5 min"]
 
 
-def test_the_version_is_told() -> None:
-    done = CliRunner().invoke(app, ["--version"])
-    assert done.exit_code == Exit.OK
-    assert done.stdout.startswith("promptfed ")
-
-
 def logged(formatter: logging.Formatter, caplog: pytest.LogCaptureFixture) -> str:
     caplog.clear()
     with caplog.at_level(logging.INFO):
