@@ -18,12 +18,13 @@ from promptfed.shared.data.errors import shortened
 from promptfed.shared.data.image_files import read_image
 from promptfed.shared.data.label_table import LabelColumns, label_columns
 from promptfed.shared.data.options import Options, kept_names, only, with_classes
-from promptfed.shared.data.partition import train_test, whole_groups
-from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, in_words
+from promptfed.shared.data.source import DataError, ImageDomain, Origin, Source, Split, in_words
+from promptfed.shared.data.splitting import divided
 from promptfed.shared.files import open_file
 
 TEMPLATE = "a photo of a {}."
 WORDS_FILE = "domain.txt"  # file in a folder that describes its images in words
+SKIP = "on_unreadable"  # the option that leaves out what cannot be read
 _SPLITS = ("train", "test")
 _OF_FILE_MANAGERS = frozenset({"thumbs.db", "desktop.ini"})  # files that Windows creates beside images
 _NAMED = 20  # classes listed for one problem in a message; of further ones only the number
@@ -51,7 +52,7 @@ class _Listing:
 
 def open_folder(body: str, options: Options) -> Source:
     """Open class folders, plain or inside ``train`` and ``test``; ``domain=`` names a folder of class folders."""
-    options.check_names(("domain", "group"))
+    options.check_names(("domain", "group", SKIP))
     root = _existing(body, options)
     domain = options.text("domain")
     if domain is not None:
@@ -140,7 +141,7 @@ def open_csv(body: str, options: Options) -> Source:
 
     Optional columns: split (train or test), domain and the groups.
     """
-    options.check_names(("domain", "group", "labels", "columns"))
+    options.check_names(("domain", "group", "labels", "columns", SKIP))
     table = _existing(body, options, folder=False)
     domain, group = options.text("domain"), options.text("group")
     with table.open(newline="", encoding="utf-8-sig") as lines:
@@ -164,9 +165,13 @@ def open_csv(body: str, options: Options) -> Source:
     listing = _Listing(items, table, _domain(domain, table.parent / WORDS_FILE))
     if several is None:
         return _source(listing, options)
-    if not options.names_only:
-        _refuse(_unreadable(items))
-    return only(_divided(listing, *several.read(rows), options), options)
+    names, labels = several.read(rows)
+    readable, unreadable, left_out = _readable(items, options)
+    _refuse(unreadable)
+    known = set(readable)
+    kept = [row for row, item in enumerate(items) if item in known]
+    source = _divided(replace(listing, items=readable), names, labels[kept], options)
+    return replace(only(source, options), left_out=left_out)
 
 
 def _check_splits(table: Path, items: Sequence[_Item], domain: str | None, options: Options) -> None:
@@ -212,15 +217,15 @@ def _source(listing: _Listing, options: Options) -> Source:
     if not names:
         _refuse(listing.wrong, _emptiness(listing.empty), _emptiness(listing.empty, None))
     wanted = kept_names(names, _usable(listing, options), options)
-    items = [item for item in listing.items if item.label in wanted]
+    items, unreadable, left_out = _readable([item for item in listing.items if item.label in wanted], options)
     if not options.names_only:
-        files = [*listing.wrong, *_unreadable(items)]
+        files = [*listing.wrong, *unreadable]
         _refuse(files, _problems(listing, items, options), _problems(listing, items, options, None))
     elif listing.wrong:
         _refuse(listing.wrong)
     # Labels refer to all names, so that the seeded split of a class does not depend on excluded classes.
     labels = torch.tensor([names.index(item.label) for item in items])
-    source = _divided(replace(listing, items=items), names, labels, options)
+    source = replace(_divided(replace(listing, items=items), names, labels, options), left_out=left_out)
     return source if len(wanted) == len(names) else with_classes(source, [names.index(name) for name in wanted])
 
 
@@ -228,52 +233,15 @@ def _divided(listing: _Listing, names: tuple[str, ...], labels: torch.Tensor, op
     """The items with ``labels`` of the classes ``names`` in train and test. Raises DataError as `divided`."""
     items = listing.items
     groups = [item.group for item in items if item.group is not None] or None
-    whole = Split(labels, lambda row: read_image(items[row].path), groups)
+    where = [Origin(str(item.path), item.split) for item in items]
+    whole = Split(labels, lambda row: read_image(items[row].path), groups, origin=lambda row: where[row])
     return divided(whole, [item.split for item in items], names, listing.domain, TEMPLATE, options)
-
-
-def divided(
-    whole: Split,
-    splits: Sequence[str | None],
-    names: tuple[str, ...],
-    domain: ImageDomain | None,
-    template: str,
-    options: Options,
-    left_out: tuple[str, ...] = (),
-) -> Source:
-    """The images of ``whole`` in train and test, by ``splits`` where they are given, else by seed and whole groups.
-
-    Raises:
-        DataError: they cannot be divided, or a group has images in both.
-    """
-    if options.names_only:
-        train = test = torch.arange(len(whole))
-    elif options.is_whole_test:
-        train, test = torch.zeros(0, dtype=torch.int64), torch.arange(len(whole))
-    elif splits[0] is None and whole.groups is not None:
-        train, test = whole_groups(whole.groups, whole.labels, options.split_seed, options.uri)
-    elif splits[0] is None:
-        train, test = train_test(whole.labels, options.split_seed)
-    else:
-        is_train = torch.tensor([split == "train" for split in splits])
-        train, test = is_train.nonzero()[:, 0], (~is_train).nonzero()[:, 0]
-    _check_apart(whole, train, test, options)
-    return Source(options.uri, names, domain, template, whole.select(train), whole.select(test), left_out=left_out)
 
 
 def _refuse(files: Sequence[str], classes: Sequence[str] = (), all_classes: Sequence[str] = ()) -> None:
     """Raise DataError for problems of files and of classes, if there are any; ``all_classes`` names every class."""
     if files or classes:
         raise DataError(" ".join([*classes, *shortened(files)]), [*all_classes, *files])
-
-
-def _check_apart(whole: Split, train: torch.Tensor, test: torch.Tensor, options: Options) -> None:
-    """Raise DataError if a group has images in train and test: each part has its own privacy budget."""
-    if whole.groups is None or options.names_only or options.is_whole_test:
-        return
-    both = sorted({whole.groups[row] for row in train.tolist()} & {whole.groups[row] for row in test.tolist()})
-    if both:
-        raise DataError(f"{options.uri}: the group {both[0]} has images in train and in test; give it to one of them.")
 
 
 def _usable(listing: _Listing, options: Options) -> Counter[str]:
@@ -335,6 +303,19 @@ def _lacking(listing: _Listing, items: list[_Item], most: int | None) -> list[st
 def _listed(things: Collection[object], most: int | None) -> str:
     shown = ", ".join(str(thing) for thing in list(things)[:most])
     return shown + (f" and {len(things) - most} more" if most is not None and len(things) > most else "")
+
+
+def skips(options: Options) -> bool:
+    """Whether the owner allows to leave out what cannot be read."""
+    return options.choice(SKIP, ("refuse", "skip"), "refuse") == "skip"
+
+
+def _readable(items: list[_Item], options: Options) -> tuple[list[_Item], tuple[str, ...], tuple[str, ...]]:
+    """The items to be used, and a sentence for each unreadable one: those to refuse, and those that are left out."""
+    wrong = {} if options.names_only else {item: problem for item in items for problem in _unreadable([item])}
+    if not skips(options):
+        return items, tuple(wrong.values()), ()
+    return [item for item in items if item not in wrong], (), tuple(wrong.values())
 
 
 def _unreadable(items: Iterable[_Item]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from promptfed.cli.app import app, with_options
-from promptfed.cli.common import Json
+from promptfed.cli.common import Json, Yes
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json, say, table
 from promptfed.shared.data import DataError
@@ -145,6 +145,25 @@ def show(
     if source.unlabelled:
         say("It trains without labels: no training label is read.")
     say(f"{out}: {counted(min(count, len(split)), 'image')} of {uri}")
+
+
+@group.add()
+def check(
+    uri: Annotated[str, typer.Argument(help="data URI, as in folder:/data/pets")],
+    out: Annotated[Path, typer.Option(help="the report, an HTML page with thumbnails")] = Path("data-check.html"),
+    share: Annotated[Path | None, typer.Option(help="a file for the counts alone, which are shown first")] = None,
+    floor: Annotated[int, typer.Option(min=2, help="the least count that --share tells")] = 10,
+    model: Annotated[str, typer.Option(help="backbone that looks for label errors")] = "promptfed-tiny",
+    pretrained: Annotated[str, typer.Option(help="its weights, open_clip's tag")] = "embedded",
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Look for unreadable files, duplicates, wrong splits and labels, odd images and burnt-in text."""
+    from promptfed.cli.checking import run_check
+    from promptfed.shared.spec.spec import BackboneSpec
+
+    with _listing_problems(uri, as_json):
+        run_check(uri, out, share, BackboneSpec(model=model, pretrained=pretrained), floor, yes, as_json)
 
 
 @contextmanager

@@ -9,15 +9,16 @@ from typing import Any
 
 from PIL import Image
 
-from promptfed.shared.data.folder import TEMPLATE, divided
+from promptfed.shared.data.folder import SKIP, TEMPLATE, skips
 from promptfed.shared.data.medical.index import Facts, Index, Item, Listed, Shown
 from promptfed.shared.data.medical.keys import Keys, home
 from promptfed.shared.data.medical.readers import Answer, readers
 from promptfed.shared.data.medical.table import COLUMNS, PATH, Table, read_table, refuse
 from promptfed.shared.data.options import Options
-from promptfed.shared.data.source import DataError, Source, Split
+from promptfed.shared.data.source import DataError, Origin, Source, Split
+from promptfed.shared.data.splitting import divided
 
-OPTIONS = ("labels", "columns", "group", "index", "on_unreadable")
+OPTIONS = ("labels", "columns", "group", "index", SKIP)
 TABLE = "labels.csv"
 AHEAD_BYTES = 64_000_000  # of decoded images that wait to be used
 
@@ -46,7 +47,6 @@ def open_files(
     root = Path(body).expanduser()
     if not body or not root.is_dir():
         raise DataError(f"{options.uri}: there is no folder {root}; check the path." if body else _no_folder(options))
-    skips = options.choice("on_unreadable", ("refuse", "skip"), "refuse") == "skip"
     table = read_table(root / (options.text("labels") or TABLE), keys, options)
     if options.names_only:
         return divided(Split(table.labels, _unread), table.splits, table.names, None, TEMPLATE, options)
@@ -60,7 +60,7 @@ def open_files(
     local = [f"{root / one.file.path}: {one.reason}." for one in (*broken, *undecoded)]
     safe = [f"file {one.file.id}: {one.reason}." for one in (*broken, *undecoded)]
     problems = [*zip(safe, local, strict=True), *((text, text) for text in missing)]
-    if problems and not skips:
+    if problems and not skips(options):
         advice = "`promptfed data show` names the files; on_unreadable=skip leaves them out."
         refuse(options, problems, advice)
     kept = [row for row, size in enumerate(shown) if size is not None]
@@ -69,9 +69,13 @@ def open_files(
     images = _Images(index, [items[row] for row in kept], [shown[row] for row in kept], options.uri)
     rows = [lines[row] for row in kept]
     groups = _groups(table, index, facts, images.items, rows)
-    whole = Split(table.labels[rows], images.read, groups, digest=images.digest, ahead=images.ahead)
-    left_out = tuple(text for _, text in problems)
     splits = [table.splits[row] for row in rows]
+
+    def origin(row: int) -> Origin:
+        return Origin(str(root / images.items[row].file.path), splits[row])
+
+    whole = Split(table.labels[rows], images.read, groups, digest=images.digest, ahead=images.ahead, origin=origin)
+    left_out = tuple(text for _, text in problems)
     return divided(whole, splits, table.names, None, TEMPLATE, options, left_out)
 
 
