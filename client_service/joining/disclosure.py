@@ -343,6 +343,8 @@ def _exchanges(method: Method, info: EnrolmentInfo, shape: BackboneShape | None)
 def _when(rounds: list[int]) -> str:
     if len(rounds) == ROUNDS:
         return EACH
+    if rounds == [1]:
+        return "before the first round"
     return "after the last round" if rounds == [ROUNDS] else f"{SOME} {rounds[0]} and later"
 
 

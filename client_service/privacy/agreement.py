@@ -31,6 +31,7 @@ from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import EnrolmentInfo, Message, Role, Task, Told
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import Method
+from promptfed.shared.methods.core.statistics import CALIBRATION
 from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.spec.selection import FINAL
 from promptfed.shared.spec.spec import SpecError
@@ -125,7 +126,7 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
         method_package=info.method_package,
         evaluate_every=info.evaluate_every,
         evaluation=info.evaluation,
-        accuracies=["test", *sorted(tests)],
+        accuracies=["test", *sorted({*tests} - {CALIBRATION})],
         figures=list(FIGURES),
         tuning=tuning_terms(info, trains),
     )

@@ -7,9 +7,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo
-from promptfed.shared.methods import MULTI_LABEL, TASK, make_method
+from promptfed.shared.methods import MULTI_LABEL, STATISTICS, TASK, make_method
 from promptfed.shared.methods.core.interface.base import Method, Phase
 from promptfed.shared.methods.core.several_labels import is_for_several_labels
+from promptfed.shared.methods.core.statistics import statistics_of
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import TensorSpec
 
@@ -86,5 +87,8 @@ def _tensor(spec: TensorSpec) -> str:
 
 def settings_of(method: Method) -> dict[str, Any]:
     """The method's name and hyperparameters."""
-    task = {TASK: MULTI_LABEL} if is_for_several_labels(method) else {}
+    task: dict[str, Any] = {TASK: MULTI_LABEL} if is_for_several_labels(method) else {}
+    counted = statistics_of(method)
+    if counted is not None:
+        task[STATISTICS] = counted.model_dump(exclude_defaults=True)
     return {"name": method.name, **method.hyper.model_dump(mode="json"), **task}

@@ -57,13 +57,19 @@ class DomainShare(BaseModel):
 
 
 class Prediction(BaseModel):
-    """Classes by falling probability; ``class_name`` is the first. ``domains``: where the method mixes prompts."""
+    """Classes by falling probability; ``class_name`` is the first. ``domains``: where the method mixes prompts.
+
+    ``present``: where an image may have several labels. ``set`` and ``abstains``: of `promptfed serve --coverage`.
+    """
 
     method: str
     round: int
     class_name: str
     classes: list[ClassProbability]
     domains: list[DomainShare] | None = None
+    present: list[str] | None = None
+    set: list[str] | None = None
+    abstains: bool | None = None
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -23,6 +23,7 @@ from promptfed.shared.data import DataError, ImageDomain, Source, Split, open_so
 from promptfed.shared.data.source import in_words
 from promptfed.shared.messages import Role
 from promptfed.shared.methods.core.interface.base import Method, MethodError
+from promptfed.shared.methods.core.statistics import CALIBRATION
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.plain_text import look_alikes
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -179,6 +180,10 @@ class ClientData:
         groups = self._splits[which].groups
         return None if groups is None else len(set(groups))
 
+    def groups(self, which: str) -> tuple[str, ...] | None:
+        """The patient (group) of each image of a split; None where the data name none."""
+        return self._splits[which].groups
+
     def test_images(self) -> Split:
         """The client's own test images as they were opened, with their groups."""
         return self._splits[TEST]
@@ -258,6 +263,11 @@ def split_by(
     """The source and the further test sets of a client, by the federation's terms. Raises as `held_out`."""
     if role != "trainer":
         return source, tests
+    if terms.calibration is not None:
+        if source.unlabelled:
+            return source, tests
+        apart = held_out(source, terms.calibration.share, terms.seed)
+        return replace(apart, test=source.test), {**tests, CALIBRATION: apart}
     if terms.selection is not None:
         apart = held_out(source, terms.selection.share, terms.seed)
         return replace(apart, test=source.test), {**tests, terms.selection.split: apart}
@@ -276,7 +286,7 @@ def held_out(source: Source, share: float, seed: int) -> Source:
     """
     groups = source.train.groups
     if source.unlabelled:
-        text = "no training images can be held out to compare methods: their labels are not read (unlabelled=true)"
+        text = "no training images can be held out: their labels are not read (unlabelled=true)"
         raise ClientError(Exit.BAD_INPUT, text)
     try:
         if groups is not None:
@@ -288,7 +298,7 @@ def held_out(source: Source, share: float, seed: int) -> Source:
             rows, tested = (places[kept] for kept in partition.train_test(labels[several], seed, share))
             rows = torch.cat([rows, (~several).nonzero()[:, 0]]).sort().values
     except DataError as error:
-        raise ClientError(Exit.BAD_INPUT, f"no training images can be held out to compare methods: {error}") from None
+        raise ClientError(Exit.BAD_INPUT, f"no training images can be held out: {error}") from None
     return replace(source, train=source.train.select(rows), test=source.train.select(tested))
 
 

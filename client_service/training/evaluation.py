@@ -15,6 +15,7 @@ from promptfed.shared.methods.core.interface.base import Classifier, ClientConte
 from promptfed.shared.methods.core.interface.hooks import Retargets
 from promptfed.shared.methods.core.interface.insights import HasVariants
 from promptfed.shared.methods.core.several_labels import PresenceTemplates
+from promptfed.shared.methods.core.statistics import CALIBRATION
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.metrics import calibration_error, macro_f1
@@ -58,7 +59,7 @@ class Evaluation:
         if self.data.count(TEST):
             yield TEST, own
         for name, test in self.data.tests.items():
-            if self.data.count(name):
+            if self.data.count(name) and name != CALIBRATION:
                 names = own.class_names if set(test.class_names) == set(own.class_names) else test.class_names
                 yield name, replace(own, class_names=names, template=template or test.template)
 

@@ -25,6 +25,7 @@ from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.state.faults import TRAINING_POINT, point
 from promptfed.client_service.state.kept_rounds import keep_round, select_round
 from promptfed.client_service.state.private_state import PrivateState, Serving, TensorOrigin
+from promptfed.client_service.training import counting
 from promptfed.client_service.training.augmentation import kept_bytes
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
@@ -120,6 +121,12 @@ class TaskWork:
         tensors, _ = decode_place(payload)
         phase = phase_of(method, task.round, task.config.rounds, task.phase)
         self._check(tensors, method, phase, task.config)
+        if phase.total:
+            private, provenance = self.state.committed()
+            with unexplained(self.hides_failures), torch_settings(context.training, self.backbone):
+                given = (tensors, private), self.data, self.privacy
+                update, spent = counting.counted(task, method, context, *given)
+            return Trained(update, private, replace(provenance, task_id=task.task_id), {}, spent)
         if self.rules.payloads is not None:
             own = ClientInfo(self.name, self.role, len(context.train), context.label_space, self.data.domain)
             start = start_of(method, self.backbone, task, own)

@@ -36,7 +36,9 @@ from promptfed.shared.messages import (
     UpdateMetadata,
     receipt_body,
 )
+from promptfed.shared.methods.core.interface.base import Phase
 from promptfed.shared.methods.core.sizes import HEADER, change_limit
+from promptfed.shared.methods.core.statistics import cost_of
 from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.tensors import DTYPES, Arrays, TensorError, check, decode, decode_file
@@ -318,7 +320,7 @@ def _examine(
         )
     return (
         size,
-        {**about.metrics, **spent_metrics(federation, client, about.privacy)},
+        {**about.metrics, **spent_metrics(federation, client, phase, about.privacy)},
         _receipt(federation, task, about),
     )
 
@@ -345,8 +347,8 @@ def _receipt(federation: Federation, task: AskedTask, about: UpdateMetadata) -> 
     return receipt.model_dump()
 
 
-def spent_metrics(federation: Federation, client: Client, spent: SpendReport | None) -> dict[str, float]:
-    """The privacy cost that the client reports, as metrics. It must match the public terms."""
+def spent_metrics(federation: Federation, client: Client, phase: Phase, spent: SpendReport | None) -> dict[str, float]:
+    """The privacy cost of ``phase`` that the client reports, as metrics. It must match the public terms."""
     privacy = federation.privacy
     at_client = privacy is not None and privacy.protects_records
     if not at_client and spent is None:
@@ -361,7 +363,8 @@ def spent_metrics(federation: Federation, client: Client, spent: SpendReport | N
     planned = client.protection
     z = privacy.noise_multiplier or (planned.noise_multiplier if planned is not None else given[0]["z"])
     units = client.num_samples if client.units is None else client.units
-    wanted = training_event(units, training.batch_size, training.epochs, z).as_json()
+    cost = cost_of(federation.method, phase)
+    wanted = (cost or training_event(units, training.batch_size, training.epochs, z)).as_json()
     if given != [wanted]:
         units_name = "samples" if privacy.unit == "record" else "groups"
         raise problems.PrivacyMismatch(f"the update was trained with {given}; {units} {units_name} give {wanted}")
@@ -369,6 +372,8 @@ def spent_metrics(federation: Federation, client: Client, spent: SpendReport | N
     told = {"privacy_epsilon": spent.epsilon, "privacy_delta": spent.delta, "privacy_z": z, "privacy_seeded": seeded}
     if spent.epsilon_replace_one is not None:
         told["privacy_replace_one"] = spent.epsilon_replace_one
+    if cost is not None:
+        told["privacy_laplace"] = cost.z
     return told | {"privacy_q": wanted["q"], "privacy_count": wanted["count"]}
 
 

@@ -12,11 +12,11 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from promptfed.cli.prediction_sets import PredictionSets
 from promptfed.cli.prediction_sets import told as words_of
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of
 from promptfed.export.export import open_backbone_of
+from promptfed.export.prediction_sets import PredictionSets
 from promptfed.export.reading import read_export
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit

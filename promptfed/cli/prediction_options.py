@@ -20,6 +20,7 @@ class SetOptions:
         ),
     ] = None
     calibration: Annotated[
-        Path | None, typer.Option(help="with --coverage: score.json or pooled.json of the same export")
+        Path | None,
+        typer.Option(help="with --coverage: score.json or pooled.json; default: the export's own scores"),
     ] = None
     by_class: Annotated[bool, typer.Option("--by-class", help="with --coverage: for each class by itself")] = False

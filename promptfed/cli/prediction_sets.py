@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from promptfed.cli.prediction_options import SetOptions
 from promptfed.export.adapted_model import AdaptedModel
+from promptfed.export.prediction_sets import PredictionSets, own_sets
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.shared.metrics.conformal import Calibration, prediction_set
+from promptfed.shared.metrics.conformal import Calibration
 from promptfed.shared.service.reasons import why
 from promptfed.shared.tensors.torch_tensors import state_hash
 
 HOW = "`promptfed score` writes score.json on labelled images, and `promptfed pool` pooled.json over several sites"
-
-
-@dataclass(frozen=True)
-class PredictionSets:
-    """Makes the sets of answers; ``thresholds`` are by class, where the sets shall hold for each class."""
-
-    threshold: float
-    thresholds: Mapping[str, float] | None
-
-    def added(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """The answer with its ``set``, and whether the model ``abstains``: the set is empty, or holds all classes."""
-        probabilities = {row["name"]: row["probability"] for row in answer["classes"]}
-        inside = prediction_set(probabilities, self.threshold, self.thresholds)
-        return answer | {"set": inside, "abstains": len(inside) in (0, len(probabilities))}
 
 
 class _File(BaseModel):
@@ -37,8 +23,10 @@ class _File(BaseModel):
     calibration: Calibration | None = None
 
 
-def sets_of(options: SetOptions, model: AdaptedModel, names: Sequence[str]) -> PredictionSets | None:
-    """The sets that ``options`` ask for; None without a coverage.
+def sets_of(
+    options: SetOptions, model: AdaptedModel, names: Sequence[str], *, own_names: bool = True
+) -> PredictionSets | None:
+    """The sets that ``options`` ask for; None without a coverage. ``own_names``: ``names`` are the federation's.
 
     Raises:
         CommandError: the file cannot be read, is of another export or of other classes, or has no calibration scores.
@@ -48,7 +36,7 @@ def sets_of(options: SetOptions, model: AdaptedModel, names: Sequence[str]) -> P
             raise CommandError("--calibration and --by-class belong to --coverage: give it too", Exit.USAGE)
         return None
     if options.calibration is None:
-        raise CommandError(f"--coverage needs --calibration FILE: {HOW}", Exit.USAGE)
+        return own_sets(model, names, options.coverage, by_class=options.by_class, own_names=own_names)
     path = options.calibration
     try:
         found = _File.model_validate_json(path.read_bytes())

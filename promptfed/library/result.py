@@ -15,6 +15,7 @@ from promptfed.client_service.serving.prediction import BadImage, Predictor, Too
 from promptfed.experiments.figures.bench_metrics import figures
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of, weights_of
 from promptfed.export.export import ExportOptions, export, open_backbone_of
+from promptfed.export.prediction_sets import own_sets
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.remarks import remarks
@@ -36,13 +37,15 @@ Column = Literal["adapted", "zero_shot"]
 class Prediction:
     """Classes of one image by falling probability, ``{name: probability}``; ``zero_shot`` is the template's answer.
 
-    ``domains`` tells which domains the image looks like, where the method mixes prompts by them.
+    ``domains`` tells which domains the image looks like, where the method mixes prompts by them. ``set``: with a
+    coverage, the classes of which one is right with that probability; empty where the model abstains.
     """
 
     class_name: str
     probabilities: dict[str, float]
     zero_shot: dict[str, float] | None
     domains: dict[str, float] | None
+    set: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Prediction:
@@ -54,6 +57,7 @@ class Prediction:
             probabilities={row["name"]: row["probability"] for row in rows},
             zero_shot=None if None in template.values() else template,
             domains={domain["name"]: domain["share"] for domain in domains} if domains else None,
+            set=None if "set" not in answer else () if answer["abstains"] else tuple(answer["set"]),
         )
 
 
@@ -145,20 +149,34 @@ class Result:
         rows = {outcome.client: figures([outcome]) for outcome in outcomes}
         return {client: {name: row[name] for name in METRICS} for client, row in rows.items()}
 
-    def predict(self, image: Image | Path | str | bytes, class_names: Sequence[str] | None = None) -> Prediction:
+    def predict(
+        self,
+        image: Image | Path | str | bytes,
+        class_names: Sequence[str] | None = None,
+        *,
+        coverage: float | None = None,
+        by_class: bool = False,
+    ) -> Prediction:
         """Classify an image (a PIL image, a file, or its bytes) as an evaluator of the federation does.
 
+        With a ``coverage`` the answer has a prediction set, by the federation's ``calibration``; ``by_class`` within
+        each class.
+
         Raises:
-            CommandError: it is no image, there are no class names, or the method classifies with what each client keeps
-                to itself.
+            CommandError: it is no image, there are no class names, the method classifies with what each client keeps
+                to itself, or the federation has counted no calibration scores of these classes.
         """
         names = self._names(class_names)
         if names not in self._predictors:
             self._predictors[names] = predictor_of(self._model.serve(self._loaded(), names))
         try:
-            return Prediction.of(self._predictors[names].predict(_bytes(image)))
+            answer = self._predictors[names].predict(_bytes(image))
         except (BadImage, TooManyPixels) as error:
             raise CommandError(str(error), Exit.BAD_INPUT) from None
+        if coverage is not None:
+            own = names == class_names_of(self.taken)
+            answer = own_sets(self._model, names, coverage, by_class=by_class, own_names=own).added(answer)
+        return Prediction.of(answer)
 
     def class_weights(self, class_names: Sequence[str] | None = None) -> Tensors | None:
         """Weights for plain open_clip code: ``class_weights (C, d_e)`` and ``zero_shot_weights``.

@@ -311,7 +311,7 @@ class FedMVP(pf.Method):
         return pf.TrainResult(self._update(context, own, loss), metrics={"loss": loss, "lora_active": float(lora)})
 
     def _update(self, context: pf.ClientContext, own: Tensors, loss: float) -> Tensors:
-        [phase] = self.phases(context.round, context.rounds)
+        [phase] = [each for each in self.phases(context.round, context.rounds) if not each.total]
         sent = own | {LOSS.name: torch.tensor(loss)}
         return {spec.name: sent[spec.name] for spec in phase.up}
 

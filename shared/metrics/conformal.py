@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel
 
 BINS = 1000
@@ -45,9 +45,15 @@ def calibration_of(labels: ArrayLike, probabilities: ArrayLike, names: Sequence[
     found: dict[str, dict[int, int]] = {}
     for k, name in enumerate(names):
         scores = 1 - told[truth == k, k]
-        bins, counts = np.unique(np.clip(np.ceil(scores * BINS).astype(int) - 1, 0, BINS - 1), return_counts=True)
+        bins, counts = np.unique(score_bins(scores, BINS), return_counts=True)
         found[name] = dict(zip(bins.tolist(), counts.tolist(), strict=True))
     return Calibration(by_class=found)
+
+
+def score_bins(scores: ArrayLike, bins: int) -> NDArray[np.int64]:
+    """The bin k of each score s in (k/bins, (k + 1)/bins]; 0 is in the first."""
+    found: NDArray[np.int64] = np.clip(np.ceil(np.asarray(scores) * bins).astype(np.int64) - 1, 0, bins - 1)
+    return found
 
 
 def added(parts: Iterable[Calibration]) -> Calibration:

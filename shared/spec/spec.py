@@ -22,6 +22,7 @@ from pydantic import (
 from promptfed.shared.privacy.settings import Evaluations, PrivacySpec
 from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
+from promptfed.shared.spec.calibration import CalibrationSpec
 from promptfed.shared.spec.class_descriptions import ClassDescriptions, check_descriptions
 from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.selection import SelectionSpec
@@ -268,6 +269,10 @@ class FederationSpec(Section):
     tuning: Annotated[TuningSpec | None, left_out()] = None
     selection: Annotated[
         SelectionSpec | None, left_out(description="the result is the best round's; default: the last round's")
+    ] = None
+    calibration: Annotated[
+        CalibrationSpec | None,
+        left_out(description="scores of held-out images are counted, for prediction sets (`predict --coverage`)"),
     ] = None
     held_out: Annotated[
         float,

@@ -189,6 +189,7 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
     "weighting": {"weighting": {"weighting": "samples"}},
     "held_out": {"held_out": 0.5},
     "selection": {"selection": {"share": 0.5}},
+    "calibration": {"calibration": {"share": 0.5}},
     "peers": {"peers": [{"name": "b", "role": "trainer"}]},
 }
 

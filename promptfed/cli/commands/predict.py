@@ -44,7 +44,7 @@ def predict(
         assert federation is not None
         with asked.open() as api:
             model, names = predicting.model_of_federation(api, federation, round, class_names)
-    asked_sets = sets_of(sets, model, names)
+    asked_sets = sets_of(sets, model, names, own_names=class_names is None)
     if folders:
         predicting.predict_folder(model, names, folders[0], allow_backbone, out, asked_sets)
     else:

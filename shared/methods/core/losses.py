@@ -19,13 +19,13 @@ class ClassificationLoss:
         self._unlabelled, self._bias = context.unlabelled, context.label_bias
         if self._spec.balance == "none" or self._unlabelled:  # the sizes of classes without labels are unknown
             return
-        labels, device = context.train.labels, context.backbone.device
+        counts, device = _class_counts(context), context.backbone.device
         if self._bias is not None:
-            present, known = (labels == 1).sum(dim=0), (labels >= 0).sum(dim=0)
+            present, known = counts[0], counts.sum(dim=0)
             share = (present + 0.5) / (known + 1)  # a class that no image has, or every image, keeps a finite shift
             self._shift = self._spec.adjustment * torch.logit(share.double()).float().to(device)
             return
-        counts = torch.bincount(labels, minlength=len(context.class_names)).to(device)
+        counts = counts[0].to(device)
         if self._spec.balance == "logit_adjusted":
             # A class without images has the shift -inf: it is no alternative of the softmax.
             self._shift = self._spec.adjustment * torch.log(counts / counts.sum())
@@ -65,3 +65,19 @@ class ClassificationLoss:
             present, absent = -F.logsigmoid(logits), -F.logsigmoid(-logits)
         losses = torch.where(labels == 1, present, absent)
         return torch.where(labels >= 0, losses, 0.0).sum(dim=1)
+
+
+def _class_counts(context: ClientContext) -> Tensor:
+    """Training images by class ``(1, C)``, or present and absent ``(2, C)``: the client's own, or the federation's.
+
+    Noise makes counts of the federation negative, and not every client was there to be counted: they are 1 at least.
+    """
+    names, labels = context.class_names, context.train.labels
+    if context.terms.loss.counts == "own":
+        if labels.ndim == 2:
+            return torch.stack([(labels == 1).sum(dim=0), (labels == 0).sum(dim=0)])
+        return torch.bincount(labels, minlength=len(names))[None]
+    assert context.class_counts is not None, "the payload has them"
+    federation = list(context.terms.class_names or names)
+    places = torch.tensor([federation.index(name) for name in names])
+    return context.class_counts.cpu()[:, places].clamp(min=1)

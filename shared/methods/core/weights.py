@@ -197,7 +197,7 @@ class WeightMethod(pf.Method):
 
     def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """The same tensors in every phase and evaluation, so that one payload serves both."""
-        return self.phases(1, 1)[0].down
+        return next(phase.down for phase in self.phases(1, 1) if not phase.total)
 
     def aggregate(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext

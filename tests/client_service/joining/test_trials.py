@@ -92,7 +92,7 @@ def test_the_choice_of_a_candidate_asks_nobody_again_and_another_candidate_does(
 def test_groups_that_cannot_be_divided_end_the_client_before_anything_is_sent() -> None:
     source = open_source(DATA.format(0))
     source.train.groups = ("one patient",) * len(source.train)
-    with pytest.raises(ClientError, match=r"no training images can be held out to compare methods: .*one group"):
+    with pytest.raises(ClientError, match=r"no training images can be held out: .*one group"):
         held_out(source, 0.25, 7)
 
 

@@ -95,7 +95,7 @@ def calibration_from(path: Path) -> Any:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--coverage", "0.9"], "--coverage needs --calibration FILE"),
+        (["--coverage", "0.9"], "the export has no calibration scores: give --calibration FILE"),
         (["--by-class"], "belong to --coverage"),
         (["--coverage", "0.9", "--calibration", "absent.json"], "cannot read absent.json"),
         (["--coverage", "0.9", "--calibration", "{export}/card.json"], "holds no figures of an export"),

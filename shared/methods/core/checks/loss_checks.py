@@ -21,8 +21,8 @@ def check_loss(method: Method, spec: FederationSpec) -> None:
         return
     if not method.can_take_losses():
         raise MethodError(f"{method.name} trains with a loss of its own: leave loss out, or choose another method")
-    if spec.loss.balance != "none" and spec.privacy.level == "sample":
+    if spec.loss.balance != "none" and spec.loss.counts == "own" and spec.privacy.level == "sample":
         raise MethodError(
             "balance reads how many images of each class a client has, which privacy.level sample hides: "
-            "take balance: none"
+            "take balance: none, or counts: federation"
         )

@@ -53,7 +53,8 @@ def training_loops(method: Method, rounds: int) -> int:
     Raises:
         PrivacyError: there is no protected loop.
     """
-    loops = sum(1 for round in range(1, rounds + 1) for phase in method.phases(round, rounds) if phase.up)
+    phases = [phase for round in range(1, rounds + 1) for phase in method.phases(round, rounds)]
+    loops = sum(1 for phase in phases if phase.up and not phase.total)
     if not loops:
         raise PrivacyError(f"{method.name} sends nothing up: there is nothing to protect")
     return loops
