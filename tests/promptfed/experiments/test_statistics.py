@@ -104,6 +104,7 @@ def test_class_counts_are_the_sum_and_every_client_trains_with_them(backbone: Ba
     assert not torch.equal(torch.as_tensor(result.state["context"]), torch.as_tensor(other.state["context"]))
 
 
+@pytest.mark.extended
 def test_noisy_counts_are_charged_to_the_ledger(
     backbone: Backbone, features: FeatureCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +130,7 @@ def test_noisy_counts_are_charged_to_the_ledger(
     assert abs(int(sums.counts.sum()) - sum(exact)) < 60
 
 
+@pytest.mark.extended
 def test_predict_and_serve_use_the_scores_of_the_federation(
     backbone: Backbone, features: FeatureCache, tmp_path: Path
 ) -> None:
@@ -154,6 +156,7 @@ def test_predict_and_serve_use_the_scores_of_the_federation(
     assert "leave --classes and --data out" in str(other.exception) + other.output
 
 
+@pytest.mark.extended
 def test_an_export_with_sums_can_be_continued_and_validated(tmp_path: Path) -> None:
     result = promptfed.run(
         {"name": "promptfl", "m": 4}, {site.name: site.data for site in SITES}, rounds=1, class_names=NAMES,
