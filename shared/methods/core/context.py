@@ -80,6 +80,24 @@ class TextFeatureClassifier:
         return {"class_weights": self._text}
 
 
+def pair_of(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """The contexts of a class that is present and of one that is absent, of both in one ``(2m, d_t)``."""
+    half = vectors.shape[-2] // 2
+    return vectors[..., :half, :], vectors[..., half:, :]
+
+
+class PairClassifier(TextFeatureClassifier):
+    """τ⁻¹·(I(x)·T(ctx⁺, y) − I(x)·T(ctx⁻, y)): the logit of a softmax over the two prompts of a class."""
+
+    def __init__(self, context: ClientContext, vectors: Tensor):
+        """vectors: both contexts ``(2m, d_t)``."""
+        backbone = context.backbone
+        with torch.no_grad():
+            parts = [part.to(backbone.device) for part in pair_of(vectors)]
+            present, absent = (backbone.encode_prompts(part, class_prompts(context, len(part))) for part in parts)
+        super().__init__(backbone.logit_scale, present - absent)
+
+
 class TextPromptClassifier(TextFeatureClassifier):
     """Cosine logits of image features and the text features of one context: τ⁻¹·I(x)·T(ctx, y)."""
 
@@ -97,6 +115,8 @@ class ContextMethod(Method):
     Hyper = ContextHyper
     hyper: ContextHyper
     shared: ClassVar[TensorSpec] = CONTEXT  # the context in the global state
+
+    contexts_of_a_class: int = 1  # two: one of a class that is present, and one of a class that is absent
 
     @property
     def shared_length(self) -> int:
@@ -133,14 +153,17 @@ class ContextMethod(Method):
 
     def start(self, backbone: Backbone, draws: Draws) -> Tensor:
         """The state's context ``(m, d_t)``: its last vectors are embeddings of the given words, the others random."""
-        words = torch.empty(0, backbone.d_t)
-        if self.hyper.context_init is not None:
-            words = backbone.embed_words(self.hyper.context_init).detach().float().cpu()
-        m = self.shared_length
+        if self.hyper.context_init is None:
+            random: Tensor = draws.normal(self.shared_length, backbone.d_t) * INIT_STD
+            return random
+        words = backbone.embed_words(self.hyper.context_init).detach().float().cpu()
+        m = self.shared_length // self.contexts_of_a_class
         if len(words) > m:
             raise MethodError(f"context_init has {len(words)} tokens, more than m = {m}: raise m or use fewer words")
-        drawn: Tensor = draws.normal(m - len(words), words.shape[1]) * INIT_STD
-        return torch.cat([drawn, words])
+        parts: list[Tensor] = []
+        for _ in range(self.contexts_of_a_class):
+            parts += [draws.normal(m - len(words), words.shape[1]) * INIT_STD, words]
+        return torch.cat(parts)
 
     def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """The shared context, if the state has one."""
@@ -198,33 +221,43 @@ class BatchCrossEntropy:
         return self._loss.each(logits, self._labels[some])
 
 
-def train_context(context: ClientContext, start: Tensor, penalty: Penalty | None = None) -> tuple[Tensor, float]:
+def train_context(
+    context: ClientContext, start: Tensor, penalty: Penalty | None = None, *, pair: bool = False
+) -> tuple[Tensor, float]:
     """Train a context from ``start (m, d_t)`` on CE(τ⁻¹·I(x)·T(ctx, y)) + penalty(ctx, T).
 
-    Returns the trained context ``(m, d_t)`` on the CPU and the mean loss of the last epoch.
+    With ``pair`` it is two contexts, and in place of T(ctx, y) stands T(ctx⁺, y) − T(ctx⁻, y) (`PairClassifier`); the
+    penalty is of T(ctx⁺, y). Returns the trained context ``(m, d_t)`` on the CPU and the mean loss of the last epoch.
     """
     backbone = context.backbone
     learned = leaf(start, backbone)
-    prompts, cross_entropy = class_prompts(context, len(start)), BatchCrossEntropy(context)
+    length = len(start) // 2 if pair else len(start)
+    prompts, cross_entropy = class_prompts(context, length), BatchCrossEntropy(context)
 
     starts = backbone.starts  # others start from the same context; after the first step it is this client's own
+
+    def present(vectors: Tensor) -> Tensor:
+        return backbone.encode_prompts(pair_of(vectors)[0] if pair else vectors, prompts)
+
+    def against(text: Tensor, vectors: Tensor) -> Tensor:
+        return text - backbone.encode_prompts(pair_of(vectors)[1], prompts) if pair else text
 
     def loss(indices: Tensor) -> Tensor:
         nonlocal starts
         if starts is None:
-            text = backbone.encode_prompts(learned, prompts)
+            text = present(learned)
         else:
-            text = starts.features(learned, prompts, lambda start: backbone.encode_prompts(start, prompts))
+            text = starts.features(learned, prompts, present)
             starts = None
-        value = cross_entropy(indices, text)
+        value = cross_entropy(indices, against(text, learned))
         return value if penalty is None else value + penalty(learned, text)
 
     def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
-        return cross_entropy.each(indices, backbone.encode_prompts(copies[0], prompts))
+        return cross_entropy.each(indices, against(present(copies[0]), copies[0]))
 
     def common(parameters: Sequence[Tensor]) -> Tensor:
         assert penalty is not None
-        return penalty(parameters[0], backbone.encode_prompts(parameters[0], prompts))
+        return penalty(parameters[0], present(parameters[0]))
 
     final = train(context, [learned], loss, objective=Objective(units, None if penalty is None else common))
     return learned.detach().cpu(), final

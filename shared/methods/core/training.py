@@ -178,7 +178,7 @@ def _minimise(
         optimizer.zero_grad(set_to_none=True)
         value = backward(indices)
         optimizer.step()
-        if context.label_bias is not None:
+        if context.label_bias is not None and context.label_bias.trains:
             context.label_bias.step()
         total += float(value.detach()) * len(indices)
         if not math.isfinite(total):
@@ -204,7 +204,7 @@ def _protected(
     optimizer, everything = _optimizer(context, parameters, groups)
     count, classes = len(context.train), len(context.class_names)
     tensors = everything if through is None else through.tensors
-    if context.label_bias is not None:
+    if context.label_bias is not None and context.label_bias.trains:
         tensors = [*tensors, context.label_bias.leaf]
         objective = None if objective is None else context.label_bias.among(objective)
     gradients = PrivateGradients(context.protection, tensors, loss, objective, count, classes)
@@ -219,7 +219,7 @@ def _protected(
             for parameter, gradient in zip(everything, own, strict=True):
                 parameter.grad = gradient
         optimizer.step()
-        if context.label_bias is not None:
+        if context.label_bias is not None and context.label_bias.trains:
             context.label_bias.step()
     return math.nan
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from promptfed.client_service.training.evaluation import presences
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
+from promptfed.shared.methods.core.context import PairClassifier, class_prompts, pair_of, train_context
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate
 from promptfed.shared.methods.core.interface.label_bias import LabelBias
 from promptfed.shared.methods.core.interface.protection import Objective, Protection
@@ -271,3 +272,80 @@ def test_the_asymmetric_loss_needs_several_labels() -> None:
     again = resolve_spec(several.model_dump(mode="json"))
     assert again == several
     assert several.method["task"] == "multi_label"
+
+
+# A pair of prompts for each class
+
+
+PAIRED = ["promptfl", "promptfl_prox", "fedkgcoop"]
+
+
+def paired(name: str) -> Any:
+    return resolve_spec(
+        {"name": "a", "method": {"name": name, "m": 3, "pair": True}, "task": "multi_label", "class_names": ["a", "b"]}
+    )
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.balance}")
+def test_a_pair_is_a_softmax_over_the_two_prompts_of_a_class(backbone: Backbone, spec: LossSpec) -> None:
+    """The first batch's loss and its gradients equal the formula of both softmax probabilities."""
+    context = context_of(backbone, spec, batch_size=len(LABELS), epochs=1)
+    vectors = (torch.randn(6, backbone.d_t, generator=torch.Generator().manual_seed(4)) * 0.02).requires_grad_()
+    present, absent = pair_of(vectors)
+    prompts = class_prompts(context, 3)
+    both = [backbone.encode_prompts(part, prompts) for part in (present, absent)]
+    cosines = torch.stack([context.train.features() @ text.T for text in both], dim=-1)  # (N, C, 2)
+    wanted = torch.zeros(())
+    for row, labels in zip(backbone.logit_scale * cosines, LABELS.tolist(), strict=True):
+        for c, label in enumerate(labels):
+            if label == -1:
+                continue
+            pair = row[c]
+            if spec.balance == "logit_adjusted":
+                known = [other[c] for other in LABELS.tolist() if other[c] != -1]
+                pi = (sum(known) + 0.5) / (len(known) + 1)
+                pair = torch.stack([pair[0] + spec.adjustment * math.log(pi / (1 - pi)), pair[1]])
+            p = torch.exp(pair[0]) / (torch.exp(pair[0]) + torch.exp(pair[1]))
+            if spec.kind == "cross_entropy":
+                value = -torch.log(p if label else 1 - p)
+            elif label:
+                value = -((1 - p) ** spec.gamma_positive) * torch.log(p)
+            else:
+                p_m = torch.clamp(p - spec.margin, min=0)
+                value = -(p_m**spec.gamma_negative) * torch.log(1 - p_m)
+            wanted = wanted + value / len(LABELS)
+    [slope] = torch.autograd.grad(wanted, vectors)
+    bias = LabelBias(torch.zeros(1), backbone, 3, trains=False)
+    start, rate = vectors.detach(), context.training.learning_rate
+    plain = context.training.model_copy(update={"momentum": 0.0, "weight_decay": 0.0})
+    given = replace(context.with_terms(training=plain), label_bias=bias)
+    learned, loss = train_context(given, start, pair=True)
+    assert loss == pytest.approx(wanted.item(), rel=1e-5)
+    found = (start - learned) / rate
+    assert float((found - slope).abs().max()) < 1e-4 * max(1.0, float(slope.abs().max()))
+    assert float(bias.value) == 0.0
+    told = PairClassifier(context, start).logits(context.train, torch.arange(len(LABELS)))
+    assert torch.allclose(told.sigmoid(), torch.softmax(backbone.logit_scale * cosines, -1)[..., 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_methods_train_a_pair_that_differs_in_its_halves(backbone: Backbone, name: str) -> None:
+    method = make_method(paired(name).method)
+    server = server_context(backbone)
+    state = method.initial_state(server, initial_draws(0))
+    assert state["context"].shape == (6, backbone.d_t)
+    context = context_of(backbone, LossSpec(), epochs=3)
+    result = method.train(context, {key: torch.as_tensor(tensor) for key, tensor in state.items()}, {})
+    present, absent = pair_of(result.update["context"])
+    moved = [float((part - torch.as_tensor(before)).norm()) for part, before in zip(
+        (present, absent), pair_of(torch.as_tensor(state["context"])), strict=True
+    )]  # fmt: skip
+    assert min(moved) > 0
+    assert float(result.update["label_bias"]) == 0
+    told = method.classifier(context, result.update, {}).logits(context.train, torch.arange(6))
+    assert told.shape == (6, 3)
+
+
+def test_a_pair_needs_classes_that_may_be_absent() -> None:
+    with pytest.raises(SpecError, match="pair is for classes that may be absent"):
+        resolve_spec({"name": "a", "method": {"name": "promptfl", "pair": True}})

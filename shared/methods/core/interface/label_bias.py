@@ -23,7 +23,9 @@ class LabelBias:
     The spec's optimizer and rates do not apply to it: a step of 1/L lowers the loss for any scale of the logits.
     """
 
-    def __init__(self, beta: Tensor, backbone: Backbone, classes: int):
+    def __init__(self, beta: Tensor, backbone: Backbone, classes: int, *, trains: bool = True):
+        """trains: whether it is trained; with a pair of prompts for each class it stays as it is."""
+        self.trains = trains
         self._unit = classes * backbone.logit_scale
         self._classes = classes
         self.leaf = (beta.to(backbone.device) * self._unit).detach().clone().requires_grad_()
