@@ -39,6 +39,8 @@ SOURCES = {
     "folder": ("folder:/data/pets", "class folders of images", "yours"),
     "csv": ("csv:/data/table.csv", "a table of paths and labels, one or several for each image", "yours"),
     "dicom": ("dicom:/data/scans", "DICOM images, series or studies with a table of labels", "promptfed[medical]"),
+    "dicomweb": ("dicomweb:https://pacs/dicom-web?labels=/data/labels.csv", "images of a PACS", "promptfed[medical]"),
+    "wsi": ("wsi:/data/slides?tile=256", "tiles of whole slide images with a table of labels", "promptfed[medical]"),
     "nifti": ("nifti:/data/volumes", "slices of NIfTI volumes with a table of labels", "promptfed[medical]"),
     "torchvision": ("torchvision:OxfordIIITPet?root=/data", "data sets that torchvision reads", "fetched before"),
     "hf": ("hf:owner/name", "data sets of the Hugging Face library", "promptfed[hf]"),

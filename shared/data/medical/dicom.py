@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,7 +33,8 @@ _IDS = {
     "accession": "AccessionNumber",
 }
 _PLACE = ("InstanceNumber", "ImagePositionPatient", "ImageOrientationPatient", "NumberOfFrames", "Rows")
-_SHOWN = (
+PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
+SHOWN = (
     *("Rows", "Columns", "NumberOfFrames", "SamplesPerPixel", "BitsAllocated", "BitsStored", "PixelRepresentation"),
     *("PhotometricInterpretation", "PlanarConfiguration", "PixelPaddingValue", "PresentationLUTShape"),
     *("ModalityLUTSequence", "RescaleSlope", "RescaleIntercept", "RescaleType"),
@@ -67,6 +69,11 @@ def facts(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         header = _header(file, ("SOPClassUID", *_IDS.values(), *_PLACE))
     if head[128:] != b"DICM" and not any(header.get(keyword) for keyword in ("SOPClassUID", "Rows")):
         raise Unreadable("it is not a DICOM file")
+    return facts_of(header, size)
+
+
+def facts_of(header: Dataset, size: int) -> dict[str, Any] | None:
+    """As `facts`, of a header in a file of ``size`` bytes."""
     if "Rows" not in header:  # a report, a plan, a directory
         return None
     frames = max(1, int(header.get("NumberOfFrames") or 1))
@@ -100,7 +107,7 @@ def pixels(path: Path, place: int, settings: Mapping[str, Any]) -> np.ndarray:
         Unreadable: the pixels cannot be decoded; the text names the package that could.
     """
     with open_file(path) as file:
-        header = _header(file, _SHOWN)
+        header = _header(file, SHOWN)
         syntax = _syntax(header)
         _check_size(header)
         try:
@@ -195,3 +202,35 @@ def _grey(frame: np.ndarray, header: Dataset, window: tuple[float, float] | None
     dark = header.get("PhotometricInterpretation") == "MONOCHROME1" or header.get("PresentationLUTShape") == "INVERSE"
     shown_so: np.ndarray = 255 - grey if dark else grey
     return shown_so
+
+
+def keep_sequences(whole: Dataset, kept: Dataset) -> None:
+    """Put into ``kept`` what counts of the tables and functional groups of ``whole``, and nothing else of them."""
+    for sequence in ("ModalityLUTSequence", "VOILUTSequence"):
+        if whole.get(sequence):
+            setattr(kept, sequence, [_only(whole[sequence].value[0], ("LUTDescriptor", "LUTData"))])
+    for sequence in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"):
+        groups = []
+        for group in whole.get(sequence) or []:
+            own = Dataset()
+            for name, keywords in _OF_FRAMES.items():
+                for item in (group.get(name) or [])[:1]:
+                    setattr(own, name, [_only(item, keywords)])
+            groups.append(own)
+        if groups:
+            setattr(kept, sequence, groups)
+
+
+def _only(item: Dataset, keywords: Sequence[str]) -> Dataset:
+    kept = Dataset()
+    for keyword in keywords:
+        if keyword in item:
+            kept[keyword] = item[keyword]
+    return kept
+
+
+def as_bytes(data: Dataset) -> bytes:
+    """A DICOM file."""
+    stream = io.BytesIO()
+    data.save_as(stream, enforce_file_format=True)
+    return stream.getvalue()

@@ -104,6 +104,14 @@ class Index:
         known = {file.id: self._facts[file.id][2] for file in files if file.id not in bad}
         return {name: facts for name, facts in known.items() if facts is not None}, broken
 
+    def note(self, path: str, facts: Mapping[str, Any]) -> None:
+        """Store the facts of a file that was just written without its identifiers."""
+        about = (self.root / path).stat()
+        file = Listed(path, self.keys.id("file", path), about.st_size, about.st_mtime_ns)
+        self._facts[file.id] = file.size, file.time, self._keyed(facts)
+        with self._file.open("a") as lines:
+            lines.write(json.dumps(["f", *file[1:], self._facts[file.id][2]]) + "\n")
+
     def _keyed(self, facts: Mapping[str, Any]) -> Facts:
         ids = {name: sys.intern(self.value(name, facts.get(name, ""))) for name in IDS}
         return Facts(**ids, frames=facts["frames"], order=facts.get("order", 0.0))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError, Source
+
+_LARGEST_TILE = 4096  # pixels
 
 
 def open_dicom(body: str, options: Options) -> Source:
@@ -23,6 +27,22 @@ def open_dicom(body: str, options: Options) -> Source:
     return opening.open_files("dicom", body, options, settings, opening.by_level(level), frames, (*COLUMNS, PATH))
 
 
+def open_dicomweb(body: str, options: Options) -> Source:
+    """``dicomweb:URL?labels=FILE``: images of a PACS, which are kept on this disk."""
+    _need("dicomweb_client", options)
+    from promptfed.shared.data.medical import opening, pacs
+    from promptfed.shared.data.medical.table import COLUMNS
+
+    options.check_names((*opening.OPTIONS, "level", "frames", "window", "token"))
+    level = options.choice("level", ("image", "series", "study"), "image") or "image"
+    frames = opening.checked_pick("frames", options)
+    settings = _with_window(options)
+    table = str(Path(options.text("labels") or "").expanduser().absolute()) if options.text("labels") else ""
+    options = replace(options, values={**options.values, "labels": table}) if table else options
+    folder = "." if options.names_only else str(pacs.fetched(body, options, settings))
+    return opening.open_files("dicom", folder, options, settings, opening.by_level(level), frames, tuple(COLUMNS))
+
+
 def open_nifti(body: str, options: Options) -> Source:
     """``nifti:FOLDER``: slices of the volumes that ``labels=`` (labels.csv) names by their paths."""
     _need("nibabel", options)
@@ -34,6 +54,24 @@ def open_nifti(body: str, options: Options) -> Source:
     slices = opening.checked_pick("slices", options)
     settings = {"axis": axis, **_with_window(options, percentiles=True)}
     return opening.open_files("nifti", body, options, settings, opening.of_each_file, slices, (PATH,))
+
+
+def open_slides(body: str, options: Options) -> Source:
+    """``wsi:FOLDER``: tiles of the slides that ``labels=`` (labels.csv) names by their paths."""
+    _need("tiffslide", options)
+    from promptfed.shared.data.medical import opening
+    from promptfed.shared.data.medical.table import PATH
+
+    options.check_names((*opening.OPTIONS, "level", "tile", "tissue", "tiles"))
+    share = options.number("tissue", 0.5) or 0.0
+    if not 0 <= share <= 1:
+        raise DataError(f"{options.uri}: tissue={share:g} is not between 0 and 1.")
+    tile = options.integer("tile", 256, least=16) or 256
+    if tile > _LARGEST_TILE:
+        raise DataError(f"{options.uri}: tile={tile} is more than {_LARGEST_TILE}.")
+    settings = {"level": options.integer("level", 0), "tile": tile, "tissue": share}
+    tiles = opening.checked_pick("tiles", options, "all")
+    return opening.open_files("slides", body, options, settings, opening.of_each_file, tiles, (PATH,))
 
 
 def _need(module: str, options: Options) -> None:

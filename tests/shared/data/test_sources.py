@@ -241,7 +241,10 @@ def test_bad_tables_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "says"),
     [
-        ("pictures:/x", "known are csv, dicom, digits, emoji, emoji-scenes, folder, hf, nifti, symbols, torchvision"),
+        (
+            "pictures:/x",
+            "known are csv, dicom, dicomweb, digits, emoji, emoji-scenes, folder, hf, nifti, symbols, torchvision",
+        ),
         ("", "unknown data source"),
         ("digits:/x", "takes nothing before its options"),
         ("digits?domain=green", "domain=green is not known; choose one of plain, inverted"),

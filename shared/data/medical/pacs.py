@@ -1,0 +1,92 @@
+"""Images of a PACS on this disk: what a table of labels names is fetched once, without its identifiers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tqdm import tqdm
+
+from promptfed.shared.data.medical.index import Index
+from promptfed.shared.data.medical.keys import Keys, home
+from promptfed.shared.data.medical.readers import Request, readers
+from promptfed.shared.data.medical.table import COLUMNS, read_table
+from promptfed.shared.data.options import Options
+from promptfed.shared.data.source import DataError
+from promptfed.shared.files import write_whole
+
+LISTED = "listed.json"  # the files of each line of a table, by keyed ids
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def fetched(url: str, options: Options, settings: Mapping[str, Any]) -> Path:
+    """The folder with the images of all lines of the table ``labels=``; what it has is not fetched again.
+
+    Raises:
+        DataError: the PACS cannot be used, or does not answer as it should.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+        raise DataError(f"{options.uri}: give the PACS as https://HOST/PATH, without a password.")
+    if parts.scheme == "http" and parts.hostname not in _LOOPBACK:
+        raise DataError(f"{options.uri}: images travel unencrypted by http; give an https address.")
+    given = options.text("labels")
+    if given is None:
+        raise DataError(f"{options.uri}: give the table of labels with labels=FILE.")
+    table = read_table(Path(given).expanduser(), tuple(COLUMNS), options)
+    folder = home(options.text("index"))
+    keys = Keys(folder, options.uri)
+    cache = folder / f"pacs-{keys.id('pacs', url)}"
+    cache.mkdir(exist_ok=True, mode=0o700)
+    index = Index("dicom", cache, folder, keys, settings)
+    remote = {"url": url, "token": _token(options)}
+    listed: dict[str, list[str]] = json.loads((cache / LISTED).read_text()) if (cache / LISTED).exists() else {}
+    new = []
+    for line, value in enumerate(table.values):
+        files = listed.get(keys.id("line", table.key, value))
+        if files is None or not all((cache / name).exists() for name in files):
+            new.append(line)
+    for line in tqdm(new, "studies", leave=False, disable=None if new else True):
+        value = table.values[line]
+        try:
+            names = _line(index, {**remote, "search": {table.key: value}}, remote)
+        except Refused as error:
+            raise DataError(f"{options.uri}: the table of labels, line {table.numbers[line]}: {error}.") from None
+        listed[keys.id("line", table.key, value)] = names
+        write_whole(cache / LISTED, json.dumps(listed).encode(), mode=0o600)
+    return cache
+
+
+class Refused(Exception):
+    """The PACS does not answer as it should; the text has no value of a header."""
+
+
+def _line(index: Index, search: Mapping[str, Any], remote: Mapping[str, Any]) -> list[str]:
+    """Fetch the images of one line; returns the names of their files."""
+    answer = readers().submit(Request("facts", "dicomweb", "", 0, dict(search))).result()
+    if answer.facts is None:
+        raise Refused(answer.error)
+    wanted = {f"{index.keys.id('sop', uids[-1])}.dcm": uids for uids in answer.facts["found"]}
+    new = {name: uids for name, uids in wanted.items() if not (index.root / name).exists()}
+    requests = (
+        Request("facts", "dicomweb", str(index.root / name), 0, {**remote, "fetch": uids}) for name, uids in new.items()
+    )
+    for name, told in zip(new, readers().each(requests), strict=True):
+        if told.facts is None:
+            raise Refused(told.error)
+        index.note(name, told.facts)
+    return list(wanted)
+
+
+def _token(options: Options) -> str | None:
+    """The bearer token in the file ``token=``."""
+    given = options.text("token")
+    if given is None:
+        return None
+    try:
+        return Path(given).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        raise DataError(f"{options.uri}: the file of the token cannot be read; check token=FILE.") from None

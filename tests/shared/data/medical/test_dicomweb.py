@@ -1,0 +1,198 @@
+"""``dicomweb:`` against Orthanc, and against a PACS that is not to be trusted."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from promptfed.shared.data import open_source
+from promptfed.shared.data.registry import class_names_of
+from tests.support.ports import free_port
+
+pytest.importorskip("dicomweb_client", reason="DICOMweb: pip install '.[medical]'")
+from promptfed.shared.data.medical.phantoms import dataset, scan
+from tests.shared.data.medical.test_dicom import refused
+from tests.shared.data.medical.test_planted import contents, leaks, planted
+
+PLUGIN = Path("/usr/share/orthanc/plugins/libOrthancDicomWeb.so")
+Answer = tuple[int, dict[str, str], Iterator[bytes]]
+
+
+@pytest.fixture(scope="module")
+def orthanc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a PACS on this machine."""
+    binary = shutil.which("Orthanc")
+    if binary is None or not PLUGIN.exists():
+        pytest.skip("a PACS: apt-get install orthanc orthanc-dicomweb")
+    folder, port = tmp_path_factory.mktemp("orthanc"), free_port()
+    settings = {
+        "StorageDirectory": str(folder / "storage"),
+        "IndexDirectory": str(folder / "storage"),
+        "HttpPort": port,
+        "DicomServerEnabled": False,
+        "RemoteAccessAllowed": False,
+        "AuthenticationEnabled": False,
+        "Plugins": [str(PLUGIN)],
+        "DicomWeb": {"Enable": True, "Root": "/dicom-web/"},
+    }
+    (folder / "orthanc.json").write_text(json.dumps(settings))
+    log = (folder / "log").open("w")
+    process = subprocess.Popen([binary, str(folder / "orthanc.json")], stdout=log, stderr=log)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(200):
+            try:
+                if httpx.get(f"{address}/system").status_code == 200:
+                    break
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+        log.close()
+
+
+@pytest.mark.parametrize("options", ["", "&window=300,900"])
+def test_a_pacs_gives_the_same_data_as_its_files(
+    tmp_path: Path, own_index: Path, orthanc: str, options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = planted(tmp_path / "files")
+    for path in (tmp_path / "files").rglob("*.dcm"):
+        assert httpx.post(f"{orthanc}/instances", content=path.read_bytes()).status_code == 200
+    labels = tmp_path / "files" / "labels.csv"
+    uri = f"dicomweb:{orthanc}/dicom-web?labels={labels}{options}"
+    fetched, files = open_source(uri), open_source(f"dicom:{tmp_path / 'files'}?labels=labels.csv{options}")
+    for one, other in ((fetched.train, files.train), (fetched.test, files.test)):
+        assert len(one) == len(other) > 0
+        assert [one.digest(row) for row in range(len(one))] == [other.digest(row) for row in range(len(other))]
+        assert len(set(one.groups)) == len(set(other.groups))
+        assert np.array_equal(np.asarray(one.image(0)), np.asarray(other.image(0)))
+    assert leaks(secrets, contents(own_index)) == []
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a later start needs neither PACS nor child"))
+    assert len(open_source(uri).train) == len(fetched.train)
+
+
+def test_a_table_by_study_finds_all_its_images(tmp_path: Path, orthanc: str) -> None:
+    for patient in ("s1", "s2"):
+        for number in range(3):
+            data = dataset(scan("line", np.random.default_rng(number)), patient, number, study=f"1.2.3.{patient[1]}")
+            path = tmp_path / "one.dcm"
+            data.save_as(path, enforce_file_format=True)
+            httpx.post(f"{orthanc}/instances", content=path.read_bytes()).raise_for_status()
+    (tmp_path / "labels.csv").write_text("StudyInstanceUID,label,split\n1.2.3.1,x,train\n1.2.3.2,x,test\n")
+    source = open_source(f"dicomweb:{orthanc}/dicom-web?labels={tmp_path}/labels.csv&level=study&frames=all")
+    assert (len(source.train), len(source.test)) == (3, 3)
+
+
+class Hostile(ThreadingHTTPServer):
+    """A PACS that answers a path with a status, headers, and parts of a body."""
+
+    def __init__(self, answer: Callable[[str], Answer]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                status, headers, parts = answer(self.path)
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                try:
+                    for part in parts:
+                        self.wfile.write(part)
+                except OSError:
+                    return
+
+            def log_message(self, *_: object) -> None:
+                return
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+JSON = {"Content-Type": "application/dicom+json"}
+
+
+def instance(number: int, series: str = "1.2.3") -> dict[str, dict[str, object]]:
+    uids = {"0020000D": "1.2", "0020000E": series, "00080018": f"1.2.3.{number}"}
+    return {tag: {"vr": "UI", "Value": [uid]} for tag, uid in uids.items()}
+
+
+def listing(*instances: dict[str, dict[str, object]]) -> Answer:
+    return 200, JSON, iter([json.dumps(list(instances)).encode()])
+
+
+def endless(path: str) -> Answer:
+    return listing(*(instance(number) for number in range(500)))
+
+
+def flood(path: str) -> Answer:
+    return 200, JSON, (b" " * (1 << 20) for _ in range(1 << 20))
+
+
+def redirect(path: str) -> Answer:
+    return 302, {"Location": "http://127.0.0.1:1/"}, iter([])
+
+
+def others(path: str) -> Answer:
+    return listing(instance(1, "1.2.9"))
+
+
+def nonsense(path: str) -> Answer:
+    return 200, JSON, iter([b"<html>"])
+
+
+def failing(path: str) -> Answer:
+    return 503, {}, iter([])
+
+
+def wrong_image(path: str) -> Answer:
+    if "instances?" in path:
+        return listing(instance(1))
+    stream = io.BytesIO()
+    dataset(np.zeros((4, 4), dtype=np.uint8), "a").save_as(stream, enforce_file_format=True)
+    body = b"--x\r\nContent-Type: application/dicom\r\n\r\n" + stream.getvalue() + b"\r\n--x--"
+    return 200, {"Content-Type": 'multipart/related; type="application/dicom"; boundary=x'}, iter([body])
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (endless, "answers a search without end"),
+        (flood, "too long"),
+        (redirect, "the PACS redirects"),
+        (others, "other images than those that were asked for"),
+        (nonsense, "cannot be read|cannot be reached"),
+        (wrong_image, "another image than the one that was asked for"),
+        (failing, "answers with status 503"),
+    ],
+)
+def test_a_hostile_pacs_ends_in_an_error(tmp_path: Path, answer: Callable[[str], Answer], says: str) -> None:
+    (tmp_path / "labels.csv").write_text("SeriesInstanceUID,label\n1.2.3,x\n")
+    server = Hostile(answer)
+    try:
+        error = refused(f"dicomweb:http://127.0.0.1:{server.server_port}/?labels={tmp_path}/labels.csv")
+    finally:
+        server.shutdown()
+    assert re.search(says, str(error)), str(error)
+    assert "line 2" in str(error)
+
+
+def test_addresses_and_tables(tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text("SeriesInstanceUID,label\n1.2.3,x\n1.2.4,y\n")
+    labels = f"labels={tmp_path}/labels.csv"
+    assert "unencrypted" in str(refused(f"dicomweb:http://pacs.example/x?{labels}"))
+    assert "give the PACS as https" in str(refused(f"dicomweb:pacs.example?{labels}"))
+    assert "labels=FILE" in str(refused("dicomweb:https://pacs.example/x"))
+    assert class_names_of(f"dicomweb:https://pacs.example/x?{labels}") == ("x", "y")
