@@ -88,10 +88,12 @@ def coded_accuracy(right: int, count: int, floor: int, patients: int | None = No
     numbers whatever the count is: neither the other rounds nor the exact count narrow it.
     """
     least = min(count, count if patients is None else patients)
-    if count == 0 or least < 2 * floor:
+    if count == 0:
         return None
     if floor <= 1:
         return Accuracy(right / count, coded(count, floor))
+    if least < 2 * floor:
+        return None
     images, wrong = coded(count, floor), count - right
     rarer = coded(min(right, wrong), floor).middle / images.middle
     return Accuracy(min(rarer, 0.5) if right < wrong else max(1 - rarer, 0.5), images)

@@ -71,7 +71,7 @@ def test_training_times_and_settings_are_shown(coordinator: InThread, visited: V
     assert "training.epochs" not in changed
     assert len(paths) > 40
     settings.get_by_label("Search").fill("learning")
-    expect(settings.get_by_role("status")).to_have_text("2 settings")
+    expect(settings.get_by_role("status")).to_have_text("3 settings")
     row = settings.get_by_role("row", name="training.learning_rate")
     expect(row).to_contain_text("0.25")
     expect(row).to_contain_text("0.1")  # what a sweep found for this method on this backbone

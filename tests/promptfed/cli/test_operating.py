@@ -48,6 +48,7 @@ COMMANDS = {
     "GET /v1/federations/{federation}/events": "federation watch",
     "GET /v1/federations/{federation}/insights": "federation insights",
     "GET /v1/federations/{federation}/remarks": "federation status",
+    "GET /v1/federations/{federation}/validation": "validate",
     "GET /v1/federations/{federation}/privacy": "federation privacy",
     "GET /v1/federations/{federation}/lexicon": "federation words",
     "PUT /v1/federations/{federation}/lexicon": "federation words",

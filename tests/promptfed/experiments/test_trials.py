@@ -141,7 +141,7 @@ async def play(coordinator: InThread, folder: Path, shared: dict[str, Any], stop
     token = coordinator.token(federation)
 
     policy = folder / f"{stop_at}.yaml"
-    policy.write_text(f"version: 1\nallow: {{federations: [stopped-{stop_at}]}}\n")
+    policy.write_text(f"version: 1\nallow: {{federations: [stopped-{stop_at}]}}\nmetrics: {{floor: 1}}\n")
 
     def worker(number: int) -> Worker:
         settings = make_settings(

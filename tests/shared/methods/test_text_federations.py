@@ -18,6 +18,7 @@ from promptfed.shared.methods.core.interface.base import ClientContext
 from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape
+from promptfed.shared.spec.versions import RELEASE, SYSTEM
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.shared.methods import test_fedpgp, test_fedtpg
@@ -149,6 +150,8 @@ def test_every_byte_that_a_fedpgp_client_sends_is_accounted_for(fedpgp: Finished
             assert told == {
                 "role": "trainer",
                 "num_samples": len(SOURCES[one.client].train),
+                "release": RELEASE,
+                "system": SYSTEM,
                 "class_names": list(SOURCES[one.client].class_names),
                 "domain": {"name": "noise", "description": "noise of a {}"},
             }
