@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -179,22 +180,29 @@ class _Images:
         self._index, self._uri = index, uri
         self._shown = [size for size in shown if size is not None]
         self._ahead: dict[int, Future[Answer]] = {}
+        self._wanted: deque[int] = deque()
 
     def digest(self, row: int) -> str:
         return self._shown[row].digest
 
     def ahead(self, rows: Sequence[int]) -> None:
-        """Have the images at ``rows`` decoded before they are read."""
+        """Have the images at ``rows`` decoded before they are read; those of earlier calls are forgotten."""
+        self._ahead = {row: waiting for row, waiting in self._ahead.items() if row in set(rows)}
+        self._wanted = deque(row for row in rows if row not in self._ahead)
+        self._fill()
+
+    def _fill(self) -> None:
         room = AHEAD_BYTES - sum(self._bytes(row) for row in self._ahead)
-        for row in rows:
-            room -= 0 if row in self._ahead else self._bytes(row)
-            if room < 0:
-                return
-            if row not in self._ahead:
-                self._ahead[row] = self._submitted(row)
+        while self._wanted and (room >= self._bytes(self._wanted[0]) or not self._ahead):
+            row = self._wanted.popleft()
+            self._ahead[row] = self._submitted(row)
+            room -= self._bytes(row)
 
     def read(self, row: int) -> Image.Image:
+        if row in self._wanted:
+            self._wanted.remove(row)
         waiting = self._ahead.pop(row, None) or self._submitted(row)
+        self._fill()
         answer = waiting.result()
         if answer.image is None or answer.digest != self._shown[row].digest:
             why = answer.error or "it is not what it was when the data were opened; start again"

@@ -21,9 +21,10 @@ from pydicom.dataset import Dataset  # noqa: E402
 from pydicom.pixels import apply_modality_lut, apply_voi_lut  # noqa: E402
 from pydicom.sequence import Sequence  # noqa: E402
 
+from promptfed.shared.data.medical import opening  # noqa: E402
 from promptfed.shared.data.medical.dicom import pixels, windowed  # noqa: E402
 from promptfed.shared.data.medical.phantoms import dataset, scan, write_patients  # noqa: E402
-from promptfed.shared.data.medical.readers import Request, readers  # noqa: E402
+from promptfed.shared.data.medical.readers import Readers, Request, readers  # noqa: E402
 
 DRAWS = np.random.default_rng(5)
 
@@ -305,3 +306,19 @@ def test_privacy_clips_by_patient(tmp_path: Path) -> None:
     for unit in units:
         assert len(unit) == 3
         assert len({source.train.groups[row] for row in unit}) == 1
+
+
+def test_images_are_decoded_ahead_within_a_bound_and_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(f"dicom:{write_patients(tmp_path / 'a', 5, 4, 3)}")
+    one = 3 * 64 * 64
+    monkeypatch.setattr(opening, "AHEAD_BYTES", 3 * one)
+    asked: list[str] = []
+    submit = Readers.submit
+    monkeypatch.setattr(Readers, "submit", lambda self, request: (asked.append(request.path), submit(self, request))[1])
+    rows = range(len(source.train))
+    source.train.expect(rows)
+    assert len(asked) == 3
+    for row in rows:
+        assert source.train.image(row).size == (64, 64)
+        assert len(asked) == min(len(rows), row + 1 + 3)
+    assert asked == [source.train.origin(row).path for row in rows]
