@@ -44,6 +44,7 @@ log = logging.getLogger("promptfed.client")
 
 POLL_SECONDS = 30
 SHORTEST_POLL = 0.5  # seconds between polls where the coordinator has no task for us and says so at once
+OVER = ("phase-closed", "too-stale")  # refusals of updates that nobody waits for any more
 RESENDS = 3  # of one accepted update, where the coordinator asks for it again
 WATCH_SECONDS = 10.0  # between two looks at whether the task that is being carried out is still ours
 
@@ -256,12 +257,12 @@ class TaskLoop:
                 raise
             self.state.discard()
             self._settled.add(pending.task_id)
-            if refused.kind in ("phase-closed", "already-answered"):
+            if refused.kind in (*OVER, "already-answered"):
                 self.agreement.note_settled("train", pending.round, pending.phase)
             self._record(refused, pending.task_id, pending.round)
             if refused.status == 410:
                 raise
-            if refused.kind not in ("phase-closed", "already-answered"):
+            if refused.kind not in (*OVER, "already-answered"):
                 await self._report(pending.task_id, "update-refused", f"{refused.kind}: {refused.detail}")
             return
         point("update-sent")
@@ -315,6 +316,8 @@ class TaskLoop:
         What the coordinator says of the others is its word; owners who trust it less compare the digests in their logs
         and in the round's report.
         """
+        if self.agreement.consent.terms.schedule is not None:
+            return  # Clients of asynchronous rounds start from different states.
         own, common = task.payload.sha256, task.common_payload
         if own != common and make_method(task.config.method).one_payload:
             self.monitor.tell("other_payload", **_facts(task), payload=own, common=common)
@@ -350,7 +353,7 @@ class TaskLoop:
         at = datetime.now(UTC).isoformat(timespec="seconds")
         facts = {"task_id": task_id, "round": round, "status": refused.status, "kind": refused.kind, "at": at}
         self.state.record_refusal(facts | {"detail": refused.detail})
-        event = "discarded" if refused.kind == "phase-closed" else "refused"
+        event = "discarded" if refused.kind in OVER else "refused"
         self.monitor.tell(event, round=round, status=refused.status, kind=refused.kind, detail=refused.detail)
 
     async def _watched(self, task: Task, job: Callable[[Cancelled], Result]) -> Result:

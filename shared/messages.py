@@ -12,6 +12,7 @@ from promptfed.shared.canonical import canonical_json
 from promptfed.shared.metrics.site_figures import SiteFigures
 from promptfed.shared.privacy.accounting import Event
 from promptfed.shared.privacy.settings import Evaluations
+from promptfed.shared.spec.schedule import ScheduleSpec
 from promptfed.shared.spec.spec import BackboneShape, ClassNames, Name, Template, TrainingSpec
 from promptfed.shared.spec.spec_section import left_out, newest_needed
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -138,6 +139,7 @@ class EnrolmentInfo(TrainingTerms):
         TuningSpec | None,
         left_out(since=2, description="candidates, of which one becomes the method before round 1"),
     ] = None
+    schedule: Annotated[ScheduleSpec | None, left_out(since=3, description="of asynchronous rounds")] = None
     protocol_version: Annotated[int, Field(description="the version that a client needs at least")] = OLDEST
 
     def needed(self) -> tuple[int, str]:

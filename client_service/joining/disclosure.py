@@ -220,6 +220,9 @@ class Disclosure:
         if terms.most_peers:
             text = f"names, roles and domain descriptions of at most {counted(terms.most_peers, 'client')} are used"
             work += [("clients", f"{text}; they change as clients join and leave")]
+        if terms.schedule is not None:
+            late = counted(terms.schedule.max_staleness, "state")
+            work += [("rounds", f"asynchronous: others do not wait, and a change counts up to {late} late")]
         return [
             *work,
             ("evaluate", f"every {counted(terms.evaluate_every, 'round')}, before the first and after the last"),

@@ -33,6 +33,7 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.methods.core.statistics import CALIBRATION
 from promptfed.shared.plain_text import counted, plain
+from promptfed.shared.spec.schedule import ScheduleSpec
 from promptfed.shared.spec.selection import FINAL
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.spec.spec_section import left_out
@@ -68,6 +69,7 @@ class AgreedTerms(TrainingTerms):
     method_package: str | None
     evaluate_every: int
     evaluation: Told = None
+    schedule: ScheduleSpec | None = None
     most_peers: int
     sends: dict[str, list[str]]
     metrics: list[str]
@@ -126,6 +128,7 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
         method_package=info.method_package,
         evaluate_every=info.evaluate_every,
         evaluation=info.evaluation,
+        schedule=info.schedule,
         accuracies=["test", *sorted({*tests} - {CALIBRATION})],
         figures=list(FIGURES),
         tuning=tuning_terms(info, trains),

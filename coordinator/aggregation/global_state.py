@@ -13,6 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation.flame import seed_of
+from promptfed.coordinator.aggregation.late_updates import Late, moved_on
 from promptfed.coordinator.aggregation.rules import Rule
 from promptfed.coordinator.aggregation.server_half import Combined, call
 from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer, fresh_moments, moment_tensors
@@ -227,6 +228,22 @@ def no_longer_kept(session: Session, phase_id: int) -> set[str]:
         .where(TaskRow.phase_id == phase_id, TaskRow.counted, UpdateRow.stored.is_(False))
     )
     return set(rows)
+
+
+def updates_of(
+    blobs: Blobs,
+    federation: Federation,
+    state: Arrays,
+    phase: Phase,
+    updates: Iterable[ClientUpdate],
+    late: Mapping[str, Late],
+    context: ServerContext,
+) -> Iterable[ClientUpdate]:
+    """``updates`` as the method aggregates them: those of earlier rounds are moved on to ``state``."""
+    if federation.spec.schedule is None:
+        return updates
+    payload = common_payload(federation, method_part(state), phase, context)
+    return moved_on(blobs, updates, payload, late, federation.spec.schedule)
 
 
 def stored_updates(blobs: Blobs, updates: Iterable[Counted]) -> Iterator[ClientUpdate]:

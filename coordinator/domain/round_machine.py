@@ -1,4 +1,4 @@
-"""The round machine of one federation: ``step(rules, run, event) -> (run, facts)``, a pure function.
+"""The round machine of one federation, a pure function: an event gives the next run, and facts.
 
 It does no I/O and reads no clock: the time comes with each event, in seconds of a monotonic clock. Tensor work (joining
 newcomers, aggregating a closed phase) is not done here either: ``run.due_job`` says what is due, ``JobDone`` comes
@@ -41,20 +41,8 @@ class NotEnoughTrainers(Exception):
         self.needed = needed
 
 
-def step(rules: Rules, run: Run, event: events.Event) -> tuple[Run, tuple[facts.Fact, ...]]:
-    """The run after ``event``, and the facts to store.
-
-    Raises:
-        WrongMoment: the event does not fit the run's state; nothing has changed.
-        NotEnoughTrainers: a start with fewer trainers than the rules need.
-    """
-    machine = Machine(rules, run)
-    new_facts = machine.advance(event)
-    return machine.run, new_facts
-
-
 class Machine:
-    """Any number of steps from a run: as repeated calls of ``step``, without copying all asks in each.
+    """Any number of steps from a run: as repeated calls of ``machines.step``, without copying all asks in each.
 
     ``run`` is the run as it has become. One that was read before a later ``advance`` is not to be used any more: both
     share the open stage's asks. The run that the machine was made of stays as it is.
@@ -67,7 +55,10 @@ class Machine:
         self._asks: dict[str, AskStatus] | None = None  # our own copy of the open stage's
 
     def advance(self, event: events.Event) -> tuple[facts.Fact, ...]:
-        """One step; returns the facts to store. Raises as ``step`` does; after any other error use a new machine."""
+        """One step; returns the facts to store.
+
+        Raises as ``machines.step`` does; after any other error use a new machine.
+        """
         self.facts = []
         self._take(event)
         return tuple(self.facts)

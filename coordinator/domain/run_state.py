@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from promptfed.shared.messages import FederationState, Role, TaskKind
+from promptfed.shared.spec.schedule import ScheduleSpec
 from promptfed.shared.spec.selection import FINAL
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.spec_section import ceil_fraction
@@ -68,7 +69,7 @@ class Rules:
     ``draw``: what the order follows from in which clients are asked: a secret, or the spec's seed. ``poisson_key``:
     the secret of Poisson sampling, in hex, where that is how clients are sampled. ``fixed_divisor``: K stays what it
     was when a phase opened. ``budget_rounds``: rounds that a privacy budget allows, where it ends before the rounds do.
-    ``selects``: after the last round the best one's state is tested.
+    ``selects``: after the last round the best one's state is tested. ``schedule``: of asynchronous rounds.
     """
 
     draw: int | str
@@ -86,6 +87,7 @@ class Rules:
     fixed_divisor: bool = False
     budget_rounds: int | None = None
     selects: bool = False
+    schedule: ScheduleSpec | None = None
 
     @property
     def last_round(self) -> int:
@@ -147,7 +149,8 @@ class Stage:
 class Run:
     """The state of a run. ``step`` counts a round's phases from 0; the last step is its evaluation.
 
-    Of a secure sum: ``cohort`` sent keys for the latest attempt, ``previous`` answered its last step.
+    Of a secure sum: ``cohort`` sent keys for the latest attempt, ``previous`` answered its last step. Of asynchronous
+    rounds: ``busy`` clients train, each since the round that is named; answers of ``early`` count in the next round.
     """
 
     state: FederationState = "enrolling"
@@ -162,6 +165,8 @@ class Run:
     sample_size: int = 0
     cohort: tuple[str, ...] = ()
     previous: tuple[str, ...] = ()
+    busy: Mapping[str, int] = field(default_factory=dict)
+    early: tuple[str, ...] = ()
 
     @property
     def is_damaged(self) -> bool:

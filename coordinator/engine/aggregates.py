@@ -11,6 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import changes, global_state
+from promptfed.coordinator.aggregation.late_updates import late_updates
 from promptfed.coordinator.aggregation.rules import Judged
 from promptfed.coordinator.aggregation.server_half import call
 from promptfed.coordinator.domain.federation import Federation
@@ -74,10 +75,13 @@ def _computed(
     if federation.spec.privacy.is_central:
         return _computed_with_noise(registry, federation, state, phase_id, phase, updates)
     context, rule = federation.context(), global_state.rule_of(federation, state, run.round, phase.name)
+    with registry.database.read() as session:
+        late = late_updates(session, phase_id) if federation.spec.schedule is not None else {}
     with room(registry.blobs) as rule.room:
-        stream = changes.measured(
+        given = changes.measured(
             global_state.stored_updates(registry.blobs, updates), _payloads(registry, phase_id), changed
         )
+        stream = global_state.updates_of(registry.blobs, federation, state, phase, given, late, context)
         after, told = global_state.after_phase(federation, state, phase, stream, rule, context)
     measures = _measured(federation, state, phase, after, context)
     measures = Measured(measures.phase | told.phase | rule.measured, measures.clients | told.clients)

@@ -226,7 +226,7 @@ def _serve_at_once(registry: Registry, change: Change, held: Held, state: Arrays
     Only one that is small and the same for all clients: others would keep everybody else from writing.
     """
     federation = change.federation
-    opened = list(federation.tasks.values())
+    opened = [task for task in federation.tasks.values() if task.payload_sha256 is None]
     at_once = federation.method.one_payload and federation.spec.secure_aggregation is None
     if opened and at_once and registry.blobs.is_small(size_of(state)):
         made = _with_payloads(registry, held, federation, method_part(state), opened)

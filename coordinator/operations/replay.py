@@ -7,7 +7,7 @@ hashes, the whole run does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.aggregation.changes import change_norm
+from promptfed.coordinator.aggregation.late_updates import Late, late_updates
 from promptfed.coordinator.aggregation.private_mean import NoiseTerms
 from promptfed.coordinator.aggregation.rules import Judged, Rule
 from promptfed.coordinator.domain.federation import Federation
@@ -62,7 +63,8 @@ class WhatIf:
 class CommittedStep:
     """One committed state, the state before it, and the clients that it knew.
 
-    ``gone``: clients of ``updates`` whose tensors are no longer kept. ``terms``: the terms of its noise.
+    ``gone``: clients of ``updates`` whose tensors are no longer kept. ``terms``: the terms of its noise. ``late``: the
+    updates from earlier states.
     """
 
     origin: str
@@ -76,6 +78,7 @@ class CommittedStep:
     forgotten: str | None = None
     total: SumRow | None = None
     terms: NoiseTerms | None = None
+    late: Mapping[str, Late] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,8 @@ def _step(
     updates = tuple(global_state.counted(session, row.phase_id))
     gone = frozenset(global_state.no_longer_kept(session, row.phase_id))
     total = session.get(SumRow, row.phase_id)
-    return CommittedStep(row.origin, row, before, tuple(roster), (), phase.step, updates, gone, total=total)
+    late = late_updates(session, row.phase_id)
+    return CommittedStep(row.origin, row, before, tuple(roster), (), phase.step, updates, gone, total=total, late=late)
 
 
 # Computation
@@ -252,8 +256,9 @@ def computed(
         total = np.frombuffer(step.total.body, dtype="<i8").astype(np.int64)
         return secure_jobs.state_after(federation, before, phase, total, step.total.weight, context)[0]
     with room(registry.blobs) as rule.room:
-        stream = global_state.stored_updates(registry.blobs, updates)
-        return global_state.after_phase(federation, before, phase, stream, rule, context)[0]
+        given = global_state.stored_updates(registry.blobs, updates)
+        moved = global_state.updates_of(registry.blobs, federation, before, phase, given, step.late, context)
+        return global_state.after_phase(federation, before, phase, moved, rule, context)[0]
 
 
 def _stored(registry: Registry, row: StateRow) -> Arrays:

@@ -291,6 +291,11 @@ def decided(federation: Federation, task: AskedTask, kind: str | None, digest: s
 def _expect_open(federation: Federation, task: AskedTask) -> None:
     if task.status == "open" and federation.run.state not in ENDED:
         return
+    schedule, behind = federation.spec.schedule, federation.run.round - task.round
+    is_last = federation.run.round == federation.rules.last_round
+    if schedule is not None and task.status == "expired" and task.kind == "train" and not is_last:
+        text = f"the state of this task is {behind} rounds old; an update may be {schedule.max_staleness} late"
+        raise problems.TooStale(f"{text}: train on the next task", round=federation.run.round)
     where = f"round {federation.run.round}" + (f", {federation.phase}" if federation.phase else "")
     over = f"the phase of round {task.round} that this task belonged to is over ({task.status})"
     text = f"{over}; {federation.name} is in {where}"

@@ -196,7 +196,10 @@ class PhaseRow(Base):
 
 
 class TaskRow(Base):
-    """One client's part of a stage. A client that is asked again after a failure gets a new task."""
+    """One client's part of a stage. A client that is asked again after a failure gets a new task.
+
+    ``began``: of asynchronous rounds, the round in which it was asked, where it now belongs to a later one.
+    """
 
     __tablename__ = "tasks"
 
@@ -215,6 +218,7 @@ class TaskRow(Base):
     failure: Mapped[dict[str, Any] | None]
     counted: Mapped[bool]
     weight: Mapped[float | None]
+    began: Mapped[int | None]
 
 
 class UpdateRow(Base):

@@ -17,6 +17,7 @@ from promptfed.shared.methods.core.checks.distributed_checks import with_parts
 from promptfed.shared.methods.core.checks.loss_checks import check_loss
 from promptfed.shared.methods.core.checks.privacy_checks import check_privacy
 from promptfed.shared.methods.core.checks.rule_checks import check_rule
+from promptfed.shared.methods.core.checks.schedule_checks import check_schedule
 from promptfed.shared.methods.core.checks.secure_checks import check_secure
 from promptfed.shared.methods.core.checks.statistics_checks import check_calibration, check_counts
 from promptfed.shared.methods.core.checks.tuning_checks import check_tuning, with_candidates
@@ -26,7 +27,15 @@ from promptfed.shared.methods.core.rates import swept_rate
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description
 from promptfed.shared.methods.core.several_labels import for_several_labels
 from promptfed.shared.methods.core.statistics import Statistics, with_statistics
-from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec, merged, parse_spec
+from promptfed.shared.spec.spec import (
+    BackboneShape,
+    EvaluationSpec,
+    FederationSpec,
+    SpecError,
+    TrainingSpec,
+    merged,
+    parse_spec,
+)
 
 
 def _own_methods() -> dict[str, str]:
@@ -134,9 +143,13 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
     spec, method = _parts(raw)
     named = {"name": method.name, **method.hyper.model_dump(), **_added(spec, raw)}
     resolved = spec.model_copy(update={"method": named})
+    if spec.schedule is not None and "every" not in spec.evaluation.model_fields_set:
+        # An evaluation waits for all clients, so that asynchronous rounds are evaluated where that is asked for.
+        resolved = resolved.model_copy(update={"evaluation": EvaluationSpec(every=spec.rounds)})
     checks: list[tuple[str, Callable[[], object]]] = [
         ("method", lambda: method.check(resolved)),
         ("aggregation", lambda: check_rule(method, resolved)),
+        ("schedule", lambda: check_schedule(method, resolved)),
         ("secure_aggregation", lambda: check_secure(method, resolved)),
         ("loss", lambda: check_loss(method, resolved)),
         ("privacy", lambda: check_privacy(method, resolved)),

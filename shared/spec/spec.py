@@ -25,6 +25,7 @@ from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.calibration import CalibrationSpec
 from promptfed.shared.spec.class_descriptions import ClassDescriptions, check_descriptions
 from promptfed.shared.spec.loss import LossSpec
+from promptfed.shared.spec.schedule import ScheduleSpec
 from promptfed.shared.spec.selection import SelectionSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec, SecureAggregationSpec
 from promptfed.shared.spec.spec_hints import meant
@@ -259,6 +260,10 @@ class FederationSpec(Section):
         LossSpec, left_out(LossSpec(), description="the loss of training, for wrong labels and unequal classes")
     ] = LossSpec()
     participation: ParticipationSpec = ParticipationSpec()
+    schedule: Annotated[
+        ScheduleSpec | None,
+        left_out(description="asynchronous rounds; default: each round waits for the clients that it has asked"),
+    ] = None
     aggregation: AggregationSpec = AggregationSpec()
     secure_aggregation: Annotated[SecureAggregationSpec | None, left_out()] = None
     evaluation: EvaluationSpec = EvaluationSpec()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from promptfed.coordinator.domain.events import Answered, Enrolled, Event, JobDone, Start, Tick
 from promptfed.coordinator.domain.facts import Fact
-from promptfed.coordinator.domain.round_machine import step
+from promptfed.coordinator.domain.machines import step
 from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
 
 ONE = (PhasePlan("train"),)
