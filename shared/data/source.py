@@ -118,9 +118,9 @@ class Split:
         selected = copy(self)
         selected.labels, selected._rows = self.labels[rows], self._rows[rows]
         if self.groups is not None:
-            selected.groups = tuple(self.groups[int(row)] for row in rows)
+            selected.groups = tuple(self.groups[row] for row in rows.tolist())
         own = self.subgroups.items()
-        selected.subgroups = {column: tuple(values[int(row)] for row in rows) for column, values in own}
+        selected.subgroups = {column: tuple(values[row] for row in rows.tolist()) for column, values in own}
         return selected
 
     def labelled(self, labels: torch.Tensor) -> Split:

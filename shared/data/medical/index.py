@@ -46,11 +46,11 @@ class Listed(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """The size of an image in pixels and its `image_digest`."""
+    """The size of an image in pixels and its `image_digest` in bytes."""
 
     width: int
     height: int
-    digest: str
+    digest: bytes
 
 
 class Item(NamedTuple):
@@ -74,6 +74,7 @@ class Index:
     def __init__(self, kind: str, root: Path, folder: Path, keys: Keys, settings: Mapping[str, Any]) -> None:
         self.kind, self.root, self.keys, self.settings = kind, root, keys, dict(settings)
         self._file = folder / f"{keys.id('root', kind, root.resolve(), _of_facts(settings))}.jsonl"
+        self._settings = json.dumps(self.settings, sort_keys=True)
         self._facts: dict[str, tuple[int, int, Facts | None]] = {}
         self._shown: dict[str, Shown] = {}
         self._load()
@@ -82,12 +83,16 @@ class Index:
         """The ordinary files under the root, by their paths; hidden ones are left out."""
         found = []
         for path, entry in _entries(self.root, ""):
-            about = entry.stat()
-            found.append(Listed(path, self.keys.id("file", path), about.st_size, about.st_mtime_ns))
+            about, name = entry.stat(), self.keys.id("file", path)
+            size, time = about.st_size, about.st_mtime_ns
+            known = self._facts.get(name)
+            if known is not None and known[:2] == (size, time):
+                size, time = known[:2]  # the same numbers in memory once
+            found.append(Listed(path, name, size, time))
         return sorted(found)
 
-    def facts(self, files: Sequence[Listed]) -> tuple[dict[str, Facts], list[Broken]]:
-        """The facts of images among ``files`` by id, and the files whose headers cannot be read."""
+    def facts(self, files: Sequence[Listed]) -> tuple[list[tuple[Listed, Facts]], list[Broken]]:
+        """The images among ``files`` with their facts, and the files whose headers cannot be read."""
         new = [file for file in files if self._facts.get(file.id, ())[:2] != (file.size, file.time)]
         broken = []
         requests = (Request("facts", self.kind, str(self.root / file.path), 0, self.settings) for file in new)
@@ -101,8 +106,14 @@ class Index:
                 self._facts[file.id] = file.size, file.time, facts
                 lines.write(json.dumps(["f", *file[1:], facts]) + "\n")
         bad = {one.file.id for one in broken}
-        known = {file.id: self._facts[file.id][2] for file in files if file.id not in bad}
-        return {name: facts for name, facts in known.items() if facts is not None}, broken
+        read = ((file, self._facts[file.id][2]) for file in files if file.id not in bad)
+        return [(file, facts) for file, facts in read if facts is not None], broken
+
+    def facts_of(self, file: Listed) -> Facts:
+        """The facts of a file that `facts` gave."""
+        facts = self._facts[file.id][2]
+        assert facts is not None
+        return facts
 
     def note(self, path: str, facts: Mapping[str, Any]) -> None:
         """Store the facts of a file that was just written without its identifiers."""
@@ -122,8 +133,8 @@ class Index:
 
     def shown(self, items: Sequence[Item]) -> tuple[list[Shown | None], list[Broken]]:
         """Size and digest of each image, each decoded once; None for images that cannot be decoded."""
-        names = [self._name(item) for item in items]
-        new = list({name: item for name, item in zip(names, items, strict=True) if name not in self._shown}.items())
+        names = ((self._name(item), item) for item in items)  # computed twice, since all of them take memory
+        new = list({name: item for name, item in names if name not in self._shown}.items())
         requests = (self.request("check", item) for _, item in new)
         broken = []
         with self._file.open("a") as lines:
@@ -132,16 +143,16 @@ class Index:
                 if answer.error is not None:
                     broken.append(Broken(item.file, answer.error))
                     continue
-                self._shown[name] = Shown(answer.size[0], answer.size[1], answer.digest)
-                lines.write(json.dumps(["p", name, *self._shown[name]]) + "\n")
-        return [self._shown.get(name) for name in names], broken
+                self._shown[name] = Shown(answer.size[0], answer.size[1], bytes.fromhex(answer.digest))
+                lines.write(json.dumps(["p", name, *answer.size, answer.digest]) + "\n")
+        return [self._shown.get(self._name(item)) for item in items], broken
 
     def request(self, do: str, item: Item) -> Request:
         """Have the pixels of an image read."""
         return Request(do, self.kind, str(self.root / item.file.path), item.place, self.settings)
 
     def _name(self, item: Item) -> str:
-        return self.keys.id("pixels", *item.file[1:], json.dumps([item.place, self.settings], sort_keys=True))
+        return self.keys.id("pixels", *item.file[1:], f"[{json.dumps(item.place)}, {self._settings}]")
 
     def _load(self) -> None:
         count = 0
@@ -162,7 +173,8 @@ class Index:
         try:
             kind, name, *values = json.loads(line)
             if kind == "p":
-                self._shown[name] = Shown(*values)
+                width, height, digest = values
+                self._shown[name] = Shown(width, height, bytes.fromhex(digest))
             else:
                 size, time, facts = values
                 own = None if facts is None else Facts._make(v if type(v) is not str else sys.intern(v) for v in facts)
@@ -174,7 +186,7 @@ class Index:
         for name, known in self._facts.items():
             yield json.dumps(["f", name, *known]) + "\n"
         for name, shown in self._shown.items():
-            yield json.dumps(["p", name, *shown]) + "\n"
+            yield json.dumps(["p", name, shown.width, shown.height, shown.digest.hex()]) + "\n"
 
 
 def _entries(root: Path, under: str) -> Iterator[tuple[str, os.DirEntry[str]]]:

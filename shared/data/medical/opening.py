@@ -23,7 +23,7 @@ OPTIONS = ("labels", "columns", "group", "index", SKIP)
 TABLE = "labels.csv"
 AHEAD_BYTES = 64_000_000  # of decoded images that wait to be used
 
-Found = Mapping[str, tuple[Listed, Facts]]
+Found = Sequence[tuple[Listed, Facts]]
 Units = Callable[[Sequence[tuple[Listed, Facts]]], list[list[Item]]]
 """The files of a line of the table -> lists of places, from each of which images are picked."""
 
@@ -54,9 +54,9 @@ def open_files(
     folder = home(options.text("index"))
     index = Index(kind, root, folder, Keys(folder, options.uri), settings)
     listed = index.listed()
-    facts, broken = index.facts(listed)
-    found = {file.id: (file, facts[file.id]) for file in listed if file.id in facts}
+    found, broken = index.facts(listed)
     items, lines, missing = _items(table, index, found, units, pick)
+    del listed, found  # of many files they take much memory
     shown, undecoded = index.shown(items)
     local = [f"{root / one.file.path}: {one.reason}." for one in (*broken, *undecoded)]
     safe = [f"file {one.file.id}: {one.reason}." for one in (*broken, *undecoded)]
@@ -69,7 +69,7 @@ def open_files(
         raise DataError(f"{options.uri}: no image can be read.", [whole for _, whole in problems])
     images = _Images(index, [items[row] for row in kept], [shown[row] for row in kept], options.uri)
     rows = [lines[row] for row in kept]
-    groups = _groups(table, index, facts, images.items, rows)
+    groups = _groups(table, index, images.items, rows)
     splits = [table.splits[row] for row in rows]
 
     def origin(row: int) -> Origin:
@@ -141,7 +141,7 @@ def _items(
 ) -> tuple[list[Item], list[int], list[str]]:
     """The images of the table's lines, the line of each, and a sentence for each line without a file."""
     by_value: dict[str, list[tuple[Listed, Facts]]] = {}
-    for file, facts in found.values():
+    for file, facts in found:
         name = file.id if table.key == PATH else getattr(facts, COLUMNS[table.key])
         if name:
             by_value.setdefault(name, []).append((file, facts))
@@ -158,18 +158,18 @@ def _items(
     return items, lines, missing
 
 
-def _groups(
-    table: Table, index: Index, facts: Mapping[str, Facts], items: Sequence[Item], lines: Sequence[int]
-) -> list[str]:
+def _groups(table: Table, index: Index, items: Sequence[Item], lines: Sequence[int]) -> list[str]:
     """The patient of each image: a number by first appearance, which orders them everywhere alike, and a keyed id."""
-    numbers: dict[str, int] = {}
-    names = []
+    names: dict[str, str] = {}
+    groups = []
     for item, line in zip(items, lines, strict=True):
-        own = facts[item.file.id]
+        own = index.facts_of(item.file)
         given = index.value("patient", table.groups[line]) if table.groups is not None else ""
         name = given or own.patient or own.study or item.file.id
-        names.append(f"{numbers.setdefault(name, len(numbers)):07d}-{name}")
-    return names
+        if name not in names:
+            names[name] = f"{len(names):07d}-{name}"
+        groups.append(names[name])
+    return groups
 
 
 class _Images:
@@ -183,7 +183,7 @@ class _Images:
         self._wanted: deque[int] = deque()
 
     def digest(self, row: int) -> str:
-        return self._shown[row].digest
+        return self._shown[row].digest.hex()
 
     def ahead(self, rows: Sequence[int]) -> None:
         """Have the images at ``rows`` decoded before they are read; those of earlier calls are forgotten."""
@@ -204,7 +204,7 @@ class _Images:
         waiting = self._ahead.pop(row, None) or self._submitted(row)
         self._fill()
         answer = waiting.result()
-        if answer.image is None or answer.digest != self._shown[row].digest:
+        if answer.image is None or answer.digest != self.digest(row):
             why = answer.error or "it is not what it was when the data were opened; start again"
             raise DataError(f"{self._uri}: file {self.items[row].file.id}: {why}.")
         return answer.image
