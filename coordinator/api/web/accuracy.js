@@ -2,7 +2,7 @@
 
 import { Plot } from "./charts.js";
 import { fill, h, panel, table } from "./dom.js";
-import { counted, gain, percent } from "./format.js";
+import { counted, gain, measure, percent } from "./format.js";
 import { drawn, MANY } from "./series.js";
 
 export class Accuracy {
@@ -19,8 +19,8 @@ export class Accuracy {
 
   update(model) {
     this.model = model;
-    const several = model.view?.spec.task === "multi_label";
-    this.element.querySelector("h2").textContent = several ? "Mean average precision" : "Accuracy";
+    this.measure = measure(model.view?.spec.task);
+    this.element.querySelector("h2").textContent = this.measure;
     this.evaluated = [...model.rounds.values()].filter((one) => one.evaluation && Object.keys(one.evaluation.clients).length);
     const splits = [...new Set(this.evaluated.flatMap((one) => Object.values(one.evaluation.clients).flatMap((found) => Object.keys(found.splits))))];
     splits.sort((one, other) => (one === "test" ? -1 : other === "test" ? 1 : one.localeCompare(other)));
@@ -51,9 +51,9 @@ export class Accuracy {
     const clients = seriesByClient(this.evaluated, split);
     const several = clients.length > MANY;
     const series = drawn(clients, this.model.places);
-    this.plot.update(series.filter((one) => one.data.length), `Accuracy by round on ${split}; the table beside it has the last values`);
+    this.plot.update(series.filter((one) => one.data.length), `${this.measure} by round on ${split}; the table beside it has the last values`);
     fill(this.remark, several ? `Mean, lowest and highest of ${counted(clients.filter((one) => one.role === "trainer").length, "client")}. Dashed: unseen domains. Dotted: zero-shot.` : "Dotted: zero-shot, which only has the template. Dashed: unseen domains, on which nobody trains.");
-    fill(this.table, resultTable(this.evaluated.at(-1), split));
+    fill(this.table, resultTable(this.evaluated.at(-1), split, this.measure));
   }
 }
 
@@ -76,7 +76,7 @@ function byRole(one, other) {
   return Number(one.role === "evaluator") - Number(other.role === "evaluator");
 }
 
-function resultTable(report, split) {
+function resultTable(report, split, title) {
   const clients = Object.entries(report.evaluation.clients).filter(([, one]) => one.splits[split]);
   clients.sort(([a, one], [b, other]) => byRole(one, other) || a.localeCompare(b));
   const base = split.split("@")[0];
@@ -90,5 +90,5 @@ function resultTable(report, split) {
     if (mean && clients.filter(([, one]) => one.role === role).length > 1) rows.push(cells(label, "", zero, mean));
   }
   const columns = ["client", ...["zero-shot", `round ${report.round}`, "gain", ...(told ? ["macro-F1", "ECE"] : [])].map((title) => ({ title, class: "number" }))];
-  return table(`Accuracy after round ${report.round}`, columns, rows, { class: "results" });
+  return table(`${title} after round ${report.round}`, columns, rows, { class: "results" });
 }

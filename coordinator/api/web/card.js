@@ -1,7 +1,7 @@
 // The card of what a federation learned, made of what the API tells: the form of `promptfed export`, which
 // `promptfed predict --export` and `promptfed verify` read, without the class weights that only a backbone can make.
 
-import { bytes, percent } from "./format.js";
+import { bytes, measure, percent } from "./format.js";
 
 const WHY = "the coordinator has no backbone: `promptfed export` makes class weights for plain open_clip code";
 
@@ -36,7 +36,7 @@ export function markdown(card) {
     `# ${plain(card.federation.name)}: ${plain(card.method.name)} after round ${card.round} of ${card.rounds}`,
     plain(card.summary),
     rows(["", ""], facts),
-    card.accuracy ? `## Accuracy after round ${card.accuracy.round}` : "",
+    card.accuracy ? `## ${measure(card.method.task)} after round ${card.accuracy.round}` : "",
     measured.length ? rows(["client", "test set", "zero-shot", "adapted"], measured) : "",
     `There are no class weights for plain open\\_clip code here: ${plain(WHY)}.`,
     `Made at ${card.made.at} at the coordinator's page.`,

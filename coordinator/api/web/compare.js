@@ -2,7 +2,7 @@
 
 import { Plot } from "./charts.js";
 import { fill, h, panel, table } from "./dom.js";
-import { bytes, counted, duration, figure, gain, percent } from "./format.js";
+import { bytes, counted, duration, figure, gain, measure, percent } from "./format.js";
 import { badge } from "./list.js";
 import { broken, resolvedFields, settingsOf, told } from "./schema.js";
 import { elapsed } from "./times.js";
@@ -103,7 +103,9 @@ export class Compare {
     ]);
     const drawn = curves.filter((one) => one.data.length);
     const last = drawn.filter((one) => !one.thin).map((one) => `${one.label} ${percent(one.data.at(-1).y)}`).join(", ");
-    this.accuracy.update(drawn, `Mean accuracy by round; last: ${last}`);
+    const measured = measures(some);
+    this.results[0].querySelector("h2").textContent = measured;
+    this.accuracy.update(drawn, `Mean ${measured.toLowerCase().replace(/^mean /, "")} by round; last: ${last}`);
     const losses = some.map(({ view, reports }, place) => ({ label: view.name, place, data: points(reports, lossOf) })).filter((one) => one.data.length);
     this.loss.update(losses, `Mean training loss by round; last: ${losses.map((one) => `${one.label} ${figure(one.data.at(-1).y, 3)}`).join(", ")}`);
     fill(this.figures, figuresTable(some));
@@ -125,6 +127,11 @@ function lossOf(report) {
   return report.phases.map((phase) => phase.metrics.loss).filter((loss) => loss !== undefined).at(-1);
 }
 
+/** What the federations measure: "Accuracy", "Mean average precision", or both. */
+function measures(some) {
+  return [...new Set(some.map(({ view }) => measure(view.spec.task)))].join(" or ");
+}
+
 /** A row for each figure, a column for each federation. */
 function figuresTable(some) {
   const last = ({ reports }) => reports.filter((one) => one.evaluation && Object.keys(one.evaluation.mean).length).at(-1)?.evaluation.mean ?? {};
@@ -135,7 +142,7 @@ function figuresTable(some) {
     ["state", ({ view }) => view.state],
     ["rounds", ({ view }) => `${view.round} of ${view.spec.rounds}`],
     ["trainers", ({ view }) => String(view.clients.trainers)],
-    ["accuracy (gain)", (one) => against(last(one).trainer)],
+    [`${measures(some).toLowerCase()} (gain)`, (one) => against(last(one).trainer)],
     ["unseen (gain)", (one) => against(last(one).evaluator)],
     ["training loss", ({ reports }) => figure(points(reports, lossOf).at(-1)?.y, 3)],
     ["elapsed", ({ view }) => (elapsed(view) === null ? "–" : duration(elapsed(view)))],

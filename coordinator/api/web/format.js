@@ -7,6 +7,11 @@ export function percent(fraction) {
   return fraction === null || fraction === undefined ? "–" : `${(100 * fraction).toFixed(1)} %`;
 }
 
+/** What an evaluation's `accuracy` is, by the spec's task, or by that of a card's method. */
+export function measure(task) {
+  return task === "multi_label" ? "Mean average precision" : "Accuracy";
+}
+
 /** Percentage points between two fractions, signed. */
 export function gain(before, after) {
   if (before === null || before === undefined || after === null || after === undefined) return "–";

@@ -2,7 +2,7 @@
 
 import { ask } from "./dialog.js";
 import { announce, fill, h, say } from "./dom.js";
-import { bytes, clock, counted, duration, gain, percent } from "./format.js";
+import { bytes, clock, counted, duration, gain, measure, percent } from "./format.js";
 import { badge } from "./list.js";
 import { secondsLeft } from "./times.js";
 
@@ -124,7 +124,7 @@ export class Status {
     const mean = evaluated?.evaluation.mean ?? {};
     const shown = [
       ["Round", `${view.round} of ${view.spec.rounds}`, null],
-      ["Clients' accuracy", percent(mean.trainer?.accuracy), againstZeroShot(mean.trainer)],
+      [`Clients' ${measure(view.spec.task).toLowerCase()}`, percent(mean.trainer?.accuracy), againstZeroShot(mean.trainer)],
       ["Unseen domains", percent(mean.evaluator?.accuracy), againstZeroShot(mean.evaluator)],
       ["Sent up", bytes(up), "and not one image"],
       ["Taken down", bytes(down), null],

@@ -70,10 +70,10 @@ def tune(
     if as_json:
         print_json(asdict(chosen) | {"out": str(out)})
     else:
-        _show(chosen, out)
+        _show(chosen, out, trials.default.figure)
 
 
-def _show(chosen: Chosen, out: Path) -> None:
+def _show(chosen: Chosen, out: Path, figure: str) -> None:
     template = [] if chosen.zero_shot is None else [["zero-shot", "", "", percent(chosen.zero_shot), ""]]
     rows = [
         [
@@ -85,8 +85,8 @@ def _show(chosen: Chosen, out: Path) -> None:
         ]
         for row in chosen.tried[:MOST_ROWS]
     ]
-    columns = ["method", "rate", "rounds", "accuracy", "bytes of a client"]
-    console.print(table("Accuracy on held-out training images", columns, [*template, *rows]))
+    columns = ["method", "rate", "rounds", figure.lower(), "bytes of a client"]
+    console.print(table(f"{figure} on held-out training images", columns, [*template, *rows]))
     say(f"{_words(chosen)}.")
     for method, reason in chosen.refused.items():
         say(f"Left out: {method}: {reason}")

@@ -46,6 +46,8 @@ class Candidate:
 class Trial:
     """What a candidate reached after ``rounds``: accuracies are fractions of all held-out images of all trainers.
 
+    With several labels per image the accuracy is the trainers' mean of the mean average precision.
+
     ``right`` and ``template`` are the answers that pair it with others. ``seconds`` include the evaluation;
     ``bytes_round`` are those of one client and round, both ways.
     """
@@ -159,6 +161,8 @@ class Trials:
 
 
 def _trial(candidate: Candidate, result: FederationResult, seconds: float) -> Trial:
+    if result.federation.spec.task == "multi_label":
+        return _trial_of_several(candidate, result, seconds)
     right: dict[str, dict[tuple[str, str], Floats]] = {"test": {}, f"test@{ZERO_SHOT}": {}}
     own = [outcomes for outcomes in result.outcomes if outcomes.split in right]
     for outcomes in own:
@@ -171,6 +175,21 @@ def _trial(candidate: Candidate, result: FederationResult, seconds: float) -> Tr
         right["test"],
         right[f"test@{ZERO_SHOT}"],
         tuple(outcomes.confidence for outcomes in own if outcomes.split == "test"),
+        seconds,
+        price["bytes_up"] + price["bytes_down"],
+    )
+
+
+def _trial_of_several(candidate: Candidate, result: FederationResult, seconds: float) -> Trial:
+    """With several labels per image the mean average precision of each client is paired, as one number."""
+    own = [told for told in result.accuracies(result.round) if told.split == "test"]
+    price = costs(result.reports)
+    return Trial(
+        candidate,
+        result.round,
+        {(told.client, ""): np.array([told.accuracy]) for told in own},
+        {(told.client, ""): np.array([told.zero_shot]) for told in own if told.zero_shot is not None},
+        (),
         seconds,
         price["bytes_up"] + price["bytes_down"],
     )

@@ -10,11 +10,14 @@ import yaml
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
+from promptfed.experiments.simulation.simulation import simulate
 from promptfed.experiments.tuning.trials import held_out_sites
+from promptfed.runtime.run_file import read_run
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import Exit
 from promptfed.shared.api.remarks import movement, near_chance
 from promptfed.shared.data import open_source
+from promptfed.shared.methods import resolve_spec
 
 RUN = """\
 method: {name: promptfl, m: 4}
@@ -114,3 +117,52 @@ def test_a_simulation_that_learns_nothing_says_so(tmp_path: Path) -> None:
     code, output = invoke("simulate", str(tmp_path / "run.yaml"))
     assert code == 0, output
     assert "Nothing moved in 3 rounds" in output
+
+
+SCENES = """\
+method: {name: promptfl, m: 2}
+task: multi_label
+class_names: [asian dish, building, celebration, clothing, flower, fruit, land vehicle, mammal, meal,
+  sport equipment, weather]
+rounds: 2
+training: {batch_size: 16, learning_rate: 0.002}
+clients:
+  - name: "site-{index}"
+    count: 2
+    data: "emoji-scenes:?count=120&test_count=20&partition=iid&clients={count}&client={index}"
+"""
+
+
+@pytest.mark.extended
+def test_methods_for_several_labels_are_chosen_by_mean_average_precision(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(SCENES)
+    tune = ("tune", str(tmp_path / "run.yaml"), "--methods", "fedtaskres,fedgda", "--seeds", "1", "--rates", "0.2")
+    code, output = invoke(*tune, "--out", str(tmp_path / "tuned.yaml"), "--json")
+    assert code == 0, output
+    found = json.loads(output.splitlines()[-1])
+    assert "does not train on images with several labels" in found["refused"]["fedgda"]
+    run = read_run(tmp_path / "run.yaml")
+    sites = held_out_sites(run.sites, 0.25, 1)
+    told = {}
+    for method, rate in (({"name": "promptfl", "m": 2}, 0.002), ({"name": "fedtaskres"}, 0.2)):
+        changes = {"method": method, "training": {"batch_size": 16, "learning_rate": rate}}
+        result = simulate(run.spec | changes | {"seed": 1, "evaluation": {"every": 2}}, sites)
+        told[method["name"], rate] = result.accuracies(2)
+    scores = {(row["candidate"]["method"], row["candidate"]["rate"]): row["accuracy"] for row in found["tried"]}
+    for candidate, rows in told.items():
+        assert scores[candidate] == pytest.approx(sum(row.accuracy for row in rows) / len(rows))
+    zero = [row.zero_shot for row in told["promptfl", 0.002] if row.zero_shot is not None]
+    assert found["zero_shot"] == pytest.approx(sum(zero) / 2)
+    code, output = invoke(*tune, "--out", str(tmp_path / "shown.yaml"))
+    assert "Mean average precision on held-out training images" in output
+
+
+def test_a_federation_for_several_labels_can_compare_candidates() -> None:
+    spec = resolve_spec(
+        {
+            "name": "a", "method": {"name": "promptfl"}, "task": "multi_label", "class_names": ["a", "b"],
+            "tuning": {"candidates": [{"method": {"name": "fedtaskres"}}]},
+        }
+    )  # fmt: skip
+    assert spec.tuning is not None
+    assert [candidate.method["task"] for candidate in spec.tuning.candidates] == ["multi_label"] * 2

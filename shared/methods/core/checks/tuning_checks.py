@@ -86,7 +86,8 @@ def _candidate(spec: FederationSpec) -> Candidate:
 
 def _needs_backbone(kind: type[Method], spec: FederationSpec) -> bool:
     """Whether the coordinator alone cannot make the method's initial state, whatever the backbone."""
-    method = kind(kind.Hyper.model_validate({key: value for key, value in spec.method.items() if key != "name"}))
+    given = {key: value for key, value in spec.method.items() if key in kind.Hyper.model_fields}
+    method = kind(kind.Hyper.model_validate(given))
     context = ServerContext(spec.training, ANY_SHAPE, ("a", "b"), (), spec.seed, spec.rounds)
     try:
         method.initial_state(context, draws(spec.seed, INITIAL))
