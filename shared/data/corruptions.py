@@ -64,4 +64,6 @@ def corrupted(split: Split, text: str, uri: str) -> Split:
         known = f"{', '.join(CORRUPTIONS)} with a strength of {STRENGTHS[0]} to {STRENGTHS[-1]}"
         raise DataError(f"{uri}: corrupt={text} is not known; choose one of {known}, as corrupt=noise:2.")
     corrupt = CORRUPTIONS[kind]
-    return Split(split.labels, lambda row: corrupt(split.image(row), int(strength), split.digest(row)), split.groups)
+    changed = Split(split.labels, lambda row: corrupt(split.image(row), int(strength), split.digest(row)), split.groups)
+    changed.subgroups = split.subgroups
+    return changed

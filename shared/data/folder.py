@@ -36,6 +36,7 @@ class _Item:
     label: str
     split: str | None
     group: str | None = None
+    subgroups: tuple[tuple[str, str], ...] = ()  # column and value
 
 
 @dataclass(frozen=True)
@@ -139,28 +140,29 @@ def _is_hidden(path: Path) -> bool:
 def open_csv(body: str, options: Options) -> Source:
     """Open a table with the columns path and label, or several labels per image as `label_columns` finds them.
 
-    Optional columns: split (train or test), domain and the groups.
+    Optional columns: split (train or test), domain, the group, and with ``groups=NAME,NAME`` those of subgroups.
     """
-    options.check_names(("domain", "group", "labels", "columns", SKIP))
+    options.check_names(("domain", "group", "groups", "labels", "columns", SKIP))
     table = _existing(body, options, folder=False)
     domain, group = options.text("domain"), options.text("group")
+    subgroups = [name.strip() for name in (options.text("groups") or "").split(",") if name.strip()]
     with table.open(newline="", encoding="utf-8-sig") as lines:
         reader = csv.DictReader(lines)
         columns = reader.fieldnames or []
-        several = label_columns(table, columns, {"path", "split", "domain", group or "path"}, options)
-        wanted = [*(["domain"] if domain is not None else []), *([group] if group is not None else [])]
+        several = label_columns(table, columns, {"path", "split", "domain", group or "path", *subgroups}, options)
+        wanted = [*(["domain"] if domain is not None else []), *([group] if group is not None else []), *subgroups]
         for needed in ("path", *(["label"] if several is None else []), *wanted):
             if needed not in columns:
                 raise DataError(f"{table} has no column {needed}; its first line names the columns, as in path,label.")
         rows = [(number, row) for number, row in enumerate(reader, 2) if _wanted(row, domain)]
     wrong = [problem for number, row in rows for problem in _row_problems(table, number, row, group, several)]
     if wrong:
-        items = [_csv_item(table, row, group) for _, row in rows if row["path"]]
+        items = [_csv_item(table, row, group, subgroups) for _, row in rows if row["path"]]
         unread = (
             [] if options.names_only else _unreadable(item for item in items if several is None or item.path.exists())
         )
         _refuse([*wrong, *unread])
-    items = [_csv_item(table, row, group) for _, row in rows]
+    items = [_csv_item(table, row, group, subgroups) for _, row in rows]
     _check_splits(table, items, domain, options)
     listing = _Listing(items, table, _domain(domain, table.parent / WORDS_FILE))
     if several is None:
@@ -206,9 +208,10 @@ def _row_problems(
         yield f"{where}: the group ({group}) must not be empty."
 
 
-def _csv_item(table: Path, row: dict[str, str], group: str | None) -> _Item:
+def _csv_item(table: Path, row: dict[str, str], group: str | None, subgroups: Sequence[str]) -> _Item:
     split, own_group = row.get("split") or None, row[group] if group is not None else None
-    return _Item(table.parent / row["path"], row.get("label") or "", split, own_group)
+    values = tuple((name, row[name] or "unknown") for name in subgroups)
+    return _Item(table.parent / row["path"], row.get("label") or "", split, own_group, values)
 
 
 def _source(listing: _Listing, options: Options) -> Source:
@@ -235,6 +238,8 @@ def _divided(listing: _Listing, names: tuple[str, ...], labels: torch.Tensor, op
     groups = [item.group for item in items if item.group is not None] or None
     where = [Origin(str(item.path), item.split) for item in items]
     whole = Split(labels, lambda row: read_image(items[row].path), groups, origin=lambda row: where[row])
+    columns = [name for name, _ in items[0].subgroups] if items else []
+    whole.subgroups = {name: tuple(dict(item.subgroups)[name] for item in items) for name in columns}
     return divided(whole, [item.split for item in items], names, listing.domain, TEMPLATE, options)
 
 

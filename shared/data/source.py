@@ -145,7 +145,12 @@ def joined(*parts: Split) -> Split:
         part, index = places[row]
         return part.digest(index)
 
-    return Split(torch.cat([part.labels for part in parts]), image, groups, digest=digest)
+    whole = Split(torch.cat([part.labels for part in parts]), image, groups, digest=digest)
+    shared = set.intersection(*(set(part.subgroups) for part in parts))
+    whole.subgroups = {
+        name: tuple(value for part in parts for value in part.subgroups[name]) for name in sorted(shared)
+    }
+    return whole
 
 
 def reader_of(pixels: np.ndarray) -> Callable[[int], Image.Image]:

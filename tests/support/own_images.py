@@ -12,6 +12,27 @@ SHAPES = ("circle", "square", "cross", "bar")
 SIDE = 48
 
 
+def write_scenes(root: Path, count: int, seed: int = 0) -> Path:
+    """A table ``labels.csv`` with any number of `SHAPES` in each of ``count`` pictures, two of each patient.
+
+    A few labels are unknown; ``scanner`` is old or new.
+    """
+    draws = np.random.default_rng(seed)
+    (root / "images").mkdir(parents=True, exist_ok=True)
+    lines = [",".join(("path", "patient", "scanner", *SHAPES))]
+    for number in range(count):
+        present = draws.random(len(SHAPES)) < 0.4
+        image = Image.new("RGB", (2 * SIDE, 2 * SIDE), (230, 230, 220))
+        for at in np.flatnonzero(present):
+            own = picture(SHAPES[at], 1000 * seed + number)
+            image.paste(own, (SIDE * (int(at) % 2), SIDE * (int(at) // 2)))
+        image.save(root / "images" / f"{number}.png")
+        cells = ["" if draws.random() < 0.03 else str(int(own)) for own in present]
+        lines.append(",".join((f"images/{number}.png", f"p{number // 2}", ("old", "new")[number // 2 % 2], *cells)))
+    (root / "labels.csv").write_text("\n".join(lines) + "\n")
+    return root
+
+
 def picture(shape: str, seed: int, domain: str = "filled") -> Image.Image:
     """One drawing, RGB, `SIDE` pixels; ``seed`` moves it and chooses its colours."""
     draws = np.random.default_rng([seed, SHAPES.index(shape)])

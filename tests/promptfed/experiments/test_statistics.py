@@ -260,3 +260,25 @@ def test_several_labels_are_balanced_by_present_and_absent_of_all_clients(tmp_pa
     wanted = torch.where(labels >= 0, each, 0.0).sum() / 2
     found = loss_of(small_backbone(tmp_path), PAIRS, labels, several=True, balance="logit_adjusted")(logits, labels)
     assert found.item() == pytest.approx(wanted.item(), abs=1e-6)
+
+
+def test_no_count_of_scores_can_be_narrowed_within_its_range() -> None:
+    """By the number of images, which is told as a range too, each count can still be any of its range."""
+    rng, told = np.random.default_rng(7), 0
+    for _ in range(3000):
+        floor = int(rng.choice([2, 5, 10]))
+        counts = rng.poisson(rng.choice([0.3, 4, 30]), (int(rng.integers(1, 4)), int(rng.integers(2, 12))))
+        lows = above_floor(counts, floor).reshape(-1)
+        if not lows.any():
+            continue
+        told += 1
+        assert (lows % floor == 0).all()
+        assert (lows <= counts.reshape(-1)).all()
+        images = int(counts.sum())
+        least, most = images - images % floor, images - images % floor + floor - 1
+        for k in range(len(lows)):
+            others = lows.sum() - lows[k]
+            for value in (lows[k], lows[k] + floor - 1):
+                assert value + others <= most
+                assert value + others + (len(lows) - 1) * (floor - 1) >= least
+    assert told > 500

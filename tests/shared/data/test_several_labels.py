@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from promptfed.shared.data.partition import class_counts, strata
 from promptfed.shared.data.registry import class_names_of
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.data.sheet import contact_sheet
+from tests.support.own_images import SHAPES, write_scenes
 
 SCENES = "emoji-scenes:flat?count=300&test_count=60"
 
@@ -204,3 +206,19 @@ def test_a_hub_data_set_with_lists_of_labels(tmp_path: Path) -> None:
     assert source.train.labels.tolist()[:2] == [[1, 1], [0, 0]]
     assert source.train.labels.tolist()[3] == [0, 1]
     assert source.train.labels.dtype == torch.int8
+
+
+def test_columns_of_subgroups_stay_with_their_images(tmp_path: Path) -> None:
+    write_scenes(tmp_path, 24, seed=4)
+    with (tmp_path / "labels.csv").open() as lines:
+        scanner = {Path(row["path"]).name: row["scanner"] for row in csv.DictReader(lines)}
+    uri = f"csv:{tmp_path}/labels.csv?group=patient&groups=scanner,patient"
+    source, whole = open_source(uri), open_source(uri, "evaluator").test
+    assert source.class_names == tuple(SHAPES)
+    for split in (source.train, source.test, whole):
+        files = [Path(split.origin(row).path).name for row in range(len(split))]
+        assert split.subgroups["scanner"] == tuple(scanner[file] for file in files)
+        assert split.subgroups["patient"] == split.groups
+    assert len(whole) == 24
+    with pytest.raises(DataError, match="has no column site"):
+        open_source(f"csv:{tmp_path}/labels.csv?groups=site")
