@@ -15,6 +15,8 @@ from promptfed.shared.methods.core.interface.base import ClientUpdate
 from promptfed.shared.spec.schedule import ScheduleSpec
 from promptfed.shared.tensors import Array
 
+NONE = np.zeros(())
+
 
 @dataclass(frozen=True)
 class Late:
@@ -41,8 +43,8 @@ def moved_on(
 ) -> Iterator[ClientUpdate]:
     """The updates as if they had started from ``payload``, the current one.
 
-    One that started from w₀ becomes w + s(τ)·(update - w₀), so that a weighted mean of all is w + Σ p·s(τ)·Δ. One that
-    started from the current payload stays as it is.
+    One that started from w₀ becomes w + s(τ)·(update - w₀), so that a weighted mean of all is w + Σ p·s(τ)·Δ. A tensor
+    that is not in the payload is itself a change. An update that started from the current payload stays as it is.
     """
     for update in updates:
         known = late.get(update.client)
@@ -51,7 +53,10 @@ def moved_on(
             continue
         began, _ = blobs.tensors(known.payload_sha256)
         factor = schedule.factor(known.staleness)
-        moved = {name: _moved(tensor, began[name], payload[name], factor) for name, tensor in update.tensors.items()}
+        moved = {
+            name: _moved(tensor, began.get(name, NONE), payload.get(name, NONE), factor)
+            for name, tensor in update.tensors.items()
+        }
         yield ClientUpdate(update.client, update.weight, moved)
 
 

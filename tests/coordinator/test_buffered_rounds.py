@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from promptfed.shared.tensors.torch_tensors import decode
-from promptfed.testing.clients import ScriptedClient, spec, update_body
+from promptfed.testing.clients import ScriptedClient, drive, spec, update_body
 from tests.support.coordinators import InThread
 
 NAMES = ("a", "b", "c", "d")
@@ -188,3 +188,18 @@ def test_what_cannot_be_asynchronous_is_refused_with_the_reason(
     raw = spec(**{"schedule": {"kind": "buffered", "buffer": 2}, **changes})
     refused = coordinator.post("/v1/federations", raw, status=422)
     assert any(why in error["detail"] for error in refused["errors"]), refused
+
+
+def test_a_buffer_of_all_clients_gives_the_states_of_plain_rounds(coordinator: InThread) -> None:
+    hashes = []
+    for schedule in (None, {"kind": "buffered", "buffer": len(NAMES)}):
+        federation = coordinator.create(
+            name=f"with-{schedule is not None}", rounds=3, evaluation={"every": 3}, schedule=schedule
+        )
+        clients = coordinator.enrol(federation, *NAMES)
+        coordinator.post(f"{federation}/start")
+        drive(clients)
+        coordinator.until(federation, state="finished")
+        reports = [coordinator.get(f"{federation}/rounds/{round}") for round in (1, 2, 3)]
+        hashes.append([report["state_hash"] for report in reports])
+    assert hashes[0] == hashes[1]

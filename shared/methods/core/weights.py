@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from promptfed.shared.methods.core import heads, trained_tower, visual
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, LinearHead, TextHead
+from promptfed.shared.methods.core.interface.base import CHANGE
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.trained_tower import TowerHyper, TrainedTower
 from promptfed.shared.methods.core.visual import ImageClassifier, VisualHyper, check_kept_blocks
@@ -25,7 +26,6 @@ from promptfed.shared.tensors.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHANGE = "change."  # prefix of the tensors that a client sends
 HEAD = tuple(spec.name for spec in heads.SHARED_HEAD)
 
 

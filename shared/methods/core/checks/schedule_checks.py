@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from promptfed.shared.methods.core.checks.mean_checks import check_one_mean, distinct_phases
-from promptfed.shared.methods.core.interface.base import Method, MethodError
+from promptfed.shared.methods.core.interface.base import CHANGE, Method, MethodError
 from promptfed.shared.spec.spec import FederationSpec
 
 
@@ -17,7 +17,8 @@ def check_schedule(method: Method, spec: FederationSpec) -> None:
     if any(len(method.phases(round, spec.rounds)) > 1 for round in {1, min(2, spec.rounds), spec.rounds}):
         raise MethodError(f"{method.name} asks the same clients twice in a round, and here nobody waits for anybody")
     for phase in distinct_phases(method, spec.rounds):
-        others = {tensor.name for tensor in phase.up} - {tensor.name for tensor in phase.down}
+        received = {tensor.name for tensor in phase.down}
+        others = {tensor.name for tensor in phase.up if not tensor.name.startswith(CHANGE)} - received
         if others:
             raise MethodError(
                 f"{method.name} sends {min(others)}, which its clients do not receive: there is no change to add"
