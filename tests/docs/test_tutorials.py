@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface.base import Method
 from tests import ROOT
 from tests.support import exports
-from tests.support.own_images import write_folder
+from tests.support.own_images import SHAPES, write_folder, write_scenes
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 
@@ -61,7 +62,14 @@ def write_images(folder: Path) -> None:
     shutil.copy(next((folder / "images").rglob("*.png")), folder / "photo.png")
 
 
+def write_tables(folder: Path) -> None:
+    write_scenes(folder, 150)
+    for seed, site in enumerate(("north", "south"), 1):
+        write_scenes(folder / site, 160, seed)
+
+
 PREPARED: dict[str, Callable[[Path], Any]] = {
+    "tutorials/several-labels.md": write_tables,
     "tutorials/your-own-images.md": lambda folder: write_folder(folder / "images", each=10),
     "guides/join-a-site.md": write_images,
     "guides/take-a-result-away.md": write_images,
@@ -192,9 +200,20 @@ def the_images_were_learned(folder: Path, printed: str) -> None:
     assert (folder / "tuned-result" / "prompts.safetensors").is_file()
 
 
+def the_validation_has_means(folder: Path, printed: str) -> None:
+    assert "Mean average precision on held-out training images" in printed
+    report = json.loads((folder / "validated" / "validation.json").read_text())["report"]
+    assert set(report["sites"]) == {"north", "south"}
+    pooled = {(each["figure"], each["class_name"], each["value"]) for each in report["figures"] if each["pooled"]}
+    assert {("auroc", name, None) for name in SHAPES} <= pooled
+    assert {value for _, _, value in pooled} >= {"old", "new"}
+    assert (folder / "validated" / "forest.png").is_file()
+
+
 CHECKS: dict[str, Callable[[Path, str], None]] = {
     "tutorials/first-federation.md": the_prompts_are_there,
     "tutorials/your-own-images.md": the_images_were_learned,
+    "tutorials/several-labels.md": the_validation_has_means,
 }
 
 
