@@ -9,7 +9,7 @@ from typing import Any
 from promptfed.export.reading import OpenedExport, open_export
 from promptfed.sdk.backbone import resolve
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.shared.methods import method_for
+from promptfed.shared.methods import TASK, method_for
 from promptfed.shared.methods.core.interface.base import MethodError, ServerContext
 from promptfed.shared.spec.spec import FederationSpec, Kind, Origin, merged
 from promptfed.shared.tensors import Tensors
@@ -63,7 +63,8 @@ def _spec(opened: OpenedExport) -> dict[str, Any]:
         "licence",
     }
     known = card.model_dump(mode="json", include=fields, exclude_none=True, exclude_unset=True)
-    return {"name": card.federation.name} | known
+    task = {TASK: card.method[TASK]} if TASK in card.method else {}
+    return {"name": card.federation.name} | known | task
 
 
 def _expect_fit(spec: FederationSpec, state: Tensors) -> None:
