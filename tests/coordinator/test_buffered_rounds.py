@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from promptfed.coordinator.engine import jobs
+from promptfed.coordinator.store.blobs import digest_of
 from promptfed.shared.tensors.torch_tensors import decode
 from promptfed.testing.clients import ScriptedClient, drive, spec, update_body
 from tests.support.coordinators import InThread
@@ -203,3 +205,16 @@ def test_a_buffer_of_all_clients_gives_the_states_of_plain_rounds(coordinator: I
         reports = [coordinator.get(f"{federation}/rounds/{round}") for round in (1, 2, 3)]
         hashes.append([report["state_hash"] for report in reports])
     assert hashes[0] == hashes[1]
+
+
+def test_the_payload_of_a_late_task_is_made_again_from_its_own_state(coordinator: InThread) -> None:
+    federation, clients = began(coordinator)
+    old = coordinator.task(clients["d"])
+    for names in (("a", "b"), ("b", "c")):
+        for name in names:
+            answer(clients[name], coordinator.task(clients[name]))
+    coordinator.until(federation, round=3)
+    digest = old["payload"]["sha256"]
+    made = jobs.payload_again(coordinator.registry, coordinator.registry.get(federation), digest)
+    assert made is not None
+    assert digest_of(made) == digest
