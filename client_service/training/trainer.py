@@ -122,11 +122,7 @@ class TaskWork:
         phase = phase_of(method, task.round, task.config.rounds, task.phase)
         self._check(tensors, method, phase, task.config)
         if phase.total:
-            private, provenance = self.state.committed()
-            with unexplained(self.hides_failures), torch_settings(context.training, self.backbone):
-                given = (tensors, private), self.data, self.privacy
-                update, spent = counting.counted(task, method, context, *given)
-            return Trained(update, private, replace(provenance, task_id=task.task_id), {}, spent)
+            return self._counted(task, method, context, tensors)
         if self.rules.payloads is not None:
             own = ClientInfo(self.name, self.role, len(context.train), context.label_space, self.data.domain)
             start = start_of(method, self.backbone, task, own)
@@ -161,6 +157,14 @@ class TaskWork:
                 self.rules.payloads.note(task, tensors, update)
         provenance = TensorOrigin(task.task_id, task.round, task.phase, peers, "sample" if protection else "none")
         return Trained(update, private, provenance, finite, spent)
+
+    def _counted(self, task: Task, method: Method, context: ClientContext, tensors: Tensors) -> Trained:
+        """The counts that a phase sums; what was trained stays as it is."""
+        private, provenance = self.state.committed()
+        with unexplained(self.hides_failures), torch_settings(context.training, self.backbone):
+            given = (tensors, private), self.data, self.privacy
+            update, spent = counting.counted(task, method, context, *given)
+        return Trained(update, private, replace(provenance, task_id=task.task_id), {}, spent)
 
     def own_noise(self, task: Task) -> OwnNoise | None:
         """This client's part of the noise for whole clients, by the terms that its owner agreed to, if there is any."""

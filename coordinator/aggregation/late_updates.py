@@ -9,6 +9,8 @@ import numpy as np
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.problems import TooStale
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tables import PhaseRow, TaskRow
 from promptfed.shared.methods.core.interface.base import ClientUpdate
@@ -24,6 +26,14 @@ class Late:
 
     payload_sha256: str
     staleness: int
+
+
+def expect_fresh(federation: Federation, round: int) -> None:
+    """Raise TooStale for an expired task that began in ``round``, unless the last round is over."""
+    now, schedule = federation.run.round, federation.spec.schedule
+    if schedule is not None and now < federation.rules.last_round:
+        text = f"the state of this task is {now - round} rounds old; an update may be {schedule.max_staleness} late"
+        raise TooStale(f"{text}: train on the next task", round=now)
 
 
 def late_updates(session: Session, phase_id: int) -> dict[str, Late]:

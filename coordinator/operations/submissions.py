@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation.changes import change_norm
+from promptfed.coordinator.aggregation.late_updates import expect_fresh
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.engine.recorder import Change, open_task
@@ -43,8 +44,7 @@ from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.tensors import DTYPES, Arrays, TensorError, check, decode, decode_file
 
-# Norms of prompts are far smaller. Squares and products of such numbers may overflow float32; one update could then
-# end the federation.
+# Norms of prompts are far smaller. Squares of such numbers may overflow float32, and one update end the federation.
 LARGEST_NORM = 1e9
 QUICK_HEADER_BYTES = 4096  # of a small update; a longer header may name thousands of tensors
 
@@ -291,14 +291,10 @@ def decided(federation: Federation, task: AskedTask, kind: str | None, digest: s
 def _expect_open(federation: Federation, task: AskedTask) -> None:
     if task.status == "open" and federation.run.state not in ENDED:
         return
-    schedule, behind = federation.spec.schedule, federation.run.round - task.round
-    is_last = federation.run.round == federation.rules.last_round
-    if schedule is not None and task.status == "expired" and task.kind == "train" and not is_last:
-        text = f"the state of this task is {behind} rounds old; an update may be {schedule.max_staleness} late"
-        raise problems.TooStale(f"{text}: train on the next task", round=federation.run.round)
+    if (task.kind, task.status) == ("train", "expired"):
+        expect_fresh(federation, task.round)
     where = f"round {federation.run.round}" + (f", {federation.phase}" if federation.phase else "")
-    over = f"the phase of round {task.round} that this task belonged to is over ({task.status})"
-    text = f"{over}; {federation.name} is in {where}"
+    text = f"the phase of round {task.round} is over ({task.status}); {federation.name} is in {where}"
     raise problems.PhaseClosed(text, round=federation.run.round, phase=federation.phase, state=federation.run.state)
 
 

@@ -11,11 +11,10 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.fedsr import Representation
 from promptfed.shared.methods.core.generalization import GAP, OWN_LOSS, ROUND, WEIGHTS, Subset
 from promptfed.shared.methods.core.interface.arithmetic import differs_by_rounding
-from promptfed.shared.methods.core.interface.base import CHANGE
 from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier
 from promptfed.shared.methods.core.weights import WeightMethod, WeightsHyper
 from promptfed.shared.seeds import Draws
-from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors import CHANGE, Tensors, TensorSpec
 from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:

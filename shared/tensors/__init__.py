@@ -36,6 +36,7 @@ METADATA_KEY = "promptfed"
 MAX_HEADER_BYTES = 1_000_000
 CHUNK = 1 << 14  # entries that are worked on together: what is made of them in float64 fits a processor's cache
 UNREADABLE = (SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError)
+CHANGE = "change."  # prefix of tensors that clients send as changes, instead of new values
 SERVER = "server."  # before the names of what a server optimizer keeps in a global state
 DTYPES = {name: np.dtype(kind) for name, kind in (
     ("float32", np.float32), ("int64", np.int64), ("bfloat16", ml_dtypes.bfloat16),

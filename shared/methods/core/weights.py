@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from promptfed.shared.methods.core import heads, trained_tower, visual
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, LinearHead, TextHead
-from promptfed.shared.methods.core.interface.base import CHANGE
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.trained_tower import TowerHyper, TrainedTower
 from promptfed.shared.methods.core.visual import ImageClassifier, VisualHyper, check_kept_blocks
 from promptfed.shared.seeds import Draws
-from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors import CHANGE, Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import brain_float
 from promptfed.shared.tensors.lazy import torch
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from promptfed.shared.methods.core.checks.mean_checks import check_one_mean, distinct_phases
-from promptfed.shared.methods.core.interface.base import CHANGE, Method, MethodError
+from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.spec.spec import FederationSpec
+from promptfed.shared.tensors import CHANGE
 
 
 def check_schedule(method: Method, spec: FederationSpec) -> None:

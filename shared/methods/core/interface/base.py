@@ -63,10 +63,6 @@ class Needs:
     patch_tokens: bool = False
 
 
-CHANGE = "change."
-"""Prefix of tensors that clients send as changes of what they hold, instead of new values."""
-
-
 @dataclass(frozen=True)
 class Phase:
     """One exchange of a round: tensors ``down`` to clients, tensors ``up`` to the coordinator.
