@@ -69,7 +69,7 @@ class AgreedTerms(TrainingTerms):
     method_package: str | None
     evaluate_every: int
     evaluation: Told = None
-    schedule: ScheduleSpec | None = None
+    schedule: Annotated[ScheduleSpec | None, left_out()] = None
     most_peers: int
     sends: dict[str, list[str]]
     metrics: list[str]

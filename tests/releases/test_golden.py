@@ -1,6 +1,7 @@
 """Messages as earlier releases wrote them: they are read, and written again in the same bytes for those releases.
 
 Each file in ``golden/`` was made by its release's own code: one example of each message, and the fields that it knows.
+``kept`` lists the fields of what a client keeps on its disk.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from promptfed.client_service.privacy.agreement import terms_of
 from promptfed.shared import messages
+from promptfed.shared.methods import make_method
 from promptfed.shared.spec.spec_section import newest_needed
 from promptfed.shared.spec.versions import RELEASES, Versions
 
@@ -65,6 +68,14 @@ def test_a_field_that_a_release_does_not_know_says_since_when_it_is_there(releas
             extra = models[name].model_fields[added].json_schema_extra
             assert isinstance(extra, dict), f"{name}.{added}"
             assert VERSIONS[str(extra["since"])] > VERSIONS[release], f"{name}.{added}"
+
+
+@pytest.mark.parametrize("release", FILES)
+def test_a_release_can_continue_with_what_the_owner_agreed_to(release: str) -> None:
+    """A consent stays on the disk when a client is replaced by an earlier release, which refuses unknown keys."""
+    info = messages.EnrolmentInfo.model_validate(golden(release)["examples"]["EnrolmentInfo"])
+    terms = terms_of(info, make_method(info.method), "http://coordinator", "trainer", [])
+    assert terms.model_dump(mode="json").keys() <= set(golden(release)["kept"]["AgreedTerms"])
 
 
 def test_an_offer_with_a_later_field_needs_a_later_client() -> None:
