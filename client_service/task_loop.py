@@ -25,6 +25,7 @@ from promptfed.client_service.privacy.policy import Policy
 from promptfed.client_service.privacy.secure import SecureWork, StepAnswer
 from promptfed.client_service.privacy.unexplained import unexplained
 from promptfed.client_service.state.faults import point
+from promptfed.client_service.state.kept_rounds import keep_before
 from promptfed.client_service.state.private_state import PAYLOADS, Pending
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled
 from promptfed.client_service.training.executor import Compute
@@ -105,6 +106,9 @@ class TaskLoop:
         try:
             self.work.expect_policy(task)
             self.agreement.expect(task)
+            if (first := self.agreement.repeated_from(task)) is not None:
+                found = await self.compute.run(lambda: self.work.go_back(first))
+                self.monitor.tell("repeated", **_facts(task), first=first, anew=not found)
             await self._inquiries.before(task)
             payload = await self.coordinator.payload(task, self.state.folder / PAYLOADS)
             if self._secure is not None:
@@ -267,6 +271,7 @@ class TaskLoop:
             return
         point("update-sent")
         self.agreement.note_settled("train", pending.round, pending.phase)
+        keep_before(self.state, pending.round, self.agreement.consent.terms.keep_rounds)
         self.state.commit()
         self._settled.add(pending.task_id)
         self.monitor.tell("accepted", round=pending.round, phase=pending.phase, bytes=pending.update.size)
@@ -324,7 +329,7 @@ class TaskLoop:
 
     def _note_sending(self, task: Task) -> None:
         """Count the answer before it is sent; tell the owner if a round is answered again."""
-        if self.agreement.goes_back(task):
+        if self.agreement.goes_back(task) and self.agreement.repeated_from(task) is None:
             self.monitor.tell("again", **_facts(task))
         self.agreement.note_sending(task)
 

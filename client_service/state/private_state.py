@@ -5,6 +5,7 @@ Layout of the state folder (mode 0700):
     identity.json            name, role, secret, federation and client id (mode 0600)
     enrolment.json           what the coordinator said of the federation; coordinators.json: its group's addresses
     committed.safetensors    private tensors after the last update that the coordinator accepted
+    before-N.safetensors     private tensors with which round N began (`kept_rounds`)
     pending/                 an update and the private tensors that belong to it, written before the first sending
     answered/                the update that was accepted last, in case the coordinator's disk loses it
     serving.json             the last evaluation's task, and serving-*.safetensors, the payload that came with it
@@ -40,11 +41,11 @@ from promptfed.shared.tensors.torch_tensors import decode, encode
 
 PENDING = "pending"
 ANSWERED = "answered"
+COMMITTED = "committed.safetensors"
 PAYLOADS = "payloads"
 TRIALS = "trials"
 LARGE = 16 << 20  # bytes from which a payload is mapped and not read
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)
-
 Kept = TypeVar("Kept")
 
 
@@ -155,9 +156,8 @@ class PrivateState:
             ClientError: STATE where the folder belongs to another federation.
         """
         if identity.federation_id not in (None, federation_id):
-            text = (
-                f"the state folder {self.folder} belongs to federation {identity.federation_id}, not to {federation_id}"
-            )
+            own = identity.federation_id
+            text = f"the state folder {self.folder} belongs to federation {own}, not to {federation_id}"
             raise ClientError(Exit.STATE, f"{text}: give another --state-dir")
         bound = replace(identity, federation_id=federation_id, client_id=client_id or identity.client_id)
         return bound if bound == identity else self._write_identity(bound)
@@ -182,9 +182,9 @@ class PrivateState:
 
     # Private tensors
 
-    def committed(self) -> tuple[Tensors, TensorOrigin]:
-        """The private tensors from which training starts; none before the first accepted update."""
-        path = self.folder / "committed.safetensors"
+    def committed(self, name: str = COMMITTED) -> tuple[Tensors, TensorOrigin]:
+        """The private tensors from which training starts, or those kept as ``name``; none if no file."""
+        path = self.folder / name
         if not path.exists():
             return {}, TensorOrigin()
         try:
@@ -193,15 +193,15 @@ class PrivateState:
         except (TensorError, TypeError):
             raise self.damaged(path.name) from None
 
-    def commit_prepared(self, private: Tensors, provenance: TensorOrigin) -> None:
-        """Commit private tensors that were made before training, which belong to no task."""
-        self.write_file("committed.safetensors", _encode(private, provenance))
+    def commit_prepared(self, private: Tensors, provenance: TensorOrigin, name: str = COMMITTED) -> None:
+        """Commit private tensors that belong to no pending update, or keep them as ``name``."""
+        self.write_file(name, _encode(private, provenance))
 
     def reset_private(self) -> None:
         """Forget the committed private tensors, and an update that was made from them and is not sent yet."""
         if self._pending.exists():
             self.discard()
-        (self.folder / "committed.safetensors").unlink(missing_ok=True)
+        (self.folder / COMMITTED).unlink(missing_ok=True)
         self._disk.sync_folder(self.folder)
 
     def write_pending(self, update: bytes, private: Tensors, provenance: TensorOrigin) -> None:
@@ -235,7 +235,7 @@ class PrivateState:
 
     def commit(self) -> None:
         """The coordinator has the pending update: its private tensors become the committed ones."""
-        self._disk.move(self._pending / "private.safetensors", self.folder / "committed.safetensors")
+        self._disk.move(self._pending / "private.safetensors", self.folder / COMMITTED)
         self._disk.sync_folder(self.folder)
         self._keep_answered()
 
@@ -353,7 +353,7 @@ class PrivateState:
         for name in (PENDING, ANSWERED, "pending.tmp", "discarded", "features", PAYLOADS, TRIALS):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         own = ("secure-work*", "secure-attempt*", "secure-masked*")
-        for pattern in ("committed.safetensors*", "serving*", "last-refusal.json*", *own):
+        for pattern in (f"{COMMITTED}*", "before-*", "round-*", "serving*", "last-refusal.json*", *own):
             for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
         self._disk.sync_folder(self.folder)

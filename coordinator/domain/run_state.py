@@ -121,11 +121,12 @@ class Rules:
 
 @dataclass(frozen=True)
 class Member:
-    """An enrolled client. ``joined``: the state includes it; newcomers join when a round opens."""
+    """An enrolled client. ``joined``: the state includes it; newcomers join when a round opens, from ``since`` on."""
 
     role: Role
     active: bool = True
     joined: bool = False
+    since: int = 0
 
 
 @dataclass(frozen=True)
@@ -184,12 +185,16 @@ class Run:
 
     def starters(self, rules: Rules) -> list[str]:
         """The clients that a start waits for: trainers, or all active ones where there are no rounds of training."""
-        return self.trainers() if rules.rounds else sorted(name for name, one in self.members.items() if one.active)
+        there = self.newcomers()
+        return [name for name in self.trainers() if name in there] if rules.rounds else list(there)
 
     def eligible(self) -> list[str]:
         """Active trainers that the state includes, in order of name."""
         return [name for name in self.trainers() if self.members[name].joined]
 
     def newcomers(self) -> tuple[str, ...]:
-        """Active clients of any role that the state does not include yet, in order of name."""
-        return tuple(sorted(name for name, member in self.members.items() if member.active and not member.joined))
+        """Active clients of any role that the state does not include yet and that join now, in order of name."""
+        waiting = (
+            name for name, one in self.members.items() if one.active and not one.joined and one.since <= self.round
+        )
+        return tuple(sorted(waiting))

@@ -57,8 +57,7 @@ def _start_with_those_there_are(registry: Registry, id: str) -> None:
     while True:
         federation = registry.get(id)
         expect_startable(federation)
-        roster = [name for name, member in federation.run.members.items() if member.active]
-        context = federation.context(roster)
+        context = federation.context(list(federation.run.newcomers()))
         _expect_room(registry, federation, context)
         with registry.blobs.hold() as held:
             tensors = _initial_state(registry, federation, context)

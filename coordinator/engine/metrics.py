@@ -72,7 +72,7 @@ class Metrics:
     def observe(self, change: Change, before: Run) -> None:
         """Count what a committed change did to a run that stood at ``before``."""
         self._secret = self._secret or change.federation.spec.participation.is_secret
-        self.rounds.inc(_rounds_over(change.federation.run) - _rounds_over(before))
+        self.rounds.inc(max(0, _rounds_over(change.federation.run) - _rounds_over(before)))
         for kind, seconds in change.completed:
             self.stages.labels(kind).observe(seconds)
             if self._is_step(change, kind):

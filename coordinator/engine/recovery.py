@@ -27,7 +27,7 @@ from promptfed.coordinator.problems import first_error
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.backend import one_line
 from promptfed.coordinator.store.tables import DELETING, ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
-from promptfed.shared.messages import ENDED, Domain, EnrolledProtection, FederationState, Role, TaskKind
+from promptfed.shared.messages import ENDED, Domain, EnrolledProtection, FederationState, Repeat, Role, TaskKind
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec
 
 DAMAGE = (ValueError, TypeError, LookupError, AttributeError)
@@ -116,6 +116,7 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         shape=BackboneShape.model_validate(row.shape) if row.shape else None,
         supplied_state=row.supplied_state,
         arithmetic=row.arithmetic,
+        repeats=tuple(Repeat.model_validate(one) for one in row.repeats or ()),
         lexicon=row.lexicon,
         noise_key=row.noise_key,
         tasks={task.client: open_task(task, phase) for task, phase in open_ if task.status == "open"},
@@ -155,7 +156,7 @@ def _with_its_clients(session: Session, federation: Federation) -> Federation:
 
 
 def _members(clients: list[ClientRow]) -> dict[str, Member]:
-    return {client.name: Member(cast(Role, client.role), client.active, client.joined) for client in clients}
+    return {one.name: Member(cast(Role, one.role), one.active, one.joined, one.joins_from) for one in clients}
 
 
 def token_of(row: TokenRow) -> EnrolmentToken:

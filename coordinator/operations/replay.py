@@ -141,7 +141,7 @@ def steps_of(session: Session, federation: Federation, round: int) -> list[Commi
     if not rows:
         return []
     before = queries.last_state(session, federation.id, StateRow.round <= round, StateRow.id < rows[0].id)
-    newcomers, forgotten = _newcomers(session, federation), _forgotten(session, federation)
+    newcomers, forgotten = joined_by_state(session, federation), _forgotten(session, federation)
     steps = []
     for row in rows:
         if not row.stored or (before is not None and not before.stored):
@@ -161,7 +161,7 @@ def _with_noise(session: Session, federation: Federation, step: CommittedStep) -
     return replace(step, terms=private_jobs.terms_of(session, federation, phase))
 
 
-def _newcomers(session: Session, federation: Federation) -> dict[int, list[str]]:
+def joined_by_state(session: Session, federation: Federation) -> dict[int, list[str]]:
     """The clients that joined, by the id of the state that includes them."""
     made = _made_without_phase(session, federation, ("initial", "join"), "clients-joined")
     return {id: list(data["clients"]) for id, data in made}

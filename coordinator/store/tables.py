@@ -51,6 +51,7 @@ class FederationRow(Base):
     """One federation: its resolved spec and the state of its run.
 
     ``arithmetic``: the version with which its states are computed; 1, with torch, where none was stored yet.
+    ``repeats``: how it has gone back, as `Repeat`s.
     """
 
     __tablename__ = "federations"
@@ -78,6 +79,7 @@ class FederationRow(Base):
     sampling_key: Mapped[str | None]
     budget_rounds: Mapped[int | None]
     arithmetic: Mapped[int] = mapped_column(server_default="1")
+    repeats: Mapped[list[dict[str, Any]] | None] = mapped_column(Json)
 
 
 class TokenRow(Base):
@@ -141,7 +143,7 @@ class ClientRow(Base):
 
     ``token_id`` is that of the enrolment token that it came with, which may be deleted since. ``protection``: how it
     will train under differential privacy, by its own word (`EnrolledProtection`). ``software``: its
-    release of promptfed, and its system.
+    release of promptfed, and its system. ``joins_from``: the first round that it joins, of rounds that are repeated.
     """
 
     __tablename__ = "clients"
@@ -166,6 +168,7 @@ class ClientRow(Base):
     last_refusal: Mapped[dict[str, Any] | None]
     identity_key: Mapped[str | None]
     protection: Mapped[dict[str, Any] | None]
+    joins_from: Mapped[int] = mapped_column(server_default="0")
 
 
 class PhaseRow(Base):

@@ -66,6 +66,10 @@ class TrainingTerms(BaseModel):
         CalibrationSpec | None,
         left_out(since=3, description="training images are held out, and their scores are counted"),
     ] = None
+    keep_rounds: Annotated[
+        int,
+        left_out(0, since=3, ge=0, le=100_000, description="rounds whose private tensors are kept, to go back with"),
+    ] = 0
     held_out: Annotated[
         float,
         left_out(
