@@ -60,6 +60,7 @@ class Monitor:
         self.status = status
         self.registry = CollectorRegistry()
         self._hook = hook
+        self.record: Hook = lambda event, facts: None  # the site's log, of a client that has one
         self._events = Counter("promptfed_client_events", "What happened", ["event"], registry=self.registry)
         self._events.labels("failed")  # there from the start: Prometheus sees no increase in a first value
         self._seconds = Counter("promptfed_client_training_seconds", "Seconds of training", registry=self.registry)
@@ -110,6 +111,7 @@ class Monitor:
         warned = event in ("refused", "failed", "other_payload", "again") or facts.get("verdict") == "suspicious"
         level = logging.WARNING if warned else logging.INFO
         log.log(level, "%s %s", event, text, extra={"event": event, "facts": facts})
+        self.record(event, facts)
         if self._hook is not None:
             self._hook(event, facts)
 

@@ -7,6 +7,7 @@ import logging
 import signal
 import time
 from concurrent.futures import Executor
+from dataclasses import replace
 
 import httpx
 
@@ -14,7 +15,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.http.sent_log import SentLog
-from promptfed.client_service.joining.consent import Terminal
+from promptfed.client_service.joining.consent import Terminal, noted
 from promptfed.client_service.joining.enrolment import explain
 from promptfed.client_service.joining.flow import FederationEnded, Joining
 from promptfed.client_service.joining.parts import Parts
@@ -24,6 +25,7 @@ from promptfed.client_service.serving.api import create_app, running_api
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.state.private_state import PrivateState
+from promptfed.client_service.state.site_log import SiteLog
 from promptfed.client_service.task_loop import POLL_SECONDS, SHORTEST_POLL, TaskLoop
 from promptfed.client_service.training.executor import Compute
 from promptfed.client_service.training.trainer import TaskWork
@@ -116,7 +118,12 @@ class Worker:
         if self.api_url is not None:
             state.write_note("api.url", self.api_url)
         coordinator = CoordinatorClient(http, settings.coordinator, settings.federation, settings.give_up_after)
-        coordinator.sent = self._sent or (None if self._ephemeral else SentLog(settings.state_dir))
+        coordinator.sent = self._sent
+        if not self._ephemeral:
+            site = SiteLog(settings.state_dir)
+            self.monitor.record = site.note
+            coordinator.sent = self._sent or SentLog(settings.state_dir, site.note)
+            self._parts = replace(self._parts, consent=noted(self._parts.consent, site))
         self.monitor.watch(coordinator.traffic)
         try:
             joining = Joining(settings, self._parts, state, coordinator, self.compute, self.monitor, predictor)

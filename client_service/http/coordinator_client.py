@@ -77,7 +77,7 @@ class CoordinatorClient(CoordinatorConnection):
             return None
         task = self.parse(Task, answer.body)
         if self.sent is not None:
-            self.sent.rounds = {task.task_id: (task.round, task.phase)}
+            self.sent.asked(task)
         return task
 
     async def trial(self, wait: int) -> TrialOffer | None:

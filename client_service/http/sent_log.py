@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -22,6 +22,7 @@ from typing import Any
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body
 from promptfed.shared import machine
+from promptfed.shared.messages import Task
 from promptfed.shared.service.reasons import why
 
 FILE, OLDER = "sent.jsonl", "sent-*.jsonl"
@@ -34,9 +35,13 @@ Line = dict[str, Any]
 
 @dataclass
 class SentLog:
-    """The record of one state folder. A withdrawal may write to it while the client runs."""
+    """The record of one state folder. A withdrawal may write to it while the client runs.
+
+    ``told``: also gets each message and each task, for the site's log.
+    """
 
     folder: Path
+    told: Callable[[str, Mapping[str, Any]], None] = lambda what, facts: None
     rounds: dict[str, tuple[int, str]] = field(default_factory=dict)  # round and phase of the last task, by its id
     _asked: Counter[str] = field(default_factory=Counter)
     _hour: tuple[str, str] = ("", "")
@@ -55,8 +60,17 @@ class SentLog:
         message = (address, path, body.sha256 if body is not None else "")
         if message == self._message:
             return
-        self._write({"to": address, **_about(path, body, self.rounds)})
+        facts = {"to": address, **_about(path, body, self.rounds)}
+        self._write(facts)
+        self.told("sent", {"message": facts.pop("what"), **facts, "line": self._end[1]})
         self._message = message
+
+    def asked(self, task: Task) -> None:
+        """The coordinator asks for a task."""
+        if task.task_id not in self.rounds:
+            facts = {"task": task.task_id, "kind": task.kind, "round": task.round, "phase": task.phase}
+            self.told("asked", facts | {"payload": task.payload.sha256, "bytes": task.payload.bytes})
+        self.rounds = {task.task_id: (task.round, task.phase)}
 
     def _count(self, address: str, path: str) -> None:
         place = path.partition("?")[0].split("/")

@@ -9,6 +9,8 @@ from typing import Literal
 
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.disclosure import Disclosure
+from promptfed.client_service.joining.parts import Consent
+from promptfed.client_service.state.site_log import SiteLog, digest
 from promptfed.shared.machine import line_of
 from promptfed.shared.plain_text import plain
 
@@ -61,3 +63,20 @@ class Terminal:
     def _say(*lines: str) -> None:
         sys.stderr.write("\n".join(map(plain, lines)) + "\n")
         sys.stderr.flush()
+
+
+def noted(consent: Consent | None, site: SiteLog) -> Consent | None:
+    """``consent``, with a note in the site's log of what was shown and what the answer was."""
+    if consent is None:
+        return None
+
+    async def asked(checks: Sequence[Check], disclosure: Disclosure) -> bool:
+        text = "\n".join(map(plain, disclosure.lines()))
+        terms = {"terms": disclosure.terms.digest}
+        site.note("shown", {**terms, "sha256": digest(text), "text": text})
+        agreed = await consent(checks, disclosure)
+        about = disclosure.terms.model_dump(mode="json", include={"federation", "role", "method", "rounds", "privacy"})
+        site.note("agreed" if agreed else "declined", terms | about)
+        return agreed
+
+    return asked

@@ -18,6 +18,7 @@ from promptfed.client_service.privacy.policy import expect_origin, read_policy
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.known_coordinators import use_known
 from promptfed.client_service.state.private_state import TRIALS, Identity, PrivateState
+from promptfed.client_service.state.site_log import SiteLog
 from promptfed.shared.files import write_whole
 
 log = logging.getLogger("promptfed.client")
@@ -39,6 +40,7 @@ def withdraw(settings: Settings) -> int:
         raise ClientError(Exit.STATE, f"{folder} holds no consent to withdraw: give the client's --state-dir")
     for place in (folder, *folder.glob(f"{TRIALS}/*")):
         write_whole(place / WITHDRAWN, datetime.now(UTC).isoformat(timespec="seconds").encode(), mode=0o600)
+    SiteLog(folder).note("withdrawn", {"delete_private": settings.delete_private})
     log.info("consent is withdrawn: this client answers no further task")
     told = _tell(settings)
     if settings.delete_private:
@@ -85,7 +87,7 @@ async def _send(settings: Settings, federation: str, secret: str) -> None:
         coordinator = CoordinatorClient(http, settings.coordinator, federation, ANSWER_SECONDS, secret)
         if settings.policy_file is not None:
             coordinator.may_move = partial(expect_origin, read_policy(settings.policy_file)[0])
-        coordinator.sent = SentLog(settings.state_dir)
+        coordinator.sent = SentLog(settings.state_dir, SiteLog(settings.state_dir).note)
         use_known(coordinator.book, settings.state_dir)
         await coordinator.withdraw()
 

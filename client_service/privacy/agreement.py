@@ -323,8 +323,8 @@ class Agreement:
         sent, settled = ({}, []) if fresh else (dict(before.sent), before.settled)
         sent[key] = sent.get(key, 0) + 1
         restores = before.restores + back
-        about = {"epoch": task.epoch, "restores": restores, "repeats": [one.id for one in task.repeats]}
-        self._note(SentAnswers(**about, round=task.round, sent=sent, settled=settled))
+        now = SentAnswers(epoch=task.epoch, restores=restores, round=task.round, sent=sent, settled=settled)
+        self._note(now.model_copy(update={"repeats": [one.id for one in task.repeats]}))
 
     def note_settled(self, kind: str, round: int, phase: str) -> None:
         """The answer counts, or came too late: this phase is not answered again."""

@@ -263,7 +263,7 @@ def _forget(registry: Registry, id: str, name: str) -> set[str]:
             change.send(events.Tick(clock.monotonic()))
         point("forget-before-commit")
     for known in (registry.retired, registry.damaged, registry.configs, registry.attempts):
-        known.pop(id, None)  # type: ignore[attr-defined]
+        known.pop(id, None)
     registry.epoch = secrets.token_hex(8)  # Clients of earlier releases follow only another process.
     return erased.digests
 
@@ -383,7 +383,14 @@ class _Erasing:
                 entry.actor in self._secrets or _holds(entry.detail, self._secrets)
             ):
                 buried[str(entry.number)] = entry.hash
-        empty = {"at": "", "actor": "", "role": "", "address": "", "federation_name": None, "detail": {}}
+        empty: dict[str, Any] = {
+            "at": "",
+            "actor": "",
+            "role": "",
+            "address": "",
+            "federation_name": None,
+            "detail": {},
+        }
         for begin in range(0, len(buried), retention.AT_ONCE):
             some = [int(number) for number in list(buried)[begin : begin + retention.AT_ONCE]]
             self._session.execute(update(AuditRow).where(AuditRow.number.in_(some)).values(act=ERASED, **empty))

@@ -44,7 +44,8 @@ class ForgettingPlan(BaseModel):
         """The cost as sentences."""
         if not self.rounds:
             return [f"{self.client} has taken part in no round: none is repeated."]
-        lines = [f"{counted(self.rounds, 'round is', 'rounds are')} repeated, from round {self.first_round} on."]
+        start = f"round {self.first_round}" if self.first_round else "a new start"
+        lines = [f"{counted(self.rounds, 'round is', 'rounds are')} repeated, from {start} on."]
         budget = [one for one in self.charges if one.epsilon is not None]
         for one in budget:
             answers = counted(one.answers, "update")

@@ -11,12 +11,13 @@ from typing import Any
 import httpx
 import pytest
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import new_federation
 from promptfed.coordinator.domain.run_state import Member
 from promptfed.coordinator.operations import forgetting
 from promptfed.coordinator.store.fault_points import FORGETTING_POINTS
-from promptfed.coordinator.store.tables import AuditRow, Base, TaskRow, UpdateRow
+from promptfed.coordinator.store.tables import Base, TaskRow, UpdateRow
 from promptfed.shared.api.access_schemas import AuditEntry, BrokenChain, check_chain
 from promptfed.shared.api.forgetting_schemas import SignedForgetting
 from promptfed.shared.canonical import canonical_json
@@ -26,7 +27,7 @@ from promptfed.testing.clients import spec
 from promptfed.testing.coordinator import OperatorCalls
 from tests.support.coordinators import ForkedCoordinator, InThread, in_thread
 from tests.support.kill_campaign import MethodClient
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import wait_for
 
 METHODS: dict[str, dict[str, Any]] = {
     "promptfl": {"name": "promptfl", "m": 4},
@@ -135,13 +136,10 @@ def test_where_states_are_not_kept_the_whole_run_is_repeated(coordinator: InThre
     joins = {"a": 0, "B": 0, GONE: 2}
     played = Play(coordinator, "played", "promptfl", dict(joins), 1.0, retention="last_round")
     played.until(None)
-    time.sleep(0.1)
-    with coordinator.registry.database.read() as session:
-        assert session.scalars(select(UpdateRow.stored)).all()
-    first = coordinator.get(f"{played.id}/clients/{GONE}/forgetting")["first_round"]
+    path = f"{played.id}/clients/{GONE}/forgetting"
+    wait_for("earlier states are removed", lambda: coordinator.get(path)["first_round"] == 0)
     played.forget(GONE)
     played.until(None)
-    assert first in (0, 3)
     assert played.hashes == without(coordinator, "promptfl", joins, 1.0, retention="last_round")
 
 
@@ -174,6 +172,7 @@ def test_nothing_of_it_is_left_and_the_certificate_says_what_was_done(coordinato
         hits = [(one, wanted) for one, content in files for wanted in (*(n.encode() for n in names), *tensors)]
         return [f"{one.name}: {wanted[:20]!r}" for one, wanted in hits if wanted in one.read_bytes()]
 
+    assert len(found(tmp_path / "data")) > 3 or not coordinator.registry.database.backend.in_folder
     before = chain(coordinator)
     assert any(name in texts(coordinator) for name in names)
     shown = played.forget(GONE)
@@ -196,11 +195,13 @@ def test_nothing_of_it_is_left_and_the_certificate_says_what_was_done(coordinato
     done = certificate.report.done
     assert {str(entry.number) for entry in entries if entry.act == "erased"} == set(done.tombstones)
     named = {str(entry.number) for entry in before if GONE in entry.model_dump_json()}
-    assert named and named <= set(done.tombstones)
+    assert named
+    assert named <= set(done.tombstones)
     assert entries[certificate.report.forgotten.number - 1].hash == certificate.report.forgotten.hash
     said = forgetting_statement(canonical_json(certificate.report.model_dump(mode="json")))
     assert is_signed(coordinator.get("/v1/signing-key")["public_key"], certificate.signature, said)
-    assert done.client.is_of(GONE) and not done.client.is_of("a")
+    assert done.client.is_of(GONE)
+    assert not done.client.is_of("a")
     # Asked again, it answers with the same certificate.
     assert coordinator.post(f"{played.id}/clients/{GONE}/forgetting")["report"]["done"] == shown["report"]["done"]
     assert coordinator.post(f"{played.id}/clients/wombat/forgetting", status=404)["type"].endswith("not-found")
@@ -233,7 +234,7 @@ def test_where_rounds_cannot_be_repeated_it_is_refused(changes: dict[str, Any], 
     federation = new_federation("fed-1", asked)
     joined = replace(federation, run=replace(federation.run, members={GONE: Member("trainer", joined=True)}))
     with pytest.raises(forgetting.CannotForget, match=why):
-        forgetting._way(None, joined, GONE)  # type: ignore[arg-type]  # refused before anything is read
+        forgetting._way(Session(), joined, GONE)
 
 
 @pytest.mark.parametrize("fault", [f"{name}:1" for name in FORGETTING_POINTS])

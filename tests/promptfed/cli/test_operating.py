@@ -45,6 +45,8 @@ COMMANDS = {
     "DELETE /v1/federations/{federation}/clients/{client_id}": "federation withdraw",
     "DELETE /v1/federations/{federation}/clients/{client_id}/updates": "federation delete-updates",
     "POST /v1/federations/{federation}/clients/{client_id}/reset": "federation reset",
+    "GET /v1/federations/{federation}/clients/{client_id}/forgetting": "forget",
+    "POST /v1/federations/{federation}/clients/{client_id}/forgetting": "forget",
     "GET /v1/federations/{federation}/events": "federation watch",
     "GET /v1/federations/{federation}/insights": "federation insights",
     "GET /v1/federations/{federation}/remarks": "federation status",

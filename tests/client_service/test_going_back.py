@@ -1,0 +1,130 @@
+"""A federation that has forgotten a client: others go back to the private tensors of then, where these are kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.joining.parts import Parts
+from promptfed.client_service.settings import make_settings
+from promptfed.client_service.state.kept_rounds import go_back, keep_before
+from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
+from promptfed.client_service.worker import Worker
+from promptfed.shared.clip import FeatureCache
+from promptfed.shared.clip.loading import load_backbone
+from tests.support.coordinators import InThread, in_thread
+from tests.support.fake_coordinator import NAMES, made_up_source
+
+METHOD = {"name": "fedpgp", "m": 2}
+SOURCES = {name: made_up_source(seed=number, count=8, names=NAMES) for number, name in enumerate(("a", "b", "quokka"))}
+
+
+def train(state: PrivateState, round: int, keep: int, phase: str = "train") -> None:
+    """An accepted update of a round, whose private tensor is the round's number."""
+    private = {"v": torch.full((2,), float(round))}
+    state.write_pending(b"update", private, TensorOrigin(f"task-{round}-{phase}", round, phase, "peers"))
+    keep_before(state, round, keep)
+    state.commit()
+
+
+def value(state: PrivateState) -> float | None:
+    private, _ = state.committed()
+    return float(private["v"][0]) if private else None
+
+
+@pytest.mark.parametrize(
+    ("keep", "to", "found", "left"),
+    [
+        (9, 4, True, 3.0),
+        (9, 3, True, 2.0),
+        (9, 5, True, 3.0),  # it has not trained in round 4: those of round 3 are those of before round 5 too
+        (9, 1, True, None),
+        (0, 1, True, None),
+        (0, 3, False, None),
+        (2, 6, True, 5.0),
+        (2, 3, False, None),
+        (9, 8, True, 6.0),
+    ],
+)
+def test_the_private_tensors_with_which_a_round_began(
+    tmp_path: Path, keep: int, to: int, found: bool, left: float | None
+) -> None:
+    state = PrivateState(tmp_path / "state")
+    state.commit_prepared({}, TensorOrigin(peers="peers"))
+    for round in (1, 2, 3, 5, 6):
+        train(state, round, keep)
+        train(state, round, keep, "second phase")
+    assert go_back(state, to) is found
+    assert value(state) == left
+    go_back(state, to)  # as after a kill
+    assert value(state) == left
+    assert [path for path in state.folder.glob("before-*") if int(path.stem.removeprefix("before-")) >= to] == []
+    train(state, to, keep)
+    go_back(state, to)
+    assert value(state) == left
+    state.close()
+
+
+async def played(
+    server: InThread, folder: Path, names: tuple[str, ...], keep: int, forget: str | None
+) -> tuple[list[str], list[tuple[str, Mapping[str, Any]]]]:
+    """A federation of real clients, the last of whom comes later and may be forgotten; its hashes, and events."""
+    spec = {
+        "name": folder.name,
+        "method": METHOD,
+        "rounds": 6,
+        "participation": {"min_clients": 2, "draw": "public"},
+        "training": {"epochs": 1, "batch_size": 4, "learning_rate": 0.05},
+        "evaluation": {"every": 3},
+        "keep_rounds": keep,
+        "template": "a photo of a {}.",
+    }
+    id = server.post("/v1/federations", spec, status=201)["id"]
+    token, told = server.token(id), list[tuple[str, Mapping[str, Any]]]()
+    backbone, cache = load_backbone("promptfed-tiny", None), FeatureCache(folder / "features")
+    with ThreadPoolExecutor(1) as executor:
+
+        def start(name: str) -> asyncio.Task[Exit]:
+            settings = make_settings(
+                coordinator=server.url, federation=id, name=name, data="made-up", state_dir=folder / name, device="cpu"
+            )
+            parts = Parts(backbone, SOURCES[name], features=cache, enrolment_token=token)
+            hook = (lambda event, facts: told.append((event, facts))) if name == "a" else None
+            return asyncio.ensure_future(Worker(settings, parts, executor=executor, hook=hook).run())
+
+        first = [start(name) for name in names if name != "quokka"]
+        await asyncio.to_thread(server.until, id, clients={"trainers": 2, "evaluators": 0, "withdrawn": 0})
+        await asyncio.to_thread(server.post, f"{id}/start")
+        if "quokka" in names:
+            await asyncio.to_thread(server.until, id, round=2)
+            await asyncio.to_thread(server.post, f"{id}/pause")
+            late = start("quokka")
+            await asyncio.to_thread(server.until, id, clients={"trainers": 3, "evaluators": 0, "withdrawn": 0})
+            await asyncio.to_thread(server.post, f"{id}/resume")
+            await asyncio.to_thread(server.until, id, round=5)
+            if forget is not None:
+                await asyncio.to_thread(server.post, f"{id}/clients/{forget}/forgetting")
+                with pytest.raises(ClientError):
+                    await late
+        assert set(await asyncio.gather(*first)) == {Exit.OK}
+    return [report["state_hash"] for report in server.get(f"{id}/rounds")["rounds"]], told
+
+
+def test_a_personal_method_comes_to_the_same_state(tmp_path: Path) -> None:
+    with in_thread(tmp_path / "data") as server:
+        wanted, _ = asyncio.run(played(server, tmp_path / "without", ("a", "b"), 0, None))
+        hashes, told = asyncio.run(played(server, tmp_path / "kept", ("a", "b", "quokka"), 6, "quokka"))
+        assert hashes == wanted
+        [facts] = [facts for event, facts in told if event == "repeated"]
+        assert (facts["first"], facts["anew"]) == (3, False)
+        assert not any(event == "again" for event, _ in told)
+        gone, told = asyncio.run(played(server, tmp_path / "gone", ("a", "b", "quokka"), 0, "quokka"))
+        assert [facts["anew"] for event, facts in told if event == "repeated"] == [True]
+        assert gone != wanted

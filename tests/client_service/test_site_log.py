@@ -1,0 +1,146 @@
+"""The site's own log: what a client's life leaves in it, and that no line can be changed, cut, moved or forged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from promptfed.cli.main import app
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.http.sent_log import chained, read_sent
+from promptfed.client_service.state import site_log
+from promptfed.client_service.state.faults import VARIABLE
+from promptfed.client_service.state.site_log import FILE, HEAD, ChangedLog, SiteLog, verify
+from tests.client_service.conftest import MakeCoordinator, MakeWorker
+
+MUTATIONS = 200
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """A folder with a log of twelve lines."""
+    site = SiteLog(tmp_path)
+    for number in range(12):
+        site.note("asked" if number % 2 else "sent", {"round": number, "bytes": number * 1000, "left": None})
+    return tmp_path
+
+
+def mutated(content: bytes, draws: random.Random) -> tuple[str, bytes]:
+    """One change of a log: its kind and what comes of it."""
+    lines = content.splitlines(keepends=True)
+    kind = draws.choice(["byte", "bit", "cut", "tail", "line", "swap", "twice", "forged", "appended", "garbage"])
+    at, other = sorted(draws.sample(range(len(lines)), 2))
+    match kind:
+        case "byte" | "bit":
+            place = draws.randrange(len(content))
+            value = content[place] ^ (1 << draws.randrange(8)) if kind == "bit" else (content[place] + 1) % 256
+            return kind, content[:place] + bytes([value]) + content[place + 1 :]
+        case "cut":
+            return kind, content[: draws.randrange(len(content))]
+        case "tail":
+            return kind, b"".join(lines[:at])
+        case "line":
+            return kind, b"".join(lines[:at] + lines[at + 1 :])
+        case "swap":
+            lines[at], lines[other] = lines[other], lines[at]
+            return kind, b"".join(lines)
+        case "twice":
+            return kind, b"".join([*lines[: at + 1], *lines[at:]])
+        case "forged":  # a line is changed, and it and all that follow are chained anew
+            return kind, rechained([json.loads(line) for line in lines], at)
+        case "appended":
+            found = [json.loads(line) for line in lines]
+            return kind, rechained([*found, dict(found[-1], n=len(found) + 1, bytes=7)], len(found))
+        case _:
+            return kind, content + b'{"n": 13'
+
+
+def rechained(lines: list[dict[str, object]], at: int) -> bytes:
+    """The lines with ``at`` changed, and a chain that holds."""
+    lines[at]["bytes"] = 123456
+    chain, text = "", []
+    for line in lines:
+        facts = {name: value for name, value in line.items() if name != "chain"}
+        chain = chained(chain, facts)
+        text.append(json.dumps(facts | {"chain": chain}) + "\n")
+    return "".join(text).encode()
+
+
+def test_each_of_two_hundred_changes_is_found(log: Path) -> None:
+    content, draws, kinds = (log / FILE).read_bytes(), random.Random(0), set()
+    head = verify(log)
+    assert head.n == 12
+    for _ in range(MUTATIONS):
+        kind, changed = mutated(content, draws)
+        assert changed != content
+        (log / FILE).write_bytes(changed)
+        kinds.add(kind)
+        with pytest.raises(ChangedLog):
+            verify(log)
+    assert len(kinds) == 10
+    (log / FILE).write_bytes(content)
+    assert verify(log) == head
+
+
+def test_a_log_that_was_written_anew_is_found_by_a_head_that_is_kept_elsewhere(log: Path) -> None:
+    head = verify(log).chain
+    lines = [json.loads(line) for line in (log / FILE).read_text().splitlines()]
+    (log / FILE).write_bytes(rechained(lines, 3))
+    last = json.loads((log / FILE).read_text().splitlines()[-1])["chain"]
+    (log / HEAD).write_text(json.dumps({"n": 12, "chain": last}))
+    assert verify(log).chain == last
+    with pytest.raises(ChangedLog, match="written anew"):
+        verify(log, head)
+    (log / HEAD).unlink()
+    with pytest.raises(ChangedLog, match="its end was changed"):
+        verify(log)
+    with pytest.raises(ClientError, match="move site-log.jsonl"):
+        SiteLog(log).note("asked", {})
+
+
+@pytest.mark.parametrize("fault", ["site-log-announced:3", "site-log-written:3"])
+def test_a_kill_between_line_and_head_leaves_a_log_that_verifies_and_goes_on(tmp_path: Path, fault: str) -> None:
+    code = (
+        "from pathlib import Path; from promptfed.client_service.state.site_log import SiteLog\n"
+        f"log = SiteLog(Path({str(tmp_path)!r}))\nfor number in range(9): log.note('asked', {{'round': number}})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {VARIABLE: fault}, check=False)
+    assert done.returncode == -signal.SIGKILL
+    written = 3 if "written" in fault else 2
+    assert verify(tmp_path).n == written
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b'{"n": 3, "at"' if written == 2 else b"")
+    assert verify(tmp_path).n == written
+    SiteLog(tmp_path).note("sent", {})
+    SiteLog(tmp_path).note("sent", {})
+    assert verify(tmp_path).n == written + 2
+
+
+def test_a_clients_life_is_in_it(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    coordinator = make_coordinator()
+    worker = make_worker(coordinator)
+    assert asyncio.run(worker.run()) == Exit.OK
+    folder = worker.settings.state_dir
+    lines = site_log.read(folder)
+    assert verify(folder).n == len(lines)
+    kinds = {line["what"] for line in lines}
+    assert {"enrolled", "asked", "trained", "sent", "accepted", "evaluated"} <= kinds
+    told, _ = read_sent(folder)
+    messages = [line for line in told if line["what"] != "questions"]
+    sent = [line for line in lines if line["what"] == "sent"]
+    assert [(one["line"], one.get("sha256")) for one in sent] == [(one["n"], one.get("sha256")) for one in messages]
+    shown = CliRunner().invoke(app, ["site-log", "verify", str(folder), "--head", lines[-1]["chain"]])
+    assert shown.exit_code == 0, shown.output
+    assert f"head {lines[-1]['chain']}" in shown.output.replace("\n", "")
+    assert "accepted" in CliRunner().invoke(app, ["site-log", "show", str(folder)]).output
+    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-2])
+    assert CliRunner().invoke(app, ["site-log", "verify", str(folder)]).exit_code == 6
