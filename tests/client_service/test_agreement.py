@@ -451,6 +451,8 @@ def test_the_command_calls_back_and_deletes(
         "consent.json",
         "answers.json",
         "withdrawn",
+        "site-log.head",
+        "site-log.jsonl",
         "sent.jsonl",
         "lock",
     }

@@ -1,0 +1,1 @@
+"""Drafts for data protection officers and auditors, whose figures come from the record alone."""
