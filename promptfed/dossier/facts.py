@@ -270,8 +270,8 @@ def facts_of_site(folder: Path) -> Facts:
     for line in lines:
         by_kind.setdefault(str(line["what"]), []).append(line)
     messages: dict[tuple[str, str], list[Row]] = {}
-    for line in by_kind.get("sent", []):
-        messages.setdefault((str(line["message"]), str(line["to"])), []).append(line)
+    for one in by_kind.get("sent", []):
+        messages.setdefault((str(one["message"]), str(one["to"])), []).append(one)
     sent = [
         {"message": what, "to": to, "messages": len(some), "bytes": sum(line.get("bytes", 0) for line in some)}
         for (what, to), some in sorted(messages.items())

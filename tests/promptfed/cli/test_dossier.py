@@ -219,7 +219,7 @@ def test_both_formats_hold_the_checklist_and_the_blanks(
     markdown = run(server, id, "--kind", kind).output
     run(server, id, "--kind", kind, "--format", "html", "--out", str(tmp_path / "draft.html"))
     page = html.unescape(re.sub(r"<[^>]+>", " ", (tmp_path / "draft.html").read_text()))
-    form = FORMS[kind]  # type: ignore[index]
+    form = FORMS[kind]
     blanks = [blank for section in form.sections for blank in section.blanks]
     for text in (markdown.replace("\\", ""), page):
         assert text.count(BLANK) >= len(blanks)
