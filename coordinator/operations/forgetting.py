@@ -8,38 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import jobs, recovery, retention
-from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations.clients import client_name
+from promptfed.coordinator.operations.erasing import Erasing, Way, repeated_rounds
 from promptfed.coordinator.operations.replay import joined_by_state
 from promptfed.coordinator.problems import NotFound, Refusal
 from promptfed.coordinator.store import queries
+from promptfed.coordinator.store.bucket_versions import NoVersions
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import (
     AuditRow,
     ClientRow,
-    EvaluationRow,
-    EventRow,
     FederationRow,
     PhaseRow,
     StateRow,
     TaskRow,
-    TokenRow,
     UpdateRow,
 )
-from promptfed.shared.api.access_schemas import ERASED, FORGOTTEN
+from promptfed.shared.api.access_schemas import FORGOTTEN
 from promptfed.shared.api.export_card import FederationName
 from promptfed.shared.api.forgetting_schemas import (
     LIMITS,
@@ -48,9 +44,7 @@ from promptfed.shared.api.forgetting_schemas import (
     ForgettingPlan,
     ForgettingReport,
     Forgotten,
-    Pseudonym,
 )
-from promptfed.shared.messages import Repeat
 from promptfed.shared.spec.versions import NEWEST, RELEASES
 
 OLDER = {None, *(release for version, release in RELEASES.items() if version < NEWEST)}
@@ -60,20 +54,6 @@ REMOVED = "forgotten-erased"
 
 class CannotForget(Refusal, status=409, title="The client cannot be forgotten"):
     """The rounds cannot be repeated without the client: what is left to do is deleting the federation."""
-
-
-@dataclass
-class _Way:
-    """How far back it goes: ``first`` is the round that opens again, 0 with a new start, None for nowhere.
-
-    ``joined``: by client, the round that it joined in. ``kept``: how many events stay of a kind of which each belongs
-    to one state.
-    """
-
-    first: int | None
-    base: StateRow | None = None
-    joined: dict[str, int] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
 
 
 # What it costs
@@ -95,7 +75,7 @@ def plan(registry: Registry, federation: Federation, client: str) -> ForgettingP
         client=name,
         client_id=federation.clients[name].id,
         first_round=way.first,
-        rounds=_rounds(federation, way),
+        rounds=repeated_rounds(federation, way),
         charges=charges,
         older=older if way.first is not None and federation.method.personal else [],
     )
@@ -105,11 +85,7 @@ def _name_of(federation: Federation) -> FederationName:
     return FederationName(name=federation.name, id=federation.id, state=federation.run.state)
 
 
-def _rounds(federation: Federation, way: _Way) -> int:
-    return 0 if way.first is None else federation.run.round - max(way.first, 1) + 1 if federation.run.round else 0
-
-
-def _way(session: Session, federation: Federation, name: str) -> _Way:
+def _way(session: Session, federation: Federation, name: str) -> Way:
     """Raises CannotForget."""
     spec = federation.spec
     if spec.trial is not None or spec.tuning is not None:
@@ -125,7 +101,7 @@ def _way(session: Session, federation: Federation, name: str) -> _Way:
     raise CannotForget(f"{federation.name} cannot forget {name!r}: {text}; delete the federation instead")
 
 
-def _found_way(session: Session, federation: Federation, name: str) -> _Way:
+def _found_way(session: Session, federation: Federation, name: str) -> Way:
     states = {state.id: state for state in session.scalars(queries.states(federation.id))}
     by_state = joined_by_state(session, federation)
     joined = {client: states[id].round for id, names in by_state.items() for client in names}
@@ -138,10 +114,10 @@ def _found_way(session: Session, federation: Federation, name: str) -> _Way:
         "clients-joined": sum(state.id in by_state for state in before),
         "client-forgotten": sum(state.origin == jobs.FORGOTTEN for state in before),
     }
-    return _Way(first, base, joined, kept)
+    return Way(first, base, joined, kept)
 
 
-def _charges(session: Session, federation: Federation, name: str, way: _Way) -> list[Charge]:
+def _charges(session: Session, federation: Federation, name: str, way: Way) -> list[Charge]:
     if way.first is None:
         return []
     trained = queries.tasks_with_phases(federation.id).join(UpdateRow, UpdateRow.task_id == TaskRow.id)
@@ -153,7 +129,7 @@ def _charges(session: Session, federation: Federation, name: str, way: _Way) -> 
             answers.setdefault(client, []).append(metrics)
         else:
             before.add(client)
-    gone = federation.method.personal and _rounds(federation, way) > federation.spec.keep_rounds
+    gone = federation.method.personal and repeated_rounds(federation, way) > federation.spec.keep_rounds
     return [
         Charge(
             client=client,
@@ -192,6 +168,7 @@ async def forget(registry: Registry, id: str, client: str) -> ForgettingReport:
 def _finish(registry: Registry, id: str, client: str) -> ForgettingReport:
     retention.sweep_partial(registry)
     registry.database.erase(rewrite=True)
+    kept = _purge(registry)
     point("forget-erased")
     federation = registry.get(id)
     with registry.database.read() as session:
@@ -214,14 +191,18 @@ def _finish(registry: Registry, id: str, client: str) -> ForgettingReport:
         by=entry.actor,
         forgotten=AuditPlace(number=entry.number, at=entry.at, hash=entry.hash),
         erased=AuditPlace(number=last.number, at=last.at, hash=last.hash),
-        limits=[*LIMITS, *_of_objects(registry)],
+        limits=[*LIMITS, *kept],
     )
 
 
-def _of_objects(registry: Registry) -> list[str]:
-    if registry.blobs.bucket is None:
-        return []
-    return ["Objects were deleted; a bucket that keeps versions removes them by its own lifecycle rule."]
+def _purge(registry: Registry) -> list[str]:
+    """Remove versions of removed objects; what is to be said where that is not possible."""
+    if registry.blobs.bucket is not None:
+        try:
+            registry.blobs.bucket.purge()
+        except NoVersions as error:
+            return [f"Versions that the bucket keeps of removed objects were not removed: {error}"]
+    return []
 
 
 def _done(session: Session, id: str, client: str) -> tuple[AuditRow, Forgotten] | None:
@@ -246,7 +227,7 @@ def _forget(registry: Registry, id: str, name: str) -> set[str]:
         session, federation = change.session, change.federation
         change.flush()
         way = _way(session, federation, name)
-        erased = _Erasing(change, name, way)
+        erased = Erasing(change, name, way)
         erased.delete_rows()
         erased.go_back()
         change.note(FORGOTTEN, **erased.told().model_dump(mode="json"))
@@ -266,141 +247,3 @@ def _forget(registry: Registry, id: str, name: str) -> set[str]:
         known.pop(id, None)
     registry.epoch = secrets.token_hex(8)  # Clients of earlier releases follow only another process.
     return erased.digests
-
-
-class _Erasing:
-    """One client's rows, and those of the rounds since it joined."""
-
-    def __init__(self, change: Change, name: str, way: _Way):
-        self._change, self._session, self._federation = change, change.session, change.federation
-        self._name, self._way = name, way
-        self._id = self._federation.id
-        self._client = queries.client(self._session, self._id, name)
-        self._secrets = {name, self._client.id}
-        self.digests: set[str] = set()
-        self.rows: dict[str, int] = {}
-        self.repeat: Repeat | None = None
-
-    def told(self) -> Forgotten:
-        """For the audit log. What names the client is erased there first."""
-        return Forgotten(
-            client=Pseudonym.of(self._name),
-            first_round=self._way.first,
-            rounds=_rounds(self._federation, self._way),
-            restarts=self._way.first == 0 and self._federation.run.state in ("running", "finished"),
-            state_hash=self._way.base.state_hash if self._way.base is not None else None,
-            repeat=self.repeat.id if self.repeat is not None else None,
-            rows=self.rows,
-            blobs=len(self.digests),
-            tombstones=self._bury(),
-        )
-
-    # Rows
-
-    def delete_rows(self) -> None:
-        """Delete the rounds since the client joined, and the client with its tokens."""
-        if self._way.first is not None:
-            phases = (PhaseRow.federation_id == self._id, PhaseRow.round >= self._way.first)
-            states = (StateRow.federation_id == self._id, StateRow.round >= self._way.first)
-            tasks = TaskRow.phase_id.in_(select(PhaseRow.id).where(*phases))
-            answered = select(TaskRow.id).where(tasks)
-            self._name_digests(select(StateRow.sha256).where(*states))
-            self._name_digests(select(TaskRow.payload_sha256).where(tasks))
-            self._name_digests(select(UpdateRow.sha256).where(UpdateRow.task_id.in_(answered)))
-            self._delete("updates", UpdateRow, UpdateRow.task_id.in_(answered))
-            self._delete("evaluations", EvaluationRow, EvaluationRow.task_id.in_(answered))
-            self._delete("tasks", TaskRow, tasks)
-            self._delete("states", StateRow, *states)
-            self._delete("phases", PhaseRow, *phases)
-        self._close_tokens()
-        self._delete("clients", ClientRow, ClientRow.id == self._client.id)
-        self._delete_events()
-
-    def _name_digests(self, query: Any) -> None:
-        self.digests.update(digest for digest in self._session.scalars(query) if digest)
-
-    def _delete(self, table: str, kind: Any, *where: Any) -> None:
-        found: Any = self._session.execute(delete(kind).where(*where), execution_options={"synchronize_session": False})
-        self.rows[table] = self.rows.get(table, 0) + found.rowcount
-
-    def _close_tokens(self) -> None:
-        """Delete the tokens that nobody else has used or can; close one that others came by."""
-        mine = select(TokenRow).where(TokenRow.federation_id == self._id)
-        own = (TokenRow.client == self._name) | (TokenRow.id == self._client.token_id)
-        for token in self._session.scalars(mine.where(own)).all():
-            others = select(func.count()).where(ClientRow.token_id == token.id, ClientRow.id != self._client.id)
-            if token.client != self._name and (self._session.scalar(others) or token.uses != 1):
-                token.closed = True
-                continue
-            self._secrets |= {token.id, token.name}
-            self._session.delete(token)
-            self.rows["tokens"] = self.rows.get("tokens", 0) + 1
-        self._session.flush()
-
-    def _delete_events(self) -> None:
-        """Delete what the stream tells of the client and of the deleted rounds."""
-        first, seen, gone = self._way.first, Counter[str](), []
-        mine = select(EventRow).where(EventRow.federation_id == self._id).order_by(EventRow.id)
-        for event in self._session.scalars(mine):
-            seen[event.kind] += 1
-            undone = first is not None and seen[event.kind] > self._way.kept.get(event.kind, seen[event.kind])
-            late = first is not None and event.data.get("round", -1) >= first
-            if late or undone or _holds(event.data, self._secrets):
-                gone.append(event.id)
-        for begin in range(0, len(gone), retention.AT_ONCE):
-            self._delete("events", EventRow, EventRow.id.in_(gone[begin : begin + retention.AT_ONCE]))
-
-    # The run
-
-    def go_back(self) -> None:
-        """Have the run stand where the first round opens, and others join in the rounds in which they did."""
-        first, run = self._way.first, self._federation.run
-        if first is None:
-            return
-        for row in self._session.scalars(queries.clients(self._id)):
-            since = self._way.joined.get(row.name, 0)
-            if row.joined and since >= first:
-                row.joined, row.joins_from = False, since
-        self.repeat = Repeat(id=secrets.token_hex(8), round=first)
-        state = {"finished": "enrolling" if first == 0 else "running"}.get(run.state, run.state)
-        if first == 0 and run.state in ("running", "paused"):
-            state = "enrolling"
-        standing: dict[str, Any] = {"state": state, "round": first, "step": 0, "work": None, "joining": []}
-        if state != run.state:
-            standing |= {"ended_at": None, **({"started_at": None} if first == 0 else {})}
-        reason = run.reason if state == run.state and state in ("failed", "cancelled") else None
-        repeats = [one.model_dump() for one in (*self._federation.repeats, self.repeat)]
-        mine = update(FederationRow).where(FederationRow.id == self._id)
-        self._session.execute(mine.values(**standing, reason=reason, repeats=repeats))
-
-    # The audit log
-
-    def _bury(self) -> dict[str, str]:
-        """Erase the entries that name the client; their numbers and hashes stay, as the chain needs them."""
-        buried: dict[str, str] = {}
-        for entry in self._session.scalars(select(AuditRow).where(AuditRow.federation == self._id)):
-            if entry.act not in (ERASED, FORGOTTEN) and (
-                entry.actor in self._secrets or _holds(entry.detail, self._secrets)
-            ):
-                buried[str(entry.number)] = entry.hash
-        empty: dict[str, Any] = {
-            "at": "",
-            "actor": "",
-            "role": "",
-            "address": "",
-            "federation_name": None,
-            "detail": {},
-        }
-        for begin in range(0, len(buried), retention.AT_ONCE):
-            some = [int(number) for number in list(buried)[begin : begin + retention.AT_ONCE]]
-            self._session.execute(update(AuditRow).where(AuditRow.number.in_(some)).values(act=ERASED, **empty))
-        return buried
-
-
-def _holds(value: Any, wanted: set[str]) -> bool:
-    """Whether one of ``wanted`` is a text in ``value``, at any depth."""
-    if isinstance(value, dict):
-        return any(_holds(one, wanted) for one in value.values()) or not wanted.isdisjoint(value)
-    if isinstance(value, list):
-        return any(_holds(one, wanted) for one in value)
-    return value in wanted if isinstance(value, str) else False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from promptfed.coordinator.__main__ import main
 from promptfed.coordinator.engine import scheduler
@@ -19,6 +21,7 @@ from promptfed.coordinator.store.backend import CannotOpen
 from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectStoreAway, fresh_key
 from promptfed.coordinator.store.cache import ObjectCache
 from promptfed.coordinator.store.opening import open_store
+from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, in_thread
 from tests.support.object_store import ObjectStoreServer
@@ -335,3 +338,30 @@ def test_the_copies_stay_within_their_bound(tmp_path: Path, monkeypatch: pytest.
     assert "5" in left or "4" in left
     cache.forget(left)
     assert cache._bytes == 0
+
+
+def test_versions_of_a_forgotten_clients_objects_are_removed(tmp_path: Path, object_store: str) -> None:
+    import boto3
+
+    name = object_store.split("/")[2]
+    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"], region_name=os.environ["AWS_REGION"])
+    client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
+
+    def versions() -> list[str]:
+        told = client.list_object_versions(Bucket=name)
+        return [
+            one["Key"] for kind in ("Versions", "DeleteMarkers") for one in told.get(kind, []) if "blobs/" in one["Key"]
+        ]
+
+    with in_thread(tmp_path / "data", store=object_store) as coordinator:
+        federation, _ = played(coordinator)
+        with coordinator.registry.database.read() as session:
+            mine = select(UpdateRow.sha256).join(TaskRow, TaskRow.id == UpdateRow.task_id).where(TaskRow.client == "b")
+            digests = [digest.partition(":")[2] for digest in session.scalars(mine)]
+        assert digests
+        assert all(any(digest in key for key in versions()) for digest in digests)
+        report = coordinator.post(f"{federation}/clients/b/forgetting")["report"]
+        assert [limit for limit in report["limits"] if "ersions" in limit] == []
+        assert not any(digest in key for key in versions() for digest in digests)
+        coordinator.until(federation, state="enrolling")
+        assert set(versions()) == {f"some/prefix/{key}" for key in keys(object_store)}
