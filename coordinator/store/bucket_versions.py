@@ -7,7 +7,7 @@ import hmac
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 VALID = timedelta(minutes=5)
 SECONDS = 30.0
+PROBE = "versions"  # a path for which the library signs, to learn endpoint and scope
 
 
 class NoVersions(Exception):
@@ -34,7 +35,7 @@ def purge(store: S3Store, prefix: str) -> int:
     current = {key for key, _, is_current in found if is_current}
     gone = [(key, version) for key, version, _ in found if key not in current]
     for key, version in gone:
-        _ask(store, "DELETE", lambda path, key=key: _path_of(path, store) + quote(key), versionId=version)
+        _ask(store, "DELETE", key, versionId=version)
     return len(gone)
 
 
@@ -43,7 +44,7 @@ def _versions(store: S3Store, prefix: str) -> Iterator[tuple[str, str, bool]]:
     whole = "/".join(part for part in (store.prefix, prefix) if part)
     after: dict[str, str] = {}
     while True:
-        answer = _ask(store, "GET", lambda path: _path_of(path, store), versions="", prefix=whole, **after)
+        answer = _ask(store, "GET", "", versions="", prefix=whole, **after)
         try:
             root = ElementTree.fromstring(answer)  # noqa: S314 (of the operator's own store)
         except ElementTree.ParseError:
@@ -60,17 +61,8 @@ def _versions(store: S3Store, prefix: str) -> Iterator[tuple[str, str, bool]]:
         after = {"key-marker": texts["NextKeyMarker"], "version-id-marker": texts["NextVersionIdMarker"]}
 
 
-def _path_of(path: str, store: S3Store) -> str:
-    """The bucket's own path, of the path of the object `_PROBE`."""
-    whole = "/".join(part for part in (store.prefix, _PROBE) if part)
-    return path.removesuffix(quote(whole))
-
-
-_PROBE = "versions"
-
-
-def _ask(store: S3Store, method: str, path_of: Callable[[str], str], **query: str) -> bytes:
-    request = urllib.request.Request(signed(store, method, path_of, query), method=method)  # noqa: S310
+def _ask(store: S3Store, method: str, key: str, **query: str) -> bytes:
+    request = urllib.request.Request(signed(store, method, key, query), method=method)  # noqa: S310
     try:
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:  # noqa: S310
             return bytes(answer.read())
@@ -78,8 +70,10 @@ def _ask(store: S3Store, method: str, path_of: Callable[[str], str], **query: st
         raise NoVersions(f"the object store does not tell its versions: {error}") from None
 
 
-def signed(store: S3Store, method: str, path_of: Callable[[str], str], query: dict[str, str]) -> str:
-    """A URL for one request, signed as AWS's Signature Version 4 says; endpoint and scope as the library signs.
+def signed(store: S3Store, method: str, key: str, query: dict[str, str]) -> str:
+    """A URL for a request to ``key`` (empty: to the bucket), signed by AWS's Signature Version 4.
+
+    Endpoint and scope are those with which the library signs.
 
     Raises:
         NoVersions: the credentials are not those of the environment.
@@ -89,16 +83,17 @@ def signed(store: S3Store, method: str, path_of: Callable[[str], str], query: di
     secret = os.environ.get("AWS_SECRET_ACCESS_KEY")
     if secret is None:
         raise NoVersions("the object store's credentials are a role's: give a key to have versions removed")
-    given = urlsplit(sign(store, method, _PROBE, VALID))  # type: ignore[arg-type]
+    given, probe = urlsplit(sign(store, "GET", PROBE, VALID)), "/".join(filter(None, (store.prefix, PROBE)))
+    path = given.path.removesuffix(quote(probe)) + quote(key)
     parameters = dict(parse_qsl(given.query)) | query
     del parameters["X-Amz-Signature"]
-    path, text = path_of(given.path), urlencode(sorted(parameters.items()), quote_via=quote, safe="-_.~")
+    text = urlencode(sorted(parameters.items()), quote_via=quote, safe="-_.~")
     canonical = "\n".join([method, path, text, f"host:{given.netloc}\n", "host", "UNSIGNED-PAYLOAD"])
     _, _, scope = parameters["X-Amz-Credential"].partition("/")
     digest = hashlib.sha256(canonical.encode()).hexdigest()
     to_sign = "\n".join(["AWS4-HMAC-SHA256", parameters["X-Amz-Date"], scope, digest])
-    key = f"AWS4{secret}".encode()
+    secret_key = f"AWS4{secret}".encode()
     for part in scope.split("/"):
-        key = hmac.digest(key, part.encode(), "sha256")
-    signature = hmac.digest(key, to_sign.encode(), "sha256").hex()
+        secret_key = hmac.digest(secret_key, part.encode(), "sha256")
+    signature = hmac.digest(secret_key, to_sign.encode(), "sha256").hex()
     return f"{given.scheme}://{given.netloc}{path}?{text}&X-Amz-Signature={signature}"

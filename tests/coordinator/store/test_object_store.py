@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 from sqlalchemy import select
@@ -16,9 +17,10 @@ from sqlalchemy import select
 from promptfed.coordinator.__main__ import main
 from promptfed.coordinator.engine import scheduler
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store import blob_rows, blobs
+from promptfed.coordinator.store import blob_rows, blobs, bucket_versions
 from promptfed.coordinator.store.backend import CannotOpen
 from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectStoreAway, fresh_key
+from promptfed.coordinator.store.bucket_versions import PROBE, signed
 from promptfed.coordinator.store.cache import ObjectCache
 from promptfed.coordinator.store.opening import open_store
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
@@ -341,10 +343,10 @@ def test_the_copies_stay_within_their_bound(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_versions_of_a_forgotten_clients_objects_are_removed(tmp_path: Path, object_store: str) -> None:
-    import boto3
-
     name = object_store.split("/")[2]
-    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"], region_name=os.environ["AWS_REGION"])
+    client = pytest.importorskip("boto3").client(
+        "s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"], region_name=os.environ["AWS_REGION"]
+    )
     client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
 
     def versions() -> list[str]:
@@ -365,3 +367,16 @@ def test_versions_of_a_forgotten_clients_objects_are_removed(tmp_path: Path, obj
         assert not any(digest in key for key in versions() for digest in digests)
         coordinator.until(federation, state="enrolling")
         assert set(versions()) == {f"some/prefix/{key}" for key in keys(object_store)}
+
+
+def test_requests_for_versions_are_signed_as_the_library_signs(object_store: str) -> None:
+    from obstore import sign
+
+    store = Bucket(object_store)._store
+    for _ in range(3):  # a second may have passed between the two
+        library = sign(store, "GET", PROBE, bucket_versions.VALID)
+        own = signed(store, "GET", f"{store.prefix}/{PROBE}", {})
+        if dict(parse_qsl(urlsplit(library).query))["X-Amz-Date"] == dict(parse_qsl(urlsplit(own).query))["X-Amz-Date"]:
+            break
+    assert dict(parse_qsl(urlsplit(own).query)) == dict(parse_qsl(urlsplit(library).query))
+    assert urlsplit(own).path == urlsplit(library).path
