@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.joining.parts import Parts
+from promptfed.client_service.joining.parts import Parts, PrivacyParts
+from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.state.kept_rounds import go_back, keep_before
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.clip.loading import load_backbone
+from promptfed.shared.privacy.noise import SeededNoise
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_coordinator import NAMES, made_up_source
 
@@ -73,9 +75,12 @@ def test_the_private_tensors_with_which_a_round_began(
 
 
 async def played(
-    server: InThread, folder: Path, names: tuple[str, ...], keep: int, forget: str | None
-) -> tuple[list[str], list[tuple[str, Mapping[str, Any]]]]:
-    """A federation of real clients, the last of whom comes later and may be forgotten; its hashes, and events."""
+    server: InThread, folder: Path, names: tuple[str, ...], keep: int, forget: str | None, **changes: Any
+) -> tuple[list[str], list[tuple[str, Mapping[str, Any]]], Ledger]:
+    """A federation of real clients, the last of whom comes later and may be forgotten.
+
+    Its hashes; the events and the ledger of client a.
+    """
     spec = {
         "name": folder.name,
         "method": METHOD,
@@ -85,7 +90,8 @@ async def played(
         "evaluation": {"every": 3},
         "keep_rounds": keep,
         "template": "a photo of a {}.",
-    }
+    } | changes
+    ledgers = {name: Ledger(None) for name in names}
     id = server.post("/v1/federations", spec, status=201)["id"]
     token, told = server.token(id), list[tuple[str, Mapping[str, Any]]]()
     backbone, cache = load_backbone("promptfed-tiny", None), FeatureCache(folder / "features")
@@ -93,9 +99,16 @@ async def played(
 
         def start(name: str) -> asyncio.Task[Exit]:
             settings = make_settings(
-                coordinator=server.url, federation=id, name=name, data="made-up", state_dir=folder / name, device="cpu"
+                coordinator=server.url,
+                federation=id,
+                name=name,
+                data="made-up",
+                state_dir=folder / name,
+                device="cpu",
+                max_epsilon=1000,
             )
-            parts = Parts(backbone, SOURCES[name], features=cache, enrolment_token=token)
+            privacy = PrivacyParts(noise=SeededNoise(7), ledger=ledgers[name])
+            parts = Parts(backbone, SOURCES[name], features=cache, enrolment_token=token, privacy=privacy)
             hook = (lambda event, facts: told.append((event, facts))) if name == "a" else None
             return asyncio.ensure_future(Worker(settings, parts, executor=executor, hook=hook).run())
 
@@ -110,21 +123,48 @@ async def played(
             await asyncio.to_thread(server.post, f"{id}/resume")
             await asyncio.to_thread(server.until, id, round=5)
             if forget is not None:
+                plan = (await asyncio.to_thread(server.get, f"{id}/clients/{forget}/forgetting"))["charges"]
+                told.append(("charges", {one["client"]: one for one in plan}))
                 await asyncio.to_thread(server.post, f"{id}/clients/{forget}/forgetting")
                 with pytest.raises(ClientError):
                     await late
         assert set(await asyncio.gather(*first)) == {Exit.OK}
-    return [report["state_hash"] for report in server.get(f"{id}/rounds")["rounds"]], told
+    hashes = [report["state_hash"] for report in server.get(f"{id}/rounds")["rounds"]]
+    return hashes, told, ledgers["a"]
 
 
 def test_a_personal_method_comes_to_the_same_state(tmp_path: Path) -> None:
     with in_thread(tmp_path / "data") as server:
-        wanted, _ = asyncio.run(played(server, tmp_path / "without", ("a", "b"), 0, None))
-        hashes, told = asyncio.run(played(server, tmp_path / "kept", ("a", "b", "quokka"), 6, "quokka"))
+        wanted, _, _ = asyncio.run(played(server, tmp_path / "without", ("a", "b"), 0, None))
+        hashes, told, _ = asyncio.run(played(server, tmp_path / "kept", ("a", "b", "quokka"), 6, "quokka"))
         assert hashes == wanted
         [facts] = [facts for event, facts in told if event == "repeated"]
         assert (facts["first"], facts["anew"]) == (3, False)
         assert not any(event == "again" for event, _ in told)
-        gone, told = asyncio.run(played(server, tmp_path / "gone", ("a", "b", "quokka"), 0, "quokka"))
+        gone, told, _ = asyncio.run(played(server, tmp_path / "gone", ("a", "b", "quokka"), 0, "quokka"))
         assert [facts["anew"] for event, facts in told if event == "repeated"] == [True]
         assert gone != wanted
+
+
+def test_ledgers_of_others_are_charged_for_repeated_rounds(tmp_path: Path) -> None:
+    privacy = {"level": "sample", "clip": 1.0, "noise_multiplier": 2.0}
+    changes = {"method": {"name": "promptfl", "m": 2}, "privacy": privacy}
+    with in_thread(tmp_path / "data") as server:
+        wanted, _, quiet = asyncio.run(played(server, tmp_path / "without", ("a", "b"), 0, None, **changes))
+        hashes, told, ledger = asyncio.run(
+            played(server, tmp_path / "forgotten", ("a", "b", "quokka"), 0, "quokka", **changes)
+        )
+    assert hashes == wanted
+    assert len(quiet.spends()) == 6
+    first = next(facts["first"] for event, facts in told if event == "repeated")
+    rounds = [facts["round"] for event, facts in told if event == "accepted"]
+    assert sorted(set(rounds)) == [1, 2, 3, 4, 5, 6]
+    # One more may have been under way when the federation went back: it was paid for before it was sent.
+    assert len(ledger.spends()) - len(rounds) in (0, 1)
+    asked = next(number for number, (event, _) in enumerate(told) if event == "charges")
+    before = sum(event == "accepted" and facts["round"] >= first for event, facts in told[:asked])
+    charge = told[asked][1]["a"]
+    assert before > 0
+    assert charge["answers"] - before in (0, 1)
+    assert 0 < charge["epsilon"] < ledger.epsilon()
+    assert ledger.epsilon() > quiet.epsilon()

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,12 @@ from typer.testing import CliRunner
 from promptfed.cli.main import app
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.sent_log import chained, read_sent
+from promptfed.client_service.joining.checks import Check
+from promptfed.client_service.joining.disclosure import Disclosure
 from promptfed.client_service.state import site_log
 from promptfed.client_service.state.faults import VARIABLE
 from promptfed.client_service.state.site_log import FILE, HEAD, ChangedLog, SiteLog, verify
+from promptfed.shared.plain_text import plain
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 
 MUTATIONS = 200
@@ -144,3 +148,24 @@ def test_a_clients_life_is_in_it(make_coordinator: MakeCoordinator, make_worker:
     assert "accepted" in CliRunner().invoke(app, ["site-log", "show", str(folder)]).output
     (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-2])
     assert CliRunner().invoke(app, ["site-log", "verify", str(folder)]).exit_code == 6
+
+
+def test_what_was_shown_and_agreed_to_is_in_it(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    texts: list[str] = []
+
+    async def agree(checks: Sequence[Check], disclosure: Disclosure) -> bool:
+        texts.append("\n".join(map(plain, disclosure.lines())))
+        return len(texts) > 1
+
+    first = make_worker(make_coordinator(), consent=agree)
+    with pytest.raises(ClientError):
+        asyncio.run(first.run())
+    assert asyncio.run(make_worker(make_coordinator(), consent=agree).run()) == Exit.OK
+    lines = site_log.read(first.settings.state_dir)
+    verify(first.settings.state_dir)
+    assert [line["what"] for line in lines[:4]] == ["shown", "declined", "shown", "agreed"]
+    assert [line["text"] for line in lines if line["what"] == "shown"] == texts
+    assert all(line["sha256"] == site_log.digest(line["text"]) for line in lines if line["what"] == "shown")
+    consent = json.loads((first.settings.state_dir / "consent.json").read_text())
+    assert lines[3]["method"] == consent["terms"]["method"]
+    assert all(line["what"] != "sent" for line in lines[:4])
