@@ -154,19 +154,17 @@ async def forget(registry: Registry, id: str, client: str) -> ForgettingReport:
             done = _done(session, id, client)
         if done is None:
             raise
-        await asyncio.to_thread(retention.sweep, registry)
     else:
         # On the thread for tensor work, so that no aggregate is computed from states that are deleted.
         context = copy_context()  # of the operator, for the audit log
-        digests = await registry.compute(lambda: context.run(_forget, registry, id, name))
+        await registry.compute(lambda: context.run(_forget, registry, id, name))
         point("forget-committed")
-        await asyncio.to_thread(retention.collect, registry, digests)
         client = name
     return await asyncio.to_thread(_finish, registry, id, client)
 
 
 def _finish(registry: Registry, id: str, client: str) -> ForgettingReport:
-    retention.sweep_partial(registry)
+    retention.sweep(registry)  # also what its requests under way have left
     registry.database.erase(rewrite=True)
     kept = _purge(registry)
     point("forget-erased")
@@ -221,8 +219,8 @@ def _entry_after(session: Session, entry: AuditRow) -> AuditRow | None:
     return next((row for row in rows if row.detail["entry"] == entry.number), None)
 
 
-def _forget(registry: Registry, id: str, name: str) -> set[str]:
-    """The transaction; returns the digests that the deleted rows named."""
+def _forget(registry: Registry, id: str, name: str) -> None:
+    """The transaction."""
     with registry.change(id) as change:
         session, federation = change.session, change.federation
         change.flush()
@@ -246,4 +244,3 @@ def _forget(registry: Registry, id: str, name: str) -> set[str]:
     for known in (registry.retired, registry.damaged, registry.configs, registry.attempts):
         known.pop(id, None)
     registry.epoch = secrets.token_hex(8)  # Clients of earlier releases follow only another process.
-    return erased.digests

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from sqlalchemy import func, select
 from typer.testing import CliRunner, Result
@@ -30,26 +31,76 @@ from promptfed.dossier.kinds import FORMS
 from promptfed.dossier.rendering import BLANK, NOT_HELD
 from promptfed.sdk.errors import Exit
 from promptfed.shared.api.access_schemas import AuditEntry, check_chain
-from promptfed.testing.clients import drive
+from promptfed.shared.privacy.accounting import training_event
+from promptfed.testing.clients import ScriptedClient, drive, trained, update_body
 from tests.support.coordinators import InThread, in_thread
 
 SPEC_SECTIONS = ("method", "training", "aggregation", "participation", "admission", "backbone")
 
 
+GROUPS = [
+    {"classes": [], "images": {"low": 20, "high": 20}, "accuracy": {"value": 0.5, "low": 0.3, "high": 0.7}},
+    {"column": "sex", "value": "f", "classes": [], "images": {"low": 10, "high": 14}},
+]
+
+
+class Telling(ScriptedClient):
+    """Tells figures of subgroups, or where records are protected what its training cost."""
+
+    def evaluate(self, task: dict[str, Any], accuracy: float | None = None) -> httpx.Response:
+        if self.name != "north":
+            return super().evaluate(task, accuracy)
+        figures = {"floor": 10, "groups": GROUPS}
+        body = {"splits": {"test": {"accuracy": 0.5, "num_samples": 20, "ece": 0.1}}, "figures": figures}
+        return self.http.put(f"{self.path}/tasks/{task['task_id']}/evaluation", json=body, headers=self.headers)
+
+
+class Protected(ScriptedClient):
+    """Trains under noise, by its own word, and keeps its accuracies."""
+
+    def answer(self, task: dict[str, Any]) -> httpx.Response:
+        if task["kind"] == "train":
+            event = training_event(10, 32, 1, 1.0).as_json()
+            spent = {"epsilon": 0.5 + task["round"], "delta": 1e-3, "noise": "secret", "events": [event]}
+            tensors = trained(self.payload(task), self.name, task)
+            return self.send(task, update_body(tensors, task, privacy=spent, metrics={}))
+        url = f"{self.path}/tasks/{task['task_id']}/evaluation"
+        return self.http.put(url, json={"splits": {}, "withheld": True}, headers=self.headers)
+
+
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InThread, str]]:
-    """A finished federation in which a task has failed, a client has been withdrawn, and another forgotten."""
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
     with in_thread(tmp_path_factory.mktemp("dossier") / "data") as server:
-        id = server.create(rounds=3, class_names=["circle", "square", "star"], participation={"quorum": 0.5})
-        clients = server.enrol(id, "north", "south", "west", "quokka")
-        server.post(f"{id}/start")
-        server.post(f"{id}/clients/quokka/forgetting")
-        tasks = server.training(clients[:3])
-        assert clients[0].fail(tasks[0]).status_code == 200
-        server.delete(f"{id}/clients/west")
-        drive(clients[:2])
-        server.until(id, state="finished")
-        yield server, id
+        yield server
+
+
+@pytest.fixture(scope="module")
+def protected(served: InThread) -> tuple[InThread, str]:
+    """A finished federation that protects records."""
+    privacy = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
+    id = served.create(name="protected", class_names=["circle", "square", "star"], privacy=privacy)
+    token = served.token(id)
+    clients: list[ScriptedClient] = [Protected(served.http, id, name) for name in ("north", "south")]
+    for client in clients:
+        assert client.enrol(token).status_code == 201
+    served.start(id)
+    drive(clients)
+    return served, id
+
+
+@pytest.fixture(scope="module")
+def played(served: InThread) -> tuple[InThread, str]:
+    """A finished federation in which a task has failed, a client has been withdrawn, and another forgotten."""
+    id = served.create(rounds=3, class_names=["circle", "square", "star"], participation={"quorum": 0.5})
+    clients = served.enrol(id, "north", "south", "west", "quokka")
+    served.post(f"{id}/start")
+    served.post(f"{id}/clients/quokka/forgetting")
+    tasks = served.training(clients[:3])
+    assert clients[0].fail(tasks[0]).status_code == 200
+    served.delete(f"{id}/clients/west")
+    drive([Telling(served.http, id, "north"), clients[1]])
+    served.until(id, state="finished")
+    return served, id
 
 
 def run(server: InThread, *arguments: str) -> Result:
@@ -59,8 +110,11 @@ def run(server: InThread, *arguments: str) -> Result:
     return done
 
 
-def test_each_fact_is_computed_again_from_the_tables(played: tuple[InThread, str], tmp_path: Path) -> None:
-    server, id = played
+@pytest.mark.parametrize("which", ["played", "protected"])
+def test_each_fact_is_computed_again_from_the_tables(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    server, id = request.getfixturevalue(which)
     output = run(server, id, "--json", "--out", str(tmp_path / "draft.md")).output
     facts = {key: fact["value"] for key, fact in json.loads(output[output.index("{") :]).items()}
     assert all(fact["source"] for fact in json.loads(output[output.index("{") :]).values())
@@ -97,10 +151,14 @@ def expected_facts(session: Any, id: str) -> dict[str, Any]:
     )
     updates = list(
         session.execute(
-            select(TaskRow.client, UpdateRow.bytes, TaskRow.counted).join(UpdateRow, UpdateRow.task_id == TaskRow.id)
+            select(TaskRow.client, UpdateRow.bytes, TaskRow.counted)
+            .join(UpdateRow, UpdateRow.task_id == TaskRow.id)
+            .where(TaskRow.federation_id == id)
         )
     )
-    last = session.scalar(select(func.max(PhaseRow.round)).where(PhaseRow.kind == "evaluate"))
+    last = session.scalar(
+        select(func.max(PhaseRow.round)).where(PhaseRow.kind == "evaluate", PhaseRow.federation_id == id)
+    )
     answers = {
         task.client: session.get_one(EvaluationRow, task.id).body
         for task, phase in tasks
@@ -125,7 +183,7 @@ def expected_facts(session: Any, id: str) -> dict[str, Any]:
         "ended": row.ended_at,
         "retention": "all",
         "secure": None,
-        "rounds_planned": 3,
+        "rounds_planned": row.spec["rounds"],
         "rounds_done": max(states),
         "classes": "circle, square, star",
         "fingerprint": row.fingerprint,
@@ -134,7 +192,7 @@ def expected_facts(session: Any, id: str) -> dict[str, Any]:
         "state_hash": states[max(states)],
         "states": [
             {"round": round, "state_hash": states.get(round, states[0]), "ended_at": ended(session, id, round)}
-            for round in range(4)
+            for round in range(max(states) + 1)
         ],
         "trainers": len(clients),
         "evaluators": 0,
@@ -163,25 +221,28 @@ def expected_facts(session: Any, id: str) -> dict[str, Any]:
             {
                 "site": name,
                 "split": "test",
-                **{key: body["splits"]["test"][key] for key in ("accuracy", "num_samples")},
-                "zero_shot": body["zero_shot"]["test"]["accuracy"],
+                **body["splits"]["test"],
+                "zero_shot": body["zero_shot"]["test"]["accuracy"] if body.get("zero_shot") else None,
             }
             for name, body in sorted(answers.items())
+            if body["splits"]
         ],
-        "withheld": 0,
-        "subgroups": [],
-        "privacy_level": "none",
-        "privacy_noise": None,
-        "privacy_clip": None,
-        "epsilon_allowed": None,
-        "epsilon_spent": [],
-        "epsilon_central": None,
-        "smallest_sum": None,
-        "privacy_warnings": [
+        "withheld": sum(body.get("withheld", False) for body in answers.values()),
+        "subgroups": [
             {
-                "warning": "nothing is protected: whoever has the prompts or an update can test for a training image",
+                "site": name,
+                "subgroup": "sex=f" if "column" in group else "all",
+                "images": f"{group['images']['low']} to {group['images']['high']}",
+                **{
+                    key: group["accuracy"][kind] if "accuracy" in group else None
+                    for key, kind in (("accuracy", "value"), ("low", "low"), ("high", "high"))
+                },
             }
+            for name in sorted(answers)
+            if answers[name].get("figures")
+            for group in GROUPS
         ],
+        **expected_privacy(session, id, row.spec.get("privacy"), [client.name for client in clients]),
         "failures": [
             {"type": kind, "tasks": count}
             for kind, count in sorted(Counter(task.failure["type"] for task, _ in tasks if task.failure).items())
@@ -192,16 +253,39 @@ def expected_facts(session: Any, id: str) -> dict[str, Any]:
             for client in clients
             if client.refusals
         ],
-        "withdrawn": 1,
+        "withdrawn": sum(not client.active for client in clients),
         "acts": [
             {"at": entry.at, "act": entry.act, "by": entry.actor}
             for entry in mine
             if entry.act in ("client-withdrawn", "client-forgotten")
         ],
-        "forgotten": 1,
+        "forgotten": sum(entry.act == "client-forgotten" for entry in mine),
         "signed": 0,
         "audit_entries": len(audit),
         "audit_chain": f"intact, head {check_chain(audit)[1]}",
+    }
+
+
+def expected_privacy(session: Any, id: str, given: Any, names: list[str]) -> dict[str, Any]:
+    """The facts of differential privacy."""
+    spent = []
+    for name in names if given else ():
+        query = select(UpdateRow.metrics).join(TaskRow, TaskRow.id == UpdateRow.task_id)
+        mine = query.where(TaskRow.federation_id == id, TaskRow.client == name).order_by(UpdateRow.received_at)
+        metrics = list(session.scalars(mine))
+        last = {"releases": len(metrics), "epsilon": metrics[-1]["privacy_epsilon"], "epsilon_replace_one": None}
+        spent.append({"client": name, **last, "delta": metrics[-1]["privacy_delta"], "noise": "secret"})
+    plain = "nothing is protected: whoever has the prompts or an update can test for a training image"
+    silent = f"have not said how they train, by an older version: {', '.join(names)}"
+    return {
+        "privacy_level": "sample" if given else "none",
+        "privacy_noise": given["noise_multiplier"] if given else None,
+        "privacy_clip": given["clip"] if given else None,
+        "epsilon_allowed": given.get("epsilon") if given else None,
+        "epsilon_spent": spent,
+        "epsilon_central": None,
+        "smallest_sum": None,
+        "privacy_warnings": [{"warning": silent if given else plain}],
     }
 
 
