@@ -11,6 +11,7 @@ from promptfed.shared.methods import MULTI_LABEL, STATISTICS, TASK, make_method
 from promptfed.shared.methods.core.interface.base import Method, Phase
 from promptfed.shared.methods.core.several_labels import is_for_several_labels
 from promptfed.shared.methods.core.statistics import statistics_of
+from promptfed.shared.spec.participation import SQUARED_LOSSES
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import TensorSpec
 
@@ -69,7 +70,9 @@ def _metrics(method: Method, info: EnrolmentInfo) -> list[str]:
     """Patterns of the numbers that leave; under protection those that depend on no data, with secure sums none."""
     if info.secure_aggregation is not None:
         return []
-    return sorted(PROTECTED) if info.privacy is not None else sorted({*method.metrics, *MEASURED})
+    if info.privacy is not None:
+        return sorted(PROTECTED)
+    return sorted({*method.metrics, *MEASURED, *([SQUARED_LOSSES] if info.squared_losses else [])})
 
 
 def phases_of(method: Method) -> dict[str, tuple[Phase, list[int]]]:

@@ -211,7 +211,7 @@ def answers(classifier: Classifier, split: Split, cancelled: Cancelled = lambda:
     """
     told = [
         (logits.argmax(dim=-1).cpu(), torch.softmax(logits.double(), dim=-1).amax(dim=-1).cpu())
-        for logits in _batches(classifier, split, cancelled)
+        for logits in logits_of(classifier, split, cancelled)
     ]
     predicted, confidence = zip(*told, strict=True)
     return torch.cat(predicted), torch.cat(confidence)
@@ -219,16 +219,16 @@ def answers(classifier: Classifier, split: Split, cancelled: Cancelled = lambda:
 
 def probabilities(classifier: Classifier, split: Split) -> Tensor:
     """Each class's probability ``(N, C)`` in float64, on the CPU."""
-    parts = [torch.softmax(logits.double(), dim=-1).cpu() for logits in _batches(classifier, split, lambda: False)]
+    parts = [torch.softmax(logits.double(), dim=-1).cpu() for logits in logits_of(classifier, split, lambda: False)]
     return torch.cat(parts)
 
 
 def presences(classifier: Classifier, split: Split, cancelled: Cancelled = lambda: False) -> Tensor:
     """The probability ``(N, C)`` of each class to be present, where there may be several; float64, on the CPU."""
-    return torch.cat([torch.sigmoid(logits.double()).cpu() for logits in _batches(classifier, split, cancelled)])
+    return torch.cat([torch.sigmoid(logits.double()).cpu() for logits in logits_of(classifier, split, cancelled)])
 
 
-def _batches(classifier: Classifier, split: Split, cancelled: Cancelled) -> Iterator[Tensor]:
+def logits_of(classifier: Classifier, split: Split, cancelled: Cancelled) -> Iterator[Tensor]:
     """The logits ``(B, C)`` of the split's images, in order."""
     with torch.no_grad():
         for rows in torch.split(torch.arange(len(split)), EVALUATION_BATCH):

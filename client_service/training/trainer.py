@@ -33,6 +33,7 @@ from promptfed.client_service.training.payloads import as_sent, check_payload, k
 from promptfed.client_service.training.site import SitePrivacy as SitePrivacy
 from promptfed.client_service.training.site import SiteRules as SiteRules
 from promptfed.client_service.training.site import torch_settings
+from promptfed.client_service.training.squared_losses import squared_losses
 from promptfed.client_service.training.unlabelled import with_predictions
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, shape_of
@@ -134,12 +135,13 @@ class TaskWork:
             private, peers = self._prepared(method, context, task.config.peers)
             if self.data.unlabelled:
                 context = with_predictions(method, context, self.data, tensors, private)
+            squared = squared_losses(method, context, self.data, tensors, private)
             result = method.train(context, tensors, private)
             update, private = self._sent(phase, result, tensors, private)
         if protection is not None and not protection.used:
             raise Failure("training-failed", f"{method.name} trained without the protection that it promises")
         seconds = round(time.monotonic() - started, 3)
-        measured = {**result.metrics, "train_seconds": seconds, "trained_parameters": sum(trained)}
+        measured = {**result.metrics, **squared, "train_seconds": seconds, "trained_parameters": sum(trained)}
         if protection is not None:
             measured = {"steps": protection.event.count, "trained_parameters": sum(trained)}
         # With secure sums no number goes with the change: these are for its owner's own log.

@@ -7,10 +7,11 @@ while no round was open.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 from promptfed.coordinator.domain import facts
+from promptfed.coordinator.domain.choice import chosen
 from promptfed.coordinator.domain.round_machine import Machine, WrongMoment
 from promptfed.coordinator.domain.run_state import QUORUM_MISSED, AskStatus, PhasePlan, Stage
 from promptfed.shared.messages import ENDED, FederationState, TaskKind
@@ -50,15 +51,17 @@ class BufferedMachine(Machine):
         """The clients with tasks of earlier rounds that belong to the open one."""
         return {**dict.fromkeys(self.run.busy, "open"), **dict.fromkeys(self.run.early, "answered")}
 
-    def _idle(self, asked: Collection[str]) -> list[str]:
-        """Eligible clients that are not ``asked`` yet, in the order of the round's draw, as many as may train now."""
+    def _idle(self, asked: Collection[str]) -> Collection[str]:
+        """Eligible clients that are not ``asked`` yet, as many as may train now, with reasons where there are any."""
         eligible = self.run.eligible()
-        room = (self._schedule.concurrency or len(eligible)) - len(self.run.busy)
-        order = sampling_order(self.rules.draw, self.run.round, eligible)
-        return [name for name in order if name not in asked and name not in self.run.busy][: max(0, room)]
+        room = max(0, (self._schedule.concurrency or len(eligible)) - len(self.run.busy))
+        idle = [name for name in eligible if name not in asked and name not in self.run.busy]
+        if self.rules.choice is not None:
+            return chosen(self.rules, self.run, idle, room)
+        return sampling_order(self.rules.draw, self.run.round, idle)[:room]
 
     def _open(
-        self, kind: TaskKind, name: str, names: Iterable[str], size: int, now: float, expected: float | None = None
+        self, kind: TaskKind, name: str, names: Collection[str], size: int, now: float, expected: float | None = None
     ) -> None:
         if kind == "evaluate":  # Who trains is asked as soon as that is over.
             names = [name for name in names if name not in self.run.busy]
@@ -93,6 +96,7 @@ class BufferedMachine(Machine):
 
     def _filled(self, stage: Stage) -> Stage:
         """The open stage with those asked in addition who can be asked now."""
+        names: Collection[str]
         if stage.kind == "evaluate":
             present = sorted(name for name, member in self.run.members.items() if member.active and member.joined)
             names = [name for name in present if name not in stage.asks and name not in self.run.busy]
@@ -105,7 +109,7 @@ class BufferedMachine(Machine):
         if names:
             stage = replace(stage, asks={**stage.asks, **dict.fromkeys(names, "open")})
             self._set(stage=stage)
-            self.facts.append(facts.Asked(tuple(names)))
+            self.facts.append(facts.Asked(tuple(names), self._note_asked(names)))
         return stage
 
     def _extend(self, stage: Stage, now: float) -> None:

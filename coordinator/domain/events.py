@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from promptfed.coordinator.domain.run_state import Told
 from promptfed.shared.messages import Role
 
 
@@ -33,10 +34,15 @@ class _OfClient(Event):
 
 @dataclass(frozen=True)
 class Enrolled(Event):
-    """A client enrolled, or came back under its name after the operator had reset it."""
+    """A client enrolled, or came back under its name after the operator had reset it.
+
+    ``meets``: as `Member.meets`.
+    """
 
     name: str
     role: Role
+    images: int = 0
+    meets: bool = True
 
 
 class Start(_Timed):
@@ -80,8 +86,11 @@ class Withdraw(Event):
     now: float
 
 
+@dataclass(frozen=True)
 class Answered(_OfClient):
-    """A client's answer to the open stage was accepted."""
+    """A client's answer to the open stage was accepted. ``told``: what it says for the choice of clients."""
+
+    told: Told | None = None
 
 
 class AnsweredLast(_OfClient):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from promptfed.coordinator.domain.run_state import AskStatus
 from promptfed.shared.messages import FederationState, TaskKind
@@ -18,6 +20,18 @@ class _OfClients(Fact):
     names: tuple[str, ...]
 
 
+class _Asking(Fact):
+    """Clients are asked, with ``reasons`` where they were not drawn alike."""
+
+    names: tuple[str, ...]
+    reasons: Mapping[str, str]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """For the event stream."""
+        return {"asked": list(self.names)} | ({"reasons": dict(self.reasons)} if self.reasons else {})
+
+
 @dataclass(frozen=True)
 class Moved(Fact):
     """The federation's state changed."""
@@ -27,7 +41,7 @@ class Moved(Fact):
 
 
 @dataclass(frozen=True)
-class Opened(Fact):
+class Opened(_Asking):
     """A stage opened and asks ``names``. ``expected``: K̄, the expected number of counted answers."""
 
     round: int
@@ -37,10 +51,15 @@ class Opened(Fact):
     names: tuple[str, ...]
     sample_size: int
     expected: float
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-class Asked(_OfClients):
+@dataclass(frozen=True)
+class Asked(_Asking):
     """The open stage asks ``names`` in addition."""
+
+    names: tuple[str, ...]
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 class Carried(_OfClients):

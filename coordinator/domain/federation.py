@@ -98,6 +98,7 @@ class OpenTask:
     phase: str
     payload_sha256: str | None = None
     payload_bytes: int = 0
+    opened_at: str = ""
 
 
 class LastContext:
@@ -322,6 +323,7 @@ def rules_of(spec: FederationSpec, method: Method) -> Rules:
         fixed_divisor=spec.privacy.is_central,
         selects=spec.selection is not None,
         schedule=spec.schedule,
+        choice=None if part.is_plain else part,
     )
 
 

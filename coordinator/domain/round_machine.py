@@ -7,7 +7,7 @@ back. The facts are what has to be written down; written together with the event
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 from promptfed.coordinator.domain import events, facts, sampling, secure_steps
@@ -25,7 +25,7 @@ from promptfed.coordinator.domain.run_state import (
     SecureStep,
     Stage,
 )
-from promptfed.shared.messages import ENDED, FederationState, Role, TaskKind
+from promptfed.shared.messages import ENDED, FederationState, TaskKind
 
 
 class WrongMoment(Exception):
@@ -65,8 +65,8 @@ class Machine:
 
     def _take(self, event: events.Event) -> None:
         match event:
-            case events.Enrolled(name, role):
-                self._enrolled(name, role)
+            case events.Enrolled():
+                self._enrolled(event)
             case events.Start(now):
                 self._start(now)
             case events.StartRefused(reason):
@@ -87,7 +87,9 @@ class Machine:
                 self._mended(now)
             case events.Withdraw(name, discard, now):
                 self._withdraw(name, discard, now)
-            case events.Answered(name, now):
+            case events.Answered(name, now, told):
+                if told is not None:
+                    self._set(told={**self.run.told, name: told})
                 self._settle_open(name, "answered", now)
             case events.AnsweredLast(name, now):
                 self._answered_last(name, now)
@@ -106,12 +108,12 @@ class Machine:
 
     # What operators and clients do
 
-    def _enrolled(self, name: str, role: Role) -> None:
+    def _enrolled(self, event: events.Enrolled) -> None:
         if self.run.state in ENDED:
             raise WrongMoment(self.run.state)
-        before = self.run.members.get(name)
-        member = Member(role) if before is None else replace(before, active=True)
-        self._set(members={**self.run.members, name: member})
+        before = self.run.members.get(event.name, Member(event.role))
+        member = replace(before, active=True, images=event.images, meets=event.meets)
+        self._set(members={**self.run.members, event.name: member})
 
     def _start(self, now: float) -> None:
         self._expect("enrolling")
@@ -229,33 +231,36 @@ class Machine:
         return True
 
     def _open_phase(self, plan: PhasePlan, now: float) -> None:
-        run = self.run
-        eligible, expected = run.eligible(), None
+        run, expected = self.run, None
+        names: Collection[str] = run.eligible()
         if plan.secure is not None and plan.is_fixed:
             asked = run.previous if plan.secure.index else run.cohort
             names = [name for name in asked if run.members[name].active]
             size = len(names)
         elif run.step == 0:
-            names, size, expected = sampling.first_asked(self.rules, run.round, eligible)
+            names, size, expected = sampling.first_asked(self.rules, run, run.eligible())
         else:
             gone = sum(not run.members[name].active for name in run.answered_first)
             size = max(1, run.sample_size - gone)
-            names = eligible if plan.ask == "all" else [n for n in run.answered_first if run.members[n].active]
+            names = names if plan.ask == "all" else [n for n in run.answered_first if run.members[n].active]
         self._open(plan.kind, plan.name, names, size, now, expected)
 
     def _open(
-        self, kind: TaskKind, name: str, names: Iterable[str], size: int, now: float, expected: float | None = None
+        self, kind: TaskKind, name: str, names: Collection[str], size: int, now: float, expected: float | None = None
     ) -> None:
+        """Open a stage for ``names``, a mapping if each has a reason why it was chosen."""
         asked = tuple(sorted(names))
         seconds = self.rules.seconds(self._plan())
         stage = Stage(kind, name, dict.fromkeys(asked, "open"), size, now + seconds)
         self._set(stage=stage)
         there = float(size) if expected is None else expected
-        self.facts.append(facts.Opened(self.run.round, self.run.step, kind, name, asked, size, there))
+        reasons = self._note_asked(names)
+        self.facts.append(facts.Opened(self.run.round, self.run.step, kind, name, asked, size, there, reasons))
         self.facts.append(facts.DeadlineSet(seconds))
 
     def _close_if_due(self, stage: Stage, now: float) -> bool:
-        if now < stage.deadline and "open" in stage.asks.values():
+        enough = sampling.has_enough(self.rules, self.run, stage)
+        if now < stage.deadline and "open" in stage.asks.values() and not enough:
             return False
         plan = self._plan()
         if stage.kind == "evaluate":
@@ -314,7 +319,7 @@ class Machine:
         self._set_stage(extended=True, asks={**stage.asks, **dict.fromkeys(added, "open")})
         self.facts.append(facts.Extended(True))
         if added:
-            self.facts.append(facts.Asked(tuple(added)))
+            self.facts.append(facts.Asked(tuple(added), self._note_asked(added)))
         self._set_deadline(now)
 
     def _close(self, stage: Stage, sample_size: int) -> None:
@@ -349,6 +354,12 @@ class Machine:
         self._move(state, reason)
 
     # Small changes
+
+    def _note_asked(self, names: Collection[str]) -> dict[str, str]:
+        """Keep who is asked to train, for the choice of later rounds. Returns the reasons, where there are any."""
+        if self.rules.choice is not None and self.run.step == 0 and self.run.stage and self.run.stage.kind == "train":
+            self._set(asked={**self.run.asked, **dict.fromkeys(names, self.run.round)})
+        return names if isinstance(names, dict) else {}
 
     def _set(self, **changes: object) -> None:
         self.run = replace(self.run, **changes)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from promptfed.shared.messages import FederationState, Role, TaskKind
+from promptfed.shared.spec.participation import ParticipationSpec
 from promptfed.shared.spec.schedule import ScheduleSpec
 from promptfed.shared.spec.selection import FINAL
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
@@ -70,6 +71,7 @@ class Rules:
     the secret of Poisson sampling, in hex, where that is how clients are sampled. ``fixed_divisor``: K stays what it
     was when a phase opened. ``budget_rounds``: rounds that a privacy budget allows, where it ends before the rounds do.
     ``selects``: after the last round the best one's state is tested. ``schedule``: of asynchronous rounds.
+    ``choice``: how clients are chosen, where they are not drawn alike.
     """
 
     draw: int | str
@@ -88,6 +90,7 @@ class Rules:
     budget_rounds: int | None = None
     selects: bool = False
     schedule: ScheduleSpec | None = None
+    choice: ParticipationSpec | None = None
 
     @property
     def last_round(self) -> int:
@@ -121,12 +124,31 @@ class Rules:
 
 @dataclass(frozen=True)
 class Member:
-    """An enrolled client. ``joined``: the state includes it; newcomers join when a round opens, from ``since`` on."""
+    """An enrolled client. ``joined``: the state includes it; newcomers join when a round opens, from ``since`` on.
+
+    ``meets``: whether it meets the spec's requirements, without which it is not asked to train.
+    """
 
     role: Role
     active: bool = True
     joined: bool = False
     since: int = 0
+    images: int = 0
+    meets: bool = True
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the choice of clients knows of a client by its latest update, which was for ``round``.
+
+    ``loss``: the mean of its training. ``squared``: the sum of its images' squared losses. ``seconds``: from being
+    asked to the answer.
+    """
+
+    round: int
+    loss: float | None
+    squared: float | None
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -152,6 +174,7 @@ class Run:
 
     Of a secure sum: ``cohort`` sent keys for the latest attempt, ``previous`` answered its last step. Of asynchronous
     rounds: ``busy`` clients train, each since the round that is named; answers of ``early`` count in the next round.
+    With ``Rules.choice``: the round in which each client was ``asked`` to train last, and what it has ``told``.
     """
 
     state: FederationState = "enrolling"
@@ -168,6 +191,8 @@ class Run:
     previous: tuple[str, ...] = ()
     busy: Mapping[str, int] = field(default_factory=dict)
     early: tuple[str, ...] = ()
+    asked: Mapping[str, int] = field(default_factory=dict)
+    told: Mapping[str, Told] = field(default_factory=dict)
 
     @property
     def is_damaged(self) -> bool:
@@ -180,8 +205,9 @@ class Run:
         return self.reason is not None and self.reason.startswith(GROWN)
 
     def trainers(self) -> list[str]:
-        """Active trainers, newcomers included, in order of name."""
-        return sorted(name for name, member in self.members.items() if member.active and member.role == "trainer")
+        """Active trainers that meet the requirements, newcomers included, in order of name."""
+        known = self.members.items()
+        return sorted(name for name, one in known if one.active and one.role == "trainer" and one.meets)
 
     def starters(self, rules: Rules) -> list[str]:
         """The clients that a start waits for: trainers, or all active ones where there are no rounds of training."""

@@ -180,8 +180,8 @@ class _Recorder:
                 self._moved(fact)
             case facts.Opened():
                 self._opened(fact)
-            case facts.Asked(names):
-                self._asked(names)
+            case facts.Asked():
+                self._asked(fact)
             case facts.Carried(names):
                 self._carried(names)
             case facts.Extended(extended):
@@ -238,14 +238,13 @@ class _Recorder:
         self._phase = _StageRow(insert_phase(self._session, opened | others), **opened)
         self._position = (fact.round, fact.step)
         self._change.federation = replace(self._change.federation, tasks=self._late_tasks())
-        self._change.emit("phase-opened", **self._where(), asked=list(fact.names))
+        self._change.emit("phase-opened", **self._where(), **fact.data)
         self._add_tasks(fact.names, 0)
 
     def _late_tasks(self) -> dict[str, OpenTask]:
         """The open tasks that a stage's opening and closing leave open: those of asynchronous rounds."""
-        federation = self._change.federation
-        busy = federation.run.busy
-        return {name: task for name, task in federation.tasks.items() if task.kind == "train" and name in busy}
+        busy, tasks = self._change.federation.run.busy, self._change.federation.tasks
+        return {name: task for name, task in tasks.items() if task.kind == "train" and name in busy}
 
     def _carried(self, names: tuple[str, ...]) -> None:
         """Move open tasks, and answered ones that have not counted yet, to the stage that has opened."""
@@ -262,11 +261,11 @@ class _Recorder:
         self._session.execute(mine.values(moved), execution_options={"synchronize_session": False})
         self._change.emit("clients-carried", **self._where(), clients=list(names))
 
-    def _asked(self, names: tuple[str, ...]) -> None:
+    def _asked(self, fact: facts.Asked) -> None:
         self._change.flush()
         tasks = select(func.count()).where(TaskRow.phase_id == self._stage().id)
-        self._add_tasks(names, self._session.scalar(tasks) or 0)
-        self._change.emit("clients-asked", **self._where(), asked=list(names))
+        self._add_tasks(fact.names, self._session.scalar(tasks) or 0)
+        self._change.emit("clients-asked", **self._where(), **fact.data)
 
     def _add_tasks(self, names: tuple[str, ...], first: int) -> None:
         """Ask these clients; their tasks have numbers from ``first`` on."""
@@ -280,6 +279,7 @@ class _Recorder:
                 round=stage.round,
                 step=self._position[1],
                 phase=stage.name,
+                opened_at=now,
             )
             tasks[name] = task
             self._change.batch.tasks[task.id] = task_row(federation.id, stage.id, number, task, now)
@@ -396,4 +396,5 @@ def open_task(row: TaskRow, stage: PhaseRow) -> OpenTask:
         phase=stage.name,
         payload_sha256=row.payload_sha256,
         payload_bytes=row.payload_bytes or 0,
+        opened_at=row.opened_at,
     )

@@ -22,12 +22,14 @@ from promptfed.coordinator.domain.federation import (
 )
 from promptfed.coordinator.domain.run_state import AskStatus, DueJob, Member, Rules, Run, Stage
 from promptfed.coordinator.domain.secure_steps import KINDS, MASK
+from promptfed.coordinator.engine.choices import chosen_before
 from promptfed.coordinator.engine.recorder import open_task
 from promptfed.coordinator.problems import first_error
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.backend import one_line
 from promptfed.coordinator.store.tables import DELETING, ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
 from promptfed.shared.messages import ENDED, Domain, EnrolledProtection, FederationState, Repeat, Role, TaskKind
+from promptfed.shared.spec.participation import ParticipationSpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec
 
 DAMAGE = (ValueError, TypeError, LookupError, AttributeError)
@@ -108,7 +110,7 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
     loaded = replace(
         federation.with_clients(*map(client_of, clients)),
         run=replace(
-            _run(session, row, clients, _stage(stage_row, tasks, now), federation.rules),
+            _run(session, row, clients, _stage(stage_row, tasks, now), federation),
             busy={task.client: open_task(task, phase).round for task, phase in late if task.status == "open"},
             early=() if is_training else tuple(task.client for task, _ in late if task.status == "answered"),
         ),
@@ -151,12 +153,20 @@ def _at_rest(federation: Federation) -> Federation:
 
 def _with_its_clients(session: Session, federation: Federation) -> Federation:
     clients = list(session.scalars(queries.clients(federation.id)))
-    run = replace(federation.run, members=_members(clients))
+    run = replace(federation.run, members=_members(clients, federation.spec.participation))
     return replace(federation.with_clients(*map(client_of, clients)), run=run)
 
 
-def _members(clients: list[ClientRow]) -> dict[str, Member]:
-    return {one.name: Member(cast(Role, one.role), one.active, one.joined, one.joins_from) for one in clients}
+def _members(clients: list[ClientRow], part: ParticipationSpec) -> dict[str, Member]:
+    return {client.name: member_of(client, part) for client in clients}
+
+
+def member_of(row: ClientRow, part: ParticipationSpec) -> Member:
+    """A client as the round machine knows it; one that has just enrolled has not joined."""
+    domain = row.domain["name"] if row.domain else None
+    missing = part.require.missing(row.num_samples, row.device, domain) if part.require is not None else None
+    joins = row.joins_from or 0
+    return Member(cast(Role, row.role), row.active, bool(row.joined), joins, row.num_samples, missing is None)
 
 
 def token_of(row: TokenRow) -> EnrolmentToken:
@@ -223,7 +233,10 @@ def _stage(row: PhaseRow | None, tasks: dict[str, TaskRow], now: float) -> Stage
     )
 
 
-def _run(session: Session, row: FederationRow, clients: list[ClientRow], stage: Stage | None, rules: Rules) -> Run:
+def _run(
+    session: Session, row: FederationRow, clients: list[ClientRow], stage: Stage | None, federation: Federation
+) -> Run:
+    rules = federation.rules
     first = queries.phase_at(session, row.id, row.round, 0)
     has_closed = first is not None and first.kind == "train" and first.closed_at is not None
     run = Run(
@@ -231,13 +244,16 @@ def _run(session: Session, row: FederationRow, clients: list[ClientRow], stage: 
         reason=row.reason,
         round=row.round,
         step=row.step,
-        members=_members(clients),
+        members=_members(clients, federation.spec.participation),
         stage=stage,
         due_job=cast(DueJob | None, row.work),
         joining=tuple(row.joining),
         answered_first=queries.counted_clients(session, row.id, row.round, 0) if has_closed else (),
         sample_size=first.sample_size if first is not None and has_closed else 0,
     )
+    if rules.choice is not None:
+        asked, told = chosen_before(session, row.id, rules.choice)
+        run = replace(run, asked=asked, told=told)
     return run if rules.secure is None else _with_sets(session, row, rules, run)
 
 

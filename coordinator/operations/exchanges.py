@@ -16,13 +16,13 @@ from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.secure_jobs import attempt_of
+from promptfed.coordinator.operations.spent_metrics import spent_metrics
 from promptfed.coordinator.operations.submissions import (
     Answer,
     AskedTask,
     accept_failure,
     asked_task,
     decided,
-    spent_metrics,
 )
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.upload import Upload

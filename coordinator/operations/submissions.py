@@ -18,10 +18,12 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation.changes import change_norm
 from promptfed.coordinator.aggregation.late_updates import expect_fresh
 from promptfed.coordinator.domain import clock, events
+from promptfed.coordinator.domain.choice import told_by
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import mending
+from promptfed.coordinator.operations.spent_metrics import spent_metrics
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import Blobs, Held, digest_of
 from promptfed.coordinator.store.database import Database
@@ -33,15 +35,12 @@ from promptfed.shared.messages import (
     ENDED,
     EvaluationRequest,
     FailureRequest,
-    SpendReport,
     UpdateMetadata,
     receipt_body,
 )
-from promptfed.shared.methods.core.interface.base import Phase
 from promptfed.shared.methods.core.sizes import HEADER, change_limit
-from promptfed.shared.methods.core.statistics import cost_of
-from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.secagg.keys import is_signed
+from promptfed.shared.spec.participation import BY_LOSS
 from promptfed.shared.tensors import DTYPES, Arrays, TensorError, check, decode, decode_file
 
 # Norms of prompts are far smaller. Squares of such numbers may overflow float32, and one update end the federation.
@@ -225,6 +224,13 @@ class _Update(Answer):
         told = {"norm": self.norm, "metrics": self.metrics, "receipt": self.receipt}
         change.batch.updates.append({**row, "sha256": self.digest, "bytes": self.size, **told, "stored": True})
 
+    def event(self, change: Change, task: AskedTask) -> events.Event:
+        told = None
+        if change.federation.spec.participation.choice in BY_LOSS:
+            received = change.batch.updates[-1]["received_at"]
+            told = told_by(self.metrics, task.round, clock.seconds_between(task.opened_at, received))
+        return events.Answered(self.client.name, clock.monotonic(), told)
+
 
 async def accept_evaluation(
     registry: Registry, federation: Federation, client: Client, task_id: str, request: EvaluationRequest
@@ -346,36 +352,6 @@ def _receipt(federation: Federation, task: AskedTask, about: UpdateMetadata) -> 
     if not is_signed(key, signature, "receipt", body):
         raise problems.BadMetadata("metadata receipt: it is not its key's signature of this task's payload")
     return receipt.model_dump()
-
-
-def spent_metrics(federation: Federation, client: Client, phase: Phase, spent: SpendReport | None) -> dict[str, float]:
-    """The privacy cost of ``phase`` that the client reports, as metrics. It must match the public terms."""
-    privacy = federation.privacy
-    at_client = privacy is not None and privacy.protects_records
-    if not at_client and spent is None:
-        return {}
-    if privacy is None or not at_client:
-        whose = "is not protected" if privacy is None else "is protected by the coordinator's noise"
-        raise problems.PrivacyMismatch(f"{federation.name} {whose}, and the update says what it cost")
-    if spent is None:
-        text = f"{federation.name} is protected at level {privacy.level}, and the update does not say what it cost"
-        raise problems.PrivacyMissing(f"{text}: install a version of promptfed that protects")
-    training, given = federation.spec.training, [event.model_dump() for event in spent.events]
-    planned = client.protection
-    z = privacy.noise_multiplier or (planned.noise_multiplier if planned is not None else given[0]["z"])
-    units = client.num_samples if client.units is None else client.units
-    cost = cost_of(federation.method, phase)
-    wanted = (cost or training_event(units, training.batch_size, training.epochs, z)).as_json()
-    if given != [wanted]:
-        units_name = "samples" if privacy.unit == "record" else "groups"
-        raise problems.PrivacyMismatch(f"the update was trained with {given}; {units} {units_name} give {wanted}")
-    seeded = float(spent.noise == "seeded")
-    told = {"privacy_epsilon": spent.epsilon, "privacy_delta": spent.delta, "privacy_z": z, "privacy_seeded": seeded}
-    if spent.epsilon_replace_one is not None:
-        told["privacy_replace_one"] = spent.epsilon_replace_one
-    if cost is not None:
-        told["privacy_laplace"] = cost.z
-    return told | {"privacy_q": wanted["q"], "privacy_count": wanted["count"]}
 
 
 def _check_change(federation: Federation, tensors: Arrays, payload: Arrays) -> None:

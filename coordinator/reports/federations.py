@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.engine.choices import reasons
 from promptfed.coordinator.engine.selection import selection_view
 from promptfed.coordinator.reports.privacy import central_privacy
 from promptfed.coordinator.store import queries
@@ -45,6 +46,7 @@ def federation_view(session: Session, federation: Federation) -> schemas.Federat
             "clients": _counts(federation),
             "stage": _stage(federation),
             "asked": sorted(stage.asks) if stage else [],
+            "choice": reasons(session, federation, run.round, stage.name) if stage else {},
             "answered": stage.having("answered") if stage else [],
             "failed": stage.having("failed") if stage else [],
             "awaited": [

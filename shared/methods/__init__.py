@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from promptfed.shared.methods.core.checks.choice_checks import check_choice
 from promptfed.shared.methods.core.checks.client_checks import with_noise
 from promptfed.shared.methods.core.checks.distributed_checks import with_parts
 from promptfed.shared.methods.core.checks.loss_checks import check_loss
@@ -149,6 +150,7 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
     checks: list[tuple[str, Callable[[], object]]] = [
         ("method", lambda: method.check(resolved)),
         ("aggregation", lambda: check_rule(method, resolved)),
+        ("participation", lambda: check_choice(method, resolved)),
         ("schedule", lambda: check_schedule(method, resolved)),
         ("secure_aggregation", lambda: check_secure(method, resolved)),
         ("loss", lambda: check_loss(method, resolved)),

@@ -25,11 +25,12 @@ from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.calibration import CalibrationSpec
 from promptfed.shared.spec.class_descriptions import ClassDescriptions, check_descriptions
 from promptfed.shared.spec.loss import LossSpec
+from promptfed.shared.spec.participation import ParticipationSpec
 from promptfed.shared.spec.schedule import ScheduleSpec
 from promptfed.shared.spec.selection import SelectionSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec, SecureAggregationSpec
 from promptfed.shared.spec.spec_hints import meant
-from promptfed.shared.spec.spec_section import Section, ceil_fraction, left_out
+from promptfed.shared.spec.spec_section import Section, left_out
 from promptfed.shared.spec.tuning import TrialSpec, TuningSpec
 
 VIEWS = 8
@@ -166,41 +167,6 @@ class TrainingSpec(Section):
     ] = VIEWS
     threads: Annotated[int, Field(ge=1, le=256)] = 1
     deterministic: bool = False
-
-
-class ParticipationSpec(Section):
-    """Who is asked, how many must answer, and how long they have."""
-
-    min_clients: Annotated[int, Field(ge=1, le=100_000)] = 1
-    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    quorum: Annotated[float, Field(gt=0, le=1)] = 1.0
-    deadline_seconds: Annotated[float, Field(gt=0, le=30 * 86400)] = 600.0
-    on_missed_quorum: Literal["pause", "fail"] = "pause"
-    draw: Annotated[
-        Literal["secret", "public"],
-        left_out(
-            "secret",
-            description="who is asked follows from a secret of the coordinator, shown at the end, or from the seed",
-        ),
-    ] = "secret"
-    sampling: Annotated[
-        Literal["fixed", "poisson"],
-        left_out(
-            "fixed",
-            description="fixed: the same number each round; poisson: each client independently with probability "
-            "fraction, by a secret that is never shown (with privacy.level client)",
-        ),
-    ] = "fixed"
-
-    @property
-    def is_secret(self) -> bool:
-        """Whether who takes part in which round is told to operators alone."""
-        return self.sampling == "poisson"
-
-    @property
-    def least_answers(self) -> int:
-        """The fewest updates that a round's first phase can close with."""
-        return max(1, ceil_fraction(self.quorum, self.min_clients))
 
 
 class EvaluationSpec(Section):

@@ -80,6 +80,10 @@ class TrainingTerms(BaseModel):
             description="share of the training images that are tested on, and not trained on",
         ),
     ] = 0.0
+    squared_losses: Annotated[
+        bool,
+        left_out(False, since=3, description="clients report the sum of their training images' squared losses"),
+    ] = False
 
     @classmethod
     def of(cls, spec: FederationSpec, **known: Any) -> TrainingTerms:
@@ -88,6 +92,7 @@ class TrainingTerms(BaseModel):
         own = {
             "privacy": spec.privacy if spec.privacy.level != "none" else None,
             "weighting": Weighting.of(spec.aggregation) if summed else None,
+            "squared_losses": spec.participation.choice == "oort",
             **known,
         }
         names = TrainingTerms.model_fields

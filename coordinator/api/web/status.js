@@ -158,7 +158,8 @@ export class Status {
     fill(
       this.roll,
       asked.map(([name, state, mark, text]) => {
-        return h("li", { "data-state": state }, h("span", { "aria-hidden": "true" }, mark), h("b", {}, name), h("small", {}, text));
+        const why = view.choice?.[name];
+        return h("li", { "data-state": state }, h("span", { "aria-hidden": "true" }, mark), h("b", {}, name), h("small", {}, why ? `${text}; ${why}` : text));
       }),
     );
   }
