@@ -92,6 +92,7 @@ class FederationSummary(BaseModel):
     clients: ClientCounts
     answered: list[str]
     awaited: list[Awaited]
+    choice: dict[str, str] = {}
     privacy: CentralPrivacySummary | None = None
     selection: SelectionSummary | None = None
     trials: list[TrialSummary] = []

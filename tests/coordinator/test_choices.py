@@ -11,6 +11,7 @@ import pytest
 
 from promptfed.testing.clients import ScriptedClient, spec, update_body
 from tests.support.coordinators import InThread
+from tests.support.waiting import wait_for
 
 NAMES = tuple(f"c{number}" for number in range(6))
 PRIVATE = {"level": "client", "clip": 1.0, "noise_multiplier": 1.0}
@@ -67,12 +68,13 @@ def test_asynchronous_rounds_choose_who_gets_the_next_task(coordinator: InThread
         schedule={"kind": "buffered", "buffer": 2, "concurrency": 2},
         participation={"choice": "round_robin"},
     )
-    trained = []
-    for _ in range(6):
-        name = coordinator.get(federation)["awaited"][0]["name"]
-        trained.append(name)
-        train(coordinator, clients[name], loss=1.0)
-    assert sorted(trained) == sorted(NAMES), "each once before anybody twice"
+    trained: set[str] = set()
+    for _ in NAMES:
+        awaited = wait_for("a task", lambda: [one["name"] for one in coordinator.get(federation)["awaited"]])
+        new = [name for name in awaited if name not in trained]
+        assert new, "each once before anybody twice"
+        trained.add(new[0])
+        train(coordinator, clients[new[0]], loss=1.0)
 
 
 def test_the_first_answers_of_an_over_selected_round_count_and_later_ones_are_refused(coordinator: InThread) -> None:
@@ -97,8 +99,6 @@ def test_only_clients_that_meet_the_requirements_train_and_the_others_evaluate(c
     federation = coordinator.create(
         rounds=3, participation={"require": {"images": 50, "gpu": True, "domain": "photo"}, "min_clients": 2}
     )
-    tokens = coordinator.tokens(federation, 5) if hasattr(coordinator, "tokens") else None
-    assert tokens is None or len(tokens) == 5
     photo = {"name": "photo", "description": "a photo of a {}."}
     fit = {"num_samples": 50, "device": "cuda (H200)", "domain": photo}
     declared = {
@@ -131,14 +131,17 @@ def test_only_clients_that_meet_the_requirements_train_and_the_others_evaluate(c
         ({"participation": {"over_select": 2.0, "min_clients": 3}, "secure_aggregation": {}}, "secure sum needs"),
         ({"participation": {"over_select": 2.0}, "schedule": {"kind": "buffered", "buffer": 2}}, "asynchronous"),
         ({"participation": {"choice": "all_available", "fraction": 0.5}}, "every client"),
-        ({"participation": {"choice": "power_of_choice"}, "method": {"name": "plan"}}, "reports none"),
-        ({"participation": {"choice": "oort"}, "method": {"name": "plan"}}, "train without"),
+        ({"participation": {"choice": "power_of_choice"}, "method": {"name": "tip_adapter"}}, "reports none"),
+        ({"participation": {"choice": "oort"}, "method": {"name": "fast_pt"}}, "train without"),
+        ({"participation": {"choice": "oort"}, "method": {"name": "promptfl_ft"}}, "trained first"),
     ],
 )
 def test_choices_that_cannot_work_are_refused_with_the_reason(
     coordinator: InThread, changes: dict[str, Any], why: str
 ) -> None:
-    refused = coordinator.post("/v1/federations", spec(**changes), status=422)
+    raw = spec(**changes)
+    raw["method"] = changes.get("method", raw["method"])
+    refused = coordinator.post("/v1/federations", raw, status=422)
     assert any(why in error["detail"] and error["path"] == "participation" for error in refused["errors"]), refused
 
 

@@ -219,7 +219,8 @@ def _show_status(federation: FederationSummary) -> None:
     lines += [] if federation.selection is None else [federation.selection.describe()]
     lines += [f"trial {trial.describe()}" for trial in federation.trials]
     awaited = [client.model_dump(mode="json") for client in federation.awaited]
-    lines += [f"waiting for {client['name']} until {client['until']}" for client in awaited]
+    why = {name: f" ({reason})" for name, reason in federation.choice.items()}
+    lines += [f"waiting for {one['name']}{why.get(one['name'], '')} until {one['until']}" for one in awaited]
     for line in lines:
         say(plain(line))
 

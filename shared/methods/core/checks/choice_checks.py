@@ -33,10 +33,11 @@ def _check_losses(method: Method, spec: FederationSpec) -> None:
         raise MethodError(f"choice {choice} reads losses, and with secure sums no number leaves a client")
     if spec.privacy.level != "none":
         raise MethodError(f"choice {choice} reads losses, which no noise covers: with privacy take another one")
-    if choice == "power_of_choice" and "loss" not in method.metrics:
-        raise MethodError(f"choice power_of_choice reads losses, and {method.name} reports none")
+    phases = method.phases(1, spec.rounds)
+    if not phases or (choice == "power_of_choice" and "loss" not in method.metrics):
+        raise MethodError(f"choice {choice} reads losses, and {method.name} reports none")
     if choice == "oort":
-        given = {tensor.name for tensor in method.phases(1, spec.rounds)[0].down}
+        given = {tensor.name for tensor in phases[0].down}
         lacking = sorted({tensor.name for tensor in method.payload_tensors(None)} - given)
         if lacking or method.fine_tunes:
             why = f"its clients train without {lacking[0]}" if lacking else "its classifiers are trained first"
