@@ -2,8 +2,8 @@
 
     python -m benchmarks.choices --json benchmarks/choices.json
 
-Twenty clients have Dirichlet(0.3) shares of the pictures, and each round asks four of them. A seed draws the shares, the
-batches and the choices anew. All choices use the learning rate that the method has by default.
+Twenty clients have Dirichlet(0.3) shares of the pictures, and each round asks four of them. A seed draws the shares,
+the batches and the choices anew. All choices use the learning rate that the method has by default.
 """
 
 from __future__ import annotations
