@@ -28,7 +28,7 @@ def with_choice(phases: Any = ONE, *, fraction: float = 0.25, quorum: float = 1.
 
 
 def run_of(told: dict[str, Told], round: int, images: dict[str, int] | None = None) -> Run:
-    members = {name: Member("trainer", True, True, (images or {}).get(name, 10)) for name in NAMES}
+    members = {name: Member("trainer", True, True, images=(images or {}).get(name, 10)) for name in NAMES}
     return Run(state="running", round=round, members=members, told=told)
 
 
