@@ -107,7 +107,7 @@ class TaskLoop:
             self.work.expect_policy(task)
             self.agreement.expect(task)
             if (first := self.agreement.repeated_from(task)) is not None:
-                found = await self.compute.run(lambda: self.work.go_back(first))
+                found = await self.compute.run(lambda: self._inquiries.go_back(first))
                 self.monitor.tell("repeated", **_facts(task), first=first, anew=not found)
             await self._inquiries.before(task)
             payload = await self.coordinator.payload(task, self.state.folder / PAYLOADS)

@@ -23,7 +23,7 @@ from promptfed.client_service.privacy.secure import OwnNoise, Trained
 from promptfed.client_service.privacy.unexplained import unexplained
 from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.state.faults import TRAINING_POINT, point
-from promptfed.client_service.state.kept_rounds import go_back, keep_round, select_round
+from promptfed.client_service.state.kept_rounds import keep_round, select_round
 from promptfed.client_service.state.private_state import PrivateState, Serving, TensorOrigin
 from promptfed.client_service.training import counting
 from promptfed.client_service.training.augmentation import kept_bytes
@@ -166,12 +166,6 @@ class TaskWork:
         with unexplained(self.hides_failures), torch_settings(context.training, self.backbone):
             update, spent = counting.counted(task, method, context, (tensors, private), self.data, self.privacy)
         return Trained(update, private, replace(provenance, task_id=task.task_id), {}, spent)
-
-    def go_back(self, round: int) -> bool:
-        """Return to the private state with which ``round`` began; False: it starts anew."""
-        if self.rules.payloads is not None:
-            self.rules.payloads.go_back()
-        return go_back(self.state, round)
 
     def own_noise(self, task: Task) -> OwnNoise | None:
         """This client's part of the noise for whole clients, by the terms that its owner agreed to, if there is any."""

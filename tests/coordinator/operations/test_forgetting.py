@@ -43,7 +43,7 @@ class Play:
     """A federation whose clients join before round 1, or while the round of their number trains."""
 
     def __init__(self, api: OperatorCalls, name: str, method: str, joins: dict[str, int], fraction: float, **more: Any):
-        part = {"min_clients": 1, "fraction": fraction, "draw": "public"}
+        part = {"min_clients": 1, "fraction": fraction, "draw": "public", **more.pop("participation", {})}
         raw = spec(name=name, method=None, rounds=4, participation=part, **more) | {"method": METHODS[method]}
         self.api, self.joins = api, joins
         self.id = api.post("/v1/federations", raw, status=201)["id"]
@@ -110,6 +110,15 @@ def test_it_is_as_if_the_client_had_never_enrolled(coordinator: InThread, method
     for round in range(5):
         states = coordinator.post(f"{played.id}/rounds/{round}/replay", {})["states"]
         assert all(state["same"] for state in states)
+
+
+def test_turns_are_those_of_the_federation_without_it(coordinator: InThread) -> None:
+    joins, turns = {"a": 0, "B": 0, "c": 0, GONE: 2}, {"participation": {"choice": "round_robin"}}
+    played = Play(coordinator, "played", "promptfl", dict(joins), 0.4, **turns)
+    played.until(4)
+    played.forget(GONE)
+    played.until(None)
+    assert played.hashes == without(coordinator, "promptfl", joins, 0.4, **turns)
 
 
 @pytest.mark.both_databases
