@@ -29,7 +29,7 @@ from promptfed.client_service.state.kept_rounds import keep_before
 from promptfed.client_service.state.private_state import PAYLOADS, Pending
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled
 from promptfed.client_service.training.executor import Compute
-from promptfed.client_service.training.trainer import TaskWork
+from promptfed.client_service.training.trainer import BeforeTask, TaskWork
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.data import DataError
 from promptfed.shared.messages import FailureRequest, Task
@@ -63,6 +63,7 @@ class TaskLoop:
     work: TaskWork
     compute: Compute
     monitor: Monitor
+    before_task: BeforeTask | None = None
     _settled: set[str] = field(default_factory=set)  # tasks that are answered, or can no longer be
     _epoch: str = ""
     _again: dict[str, int] = field(default_factory=dict)  # how often an accepted update was sent again, by its task
@@ -96,6 +97,8 @@ class TaskLoop:
             if task is not None and (answered := self._answered(task)) is not None:
                 await self._send_again(task, answered)
             elif task is not None and task.task_id not in self._settled:
+                if self.before_task is not None:
+                    await self.before_task(self.work, task)
                 async with self.compute.turn():
                     await self._carry_out(task)
             else:

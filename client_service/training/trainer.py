@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -394,3 +394,6 @@ class TaskWork:
 def _digest(peers: list[Peer]) -> str:
     ordered = sorted((peer.model_dump(mode="json") for peer in peers), key=lambda peer: str(peer["name"]))
     return hashlib.sha256(canonical_json(ordered).encode()).hexdigest()
+
+
+BeforeTask = Callable[[TaskWork, Task], Awaitable[None]]

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from promptfed.experiments.bench.entries import RawSpec
-from promptfed.experiments.simulation.simulation import simulate
+from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
 from promptfed.library.result import Result
+from promptfed.runtime.run_file import clock_of
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.errors import CommandError, Exit
@@ -61,12 +62,13 @@ def run(
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         allow_backbone: names of a model or checkpoint outside open_clip's registry that may be loaded; True: any.
         progress: whether to show progress; default: if stderr is a terminal.
-        **spec: further keys of the federation's spec: ``rounds``, ``class_names``, ``training``, ``seed``, ...
+        **spec: further keys of the federation's spec: ``rounds``, ``class_names``, ``training``, ``seed``, ...;
+            and ``clock``, virtual time, as in a run file.
 
     Raises:
         CommandError: the spec, data or backbone cannot be used, or the federation did not finish.
     """
-    sources, named = SharedSources(), _named(method)
+    sources, named, clock = SharedSources(), _named(method), clock_of(spec.pop("clock", None), "run")
     sites = _described(_all_sites(sources, data, unseen, tests or {}), domains or {})
     resolved = resolve({"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named})
     file = Path(backbone_file) if backbone_file is not None else None
@@ -74,6 +76,7 @@ def run(
     quiet = not (sys.stderr.isatty() if progress is None else progress)
     with Watcher(resolved.rounds, quiet=quiet) as watcher:
         options: dict[str, Any] = {"pool": pool, "backbone": model, "sources": sources, "progress": watcher.show}
+        options["options"] = SimulationOptions(clock=clock)
         result = simulate(resolved, sites, folder=Path(folder) if folder is not None else None, **options)
     return Result(result, model, allow_backbone)
 

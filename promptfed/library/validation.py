@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from promptfed.experiments.simulation.simulation import simulate
+from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
 from promptfed.export.continuing import continued
 from promptfed.library.run import Data, sites_of
 from promptfed.sdk.backbone import open_backbone, resolve
@@ -43,6 +43,6 @@ def validate(
     raw, state = continued(Path(export), {"participation": {"min_clients": len(sites)}}, key, "validation")
     spec = resolve(raw)
     model = backbone or open_backbone(spec.backbone, allow_backbone=allow_backbone)
-    result = simulate(spec, sites, backbone=model, sources=sources, initial=state)
+    result = simulate(spec, sites, backbone=model, sources=sources, options=SimulationOptions(initial=state))
     assert result.validation is not None
     return SignedValidation.model_validate(result.validation)

@@ -28,9 +28,8 @@ from promptfed.cli.common import (
     refuse,
 )
 from promptfed.runtime.processes import interrupt_on_sigterm
-from promptfed.runtime.run_file import read_run
-from promptfed.runtime.services import Site
-from promptfed.sdk.errors import Exit
+from promptfed.runtime.run_file import RunFile, read_run
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import new_folder, write_file
 from promptfed.sdk.output import console, note, print_json, say, table
 from promptfed.sdk.progress import Watcher, result_table
@@ -107,7 +106,7 @@ def simulate(
         ):
             trackers = [open_trackers.enter_context(open_tracker(where)) for where in track or ()]
             watcher.say(f"{counted(len(run.sites), 'client')}: their images and features")
-            result = _result(resolved, run.sites, cluster, progress=watcher.show, **options)
+            result = _result(resolved, run, cluster, progress=watcher.show, **options)
             if out is not None:
                 _keep(result, folder)
             for tracker in trackers:
@@ -123,14 +122,17 @@ def simulate(
         _show(result, seconds, out)
 
 
-def _result(spec: FederationSpec, sites: Sequence[Site], cluster: Cluster, **options: Any) -> FederationResult:
+def _result(spec: FederationSpec, run: RunFile, cluster: Cluster, **options: Any) -> FederationResult:
     from promptfed.experiments.cluster.run import OnRay, simulate_on_ray
     from promptfed.experiments.simulation import simulation
 
     if cluster.engine is None:
-        return simulation.simulate(spec, sites, **options)
+        return simulation.simulate(spec, run.sites, options=simulation.SimulationOptions(clock=run.clock), **options)
+    if run.clock is not None:
+        text = "--engine ray: clients of different crews have no common `clock`: leave out one of the two"
+        raise CommandError(text, Exit.BAD_INPUT)
     on_ray = OnRay(cluster.crews, cluster.address, cluster.gpus_per_crew, cluster.storage)
-    return simulate_on_ray(spec, sites, on_ray, **options | {"pool": options["pool"] or 1})
+    return simulate_on_ray(spec, run.sites, on_ray, **options | {"pool": options["pool"] or 1})
 
 
 def summaries(accuracies: Sequence[Accuracy]) -> list[RoleSummary]:
@@ -169,6 +171,7 @@ def _summary_json(result: FederationResult, seconds: float) -> dict[str, Any]:
         "bytes_up": result.bytes_up,
         "bytes_down": result.bytes_down,
         "client_seconds": round(result.client_seconds, 3),
+        **({"virtual_seconds": result.virtual_seconds} if result.virtual_seconds else {}),
         "wall_seconds": round(result.wall_seconds, 3),
         "setup_seconds": round(result.setup_seconds, 3),
         "seconds": round(seconds, 3),
@@ -211,6 +214,8 @@ def _show(result: FederationResult, seconds: float, out: Path | None) -> None:
         f"the clients computed for {result.client_seconds:.0f} s",
         f"sent {size(result.bytes_up)} up and took {size(result.bytes_down)} down",
     ]
+    if result.virtual_seconds:
+        parts.append(f"{result.virtual_seconds[-1]:,.0f} s of virtual time")
     say("; ".join(parts) + ".")
     say(f"State {result.state_hash}")
     if out is not None:

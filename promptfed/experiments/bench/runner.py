@@ -17,7 +17,7 @@ from promptfed.experiments.bench.results import BenchRun, JsonObject, read_run, 
 from promptfed.experiments.protocols.label_spaces import forget_names
 from promptfed.experiments.protocols.protocols import Protocol, Trial
 from promptfed.experiments.protocols.setting import Setting
-from promptfed.experiments.simulation.simulation import simulate
+from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
@@ -187,7 +187,7 @@ class Runner:
                 backbone=self._backbone(job),
                 features=self.out / "features",
                 sources=self._sources,
-                swap_prompts=job.trial.swap_prompts,
+                options=SimulationOptions(swap_prompts=job.trial.swap_prompts),
             )
         except CommandError as error:
             raise CommandError(f"{job.title}: {error}", error.exit) from None

@@ -20,6 +20,7 @@ import torch
 from promptfed.client_service.training.data import in_domain
 from promptfed.experiments.simulation.features import SimulatedClient, fill, images_of
 from promptfed.experiments.simulation.processes import Processes
+from promptfed.experiments.simulation.virtual_time import VirtualClock
 from promptfed.runtime.run_file import check_trainers
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import described, open_backbone, resolve
@@ -45,7 +46,7 @@ class SimulationSetup:
 
     ``record`` receives each client's answers on a test set. If another process may continue, ``secret`` gives each
     client the same secret again, ``synced`` state survives the end of the machine, and ``patience`` is
-    `Settings.give_up_after`.
+    `Settings.give_up_after`. With ``clock``, clients answer in virtual time.
     """
 
     spec: FederationSpec
@@ -59,6 +60,7 @@ class SimulationSetup:
     secret: Callable[[str], str] | None = None
     synced: bool = False
     patience: float = PATIENCE_SECONDS
+    clock: VirtualClock | None = None
 
     @property
     def threads(self) -> int:

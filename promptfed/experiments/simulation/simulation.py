@@ -11,8 +11,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,14 @@ from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.tokens import OPERATOR_FILE
 from promptfed.experiments.simulation.asgi_transport import InProcess
+from promptfed.experiments.simulation.features import SimulatedClient
 from promptfed.experiments.simulation.other_prompts import swapped_outcomes
 from promptfed.experiments.simulation.preparation import SimulationSetup, open_site, prepare, warm_all
 from promptfed.experiments.simulation.processes import computing_processes, usual_pool
+from promptfed.experiments.simulation.virtual_time import VirtualClock
 from promptfed.experiments.simulation.workers import AHEAD, RunningWorkers, run_workers
 from promptfed.runtime.services import Site
+from promptfed.runtime.speeds import Clock
 from promptfed.sdk import operations
 from promptfed.sdk.client import AsyncCoordinator
 from promptfed.sdk.errors import CommandError, Exit
@@ -51,6 +54,29 @@ LEAVE_SECONDS = 10.0  # for an interrupted simulation to end
 ProgressCallback = Callable[[Snapshot], None]
 
 
+@dataclass(frozen=True)
+class SimulationOptions:
+    """What few simulations need.
+
+    With ``swap_prompts`` the outcomes include each client's answers with the others' prompts and its own head.
+    ``initial``: the state to start from; by default the method's. With ``clock``, clients compute one after the other,
+    in virtual time.
+    """
+
+    swap_prompts: bool = False
+    initial: bytes | None = None
+    clock: Clock | None = None
+
+    def clock_of(self, clients: Sequence[SimulatedClient], seed: int) -> VirtualClock | None:
+        """The clock of a run. Raises CommandError if its trace cannot be used."""
+        if self.clock is None:
+            return None
+        return VirtualClock(self.clock.of([client.site.name for client in clients], seed))
+
+
+DEFAULTS = SimulationOptions()
+
+
 def simulate(
     spec: FederationSpec | Mapping[str, Any],
     sites: Sequence[Site],
@@ -63,19 +89,16 @@ def simulate(
     device: str = "cpu",
     allow_backbone: AllowedBackbones = False,
     progress: ProgressCallback | None = None,
-    swap_prompts: bool = False,
-    initial: bytes | None = None,
+    options: SimulationOptions = DEFAULTS,
 ) -> FederationResult:
     """Run a federation to its end in this process.
 
     ``folder`` (new or empty; default: a temporary one) keeps the state of coordinator and clients. ``pool`` clients
     compute at once (None: one for each core, if processes can compute), each with ``training.threads`` torch
     threads; more than one in forked processes, if possible. ``backbone``, ``features`` and ``sources`` can be given
-    to share them among runs; by default they are made from the spec, in ``folder`` and from the sites' URIs. With
-    ``swap_prompts`` the outcomes include each client's answers with the others' prompts and its own head.
-    ``initial``: the state to start from; by default the method's. ``progress`` is called in another thread, at most
-    five times a second and only after a change: it may miss a quick round. ``simulate`` can be called while an
-    event loop runs, and restores torch's global settings.
+    to share them among runs; by default they are made from the spec, in ``folder`` and from the sites' URIs.
+    ``progress`` is called in another thread, at most five times a second and only after a change: it may miss a quick
+    round. ``simulate`` can be called while an event loop runs, and restores torch's global settings.
 
     Raises:
         CommandError: one line: a spec, data or backbone that cannot be used, a client that failed, a federation that
@@ -95,8 +118,10 @@ def simulate(
 
         try:
             with _starts_shared(backbone), computing_processes(pool, wanted, clients, backbone, cache) as processes:
-                setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes)
-                run = _run(setup, initial or made, progress or (lambda snapshot: None), swap_prompts, started)
+                clock = options.clock_of(clients, wanted.seed)
+                setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes, clock=clock)
+                initial, swapped = options.initial or made, options.swap_prompts
+                run = _run(setup, initial, progress or (lambda snapshot: None), swapped, started)
                 result = _in_a_thread(run)
         except OSError as error:
             raise CommandError(f"cannot work in {place}: {why(error)}", Exit.FAILED) from None
@@ -162,7 +187,7 @@ async def _run(
     setup: SimulationSetup, initial: bytes | None, progress: ProgressCallback, swap_prompts: bool, started: float
 ) -> FederationResult:
     """The result. Its outcomes are only those with other clients' prompts."""
-    settings = _coordinator_settings(setup)
+    settings, clock = _coordinator_settings(setup), setup.clock
     app = create_app(settings)
     app.state.noise = SeededNoise(derive_seed(setup.spec.seed, "coordinator's noise"))
     async with lifespan(app), httpx.AsyncClient(transport=InProcess(app), base_url=URL, trust_env=False) as http:
@@ -174,7 +199,8 @@ async def _run(
             await clients.enrolled()
             begun = time.monotonic()
             await api.send(operations.steer(federation, "start"))
-            await _follow(progress, api, federation, clients)
+            with nullcontext() if clock is None else clock.running(lambda: app.state.registry.get(federation)):
+                await _follow(progress, api, federation, clients)
             ended = time.monotonic()
             last = 0 if setup.spec.validates else None if setup.spec.selection is not None else setup.spec.rounds
             result = await api.run(operations.take(federation, last))
@@ -183,7 +209,9 @@ async def _run(
             expect_all_evaluated(result.reports)
             swapped = await asyncio.to_thread(swapped_outcomes, clients.works()) if swap_prompts else []
             wall, setup_seconds = ended - begun, begun - started
-            return replace(result, wall_seconds=wall, setup_seconds=setup_seconds, outcomes=tuple(swapped))
+            told = () if clock is None else tuple(clock.rounds[: setup.spec.rounds])
+            result = replace(result, wall_seconds=wall, setup_seconds=setup_seconds, virtual_seconds=told)
+            return replace(result, outcomes=tuple(swapped))
 
 
 def _coordinator_settings(setup: SimulationSetup) -> Settings:
