@@ -36,9 +36,9 @@ from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.data.sharing import SharedSources
 
-CLIENTS, SLOWEST, ROUNDS, SHARE = 50, 20.0, 20, 0.95
-DATA = "symbols:blueprint?per_class=24&test_per_class=20"
-BUFFER, VERSIONS = 10, 200
+CLIENTS, SLOWEST, ROUNDS, SHARE = 50, 20.0, 12, 0.95
+DATA = "symbols:blueprint?topic=games&per_class=64&test_per_class=40"
+BUFFER, VERSIONS = 10, 120
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "promptfl": {"learning_rate": 0.02},
     "fedclip": {},

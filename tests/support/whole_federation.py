@@ -75,6 +75,8 @@ def outcome(api: OperatorCalls, federation: str) -> dict[str, Any]:
             for report in rounds
         ],
         "accuracies": [
-            {name: client["splits"] for name, client in report["evaluation"]["clients"].items()} for report in rounds
+            {name: client["splits"] for name, client in report["evaluation"]["clients"].items()}
+            for report in rounds
+            if report["evaluation"]
         ],
     }
