@@ -68,6 +68,7 @@ class Trial:
             "training": {"epochs": 1, "batch_size": 8, "schedule": "constant", **METHODS[self.method]},
             "participation": {"min_clients": CLIENTS},
             "evaluation": {"every": rounds},
+            "retention": "all",
             "seed": self.seed,
             **({} if schedule is None else {"schedule": schedule}),
         }

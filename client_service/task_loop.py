@@ -176,8 +176,7 @@ class TaskLoop:
         try:
             await self._send_answer(secure, answer)
         except Refused as refused:
-            # The sum was opened before, by others' shares: nothing is amiss.
-            if (task.kind, refused.kind) != ("unmask", "phase-closed"):
+            if (task.kind, refused.kind) != ("unmask", "phase-closed"):  # the sum was opened before, by others' shares
                 raise
         self._settled.add(task.task_id)
         if task.kind == "share" and secure.met is not None:

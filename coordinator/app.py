@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation.tensor_worker import CannotCompute
 from promptfed.coordinator.api import (
+    airlock,
     api_docs,
     clients,
     events,
@@ -66,6 +67,7 @@ log = logging.getLogger("promptfed.coordinator")
 
 ROUTERS = (
     public,
+    airlock,
     federations_api,
     clients,
     tasks,

@@ -62,8 +62,7 @@ def run(
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         allow_backbone: names of a model or checkpoint outside open_clip's registry that may be loaded; True: any.
         progress: whether to show progress; default: if stderr is a terminal.
-        **spec: further keys of the federation's spec: ``rounds``, ``class_names``, ``training``, ``seed``, ...;
-            and ``clock``, virtual time, as in a run file.
+        **spec: further keys of a run file: ``rounds``, ``class_names``, ``training``, ``seed``, ``clock``, ...
 
     Raises:
         CommandError: the spec, data or backbone cannot be used, or the federation did not finish.
@@ -74,10 +73,10 @@ def run(
     file = Path(backbone_file) if backbone_file is not None else None
     model = backbone or open_backbone(resolved.backbone, allow_backbone=allow_backbone, device=device, file=file)
     quiet = not (sys.stderr.isatty() if progress is None else progress)
+    options: dict[str, Any] = {"pool": pool, "backbone": model, "sources": sources}
+    options |= {"folder": Path(folder) if folder is not None else None, "options": SimulationOptions(clock=clock)}
     with Watcher(resolved.rounds, quiet=quiet) as watcher:
-        options: dict[str, Any] = {"pool": pool, "backbone": model, "sources": sources, "progress": watcher.show}
-        options["options"] = SimulationOptions(clock=clock)
-        result = simulate(resolved, sites, folder=Path(folder) if folder is not None else None, **options)
+        result = simulate(resolved, sites, progress=watcher.show, **options)
     return Result(result, model, allow_backbone)
 
 
