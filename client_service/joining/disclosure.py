@@ -220,6 +220,9 @@ class Disclosure:
         if terms.most_peers:
             text = f"names, roles and domain descriptions of at most {counted(terms.most_peers, 'client')} are used"
             work += [("clients", f"{text}; they change as clients join and leave")]
+        if terms.compression.up != "none" and self.exchanges:
+            text = f"changes from what was received, as {terms.compression.up}; what that loses stays here"
+            work += [("sending", f"{text} and is added to the next change")]
         if terms.schedule is not None:
             late = counted(terms.schedule.max_staleness, "state")
             work += [("rounds", f"asynchronous: others do not wait, and a change counts up to {late} late")]

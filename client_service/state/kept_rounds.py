@@ -59,7 +59,7 @@ def go_back(state: PrivateState, round: int) -> bool:
         private, before = state.committed(_before(later[0])) if later else ({}, origin)
         found = before.task_id is None or before.round < round
         if found:
-            state.commit_prepared(private, before)
+            state.commit_prepared(private, before, residual=state.residual(_before(later[0])) if later else {})
         else:
             state.reset_private()
     for number in later:

@@ -24,7 +24,7 @@ import json
 import os
 import secrets
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +33,10 @@ from pydantic import TypeAdapter, ValidationError
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body, sha256_of
 from promptfed.client_service.state.durable_files import Disk
+from promptfed.client_service.state.kept import Identity as Identity
+from promptfed.client_service.state.kept import Pending as Pending
+from promptfed.client_service.state.kept import Serving as Serving
+from promptfed.client_service.state.kept import TensorOrigin as TensorOrigin
 from promptfed.shared import machine
 from promptfed.shared.messages import EnrolmentInfo, Role, TaskConfig
 from promptfed.shared.service.reasons import why
@@ -44,51 +48,10 @@ ANSWERED = "answered"
 COMMITTED = "committed.safetensors"
 PAYLOADS = "payloads"
 TRIALS = "trials"
+RESIDUAL = "residual#"  # before the names of tensors that compression keeps beside the private ones
 LARGE = 16 << 20  # bytes from which a payload is mapped and not read
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 Kept = TypeVar("Kept")
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who this client is to the coordinator. ``secret`` (256 bits, hex) is its bearer token."""
-
-    name: str
-    role: Role
-    secret: str
-    federation_id: str | None = None
-    client_id: str | None = None
-
-
-@dataclass(frozen=True)
-class TensorOrigin:
-    """Where private tensors come from: the task that made them, and the peers for which they were prepared."""
-
-    task_id: str | None = None
-    round: int = 0
-    phase: str = ""
-    peers: str | None = None
-    privacy: str = "none"  # sample: trained under differential privacy
-
-
-@dataclass(frozen=True)
-class Pending:
-    """An update that is ready to be sent. It is sent with the same bytes every time."""
-
-    task_id: str
-    round: int
-    phase: str
-    update: Body
-
-
-@dataclass(frozen=True)
-class Serving:
-    """The last evaluation's payload, from which predictions are made."""
-
-    round: int
-    phase: str
-    config: TaskConfig
-    payload: bytes | Path
 
 
 class PrivateState:
@@ -184,6 +147,15 @@ class PrivateState:
 
     def committed(self, name: str = COMMITTED) -> tuple[Tensors, TensorOrigin]:
         """The private tensors from which training starts, or those kept as ``name``; none if no file."""
+        tensors, origin = self._read_tensors(name)
+        return {name: one for name, one in tensors.items() if not name.startswith(RESIDUAL)}, origin
+
+    def residual(self, name: str = COMMITTED) -> Tensors:
+        """What compression has lost of the accepted changes, by the names of their tensors; ``name`` as above."""
+        kept = self._read_tensors(name)[0].items()
+        return {name.removeprefix(RESIDUAL): one for name, one in kept if name.startswith(RESIDUAL)}
+
+    def _read_tensors(self, name: str) -> tuple[Tensors, TensorOrigin]:
         path = self.folder / name
         if not path.exists():
             return {}, TensorOrigin()
@@ -193,9 +165,14 @@ class PrivateState:
         except (TensorError, TypeError):
             raise self.damaged(path.name) from None
 
-    def commit_prepared(self, private: Tensors, provenance: TensorOrigin, name: str = COMMITTED) -> None:
-        """Commit private tensors that belong to no pending update, or keep them as ``name``."""
-        self.write_file(name, _encode(private, provenance))
+    def commit_prepared(
+        self, private: Tensors, provenance: TensorOrigin, name: str = COMMITTED, residual: Tensors | None = None
+    ) -> None:
+        """Commit private tensors that belong to no pending update, or keep them as ``name``.
+
+        ``residual``: default: the committed one.
+        """
+        self.write_file(name, _encode(private, provenance, self.residual() if residual is None else residual))
 
     def reset_private(self) -> None:
         """Forget the committed private tensors, and an update that was made from them and is not sent yet."""
@@ -204,8 +181,13 @@ class PrivateState:
         (self.folder / COMMITTED).unlink(missing_ok=True)
         self._disk.sync_folder(self.folder)
 
-    def write_pending(self, update: bytes, private: Tensors, provenance: TensorOrigin) -> None:
-        """Make an update and its private tensors durable together; from now on only these bytes are sent."""
+    def write_pending(
+        self, update: bytes, private: Tensors, provenance: TensorOrigin, residual: Tensors | None = None
+    ) -> None:
+        """Make an update and its private tensors durable together; from now on only these bytes are sent.
+
+        ``residual``: what compression has lost, which is committed with the private tensors.
+        """
         draft = self.folder / "pending.tmp"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(mode=0o700)
@@ -216,7 +198,7 @@ class PrivateState:
             "sha256": hashlib.sha256(update).hexdigest(),
         }
         self._disk.write(draft / "update.safetensors", update)
-        self._disk.write(draft / "private.safetensors", _encode(private, provenance))
+        self._disk.write(draft / "private.safetensors", _encode(private, provenance, residual or {}))
         self._disk.write(draft / "about.json", json.dumps(about).encode())
         self._disk.sync_folder(draft)
         os.rename(draft, self._pending)
@@ -395,6 +377,7 @@ def _update_in(folder: Path) -> Pending:
     return Pending(about["task_id"], about["round"], about["phase"], Body(path, path.stat().st_size, digest))
 
 
-def _encode(private: Tensors, provenance: TensorOrigin) -> bytes:
+def _encode(private: Tensors, provenance: TensorOrigin, residual: Tensors) -> bytes:
     # Clones, since safetensors refuses tensors that share memory, as views of one parameter do.
-    return encode({name: tensor.detach().clone() for name, tensor in private.items()}, asdict(provenance))
+    everything = private | {RESIDUAL + name: tensor for name, tensor in residual.items()}
+    return encode({name: tensor.detach().clone() for name, tensor in everything.items()}, asdict(provenance))

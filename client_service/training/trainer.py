@@ -30,6 +30,7 @@ from promptfed.client_service.training.augmentation import kept_bytes
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
 from promptfed.client_service.training.payloads import as_sent, check_payload, known_sizes, phase_of, unchanged
+from promptfed.client_service.training.sending import made_body
 from promptfed.client_service.training.site import SitePrivacy as SitePrivacy
 from promptfed.client_service.training.site import SiteRules as SiteRules
 from promptfed.client_service.training.site import torch_settings
@@ -37,7 +38,7 @@ from promptfed.client_service.training.squared_losses import squared_losses
 from promptfed.client_service.training.unlabelled import with_predictions
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, shape_of
-from promptfed.shared.messages import EvaluationRequest, PayloadReceipt, Peer, Role, Task, TaskConfig, UpdateMetadata
+from promptfed.shared.messages import EvaluationRequest, PayloadReceipt, Peer, Role, Task, TaskConfig
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import (
     ClientContext,
@@ -52,7 +53,7 @@ from promptfed.shared.methods.core.interface.protection import Protection
 from promptfed.shared.metrics.outcomes import Record
 from promptfed.shared.privacy.distributed import PartialNoise
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_tensors import DTYPES, decode_place, encode
+from promptfed.shared.tensors.torch_tensors import DTYPES, decode_place
 
 log = logging.getLogger("promptfed.client")
 
@@ -97,15 +98,10 @@ class TaskWork:
             return cancelled()
 
         trained = self.trained(task, payload, asked_between_steps)
-        about = UpdateMetadata(
-            task_id=task.task_id,
-            payload_sha256=task.payload.sha256,
-            metrics=dict(trained.metrics),
-            privacy=trained.spent,
-            receipt=self._receipt(task) if trained.update else None,
+        body, residual = made_body(
+            task, self.name, trained, self._receipt(task) if trained.update else None, payload, self.state
         )
-        body = encode(trained.update, about.model_dump())
-        self.state.write_pending(body, trained.private, trained.provenance)
+        self.state.write_pending(body, trained.private, trained.provenance, residual)
         point("pending-written")
         return dict(trained.metrics)
 

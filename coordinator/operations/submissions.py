@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from anyio.to_thread import run_sync
 from pydantic import ValidationError
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
@@ -23,6 +23,7 @@ from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import mending
+from promptfed.coordinator.operations.expansion import expanded
 from promptfed.coordinator.operations.spent_metrics import spent_metrics
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import Blobs, Held, digest_of
@@ -70,7 +71,7 @@ def asked_task(session: Session | Database, federation: Federation, client: Clie
     if row_and_phase is None:
         raise problems.NotFound(f"this client has no task {task_id[:100]!r}")
     row, phase = row_and_phase
-    accepted = select(UpdateRow.sha256).where(UpdateRow.task_id == row.id)
+    accepted = select(func.coalesce(UpdateRow.sent, UpdateRow.sha256)).where(UpdateRow.task_id == row.id)
     if federation.spec.secure_aggregation is not None and phase.kind != "evaluate":
         accepted = select(ExchangeRow.digest).where(ExchangeRow.task_id == row.id)
     if phase.kind == "evaluate":
@@ -112,19 +113,26 @@ async def accept_update(
     else:
         examined = await run_sync(_admit, registry, federation, client, task_id, upload)
     if examined is None:
-        await run_sync(mending.take_again, registry, federation.id, upload)
+        await run_sync(_take_again, registry, federation, client, task_id, upload)
         return False
+    whole, norm, metrics, receipt = examined
     with registry.blobs.hold() as held:
-        if upload.content is None:
+        if whole.content is None:
             # Before its row is written. The files of a group are synced in parallel.
-            await run_sync(upload.keep, held)
+            await run_sync(whole.keep, held)
         else:
-            upload.keep(held)
-        entry = _Update(federation.id, client, task_id, upload.sha256, upload.size, held, *examined)
+            whole.keep(held)
+        sent = (upload.sha256, upload.size, whole.sha256)
+        entry = _Update(federation.id, client, task_id, *sent, held, norm, metrics, receipt)
         new = await registry.committer.submit(entry)
     if new:
         registry.metrics.bytes_up.inc(upload.size)
     return new
+
+
+def _take_again(registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload) -> None:
+    task = asked_task(registry.database, federation, client, task_id)
+    mending.take_again(registry, federation.id, expanded(registry.blobs, federation, client, task, upload))
 
 
 def expect_fitting(federation: Federation, client: Client, task: AskedTask, length: int) -> None:
@@ -158,17 +166,21 @@ def _is_remembered(registry: Registry, federation: Federation, client: Client) -
 
 def _admit(
     registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload
-) -> tuple[float, dict[str, Any], dict[str, Any] | None] | None:
-    """Norm, metrics and receipt of the checked update; None if this update was accepted before."""
+) -> tuple[Upload, float, dict[str, Any], dict[str, Any] | None] | None:
+    """The checked update as it is stored, its norm, metrics and receipt; None if it was accepted before."""
     task = asked_task(registry.database, federation, client, task_id)
     if decided(federation, task, "train", None if upload.too_large else upload.sha256):
         return None
     if upload.too_large:
         limit = federation.update_limit
         raise problems.BodyTooLarge(f"an update may have {limit} bytes (admission.max_bytes); this one has more")
-    examined = _examine(registry.blobs, federation, client, task, upload)
+    try:
+        whole = expanded(registry.blobs, federation, client, task, upload)
+    except TensorError as error:
+        raise problems.TENSOR_REFUSALS[error.kind](str(error)) from None
+    examined = _examine(registry.blobs, federation, client, task, whole)
     point("update-checked")
-    return examined
+    return whole, *examined
 
 
 @dataclass(frozen=True)
@@ -214,6 +226,7 @@ class _Update(Answer):
     entered = "update-entered"
 
     size: int
+    stored: str
     held: Held
     norm: float
     metrics: dict[str, Any]
@@ -222,7 +235,9 @@ class _Update(Answer):
     def store(self, change: Change, row: dict[str, Any]) -> None:
         change.keep(self.held)
         told = {"norm": self.norm, "metrics": self.metrics, "receipt": self.receipt}
-        change.batch.updates.append({**row, "sha256": self.digest, "bytes": self.size, **told, "stored": True})
+        sent = self.digest if self.digest != self.stored else None
+        about = {"sha256": self.stored, "sent": sent, "bytes": self.size, "stored": True}
+        change.batch.updates.append({**row, **told, **about})
 
     def event(self, change: Change, task: AskedTask) -> events.Event:
         told = None

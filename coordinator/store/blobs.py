@@ -51,7 +51,7 @@ def digest_of(content: bytes) -> str:
     return PREFIX + hashlib.sha256(content).hexdigest()
 
 
-def _digest_of_file(path: Path) -> str | None:
+def digest_of_file(path: Path) -> str | None:
     """The digest of a file; None where it is missing or cannot be read."""
     try:
         with path.open("rb") as file:
@@ -136,7 +136,7 @@ class Blobs:
     def places(self, digests: list[str]) -> list[bytes | Path]:
         """As ``place`` for several blobs. Raises DamagedBlob for the first damaged one."""
         files = {digest: path for digest in digests if (path := self.path(digest)).exists()}
-        whole = {digest for digest, path in files.items() if _digest_of_file(path) == digest}
+        whole = {digest for digest, path in files.items() if digest_of_file(path) == digest}
         # A damaged file may have been mended by a row.
         wanted = [digest for digest in digests if digest not in whole]
         rows = self._rows.read(wanted) if self._rows is not None and wanted else {}
@@ -231,7 +231,7 @@ class Blobs:
 
     def _has(self, digest: str) -> bool:
         """Whether the blob is there as a file, whole and durably."""
-        if _digest_of_file(self.path(digest)) != digest:
+        if digest_of_file(self.path(digest)) != digest:
             return False
         if digest in self._unsynced:
             self._sync(digest, new_folder=True)
@@ -245,7 +245,7 @@ class Blobs:
 
     def _copy(self, digest: str, key: str) -> Path:
         copy = self._cache.path(_name(digest))
-        if self._copies and _digest_of_file(copy) == digest:
+        if self._copies and digest_of_file(copy) == digest:
             self._cache.touch(copy.name)
             return copy
         temporary = self.temporary()
@@ -370,5 +370,5 @@ def _expect(digest: str, path: Path | None, content: bytes | None) -> None:
         return
     if path is None and content is None:
         raise DamagedBlob(digest, "is missing")
-    actual = digest_of(content) if content is not None else _digest_of_file(path) if path is not None else None
+    actual = digest_of(content) if content is not None else digest_of_file(path) if path is not None else None
     raise DamagedBlob(digest, "cannot be read" if actual is None else f"has changed: its digest is {actual} now")

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from promptfed.shared.methods.core.checks.choice_checks import check_choice
 from promptfed.shared.methods.core.checks.client_checks import with_noise
+from promptfed.shared.methods.core.checks.compression_checks import check_compression
 from promptfed.shared.methods.core.checks.distributed_checks import with_parts
 from promptfed.shared.methods.core.checks.loss_checks import check_loss
 from promptfed.shared.methods.core.checks.privacy_checks import check_privacy
@@ -152,6 +153,7 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
         ("aggregation", lambda: check_rule(method, resolved)),
         ("participation", lambda: check_choice(method, resolved)),
         ("schedule", lambda: check_schedule(method, resolved)),
+        ("compression", lambda: check_compression(method, resolved)),
         ("secure_aggregation", lambda: check_secure(method, resolved)),
         ("loss", lambda: check_loss(method, resolved)),
         ("privacy", lambda: check_privacy(method, resolved)),

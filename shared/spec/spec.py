@@ -24,6 +24,7 @@ from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.calibration import CalibrationSpec
 from promptfed.shared.spec.class_descriptions import ClassDescriptions, check_descriptions
+from promptfed.shared.spec.compression import CompressionSpec
 from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.participation import ParticipationSpec
 from promptfed.shared.spec.schedule import ScheduleSpec
@@ -230,6 +231,9 @@ class FederationSpec(Section):
         ScheduleSpec | None,
         left_out(description="asynchronous rounds; default: each round waits for the clients that it has asked"),
     ] = None
+    compression: Annotated[
+        CompressionSpec, left_out(CompressionSpec(), description="how clients' changes are encoded on their way")
+    ] = CompressionSpec()
     aggregation: AggregationSpec = AggregationSpec()
     secure_aggregation: Annotated[SecureAggregationSpec | None, left_out()] = None
     evaluation: EvaluationSpec = EvaluationSpec()

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.calibration import CalibrationSpec
 from promptfed.shared.spec.class_descriptions import ClassDescriptions
+from promptfed.shared.spec.compression import CompressionSpec
 from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.selection import SelectionSpec
 from promptfed.shared.spec.spec import BackboneSpec, ClassName, FederationSpec, Kind, TrainingSpec
@@ -80,6 +81,9 @@ class TrainingTerms(BaseModel):
             description="share of the training images that are tested on, and not trained on",
         ),
     ] = 0.0
+    compression: Annotated[
+        CompressionSpec, left_out(CompressionSpec(), since=3, description="how changes are encoded on their way")
+    ] = CompressionSpec()
     squared_losses: Annotated[
         bool,
         left_out(False, since=3, description="clients report the sum of their training images' squared losses"),

@@ -190,6 +190,7 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
     "weighting": {"weighting": {"weighting": "samples"}},
     "held_out": {"held_out": 0.5},
     "squared_losses": {"squared_losses": True},
+    "compression": {"compression": {"up": "int8"}},
     "selection": {"selection": {"share": 0.5}},
     "keep_rounds": {"keep_rounds": 3},
     "calibration": {"calibration": {"share": 0.5}},

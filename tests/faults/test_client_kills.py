@@ -2,7 +2,8 @@
 
 The clients train on images with the embedded backbone. Methods that keep private state between rounds are among them
 (FedPGP's adaptation, pFedPG's head, FaST-PT's transforms and domain prompt), so that an update lost, sent twice or
-trained again from the wrong state would show in the hashes or in the accuracies.
+trained again from the wrong state would show in the hashes or in the accuracies. With compression so would a lost
+residual.
 """
 
 from __future__ import annotations
@@ -74,9 +75,11 @@ class Client:
 
 def started(process: ForkedCoordinator, folder: Path, method: str, features: Path) -> tuple[str, list[Client]]:
     """A federation that waits for its clients, and the clients, running."""
+    name, _, up = method.partition(" with ")
     spec: dict[str, Any] = {
         "name": "kills",
-        "method": {"name": method, **METHODS[method]},
+        "method": {"name": name, **METHODS[name]},
+        "compression": {"up": up or "none"},
         "rounds": ROUNDS,
         "training": {"epochs": 6, "batch_size": 4, "learning_rate": 0.05},
         "participation": {"min_clients": len(SITES), "deadline_seconds": 600},
@@ -147,7 +150,7 @@ def run(
 
 
 @pytest.mark.both_databases
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "promptfl with int8", "fedpgp with topk(0.1)"])
 def test_clients_and_coordinator_killed_at_random_end_where_an_undisturbed_run_ends(
     tmp_path: Path, method: str, database: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:

@@ -58,6 +58,7 @@ class FakeCoordinator:
     secure_aggregation: dict[str, Any] | None = None  # with no rule of weights, as earlier versions had it
     seed: int = 7
     class_descriptions: dict[str, list[str]] | None = None
+    compression: dict[str, Any] = field(default_factory=dict)
     peers: list[dict[str, Any]] = field(default_factory=list)
     poll_seconds: float = 0.05  # that a question for a task is held while it is paused
     epoch: str = "first"  # of the coordinator's process
@@ -110,6 +111,7 @@ class FakeCoordinator:
             "class_descriptions": self.class_descriptions,
             "peers": self.peers,
             "privacy": self.privacy,
+            "compression": self.compression,
         }
         task = Task.model_validate(
             {
@@ -171,6 +173,7 @@ class FakeCoordinator:
                     "class_descriptions": self.class_descriptions,
                     "privacy": self.privacy,
                     "secure_aggregation": self.secure_aggregation,
+                    "compression": self.compression,
                 }
             )
             return Response(info.model_dump_json(), media_type="application/json")
@@ -249,7 +252,7 @@ class FakeCoordinator:
             return problem(409, "phase-closed", f"the phase of round {round} is closed")
         tensors, _ = decode(body)
         self.accepted[task_id] = digest
-        self.global_state = tensors or self.global_state
+        self.global_state = self.global_state if self.compression else tensors or self.global_state
         self.plan.pop(0)
         return Response(status_code=201)
 

@@ -1,0 +1,158 @@
+"""Compressed changes: bfloat16, int8 with scales, or the largest entries; as tensors of the same safetensors body.
+
+A change ``x`` is a float32 tensor. ``x`` itself names its bfloat16 or int8 entries. ``x#scale`` has one float32 for
+each ``BLOCK`` entries, ``x#index`` and ``x#value`` the places and the values of the largest entries. Other tensors are
+sent as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+
+from promptfed.shared.spec.compression import share_of
+from promptfed.shared.tensors import CHANGE, Array, Arrays, Shape, TensorError
+
+BLOCK = 1024
+LEVELS = 127
+SCALE, INDEX, VALUE = "#scale", "#index", "#value"
+Expected = Mapping[str, tuple[Shape, str]]
+
+
+def compressed(changes: Mapping[str, Array], up: str, rng: np.random.Generator) -> Arrays:
+    """The encoded ``changes``. bfloat16 and int8 are rounded at random, so that their mean is exact."""
+    encoded: Arrays = {}
+    for name, change in changes.items():
+        if change.dtype != np.float32:
+            encoded[name] = change
+        elif up == "bf16":
+            encoded[name] = _to_bfloat16(change, rng)
+        elif up == "int8":
+            encoded[name], encoded[name + SCALE] = _to_int8(change, rng)
+        else:
+            encoded[name + INDEX], encoded[name + VALUE] = _largest(change.reshape(-1), _kept(change.size, up))
+    return encoded
+
+
+def decompressed(encoded: Mapping[str, Array], expected: Expected, up: str) -> Arrays:
+    """The changes that ``encoded`` stands for, in the shapes of ``expected``.
+
+    Raises:
+        TensorError: the tensors are not those of such changes, or hold NaN, infinity or places out of range.
+    """
+    _check(encoded, expected, up)
+    changes: Arrays = {}
+    for name, (shape, dtype) in expected.items():
+        if dtype != "float32":
+            changes[name] = encoded[name]
+        elif up == "bf16":
+            changes[name] = encoded[name].astype(np.float32)
+        elif up == "int8":
+            changes[name] = _from_int8(encoded[name], encoded[name + SCALE])
+        else:
+            flat = np.zeros(math.prod(shape), np.float32)
+            flat[encoded[name + INDEX]] = encoded[name + VALUE]
+            changes[name] = flat.reshape(shape)
+    return changes
+
+
+def added(changes: Mapping[str, Array], payload: Mapping[str, Array]) -> Arrays:
+    """The update that ``changes`` of a ``payload`` give; tensors that are not in it count from zero."""
+    return {
+        name: payload[name] + change if _moves(name, change, payload) else change for name, change in changes.items()
+    }
+
+
+def subtracted(update: Mapping[str, Array], payload: Mapping[str, Array]) -> Arrays:
+    """The changes of which `added` makes ``update``."""
+    return {name: array - payload[name] if _moves(name, array, payload) else array for name, array in update.items()}
+
+
+def _moves(name: str, array: Array, payload: Mapping[str, Array]) -> bool:
+    before = payload.get(name)
+    is_there = before is not None and before.shape == array.shape and before.dtype == array.dtype == np.float32
+    return is_there and not name.startswith(CHANGE)
+
+
+def _kept(size: int, up: str) -> int:
+    return min(size, max(1, round((share_of(up) or 0.0) * size)))
+
+
+def _largest(flat: Array, count: int) -> tuple[Array, Array]:
+    places = np.sort(np.argpartition(np.abs(flat), flat.size - count)[flat.size - count :]) if count else np.arange(0)
+    return places.astype(np.int32), flat[places]
+
+
+def _to_bfloat16(change: Array, rng: np.random.Generator) -> Array:
+    """Random numbers are added to the 16 bits that are cut off: their carry rounds up with the right probability."""
+    bits = np.ascontiguousarray(change).reshape(-1).view(np.uint32).astype(np.uint64)
+    rounded = (bits + rng.integers(0, 1 << 16, bits.size, dtype=np.uint64)) >> 16
+    magnitude = np.minimum(rounded & np.uint64(0x7FFF), np.uint64(0x7F7F))  # the largest finite number
+    entries: Array = ((rounded & np.uint64(0x8000)) | magnitude).astype(np.uint16).view(ml_dtypes.bfloat16)
+    return entries.reshape(change.shape)
+
+
+def _to_int8(change: Array, rng: np.random.Generator) -> tuple[Array, Array]:
+    blocks = _blocks(change)
+    scales = np.abs(blocks).max(axis=1, initial=0.0) / np.float32(LEVELS)
+    steps = blocks / np.where(scales > 0, scales, 1)[:, None]
+    low = np.floor(steps)
+    low += rng.random(steps.shape, dtype=np.float32) < steps - low
+    entries = np.clip(low, -LEVELS, LEVELS).astype(np.int8).reshape(-1)[: change.size]
+    return entries.reshape(change.shape), scales.astype(np.float32)
+
+
+def _from_int8(entries: Array, scales: Array) -> Array:
+    with np.errstate(over="ignore"):  # What is infinite is refused as in other updates.
+        values: Array = _blocks(entries.astype(np.float32)) * scales[:, None]
+    return values.reshape(-1)[: entries.size].reshape(entries.shape)
+
+
+def _blocks(array: Array) -> Array:
+    flat = array.reshape(-1)
+    return np.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
+
+
+def _wanted(expected: Expected, up: str) -> dict[str, tuple[Shape, str]]:
+    """Shape and dtype of each encoded tensor."""
+    wanted: dict[str, tuple[Shape, str]] = {}
+    for name, (shape, dtype) in expected.items():
+        size = math.prod(shape)
+        if dtype != "float32":
+            wanted[name] = (shape, dtype)
+        elif up == "bf16":
+            wanted[name] = (shape, "bfloat16")
+        elif up == "int8":
+            wanted |= {name: (shape, "int8"), name + SCALE: ((-(-size // BLOCK),), "float32")}
+        else:
+            count = _kept(size, up)
+            wanted |= {name + INDEX: ((count,), "int32"), name + VALUE: ((count,), "float32")}
+    return wanted
+
+
+def _check(encoded: Mapping[str, Array], expected: Expected, up: str) -> None:
+    wanted = _wanted(expected, up)
+    for name in sorted(set(encoded) ^ set(wanted)):
+        kind, fault = ("missing-tensor", "is missing") if name in wanted else ("unknown-tensor", "was not asked for")
+        told = ", ".join(sorted(wanted))
+        raise TensorError(kind, f"tensor {name[:100]!r} {fault}; expected tensors with compression {up}: {told}")
+    for name, (shape, kind) in wanted.items():
+        array = encoded[name]
+        if array.shape != shape:
+            raise TensorError("wrong-shape", f"tensor {name!r} has shape {array.shape}; expected {shape}")
+        if array.dtype.name != kind:
+            raise TensorError("wrong-dtype", f"tensor {name!r} is {array.dtype.name}; {kind} was asked for")
+        if kind in ("float32", "bfloat16") and not np.isfinite(array).all():
+            raise TensorError("not-finite", f"tensor {name!r} holds NaN or infinity")
+        if name.endswith(SCALE) and array.size and array.min() < 0:
+            raise TensorError("not-finite", f"tensor {name!r} holds a negative scale")
+        if name.endswith(INDEX):
+            _check_places(name, array, math.prod(expected[name.removesuffix(INDEX)][0]))
+
+
+def _check_places(name: str, places: Array, size: int) -> None:
+    if places.size and (places[0] < 0 or places[-1] >= size or (np.diff(places.astype(np.int64)) <= 0).any()):
+        raise TensorError("wrong-shape", f"tensor {name!r} must hold rising places between 0 and {size - 1}")

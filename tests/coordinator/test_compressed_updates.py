@@ -1,0 +1,144 @@
+"""Compressed changes over HTTP: what is stored, aggregated and replayed are plain updates.
+
+The fixtures of this folder compare memory with what a restart would load after every change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from promptfed.coordinator.operations.submissions import asked_task
+from promptfed.shared.spec.versions import PROTOCOL
+from promptfed.shared.tensors.compression import added, compressed, decompressed
+from promptfed.shared.tensors.torch_tensors import arrays_of, decode, tensors_of
+from promptfed.testing.clients import ScriptedClient, bearer, enrolment, spec, update_body
+from tests.support.coordinators import InThread
+
+NAMES = ("a", "b", "c")
+KINDS = ["bf16", "int8", "topk(0.1)"]
+
+
+def began(coordinator: InThread, up: str, **changes: Any) -> tuple[str, list[ScriptedClient]]:
+    federation = coordinator.create(rounds=2, evaluation={"every": 2}, compression={"up": up}, **changes)
+    clients = coordinator.enrol(federation, *NAMES)
+    coordinator.post(f"{federation}/start")
+    for client in clients:
+        assert client.answer(coordinator.task(client)).status_code == 201
+    return federation, clients
+
+
+def made(client: ScriptedClient, task: dict[str, Any], up: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """A compressed change, and the update that it stands for."""
+    payload = arrays_of(client.payload(task))
+    rng = np.random.default_rng(sum(map(ord, client.name)))
+    change = {name: rng.normal(0, 0.01, one.shape).astype(np.float32) for name, one in payload.items()}
+    sent = compressed(change, up, rng)
+    expected = {name: (one.shape, "float32") for name, one in change.items()}
+    return sent, added(decompressed(sent, expected, up), payload)
+
+
+@pytest.mark.both_databases
+@pytest.mark.parametrize("up", KINDS)
+def test_the_state_is_the_mean_of_the_decompressed_updates(coordinator: InThread, up: str) -> None:
+    federation, clients = began(coordinator, up)
+    updates, bodies = [], {}
+    for client in clients:
+        task = coordinator.task(client)
+        sent, update = made(client, task, up)
+        bodies[client.name] = task, update_body(tensors_of(sent), task)
+        assert client.send(*bodies[client.name]).status_code == 201
+        assert client.send(*bodies[client.name]).status_code == 200, "the same bytes again"
+        updates.append(update)
+    coordinator.until(federation, round=2)
+    response = coordinator.http.get(
+        f"/v1/federations/{federation}/prompts", params={"round": 1}, headers=coordinator.operator
+    )
+    state = decode(response.content)[0]
+    for name, tensor in state.items():
+        mean = np.mean([update[name].astype(np.float64) for update in updates], axis=0)
+        np.testing.assert_allclose(tensor.numpy(), mean, rtol=1e-5, atol=1e-7)
+    [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
+    for one in phase["updates"]:
+        assert one["bytes"] == len(bodies[one["client"]][1]), "what was sent, not what is stored"
+    replayed = coordinator.post(f"{federation}/rounds/1/replay", {})
+    assert all(one["same"] for one in replayed["states"])
+    task, body = bodies["a"]
+    assert clients[0].send(task, body).status_code == 200, "also after the phase has closed"
+    other = clients[0].send(task, body.replace(b"0.5", b"0.6"))
+    assert (other.status_code, other.json()["type"].rpartition("/")[2]) == (409, "already-answered")
+
+
+@pytest.mark.parametrize(
+    ("up", "name", "value", "status", "why"),
+    [
+        ("int8", "context#scale", torch.full((2,), float("nan")), 422, "NaN"),
+        ("int8", "context", torch.zeros(3, dtype=torch.int8), 422, "shape"),
+        ("int8", "context#scale", torch.full((2,), 3e38), 422, "NaN or infinity"),
+        ("int8", "context#scale", torch.full((2,), 1e6), 422, "norm"),
+        ("topk(0.1)", "context#index", torch.full((205,), 1 << 30, dtype=torch.int32), 422, "rising places"),
+        ("topk(0.1)", "context", torch.zeros(4, 512), 422, "was not asked for"),
+    ],
+)
+def test_hostile_changes_are_refused_and_honest_ones_taken_after_them(
+    coordinator: InThread, up: str, name: str, value: torch.Tensor, status: int, why: str
+) -> None:
+    _, clients = began(coordinator, up)
+    client = clients[0]
+    task = coordinator.task(client)
+    sent = tensors_of(made(client, task, up)[0])
+    if name in sent and value.ndim == 1 and name.endswith(("#scale", "#index")):
+        value = value.new_empty(sent[name].shape).fill_(value[0].item())
+    response = client.send(task, update_body(sent | {name: value}, task))
+    assert response.status_code == status, response.text
+    assert why in response.json()["detail"]
+    assert client.send(task, update_body(sent, task)).status_code == 201
+
+
+def test_plain_updates_are_refused_where_compressed_ones_are_asked_for(coordinator: InThread) -> None:
+    _, clients = began(coordinator, "int8")
+    task = coordinator.task(clients[0])
+    response = clients[0].send(task, update_body(clients[0].payload(task), task))
+    assert response.status_code == 422
+    assert "with compression int8" in response.json()["detail"]
+
+
+def test_the_digest_of_the_sent_bytes_is_the_accepted_one(coordinator: InThread) -> None:
+    federation, clients = began(coordinator, "int8")
+    task = coordinator.task(clients[0])
+    body = update_body(tensors_of(made(clients[0], task, "int8")[0]), task)
+    receipt = clients[0].send(task, body).json()
+    live = coordinator.registry.get(coordinator.get(federation)["id"])
+    stored = asked_task(coordinator.registry.database, live, live.clients["a"], task["task_id"])
+    assert stored.accepted == receipt["sha256"]
+    assert coordinator.registry.blobs.is_intact(
+        coordinator.get(f"{federation}/rounds/1")["phases"][0]["updates"][0]["sha256"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"secure_aggregation": {}, "participation": {"min_clients": 3}}, "its own grid"),
+        ({"method": {"name": "plan"}}, "mean"),
+    ],
+)
+def test_what_cannot_be_compressed_is_refused_with_the_reason(
+    coordinator: InThread, changes: dict[str, Any], why: str
+) -> None:
+    refused = coordinator.post("/v1/federations", spec(compression={"up": "int8"}, **changes), status=422)
+    assert any(why in error["detail"] and error["path"] == "compression" for error in refused["errors"]), refused
+
+
+def test_an_older_client_is_told_the_release_that_has_it(coordinator: InThread) -> None:
+    federation = coordinator.create(compression={"up": "int8"})
+    token = coordinator.token(federation)
+    response = coordinator.http.post(
+        f"/v1/federations/{federation}/clients", json=enrolment("old"), headers=bearer(token) | {PROTOCOL: "1-2"}
+    )
+    assert response.status_code in (409, 422, 426)
+    assert "compression" in response.json()["detail"]
+    assert "0.3.0" in response.json()["detail"]

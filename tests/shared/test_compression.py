@@ -1,0 +1,147 @@
+"""Compressed changes: rounding without bias, error feedback written out, sizes, and hostile payloads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from promptfed.shared.spec.compression import CompressionSpec, share_of
+from promptfed.shared.tensors import TensorError, decode, encode
+from promptfed.shared.tensors.compression import added, compressed, decompressed, subtracted
+
+KINDS = ["bf16", "int8", "topk(0.1)"]
+Arrays = dict[str, np.ndarray]
+
+
+def change(seed: int = 0) -> Arrays:
+    rng = np.random.default_rng(seed)
+    sizes = {"context": (4, 512), "odd": (3, 7, 61), "one": (1,), "none": (0, 5)}
+    scaled = {name: rng.standard_normal(size) * 10.0 ** rng.integers(-3, 2) for name, size in sizes.items()}
+    made = {name: array.astype(np.float32) for name, array in scaled.items()}
+    return made | {"still": np.zeros((2, 3), np.float32), "count": np.arange(6)}
+
+
+def expected(of: Arrays) -> dict[str, Any]:
+    return {name: (array.shape, array.dtype.name) for name, array in of.items()}
+
+
+def received(of: Arrays, up: str, seed: int) -> Arrays:
+    body = encode(compressed(of, up, np.random.default_rng(seed)))
+    return decompressed(decode(body)[0], expected(of), up)
+
+
+@pytest.mark.parametrize("up", ["bf16", "int8"])
+def test_rounding_is_unbiased_and_no_error_is_larger_than_a_step(up: str) -> None:
+    given, draws = change(), 400
+    told = [received(given, up, seed) for seed in range(draws)]
+    for name in ("context", "odd", "one"):
+        exact = given[name].astype(np.float64)
+        errors = np.stack([one[name] - exact for one in told])
+        step = np.abs(exact) * 2.0**-7 if up == "bf16" else np.full_like(exact, np.abs(exact).max() / 127)
+        assert (np.abs(errors) <= step * (1 + 1e-3) + 1e-30).all()
+        # The mean of 400 draws: at most half a step is a draw's standard deviation, here with five of them.
+        assert (np.abs(errors.mean(axis=0)) <= 5 * step / 2 / np.sqrt(draws) + 1e-30).all()
+        assert abs(errors.mean()) <= 5 * np.sqrt((step**2).sum() / 4 / draws) / exact.size + 1e-30
+    assert all((one["still"] == 0).all() and (one["count"] == given["count"]).all() for one in told)
+
+
+def test_the_largest_entries_are_sent() -> None:
+    given = change()
+    told = received(given, "topk(0.1)", 0)
+    flat = given["context"].reshape(-1)
+    kept = set(np.argsort(-np.abs(flat))[: round(0.1 * flat.size)].tolist())
+    wanted = np.array([value if at in kept else 0.0 for at, value in enumerate(flat)])
+    assert (told["context"].reshape(-1) == wanted).all()
+    assert told["one"] == given["one"], "at least one entry"
+
+
+@pytest.mark.parametrize("up", KINDS)
+def test_the_same_draws_give_the_same_bytes(up: str) -> None:
+    bodies = [encode(compressed(change(), up, np.random.default_rng(seed))) for seed in (1, 1, 2)]
+    assert bodies[0] == bodies[1]
+    assert (bodies[0] != bodies[2]) is (up != "topk(0.1)")
+
+
+@pytest.mark.parametrize("up", KINDS)
+def test_error_feedback_loses_nothing_in_the_long_run(up: str) -> None:
+    """e ← (Δ + e) - C(Δ + e): what has arrived plus the residual is the sum of all changes."""
+    residual, total, arrived = np.zeros((4, 512)), np.zeros((4, 512)), np.zeros((4, 512))
+    for round in range(30):
+        delta = change(round)["context"]
+        whole = {"context": (delta + residual).astype(np.float32)}
+        sent = received(whole, up, round)["context"]
+        residual = whole["context"] - sent
+        total, arrived = total + delta, arrived + sent
+    np.testing.assert_allclose(arrived + residual, total, atol=1e-3)
+    assert np.abs(arrived - total).max() > 1e-6, "it is lossy"
+
+
+def test_updates_and_changes_are_inverse() -> None:
+    payload = {"context": np.ones((2, 2), np.float32), "other": np.ones((3,), np.float32)}
+    update = {
+        "context": np.full((2, 2), 3, np.float32),
+        "other": np.full((4,), 3, np.float32),
+        "change.w": np.full((2,), 5, np.float32),
+    }
+    changes = subtracted(update, payload | {"change.w": np.ones((2,), np.float32)})
+    assert {name: float(one.flat[0]) for name, one in changes.items()} == {"context": 2, "other": 3, "change.w": 5}
+    back = added(changes, payload)
+    assert all((back[name] == update[name]).all() for name in update)
+
+
+def hostile(up: str, name: str, value: Any) -> str:
+    given = {"w": np.linspace(-1, 1, 3000, dtype=np.float32)}
+    sent = compressed(given, up, np.random.default_rng(0))
+    if value is None:
+        del sent[name]
+    else:
+        sent[name] = value
+    with pytest.raises(TensorError) as error:
+        decompressed(sent, expected(given), up)
+    return f"{error.value.kind}: {error.value}"
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("up", "name", "value", "why"),
+    [
+        ("int8", "w", np.zeros(2999, np.int8), "wrong-shape: tensor 'w' has shape (2999,); expected (3000,)"),
+        ("int8", "w", np.zeros(3000, np.float32), "wrong-dtype: tensor 'w' is float32; int8 was asked for"),
+        ("int8", "w#scale", np.array([1, NAN, 1], np.float32), "not-finite: tensor 'w#scale' holds NaN"),
+        ("int8", "w#scale", np.array([1, np.inf, 1], np.float32), "not-finite: tensor 'w#scale' holds NaN"),
+        ("int8", "w#scale", np.array([1, -1, 1], np.float32), "not-finite: tensor 'w#scale' holds a negative"),
+        ("int8", "w#scale", np.ones(4, np.float32), "wrong-shape: tensor 'w#scale' has shape (4,); expected (3,)"),
+        ("int8", "w#scale", None, "missing-tensor: tensor 'w#scale' is missing"),
+        ("int8", "x", np.ones(4, np.float32), "unknown-tensor: tensor 'x' was not asked for"),
+        ("bf16", "w", np.full(3000, NAN, ml_dtypes.bfloat16), "not-finite: tensor 'w' holds NaN"),
+        ("bf16", "w", np.zeros(3000, np.float32), "wrong-dtype: tensor 'w' is float32; bfloat16 was asked for"),
+        ("topk(0.1)", "w#index", np.arange(300, dtype=np.int32) + 2701, "wrong-shape: tensor 'w#index' must hold"),
+        ("topk(0.1)", "w#index", np.arange(300, dtype=np.int32) - 1, "must hold rising places between 0 and 2999"),
+        ("topk(0.1)", "w#index", np.zeros(300, np.int32), "must hold rising places between 0 and 2999"),
+        ("topk(0.1)", "w#index", np.arange(300), "wrong-dtype: tensor 'w#index' is int64; int32 was asked for"),
+        ("topk(0.1)", "w#value", np.full(300, NAN, np.float32), "not-finite: tensor 'w#value' holds NaN"),
+        ("topk(0.1)", "w#value", np.ones(3000, np.float32), "wrong-shape: tensor 'w#value' has shape (3000,)"),
+    ],
+)
+def test_hostile_changes_are_refused_with_the_reason(up: str, name: str, value: Any, why: str) -> None:
+    assert why in hostile(up, name, value)
+
+
+def test_the_largest_floats_stay_finite() -> None:
+    given = {"w": np.array([np.finfo(np.float32).max, -np.finfo(np.float32).max, 1e-45], np.float32)}
+    for up in ("bf16", "topk(0.1)"):
+        told = [received(given, up, seed)["w"] for seed in range(20)]
+        assert np.isfinite(told).all()
+
+
+def test_only_known_encodings_are_taken() -> None:
+    assert [share_of(CompressionSpec(up=up).up) for up in ("none", "topk(0.01)", "topk(1)")] == [None, 0.01, 1.0]
+    for up in ("int4", "topk", "topk(0)", "topk(0.0)", "topk(1.5)", "topk(nan)", "topk(-0.1)"):
+        with pytest.raises(ValidationError, match="none, bf16, int8 or topk"):
+            CompressionSpec(up=up)
