@@ -13,15 +13,10 @@ _TOPK = re.compile(r"topk\((0?\.[0-9]{1,6}|1(?:\.0*)?)\)")
 
 
 def _known(text: str) -> str:
-    if text not in ("none", "bf16", "int8") and (_TOPK.fullmatch(text) is None or share_of(text) == 0):
+    share = _TOPK.fullmatch(text)
+    if text not in ("none", "bf16", "int8") and (share is None or float(share[1]) == 0):
         raise ValueError("must be none, bf16, int8 or topk(SHARE), such as topk(0.01)")
     return text
-
-
-def share_of(up: str) -> float | None:
-    """The share of entries that ``topk(SHARE)`` sends; None for other encodings."""
-    found = _TOPK.fullmatch(up)
-    return float(found[1]) if found is not None else None
 
 
 class CompressionSpec(Section):

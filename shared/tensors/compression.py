@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
-from promptfed.shared.spec.compression import share_of
 from promptfed.shared.tensors import CHANGE, Array, Arrays, Shape, TensorError
 
 BLOCK = 1024
@@ -78,7 +77,8 @@ def _moves(name: str, array: Array, payload: Mapping[str, Array]) -> bool:
 
 
 def _kept(size: int, up: str) -> int:
-    return min(size, max(1, round((share_of(up) or 0.0) * size)))
+    share = float(up.removeprefix("topk(").removesuffix(")"))
+    return min(size, max(1, round(share * size)))
 
 
 def _largest(flat: Array, count: int) -> tuple[Array, Array]:

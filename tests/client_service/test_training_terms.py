@@ -22,6 +22,7 @@ from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.interface.base import Needs
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.settings import AdaptiveClip, PrivacySpec
+from promptfed.shared.spec.compression import CompressionSpec
 from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
@@ -55,6 +56,7 @@ CONFIG = TaskConfig(
     method={"name": "promptfl", "m": 4},
     training=TrainingSpec(augmentation="crop_flip", views=3),
     loss=LossSpec(kind="gce"),
+    compression=CompressionSpec(up="int8"),
     backbone=BackboneSpec(fingerprint=FINGERPRINT, shape=BackboneShape(d_e=8)),
     class_names=NAMES,
     class_descriptions=WORDS,
