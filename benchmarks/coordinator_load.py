@@ -101,8 +101,11 @@ async def play(
     return enrolled - started, ended - enrolled
 
 
-def measure(options: Sequence[str], size: int, count: int) -> dict[str, Any]:
-    """Measure ``count`` clients with updates of ``size`` KB at a coordinator with the command-line ``options``."""
+def measure(options: Sequence[str], size: int, count: int, buffer: int | None = None) -> dict[str, Any]:
+    """Measure ``count`` clients with updates of ``size`` KB at a coordinator with the command-line ``options``.
+
+    With a ``buffer`` as many updates come in asynchronous rounds.
+    """
     record = Record()
     with coordinator(*options) as process:
         idle = footprint(process.pid).peak_mb
@@ -113,7 +116,9 @@ def measure(options: Sequence[str], size: int, count: int) -> dict[str, Any]:
             cpu.append(cpu_seconds_of(process.pid))
 
         async def burst() -> float:
-            token = await operator.create(size, count, ROUNDS[count], deadline=600, retention="last_round")
+            rounds = ROUNDS[count] if buffer is None else ROUNDS[count] * count // buffer
+            kept: dict[str, Any] = {"deadline": 600, "retention": "last_round", "buffer": buffer}
+            token = await operator.create(size, count, rounds, **kept)
             clients = [LoadClient(operator.port, number, size, record) for number in range(count)]
             enrolling, _ = await play(operator, token, clients, WHOLE_SECONDS, note_cpu)
             await note_cpu()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from promptfed.shared.service.addresses import HEARTBEAT
+from promptfed.shared.spec.versions import OURS, PROTOCOL
 from promptfed.testing.clients import content_digest, enrolment, secret_of
 from tests.support.coordinators import CoordinatorProcess
 
@@ -37,7 +38,7 @@ class Connection:
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 16)
         reader, writer = self._streams
-        lines = [f"{verb} {path} HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {token}"]
+        lines = [f"{verb} {path} HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {token}", f"{PROTOCOL}: {OURS}"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         lines += [f"Content-Length: {len(body)}", "", ""]
         writer.write("\r\n".join(lines).encode() + body)  # one system call, as in gRPC clients
@@ -134,13 +135,14 @@ class Player:
             raise SystemExit("a payload is cut off")
         if task["kind"] == "train":
             ended = await self._send(http, f"{path}/update", task)
-            self.record.spans.append((task["round"], begun, ended))
+            if ended is not None:
+                self.record.spans.append((task["round"], begun, ended))
         else:
             await http.expect(201, self._secret, "PUT", f"{path}/evaluation", EVALUATION)
             self.record.evaluations += 1
 
-    async def _send(self, http: Connection, path: str, task: dict[str, Any]) -> float:
-        """Send the update until it is accepted; the time of the 201."""
+    async def _send(self, http: Connection, path: str, task: dict[str, Any]) -> float | None:
+        """Send the update until it is accepted; the time of the 201, or None once the phase is over."""
         update = self._update(task)
         digest = content_digest(update)
         while True:
@@ -150,6 +152,8 @@ class Player:
                 ended = time.perf_counter()
                 self.record.accepted.append(ended - begun)
                 return ended
+            if status == 409 and b"/phase-closed" in body:  # the last asynchronous round is over
+                return None
             if status != 503:
                 raise SystemExit(f"an update is answered {status}: {body[:500]!r}")
             self.record.too_many += 1
@@ -190,8 +194,12 @@ class Operator:
         fraction: float = 1.0,
         retention: str,
         evaluate_every: int | None = None,
+        buffer: int | None = None,
     ) -> str:
-        """Create the federation; its enrolment token. By default it evaluates only before and after all rounds."""
+        """Create the federation; its enrolment token. By default it evaluates only before and after all rounds.
+
+        With a ``buffer`` its rounds are asynchronous.
+        """
         asked = max(1, int(clients * fraction))
         spec = {
             "name": self.federation,
@@ -200,6 +208,7 @@ class Operator:
             "participation": {"min_clients": asked, "fraction": fraction, "deadline_seconds": deadline},
             "evaluation": {"every": evaluate_every or rounds},
             "retention": retention,
+            **({} if buffer is None else {"schedule": {"kind": "buffered", "buffer": buffer}}),
         }
         await self._http.expect(201, self.token, "POST", "/v1/federations", spec)
         return str((await self._json(201, "POST", "/enrolment-tokens", {"uses": clients}))["token"])
