@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from promptfed.cli.app import app, with_options
-from promptfed.cli.common import Json, Yes
+from promptfed.cli.common import Json, Yes, confirm
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.output import console, print_json, say, table
+from promptfed.sdk.output import console, print_json, say, table, tell
 from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.service.reasons import why
@@ -166,6 +167,31 @@ def check(
 
     with _listing_problems(uri, as_json):
         run_check(uri, out, share, BackboneSpec(model=model, pretrained=pretrained), floor, yes, as_json)
+
+
+@group.add("clear-pacs")
+def clear_pacs(
+    index: Annotated[Path | None, typer.Option(help="the index folder of dicomweb:'s option index=")] = None,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Delete the images that dicomweb: keeps on this disk; a later start fetches them again."""
+    from promptfed.shared.data.medical.keys import home, kept_of_pacs
+
+    folder = home(None if index is None else str(index))
+    kept = kept_of_pacs(folder)
+    if not kept:
+        tell(as_json, {"deleted": 0}, f"{folder} keeps no image of a PACS.")
+        return
+    images = sum(1 for cache in kept for _ in cache.glob("*.dcm"))
+    text = f"{counted(images, 'image')} of {counted(len(kept), 'search', 'searches')} in {folder}"
+    confirm(f"{text} would be deleted.", yes)
+    try:
+        for cache in kept:
+            shutil.rmtree(cache)
+    except OSError as error:
+        raise CommandError(f"{folder} cannot be cleared: {why(error)}", Exit.FAILED) from None
+    tell(as_json, {"deleted": images}, f"Deleted {text}.")
 
 
 @contextmanager

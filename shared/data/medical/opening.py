@@ -8,10 +8,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 
 from promptfed.shared.data.folder import SKIP, TEMPLATE, skips
-from promptfed.shared.data.medical.index import Facts, Index, Item, Listed, Shown
+from promptfed.shared.data.medical.index import Broken, Facts, Index, Item, Listed, Shown
 from promptfed.shared.data.medical.keys import Keys, home
 from promptfed.shared.data.medical.readers import Answer, readers
 from promptfed.shared.data.medical.table import COLUMNS, PATH, Table, read_table, refuse
@@ -29,58 +30,70 @@ Units = Callable[[Sequence[tuple[Listed, Facts]]], list[list[Item]]]
 
 
 def open_files(
-    kind: str, body: str, options: Options, settings: Mapping[str, Any], units: Units, pick: str, keys: Sequence[str]
+    kind: str,
+    body: str,
+    options: Options,
+    settings: Mapping[str, Any],
+    units: Units,
+    pick: str,
+    keys: Sequence[str],
+    names: tuple[str, ...] = (),
 ) -> Source:
     """Open the files of a ``kind`` in the folder ``body``.
 
     Args:
         kind: the module of this room that reads them.
-        body: the folder.
-        options: of the URI.
+        body, options: the folder and the options of the URI.
         settings: for the reader; all that the pixels depend on.
         units: what belongs together in the files of a line.
         pick: which images of a unit are used: ``middle``, ``all`` or a number.
         keys: columns by which a line of the table finds its files.
+        names: classes of the places, whose third number counts them from 1; without any the table has labels.
 
     Raises:
         DataError: the table, files or options cannot be used. Only its ``problems`` name files.
     """
     root = Path(body).expanduser()
     if not body or not root.is_dir():
-        raise DataError(f"{options.uri}: there is no folder {root}; check the path." if body else _no_folder(options))
-    table = read_table(root / (options.text("labels") or TABLE), keys, options)
+        raise DataError(_no_folder(body, root, options))
+    table = read_table(root / (options.text("labels") or TABLE), keys, options, names)
     if options.names_only:
         return divided(Split(table.labels, _unread), table.splits, table.names, None, TEMPLATE, options)
     folder = home(options.text("index"))
     index = Index(kind, root, folder, Keys(folder, options.uri), settings)
-    listed = index.listed()
-    found, broken = index.facts(listed)
+    found, broken = index.facts(index.listed())
     items, lines, missing = _items(table, index, found, units, pick)
-    del listed, found  # of many files they take much memory
+    del found  # of many files it takes much memory
     shown, undecoded = index.shown(items)
-    local = [f"{root / one.file.path}: {one.reason}." for one in (*broken, *undecoded)]
-    safe = [f"file {one.file.id}: {one.reason}." for one in (*broken, *undecoded)]
-    problems = [*zip(safe, local, strict=True), *((text, text) for text in missing)]
-    if problems and not skips(options):
-        advice = "`promptfed data show` names the files; on_unreadable=skip leaves them out."
-        refuse(options, problems, advice)
-    kept = [row for row, size in enumerate(shown) if size is not None]
-    if not kept:
-        raise DataError(f"{options.uri}: no image can be read.", [whole for _, whole in problems])
+    problems = _left_out(root, [*broken, *undecoded], missing, options)
+    if not (kept := [row for row, size in enumerate(shown) if size is not None]):
+        raise DataError(f"{options.uri}: no image can be read.", [text for _, text in problems])
     images = _Images(index, [items[row] for row in kept], [shown[row] for row in kept], options.uri)
     rows = [lines[row] for row in kept]
-    groups = _groups(table, index, images.items, rows)
     splits = [table.splits[row] for row in rows]
 
     def origin(row: int) -> Origin:
         return Origin(str(root / images.items[row].file.path), splits[row])
 
-    whole = Split(table.labels[rows], images.read, groups, digest=images.digest, ahead=images.ahead, origin=origin)
-    left_out = tuple(text for _, text in problems)
-    return divided(whole, splits, table.names, None, TEMPLATE, options, left_out)
+    labels = torch.tensor([item.place[2] - 1 for item in images.items]) if names else table.labels[rows]
+    groups = _groups(table, index, images.items, rows)
+    whole = Split(labels, images.read, groups, digest=images.digest, ahead=images.ahead, origin=origin)
+    return divided(whole, splits, table.names, None, TEMPLATE, options, tuple(text for _, text in problems))
 
 
-def _no_folder(options: Options) -> str:
+def _left_out(root: Path, broken: Sequence[Broken], missing: Sequence[str], options: Options) -> list[tuple[str, str]]:
+    """What cannot be read, without values and for the owner's eyes. Raises DataError unless that may be left out."""
+    local = [f"{root / one.file.path}: {one.reason}." for one in broken]
+    safe = [f"file {one.file.id}: {one.reason}." for one in broken]
+    problems = [*zip(safe, local, strict=True), *((text, text) for text in missing)]
+    if problems and not skips(options):
+        refuse(options, problems, "`promptfed data show` names the files; on_unreadable=skip leaves them out.")
+    return problems
+
+
+def _no_folder(body: str, root: Path, options: Options) -> str:
+    if body:
+        return f"{options.uri}: there is no folder {root}; check the path."
     return f"{options.uri}: names no folder; write the path of one after the colon."
 
 

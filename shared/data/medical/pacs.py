@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from promptfed.shared.data.medical.index import Index
-from promptfed.shared.data.medical.keys import Keys, home
+from promptfed.shared.data.medical.keys import PACS, Keys, home
 from promptfed.shared.data.medical.readers import Request, readers
 from promptfed.shared.data.medical.table import COLUMNS, read_table
 from promptfed.shared.data.options import Options
@@ -37,9 +38,9 @@ def fetched(url: str, options: Options, settings: Mapping[str, Any]) -> Path:
     if given is None:
         raise DataError(f"{options.uri}: give the table of labels with labels=FILE.")
     table = read_table(Path(given).expanduser(), tuple(COLUMNS), options)
-    folder = home(options.text("index"))
+    folder, within = home(options.text("index")), _study(options)
     keys = Keys(folder, options.uri)
-    cache = folder / f"pacs-{keys.id('pacs', url)}"
+    cache = folder / f"{PACS}{keys.id('pacs', url, *within.values())}"
     cache.mkdir(exist_ok=True, mode=0o700)
     index = Index("dicom", cache, folder, keys, settings)
     remote = {"url": url, "token": _token(options)}
@@ -52,12 +53,22 @@ def fetched(url: str, options: Options, settings: Mapping[str, Any]) -> Path:
     for line in tqdm(new, "studies", leave=False, disable=None if new else True):
         value = table.values[line]
         try:
-            names = _line(index, {**remote, "search": {table.key: value}}, remote)
+            names = _line(index, {**remote, "search": {**within, table.key: value}}, remote)
         except Refused as error:
             raise DataError(f"{options.uri}: the table of labels, line {table.numbers[line]}: {error}.") from None
         listed[keys.id("line", table.key, value)] = names
         write_whole(cache / LISTED, json.dumps(listed).encode(), mode=0o600)
     return cache
+
+
+def _study(options: Options) -> dict[str, str]:
+    """The search within the one study of ``study=``. Raises DataError."""
+    given = options.text("study")
+    if given is None:
+        return {}
+    if re.fullmatch(r"[0-9.]{1,64}", given) is None:
+        raise DataError(f"{options.uri}: study is no UID; give the StudyInstanceUID, as in study=1.2.840.1.")
+    return {"StudyInstanceUID": given}
 
 
 class Refused(Exception):

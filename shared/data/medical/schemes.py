@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,8 @@ from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError, Source
 
 _LARGEST_TILE = 4096  # pixels
+_MASKS = ("masks", "mask_classes", "mask_share")
+_MOST_CLASSES = 255  # values of a mask of 8 bits
 
 
 def open_dicom(body: str, options: Options) -> Source:
@@ -33,7 +37,7 @@ def open_dicomweb(body: str, options: Options) -> Source:
     from promptfed.shared.data.medical import opening, pacs
     from promptfed.shared.data.medical.table import COLUMNS
 
-    options.check_names((*opening.OPTIONS, "level", "frames", "window", "token"))
+    options.check_names((*opening.OPTIONS, "level", "frames", "window", "token", "study"))
     level = options.choice("level", ("image", "series", "study"), "image") or "image"
     frames = opening.checked_pick("frames", options)
     settings = _with_window(options)
@@ -62,7 +66,7 @@ def open_slides(body: str, options: Options) -> Source:
     from promptfed.shared.data.medical import opening
     from promptfed.shared.data.medical.table import PATH
 
-    options.check_names((*opening.OPTIONS, "level", "tile", "tissue", "tiles"))
+    options.check_names((*opening.OPTIONS, "level", "tile", "tissue", "tiles", *_MASKS))
     share = options.number("tissue", 0.5) or 0.0
     if not 0 <= share <= 1:
         raise DataError(f"{options.uri}: tissue={share:g} is not between 0 and 1.")
@@ -70,8 +74,36 @@ def open_slides(body: str, options: Options) -> Source:
     if tile > _LARGEST_TILE:
         raise DataError(f"{options.uri}: tile={tile} is more than {_LARGEST_TILE}.")
     settings = {"level": options.integer("level", 0), "tile": tile, "tissue": share}
-    tiles = opening.checked_pick("tiles", options, "all")
-    return opening.open_files("slides", body, options, settings, opening.of_each_file, tiles, (PATH,))
+    tiles, names = opening.checked_pick("tiles", options, "all"), _mask_classes(options)
+    if names:
+        settings |= _masks(options, len(names))
+    return opening.open_files("slides", body, options, settings, opening.of_each_file, tiles, (PATH,), names)
+
+
+def _mask_classes(options: Options) -> tuple[str, ...]:
+    """The classes of masks, of which the first has the value 1; none where the table has the labels."""
+    if options.text("masks") is None:
+        for name in _MASKS[1:]:
+            if options.text(name) is not None:
+                raise DataError(f"{options.uri}: {name} belongs to masks=FOLDER; give both.")
+        return ()
+    names = tuple((options.text("mask_classes") or "").split(","))
+    if "" in names or len(set(names)) < len(names) or len(names) > _MOST_CLASSES:
+        raise DataError(f"{options.uri}: name the classes of the values 1, 2, ... with mask_classes=tumour,stroma.")
+    return names
+
+
+def _masks(options: Options, classes: int) -> dict[str, Any]:
+    """What tiles need of the masks. The stamp changes with every file of the folder, and the index with it."""
+    folder = Path(options.text("masks") or "").expanduser().absolute()
+    if not folder.is_dir():
+        raise DataError(f"{options.uri}: there is no folder with masks; check masks=FOLDER.")
+    share = options.number("mask_share", 0.5) or 0.0
+    if not 0 < share <= 1:
+        raise DataError(f"{options.uri}: mask_share={share:g} is not above 0 and at most 1.")
+    found = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in os.scandir(folder))
+    stamp = hashlib.sha256(repr(found).encode()).hexdigest()
+    return {"masks": str(folder), "stamp": stamp, "mask_classes": classes, "mask_share": share}
 
 
 def _need(module: str, options: Options) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tiffslide
+from PIL import Image
 
 from promptfed.shared.data.medical.pictures import MOST_BYTES, MOST_FRAMES
 from promptfed.shared.data.medical.unreadable import Unreadable
@@ -15,6 +16,7 @@ from promptfed.shared.files import open_file
 
 ENDINGS = (".svs", ".tif", ".tiff", ".ndpi", ".scn", ".bif")
 OVERVIEW = 2048  # pixels of the longer side of the overview in which tissue is looked for, at most about twice
+ASPECT = 0.02  # by how much the proportions of a slide and of its mask may differ
 COLORED, DARK = 20, 60  # differences of channels of tissue, and levels below which it is a border or a pen
 
 
@@ -34,7 +36,39 @@ def facts(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
             raise Unreadable(f"it has more than {MOST_FRAMES:,} tiles; choose larger tiles or a higher level")
         edges = [(x, y) for y in range(0, height - step + 1, step) for x in range(0, width - step + 1, step)]
         kept = [list(edge) for edge in edges if _share(tissue, edge, step, scale) >= settings["tissue"]]
+    if "masks" in settings:
+        mask = _mask(path, width, height, settings)
+        found = ([*edge, _class(mask, edge, step, width / mask.shape[1], settings["mask_share"])] for edge in kept)
+        kept = [place for place in found if place[2]]
     return {"frames": kept}
+
+
+def _mask(path: Path, width: int, height: int, settings: Mapping[str, Any]) -> np.ndarray:
+    """The slide's mask, ``(H, W)``: 0 is no class."""
+    file = Path(settings["masks"]) / f"{path.stem}.png"
+    if not file.is_file():
+        raise Unreadable("it has no mask of its name, as a PNG")
+    with open_file(file) as stream, Image.open(stream, formats=("PNG",)) as picture:
+        if picture.mode not in ("L", "P", "1"):
+            raise Unreadable("its mask is no PNG with one value of 8 bits for each pixel")
+        if picture.width * picture.height > MOST_BYTES:
+            raise Unreadable("its mask is too large; make it smaller")
+        mask = np.asarray(picture).astype(np.uint8)
+    if abs(mask.shape[1] / mask.shape[0] * height / width - 1) > ASPECT:
+        raise Unreadable("its mask has another shape than the slide")
+    if mask.max(initial=0) > settings["mask_classes"]:
+        raise Unreadable(f"its mask has the value {mask.max()}, for which mask_classes names no class")
+    return mask
+
+
+def _class(mask: np.ndarray, edge: list[int], step: int, scale: float, least: float) -> int:
+    """The value that most of a tile has, if its share is ``least`` or more; else 0. ``scale``: pixels of one of it."""
+    left, top = round(edge[0] / scale), round(edge[1] / scale)
+    side = max(1, round(step / scale))
+    part = mask[top : top + side, left : left + side]
+    shares = np.bincount(part.ravel(), minlength=2) / max(1, part.size)
+    value = int(shares[1:].argmax()) + 1
+    return value if shares[value] >= least else 0
 
 
 def _opened(path: Path) -> Any:

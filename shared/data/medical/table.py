@@ -6,10 +6,11 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from promptfed.shared.data.label_table import label_columns
+from promptfed.shared.data.label_table import LabelColumns, label_columns
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError
 
@@ -39,8 +40,10 @@ class Table:
     groups: tuple[str, ...] | None
 
 
-def read_table(path: Path, keys: Sequence[str], options: Options) -> Table:
+def read_table(path: Path, keys: Sequence[str], options: Options, names: tuple[str, ...] = ()) -> Table:
     """Read a table whose lines find their files by the first of the columns ``keys`` that it has.
+
+    With ``names`` it needs no labels: they come from elsewhere.
 
     Raises:
         DataError: it cannot be read. The message names lines and columns; only ``problems`` quote cells.
@@ -58,12 +61,33 @@ def read_table(path: Path, keys: Sequence[str], options: Options) -> Table:
     if key is None:
         raise DataError(f"{options.uri}: {_TABLE} has none of the columns {', '.join(keys)}, by which a file is found.")
     own = options.text("group") or next((name for name in ("PatientID",) if name in columns and name != key), None)
-    several = label_columns(path, columns, {*COLUMNS, PATH, "split", own or key}, _columns_only(options))
-    for needed in [own or key, *(["label"] if several is None else [])]:
+    used = {*COLUMNS, PATH, "split", own or key}
+    several = None if names else label_columns(path, columns, used, _columns_only(options))
+    labelled = ["label"] if several is None and not names else []
+    for needed in [own or key, *labelled]:
         if needed not in columns:
             raise DataError(f"{options.uri}: {_TABLE} has no column {needed}.")
     if not rows:
         raise DataError(f"{options.uri}: {_TABLE} has no line.")
+    problems = _problems(rows, key, [key, *labelled, *([own] if own else [])], several)
+    if problems:
+        refuse(options, problems)
+    if names:
+        labels = torch.zeros(len(rows), dtype=torch.long)
+    else:
+        names, labels = _one_label(rows) if several is None else several.read(rows)
+    splits = tuple(row.get("split") or None for _, row in rows)
+    if None in splits and len(set(splits)) > 1:
+        raise DataError(f"{options.uri}: {_TABLE} leaves some splits empty; give it for all lines or for none.")
+    groups = tuple(str(row[own]) for _, row in rows) if own else None
+    values = tuple(str(row[key]).strip() for _, row in rows)
+    return Table(key, values, tuple(number for number, _ in rows), names, labels, splits, groups)
+
+
+def _problems(
+    rows: Sequence[tuple[int, Mapping[str, Any]]], key: str, needed: Sequence[str], several: LabelColumns | None
+) -> list[tuple[str, str]]:
+    """What is wrong with the lines: a text without values, and one for the owner's eyes."""
     problems: list[tuple[str, str]] = []
     seen: dict[str, int] = {}
     for number, row in rows:
@@ -71,7 +95,7 @@ def read_table(path: Path, keys: Sequence[str], options: Options) -> Table:
         told = list(several.problems(number, row)) if several is not None else []
         if told:
             problems.append((f"{where}: its labels are not as they should be.", told[0]))
-        for column in (key, *(["label"] if several is None else []), *([own] if own else [])):
+        for column in needed:
             if not row.get(column):
                 problems.append((f"{where}: {column} must not be empty.",) * 2)
         if (row.get("split") or None) not in (None, *_SPLITS):
@@ -79,15 +103,7 @@ def read_table(path: Path, keys: Sequence[str], options: Options) -> Table:
         first = seen.setdefault(row.get(key) or "", number)
         if first != number:
             problems.append((f"{where}: it has the same {key} as line {first}; keep one of them.",) * 2)
-    if problems:
-        refuse(options, problems)
-    names, labels = _one_label(rows) if several is None else several.read(rows)
-    splits = tuple(row.get("split") or None for _, row in rows)
-    if None in splits and len(set(splits)) > 1:
-        raise DataError(f"{options.uri}: {_TABLE} leaves some splits empty; give it for all lines or for none.")
-    groups = tuple(str(row[own]) for _, row in rows) if own else None
-    values = tuple(str(row[key]).strip() for _, row in rows)
-    return Table(key, values, tuple(number for number, _ in rows), names, labels, splits, groups)
+    return problems
 
 
 def _columns_only(options: Options) -> Options:

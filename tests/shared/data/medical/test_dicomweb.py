@@ -16,7 +16,10 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from promptfed.cli.main import app
+from promptfed.sdk.errors import Exit
 from promptfed.shared.data import open_source
 from promptfed.shared.data.registry import class_names_of
 from tests.support.ports import free_port
@@ -95,6 +98,40 @@ def test_a_table_by_study_finds_all_its_images(tmp_path: Path, orthanc: str) -> 
     (tmp_path / "labels.csv").write_text("StudyInstanceUID,label,split\n1.2.3.1,x,train\n1.2.3.2,x,test\n")
     source = open_source(f"dicomweb:{orthanc}/dicom-web?labels={tmp_path}/labels.csv&level=study&frames=all")
     assert (len(source.train), len(source.test)) == (3, 3)
+
+
+def test_a_study_limits_the_search_and_its_images_can_be_deleted(tmp_path: Path, own_index: Path, orthanc: str) -> None:
+    """Two patients with an image in each of two studies, of whom the table knows only the PatientID."""
+    for number, (patient, study) in enumerate((patient, study) for patient in ("both", "other") for study in "12"):
+        data = dataset(scan("line", np.random.default_rng(number)), patient, number, study=f"1.9.{study}")
+        path = tmp_path / "one.dcm"
+        data.save_as(path, enforce_file_format=True)
+        httpx.post(f"{orthanc}/instances", content=path.read_bytes()).raise_for_status()
+    (tmp_path / "labels.csv").write_text("PatientID,label,split\nboth,x,train\nother,x,test\n")
+    uri = f"dicomweb:{orthanc}/dicom-web?labels={tmp_path}/labels.csv"
+    home = own_index / "promptfed" / "medical"
+    digests = {}
+    for study in ("1.9.1", "1.9.2"):
+        source = open_source(f"{uri}&study={study}")
+        assert (len(source.train), len(source.test)) == (1, 1)
+        digests[study] = source.train.digest(0)
+    assert len(set(digests.values())) == 2
+    assert len(open_source(uri).train) == 2
+    assert "study is no UID" in str(refused(f"{uri}&study=1.9.x"))
+    assert len(list(home.glob("pacs-*/*.dcm"))) == 8
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "own.txt").write_text("mine")
+    (home / "pacs-link").symlink_to(tmp_path / "elsewhere")
+    done = CliRunner().invoke(app, ["data", "clear-pacs", "--index", str(home), "--yes"])
+    assert done.exit_code == 0, done.output
+    assert "8 images of 3 searches" in done.stdout
+    assert list(home.glob("pacs-*/*.dcm")) == []
+    assert (tmp_path / "elsewhere" / "own.txt").exists()
+    assert len(open_source(uri).train) == 2
+    nobody = CliRunner().invoke(app, ["data", "clear-pacs", "--index", str(home)])
+    assert nobody.exit_code == Exit.BAD_INPUT
+    assert "would be deleted" in nobody.stderr
+    assert len(list(home.glob("pacs-*/*.dcm"))) == 4
 
 
 class Hostile(ThreadingHTTPServer):

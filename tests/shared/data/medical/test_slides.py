@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from promptfed.shared.data import open_source
+from promptfed.shared.data.registry import class_names_of
 from tests.shared.data.medical.test_dicom import refused
 
 pytest.importorskip("tiffslide", reason="slides: pip install '.[medical]'")
 import tifffile
+from PIL import Image
 
 from promptfed.shared.data.medical.slides import facts, pixels
 
@@ -68,3 +70,72 @@ def test_a_slides_tiles_have_its_label_and_are_one_group(tmp_path: Path) -> None
     for option in ("tile=3", "tile=100000", "tissue=2", "tiles=0", "level=x"):
         assert option.split("=")[0] in str(refused(f"wsi:{tmp_path}?{option}"))
     assert "it has no level 7" in str(refused(f"wsi:{tmp_path}?level=7"))
+
+
+def masked(folder: Path, count: int = 2, factor: int = 4) -> None:
+    """Slides of which the left half of the tissue is of class 1, the next quarter of class 2, the rest of none."""
+    (folder / "masks").mkdir(exist_ok=True)
+    lines = ["path,split,PatientID"]
+    for number in range(count):
+        pyramid(folder / f"{number}.tiff", number)
+        mask = np.zeros((1024, 1536), dtype=np.uint8)
+        mask[256:768, 512:896] = 1
+        mask[256:768, 896:1024] = 2
+        Image.fromarray(mask[::factor, ::factor]).save(folder / "masks" / f"{number}.png")
+        lines.append(f"{number}.tiff,{'train' if number else 'test'},p{number}")
+    (folder / "labels.csv").write_text("\n".join(lines))
+
+
+def test_a_mask_labels_the_tiles(tmp_path: Path) -> None:
+    """Tiles of 256 pixels begin at 512, 768 and 1024: class 1, half of each, none."""
+    masked(tmp_path)
+    uri = f"wsi:{tmp_path}?tile=256&masks={tmp_path / 'masks'}&mask_classes=tumour,stroma"
+    source = open_source(uri)
+    assert source.class_names == ("tumour", "stroma")
+    assert class_names_of(uri) == source.class_names
+    assert source.train.labels.tolist() == [0, 0, 0, 0]
+    smaller = open_source(uri.replace("tile=256", "tile=128"))
+    columns = [0, 0, 0, 1]  # of the edges 512, 640, 768 and 896
+    assert smaller.train.labels.tolist() == columns * 4
+    assert open_source(uri + "&mask_share=0.6").train.labels.tolist() == [0, 0]
+    assert len(set(source.train.groups)) == 1
+
+
+def test_a_changed_mask_changes_the_labels(tmp_path: Path) -> None:
+    masked(tmp_path)
+    uri = f"wsi:{tmp_path}?tile=256&masks={tmp_path / 'masks'}&mask_classes=tumour,stroma"
+    before = open_source(uri).train.labels.tolist()
+    for path in (tmp_path / "masks").glob("*.png"):
+        Image.fromarray(3 - np.maximum(np.asarray(Image.open(path)), 1)).save(path)
+    assert open_source(uri).train.labels.tolist() != before
+
+
+@pytest.mark.parametrize(
+    ("picture", "says"),
+    [
+        (None, "it has no mask of its name"),
+        (np.full((256, 384), 3, np.uint8), "has the value 3, for which mask_classes names no class"),
+        (np.ones((256, 256), np.uint8), "another shape than the slide"),
+        (np.ones((256, 384, 3), np.uint8), "no PNG with one value"),
+    ],
+)
+def test_a_mask_that_cannot_be_used_is_refused(picture: np.ndarray | None, says: str, tmp_path: Path) -> None:
+    masked(tmp_path)
+    path = tmp_path / "masks" / "1.png"
+    path.unlink()
+    if picture is not None:
+        Image.fromarray(picture).save(path)
+    options = f"masks={tmp_path / 'masks'}&mask_classes=tumour,stroma"
+    assert says in str(refused(f"wsi:{tmp_path}?tile=256&{options}"))
+
+
+def test_options_of_masks_are_checked(tmp_path: Path) -> None:
+    masked(tmp_path)
+    for options, says in (
+        ("mask_classes=a", "belongs to masks=FOLDER"),
+        (f"masks={tmp_path}/masks", "name the classes"),
+        (f"masks={tmp_path}/masks&mask_classes=a,a", "name the classes"),
+        (f"masks={tmp_path}/none&mask_classes=a", "no folder with masks"),
+        (f"masks={tmp_path}/masks&mask_classes=a&mask_share=0", "mask_share=0"),
+    ):
+        assert says in str(refused(f"wsi:{tmp_path}?{options}"))
