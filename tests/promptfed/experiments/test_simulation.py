@@ -21,7 +21,7 @@ from torch import Tensor
 
 from promptfed.experiments.simulation import simulation
 from promptfed.experiments.simulation.preparation import PATIENCE_SECONDS, SimulationSetup, open_site
-from promptfed.experiments.simulation.simulation import simulate
+from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
 from promptfed.experiments.simulation.workers import run_workers
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
@@ -117,7 +117,11 @@ def test_two_at_once_come_to_the_same_result(
     changes: dict[str, Any], backbone: Backbone, features: FeatureCache
 ) -> None:
     """Also each answer on a test image, with other clients' prompts too, and what clients tell of their training."""
-    options: dict[str, Any] = {"backbone": backbone, "features": features, "swap_prompts": True}
+    options: dict[str, Any] = {
+        "backbone": backbone,
+        "features": features,
+        "options": SimulationOptions(swap_prompts=True),
+    }
     one, two = (simulate(spec(rounds=1, **changes), SITES, pool=pool, **options) for pool in (1, 2))
     assert one.state_hash == two.state_hash
     assert one.outcomes == two.outcomes
