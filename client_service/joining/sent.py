@@ -61,12 +61,17 @@ FAILURE = {
     "type": "the kind of failure",
     "detail": "its reason, without paths, file names or images",
 }
+DATA_CHECK = {
+    "floor": "the disclosure floor",
+    "counts": "numbers of images by kind of problem, rounded down to multiples of the floor",
+}
 SENT = {
     "once, when it enrols": ENROLMENT,
     "after training": UPDATE,
     "in the steps of a secure sum, instead of that": SECURE_SUM,
     "after an evaluation": EVALUATION,
     "instead of an answer to a task": FAILURE,
+    "only by `promptfed data check --share`": DATA_CHECK,
 }
 
 

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from datetime import UTC, datetime
-from functools import partial
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.connection import BadAnswer, Refused
-from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
-from promptfed.client_service.http.sent_log import SentLog
+from promptfed.client_service.http.coordinator_client import CoordinatorClient
+from promptfed.client_service.joining.enrolled import call_enrolled
 from promptfed.client_service.privacy.agreement import FILE, WITHDRAWN
-from promptfed.client_service.privacy.policy import expect_origin, read_policy
 from promptfed.client_service.settings import Settings
-from promptfed.client_service.state.known_coordinators import use_known
-from promptfed.client_service.state.private_state import TRIALS, Identity, PrivateState
+from promptfed.client_service.state.private_state import TRIALS, PrivateState
 from promptfed.client_service.state.site_log import SiteLog
 from promptfed.shared.files import write_whole
 
 log = logging.getLogger("promptfed.client")
 
-ANSWER_SECONDS = 15.0  # that a coordinator gets to answer
 END_SECONDS = 300.0  # that a client which still runs gets to end, before its private parts are deleted
 
 
@@ -58,14 +53,9 @@ def withdraw(settings: Settings) -> int:
 def _tell(settings: Settings) -> bool:
     """Tell the coordinator. False if it cannot be told: then the operator has to be told in another way."""
     try:
-        identity = Identity(**json.loads((settings.state_dir / "identity.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
-        identity = None
-    if identity is None or identity.federation_id is None or identity.client_id is None:
-        log.info("the coordinator knows of no such client: nothing to tell it")
-        return True
-    try:
-        asyncio.run(_send(settings, identity.federation_id, identity.secret))
+        if not asyncio.run(call_enrolled(settings, CoordinatorClient.withdraw)):
+            log.info("the coordinator knows of no such client: nothing to tell it")
+            return True
     except Refused as refused:
         if refused.status not in (401, 403, 409, 410):
             return _untold(str(refused))
@@ -80,16 +70,6 @@ def _tell(settings: Settings) -> bool:
 def _untold(why: str) -> bool:
     log.error("the coordinator could not be told (%s): tell the operator, or give --withdraw again", why)
     return False
-
-
-async def _send(settings: Settings, federation: str, secret: str) -> None:
-    async with open_http(settings) as http:
-        coordinator = CoordinatorClient(http, settings.coordinator, federation, ANSWER_SECONDS, secret)
-        if settings.policy_file is not None:
-            coordinator.may_move = partial(expect_origin, read_policy(settings.policy_file)[0])
-        coordinator.sent = SentLog(settings.state_dir, SiteLog(settings.state_dir).note)
-        use_known(coordinator.book, settings.state_dir)
-        await coordinator.withdraw()
 
 
 def _opened(settings: Settings) -> PrivateState:

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 
 from promptfed.cli.common import confirm
+from promptfed.client_service.joining.enrolled import send_data_check, settings_in
+from promptfed.client_service.privacy.policy import read_policy
+from promptfed.client_service.settings import Settings
 from promptfed.client_service.training.data import TEST, ClientData
 from promptfed.sdk.backbone import open_backbone
 from promptfed.sdk.errors import CommandError, Exit
@@ -19,7 +22,8 @@ from promptfed.sdk.output import console, print_json, say, table
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data import DataError, Source, Split, open_source
 from promptfed.shared.files import write_whole
-from promptfed.shared.metrics.disclosure import FLOOR
+from promptfed.shared.messages import DataCheckRequest
+from promptfed.shared.metrics.disclosure import FLOOR, coded
 from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import BackboneSpec
@@ -88,13 +92,15 @@ def _label_errors(source: Source, looks: Looks, spec: BackboneSpec) -> list[int]
 
 
 def run_check(
-    uri: str, out: Path, share: Path | None, backbone: BackboneSpec, floor: int, yes: bool, as_json: bool
+    uri: str, out: Path, share: Path | None, backbone: BackboneSpec, floor: int | None, yes: bool, as_json: bool
 ) -> None:
-    """Check ``uri``, write the report to ``out``, and the counts that may be shared to ``share``.
+    """Check ``uri``, write the report to ``out``, and share the counts: with a coordinator, or in a file.
 
     Raises:
-        CommandError: the data or the backbone cannot be used, or a file cannot be written.
+        CommandError, ClientError: the data or the backbone cannot be used, a file cannot be written, or the
+            coordinator cannot be told.
     """
+    settings = settings_in(share) if share is not None and share.is_dir() else None
     checked = check(uri, backbone)
     page = html_report(uri, checked.looks, checked.found, checked.left_out, checked.images)
     _write(out, page)
@@ -103,18 +109,32 @@ def run_check(
     else:
         _show(checked)
         say(f"{out}: the report with thumbnails. It names files: keep it here.")
-    if share is not None:
-        shared = json.dumps(shared_counts(checked, floor), indent=1)
-        say(f"These counts would be in {share}, and nothing else:")
-        console.print(shared, markup=False)
-        confirm(f"{share} is to be given away.", yes)
+    if share is None:
+        return
+    told = shared_counts(checked, _floor(floor, settings))
+    shared = json.dumps(told.model_dump(mode="json"), indent=1)
+    place = settings.coordinator if settings is not None else str(share)
+    say(f"These counts would go to {place}, and nothing else, rounded down to multiples of {told.floor}:")
+    console.print(shared, markup=False)
+    confirm(f"{place} would get them.", yes)
+    if settings is not None:
+        send_data_check(settings, told)
+        say(f"{place} has them, as the last check of this client.")
+    else:
         _write(share, shared + "\n")
 
 
-def shared_counts(checked: Checked, floor: int = FLOOR) -> dict[str, int | str]:
-    """The images by kind of finding, and of all; counts under ``floor`` are only said to be so."""
+def shared_counts(checked: Checked, floor: int = FLOOR) -> DataCheckRequest:
+    """The images by kind of finding, and of all, as the disclosure floor lets them leave."""
     counts = {"images": len(checked.images), **checked.counts()}
-    return {name: count if count >= floor else f"<{floor}" for name, count in counts.items()}
+    return DataCheckRequest(floor=floor, counts={name: coded(count, floor).low for name, count in counts.items()})
+
+
+def _floor(given: int | None, settings: Settings | None) -> int:
+    """The floor that was given; at least that of the site's policy, where a client has one."""
+    if settings is None or settings.policy_file is None:
+        return given or FLOOR
+    return max(2, given or 0, read_policy(settings.policy_file)[0].metrics.floor)
 
 
 def _write(path: Path, text: str) -> None:

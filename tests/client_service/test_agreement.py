@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 
 from promptfed.client_service import __main__ as command
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.joining import flow, withdrawal
+from promptfed.client_service.joining import enrolled, flow
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.disclosure import Disclosure
@@ -436,7 +436,7 @@ def test_the_command_calls_back_and_deletes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(withdrawal, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(enrolled, "ANSWER_SECONDS", 0.5)
     source = make_coordinator(rounds=1, method={"name": "coop", "m": 4})
     features = FeatureCache(settings.features_dir)
     asyncio.run(make_worker(source, features=features).run())

@@ -154,8 +154,14 @@ def show(
 def check(
     uri: Annotated[str, typer.Argument(help="data URI, as in folder:/data/pets")],
     out: Annotated[Path, typer.Option(help="the report, an HTML page with thumbnails")] = Path("data-check.html"),
-    share: Annotated[Path | None, typer.Option(help="a file for the counts alone, which are shown first")] = None,
-    floor: Annotated[int, typer.Option(min=2, help="the least count that --share tells")] = 10,
+    share: Annotated[
+        Path | None,
+        typer.Option(help="a client's state folder, whose coordinator gets rounded counts after you agree; or a file"),
+    ] = None,
+    floor: Annotated[
+        int | None,
+        typer.Option(min=2, max=1000, help="--share rounds down to its multiples; default: the site's policy, else 10"),
+    ] = None,
     model: Annotated[str, typer.Option(help="backbone that looks for label errors")] = "promptfed-tiny",
     pretrained: Annotated[str, typer.Option(help="its weights, open_clip's tag")] = "embedded",
     yes: Yes = False,

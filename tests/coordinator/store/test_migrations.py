@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 LATER = '''"""A later form"""
 from alembic import op
 revision = "0024"
-down_revision = "0023"
+down_revision = "0024"
 def upgrade() -> None:
     op.execute("CREATE TABLE made_by_0024 (id INTEGER)")
 '''
@@ -86,7 +86,7 @@ def uncompressed_columns(database: Database) -> list[str]:
 def test_a_new_store_has_the_newest_form(make: Make) -> None:
     database = Database(make(None))
     database.migrate()
-    assert form(database) == "0023"
+    assert form(database) == "0024"
     assert differences(database) == []
     if isinstance(database.backend, PostgreSQL):
         assert uncompressed_columns(database) == ["content"]
@@ -99,7 +99,7 @@ def test_a_store_of_the_seventeen_migrations_is_upgraded(make: Make) -> None:
     database = Database(make("form_0017"))
     database.migrate()
     database.expect_this_version()
-    assert form(database) == "0023"
+    assert form(database) == "0024"
     assert differences(database) == []
     if isinstance(database.backend, PostgreSQL):
         assert uncompressed_columns(database) == ["content"]

@@ -89,14 +89,16 @@ def test_shared_counts_are_shown_first_and_none_is_under_the_floor(folder: Path,
     code, told = run(f"folder:{folder}", *out, "--share", str(share))
     assert code != 0
     assert not share.exists()
-    assert "These counts would be in" in told
+    assert f"These counts would go to {share}, and nothing else" in " ".join(told.split())
     code, told = run(f"folder:{folder}", *out, "--share", str(share), "--yes")
     assert code == 0
-    counts = json.loads(share.read_text())
+    told = json.loads(share.read_text())
+    counts = told["counts"]
     assert set(counts) == {"images", *KINDS}
-    assert counts["images"] == 25
-    assert counts["duplicate"] == counts["text"] == "<10"
-    assert all(count == "<10" or count >= 10 for count in counts.values())
+    assert told["floor"] == 10
+    assert counts["images"] == 20  # of 25: nobody learns how many more a later check has
+    assert counts["duplicate"] == counts["text"] == 0
+    assert all(count % 10 == 0 for count in counts.values())
     assert str(folder.name) not in share.read_text()
 
 
