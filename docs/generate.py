@@ -198,8 +198,8 @@ def commands() -> str:
     whole = typer.main.get_command(command.app)
     return (
         "# Commands\n\n"
-        "`promptfed COMMAND --help` shows the same at a terminal. Options of `promptfed` itself stand before the "
-        "command. [Settings](settings.md) has the options of `promptfed client` and `promptfed coordinator`, and the "
+        "`promptfed COMMAND --help` shows the same at a terminal. Arguments, in capitals, "
+        "stand in the order of their rows; options of `promptfed` itself stand before the command. [Settings](settings.md) has the options of `promptfed client` and `promptfed coordinator`, and the "
         "environment variables; [exit codes](exit-codes.md) has the codes.\n\n"
         f"{_options(whole)}\n\n## All commands\n\n{overview}\n"
         + "".join(_command(name, program) for name, program in found)
@@ -223,13 +223,7 @@ def _anchor(name: str) -> str:
 def _command(name: str, program: Any) -> str:
     if name.split()[-1] in SERVICES:
         return f"\n## {name}\n\nIts options are the [settings](settings.md#promptfed-{name.split()[-1]}).\n"
-    arguments = " ".join(_argument(param) for param in program.params if param.param_type_name == "argument")
-    return f"\n## {name}\n\n`{name}{' ' + arguments if arguments else ''}`\n\n{_options(program)}\n"
-
-
-def _argument(param: Any) -> str:
-    name = param.name.upper() + ("..." if param.nargs == -1 else "")
-    return name if param.required else f"[{name}]"
+    return f"\n## {name}\n\n{_options(program)}\n"
 
 
 def _options(program: Any) -> str:
@@ -238,7 +232,7 @@ def _options(program: Any) -> str:
         if param.name == "help" or getattr(param, "hidden", False):
             continue
         if param.param_type_name == "argument":
-            names = param.name.upper()
+            names = param.name.upper() + ("..." if param.nargs == -1 else "")
         else:
             names = ", ".join(sorted(param.opts, key=len, reverse=True))
         default = param.default() if callable(param.default) else param.default
