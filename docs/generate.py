@@ -198,9 +198,10 @@ def commands() -> str:
     whole = typer.main.get_command(command.app)
     return (
         "# Commands\n\n"
-        "`promptfed COMMAND --help` shows the same at a terminal. Arguments, in capitals, "
-        "stand in the order of their rows; options of `promptfed` itself stand before the command. [Settings](settings.md) has the options of `promptfed client` and `promptfed coordinator`, and the "
-        "environment variables; [exit codes](exit-codes.md) has the codes.\n\n"
+        "`promptfed COMMAND --help` shows the same at a terminal. Arguments, in capitals, stand in the order of their "
+        "rows; options of `promptfed` itself stand before the command. [Settings](settings.md) has the options of "
+        "`promptfed client` and `promptfed coordinator`, and the environment variables; [exit codes](exit-codes.md) "
+        "has the codes.\n\n"
         f"{_options(whole)}\n\n## All commands\n\n{overview}\n"
         + "".join(_command(name, program) for name, program in found)
     )
