@@ -4,17 +4,19 @@
     python -m benchmarks.gpu --page                                   # writes docs/results/gpu.md
     python -m benchmarks.gpu --device cpu --smoke --json smoke.json   # runs all parts on the embedded backbone
 
-It needs promptfed and this repository, but no network and no weights: those of ViT-B/16 and L/14 are random. Each part
-is a process with its own time limit and writes its numbers after each case. Cases that were skipped for lack of time
-are listed. Parts:
+It needs promptfed and this repository, but no network and no weights: those of ViT-B/16, L/14 and SigLIP SO400M are
+random. Each part is a process with its own time limit and writes its numbers after each case. Cases that were skipped
+for lack of time are listed. Parts:
 
-  methods     every registered method on both backbones: seconds of a client's task, peak memory, and the distance of
-              the state from that of the same run on the CPU
+  methods     every registered method on ViT-B/16 and L/14: seconds of a client's task, peak memory, and, within seconds
+              of their own, the distance of the state from that of the same run on the CPU
   clients     four clients of one process that share a device and a backbone: the same state at once and in turn
   crews       two processes on one device, each with a backbone, as `promptfed simulate --engine ray` starts them
   twice       two runs with `deterministic: true`: the same bits
-  bf16        half and single precision: time, memory, loss
-  memory      a device that is too small for a step: the failure is named, and the run continues from where it stopped
+  precision   fp32, TF32 and bfloat16 on each backbone: time, memory, loss
+  memory      a device that is too small for a step holds fewer images' activations at once: the same state but for
+              rounding; if it has no room at all, the failure is named, and the run continues from where it stopped
+  features    image features per second against the bare tower (`benchmarks.features`)
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.features import rate
 from benchmarks.gpu_crews import Limit, conducted
 from benchmarks.gpu_page import PAGE, page
 from benchmarks.harness import DOCS, machine, parser
@@ -49,10 +52,20 @@ from promptfed.shared.methods import METHODS
 from promptfed.shared.spec.spec import BackboneSpec
 from promptfed.shared.tensors import Tensors
 
-MODELS = {"ViT-B-16": "random", "ViT-L-14": "random"}
+MODELS = {"ViT-B-16": "random", "ViT-L-14": "random", "ViT-SO400M-14-SigLIP": "random"}
 SMALL = {"promptfed-tiny": "embedded"}
 DATA = "symbols:painting?topic=faces&per_class=4&test_per_class=1&partition=iid&clients={clients}&client={client}"
-BUDGETS = {"methods": 135.0, "clients": 35.0, "crews": 60.0, "twice": 40.0, "bf16": 40.0, "memory": 60.0}  # seconds
+BUDGETS = {  # seconds for one backbone
+    "methods": 105.0,
+    "clients": 20.0,
+    "crews": 40.0,
+    "twice": 30.0,
+    "precision": 20.0,
+    "memory": 45.0,
+    "features": 20.0,
+}
+REFERENCES = 25.0  # of the methods' seconds, for runs on the CPU alone
+BACKBONES = {"methods": 2, "precision": 3}  # how many of the backbones a part runs with; the others with the first
 STARTING = 12.0  # further seconds until a part is ended: for its start and its last case
 SOME = ("promptfl", "plan", "fedotp")  # with text prompts, with prompts in both towers, and with patch features
 SMOKE_METHODS = ("promptfl", "plan", "zero_shot")
@@ -184,9 +197,12 @@ def methods(part: Part) -> None:
         apart = distance(results[model, name].state, wanted.state)
         return {"task_seconds": figures["task_seconds"], "distance": apart}
 
+    end = part.until
+    part.until -= REFERENCES
     for model in part.models:
         for name in SMOKE_METHODS if part.smoke else sorted(METHODS):
             part.case(f"{model} {name}", partial(on_device, model, name))
+    part.until = end
     for model, name in list(results):
         part.case(f"{model} {name} cpu", partial(on_cpu, model, name))
 
@@ -232,43 +248,58 @@ def twice(part: Part) -> None:
             part.case(f"{model} {name}", partial(measure, model, name))
 
 
-def bf16(part: Part) -> None:
-    """Run PLAN, which trains the image tower's prompts, with and without autocast; PromptFL also on a bf16 backbone."""
+def precision(part: Part) -> None:
+    """Run PLAN, which trains the image tower's prompts, and PromptFL in each precision that they have."""
 
-    def measure(model: str, method: dict[str, Any], precision: Precision) -> dict[str, Any]:
-        return part.run(model, method, part.device, precision=precision)[1]
+    def measure(model: str, method: dict[str, Any], **changes: Any) -> dict[str, Any]:
+        return part.run(model, method, part.device, **changes)[1]
 
     for model in part.models:
-        part.case(f"{model} plan", partial(measure, model, {"name": "plan"}, "fp32"))
-        part.case(f"{model} plan autocast", partial(measure, model, {"name": "plan", "autocast": "bf16"}, "fp32"))
-        part.case(f"{model} promptfl", partial(measure, model, {"name": "promptfl"}, "fp32"))
-        part.case(f"{model} promptfl bf16", partial(measure, model, {"name": "promptfl"}, "bf16"))
+        for name in ("plan", "promptfl"):
+            case = partial(measure, model, {"name": name})
+            part.case(f"{model} {name} fp32", case)
+            part.case(f"{model} {name} tf32", partial(case, training={"tf32": True}))
+            part.case(f"{model} {name} bf16", partial(case, precision="bf16"))
+        part.case(f"{model} plan autocast", partial(measure, model, {"name": "plan", "autocast": "bf16"}))
 
 
 def memory(part: Part) -> None:
-    """Run clients on a device that holds the backbone but not a step; then continue without the limit."""
+    """Run clients on a device that holds the backbone but not a step, then on one without room for anything."""
     model, pretrained = next(iter(part.models.items()))
     training = {"batch_size": 32, **REPEATABLE}
     spec, sites = plan(model, pretrained, "plan", 2, training=training)
 
     def measure() -> dict[str, Any]:
-        _, figures = part.run(model, "plan", part.device, training=training)
+        wanted, figures = part.run(model, "plan", part.device, training=training)
         part._backbones.clear()
         _begin(part.device)
-        peak = figures["peak_mib"]
-        between = None if peak is None else (figures["weights_mib"] + peak) * MIB // 2
-        with tempfile.TemporaryDirectory(dir=part.out.parent) as folder:
+        with tempfile.TemporaryDirectory(dir=part.out.parent) as place:
+            folder, none = Path(place), Limit(None)
+            for name in ("small", "none"):
+                (folder / name).mkdir()
+            if figures["peak_mib"] is not None:
+                none = Limit((figures["weights_mib"] + 16) * MIB)
+                between = Limit((figures["weights_mib"] + figures["peak_mib"]) * MIB // 2)
+                small, _ = conducted(spec, sites, 1, part.device, folder / "small", between)
+                figures["distance_on_a_small_device"] = distance(small.state, wanted.state)
             try:
-                conducted(spec, sites, 1, part.device, Path(folder), Limit(between))
+                conducted(spec, sites, 1, part.device, folder / "none", none)
             except CommandError as error:
                 failure = str(error)
             else:
-                return {"failed": f"nothing failed with {between} bytes", **figures}
-            after, _ = conducted(spec, sites, 1, part.device, Path(folder))
+                return {"failed": "nothing failed without memory", **figures}
+            after, _ = conducted(spec, sites, 1, part.device, folder / "none")
         same = after.state_hash == figures["state_hash"]
         return {"failure": failure, "named": "OutOfMemoryError" in failure, "same_state_after": same, **figures}
 
     part.case(f"{model} plan", measure)
+
+
+def features_per_second(part: Part) -> None:
+    """The cache's features against the bare tower."""
+    model = next(iter(part.models))
+    count = 64 if part.smoke else 4096
+    part.case(model, partial(rate, count, model, part.models[model], part.device))
 
 
 PARTS: dict[str, Callable[[Part], None]] = {
@@ -276,8 +307,9 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "clients": clients,
     "crews": crews,
     "twice": twice,
-    "bf16": bf16,
+    "precision": precision,
     "memory": memory,
+    "features": features_per_second,
 }
 
 
@@ -296,8 +328,7 @@ def run_parts(options: argparse.Namespace) -> dict[str, Any]:
     numbers: dict[str, Any] = {"about": about(options.device), "smoke": options.smoke, "parts": {}}
     began = time.monotonic()
     for name in PARTS:
-        # Only the first part depends on the size of the backbone.
-        for model in models if name == "methods" else list(models)[:1]:
+        for model in list(models)[: BACKBONES.get(name, 1)]:
             numbers["parts"].setdefault(name, {}).update(_in_process(options, name, model))
             numbers["seconds"] = round(time.monotonic() - began, 1)
             write_whole(options.json, (json.dumps(numbers, indent=1) + "\n").encode(), synced=False)

@@ -11,7 +11,8 @@ PAGE = DOCS / "results" / "gpu.md"
 HEAD = """# On a GPU
 
 What a GPU changes, measured by one command of at most ten minutes. It needs promptfed and this repository, no network
-and no weights: those of ViT-B/16 and L/14 are drawn at random, since neither time nor memory depends on their values.
+and no weights: those of ViT-B/16, L/14 and SigLIP SO400M are drawn at random, since neither time nor memory depends on
+their values.
 
 ```
 python -m benchmarks.gpu --json docs/results/gpu.json
@@ -45,8 +46,9 @@ TITLES = {
     "Clients at once": "clients",
     "Crews on one device": "crews",
     "The same bits again": "twice",
-    "Half precision": "bf16",
+    "Precision": "precision",
     "Too little memory": "memory",
+    "Image features": "features",
 }
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import sys
@@ -329,12 +330,60 @@ def _kinds(parent: type[Refusal]) -> Iterable[type[Refusal]]:
         yield from _kinds(kind)
 
 
+def backbones() -> str:
+    """Families of backbones: sizes, preparation, speed, and which methods run with them."""
+    numbers = json.loads((FOLDER.parents[1] / "benchmarks" / "families.json").read_text(encoding="utf-8"))
+    families = [one for one in numbers["families"] if "failed" not in one["facts"]]
+    columns = ["family", "model", "template", "million weights", "pixels", "range", "features, s", "text step, s"]
+    rows = [_family(one) for one in families]
+    refused: dict[str, dict[str, str]] = {}
+    for one in families:
+        for method, reason in one["facts"]["refused"].items():
+            refused.setdefault(method, {})[one["name"]] = reason.removeprefix(f"{method} ").partition(":")[0]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for method, reasons in sorted(refused.items()):
+        groups.setdefault((", ".join(reasons), next(iter(reasons.values()))), []).append(method)
+    lists = [[", ".join(map(code, names)), these, cell(why)] for (these, why), names in groups.items()]
+    about, between = BACKBONES
+    tables_ = (
+        _table([*columns, "image step, s", "peak, MiB"], rows),
+        _table(["methods", "refused with", "because"], lists),
+    )
+    return "\n\n".join([about, tables_[0], between, tables_[1]]) + "\n"
+
+
+def _family(one: dict[str, Any]) -> list[str]:
+    facts, prepared = one["facts"], one["facts"]["preparation"]
+    size = prepared["size"] if isinstance(prepared["size"], int) else prepared["size"][0]
+    values = "-1 to 1" if prepared["mean"][0] == 0.5 else "CLIP's mean and deviation"
+    timed = [str(facts["seconds"].get(part, "")) for part in ("features", "text_step", "image_step")]
+    peak = str(max(facts["memory_mib"].values(), default=""))
+    sizes = [f"{facts['parameters'] / 1e6:.0f}", str(size), values]
+    return [one["name"], code(one["model"]), cell(one["template"]), *sizes, *timed, peak]
+
+
+def _table(columns: list[str], rows: Iterable[list[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (columns, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])
+
+
+BACKBONES = (
+    """# Families of backbones
+
+`promptfed doctor --backbone NAME` says for any model what your machine can do with it. This is one model of each
+family, with random weights, on one core of a shared machine (`python -m benchmarks.families`): the features of four
+images, a step that trains 16 context vectors before ten names, and one that trains four image prompts on four images.
+An empty cell: the tower takes no such prompts, or its tokenizer was not at hand.
+[How to give weights](../explanation/backbone.md#weights-from-a-file).""",
+    "All methods run with each of them, but for:",
+)
 PAGES: dict[str, Callable[[], str]] = {
     "spec.md": spec,
     "commands.md": commands,
     "settings.md": settings,
     "exit-codes.md": codes,
     "refusals.md": refusals,
+    "backbones.md": backbones,
 }
 
 

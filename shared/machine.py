@@ -101,6 +101,11 @@ def raise_file_limit(to: int) -> None:
             _resource.setrlimit(_resource.RLIMIT_NOFILE, (to, _resource.getrlimit(_resource.RLIMIT_NOFILE)[1]))
 
 
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def limit_memory(size: int) -> None:
     """Refuse this process more than ``size`` bytes of address space, if the system can."""
     if _resource is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -44,17 +44,46 @@ class SiteRules:
     payloads: PayloadChecks | None = None
 
 
+class _Deterministic:
+    """Deterministic kernels, while a task that asks for them runs. Torch has one switch for all threads of a process.
+
+    Other tasks that run meanwhile have them too: they are slower, and as right.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tasks = 0
+        self._before = False
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """For the length of one task."""
+        with self._lock:
+            if not self._tasks:
+                self._before = torch.are_deterministic_algorithms_enabled()
+                torch.use_deterministic_algorithms(True)
+            self._tasks += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._tasks -= 1
+                if not self._tasks:
+                    torch.use_deterministic_algorithms(self._before)
+
+
+_deterministic = _Deterministic()
+
+
 @contextmanager
 def torch_settings(training: TrainingSpec, backbone: Backbone) -> Iterator[None]:
-    """The spec's number of threads; on a GPU deterministic kernels where the spec asks for them."""
+    """The spec's number of threads; on a GPU also the precision of products, and the kernels that the spec asks for."""
     torch.set_num_threads(training.threads)
-    if not training.deterministic or backbone.device.type == "cpu":
+    if backbone.device.type == "cpu":
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
+    # Torch's own defaults differ: products are exact, and convolutions are not.
+    torch.set_float32_matmul_precision("high" if training.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = training.tf32
+    with _deterministic.asked() if training.deterministic else nullcontext():
         yield
-    finally:
-        torch.use_deterministic_algorithms(before)

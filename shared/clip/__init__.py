@@ -8,11 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from promptfed.shared.clip.backbone import Backbone, Supports, shape_of
+    from promptfed.shared.clip.backbone import Backbone, Supports
     from promptfed.shared.clip.caches.features import FeatureCache
     from promptfed.shared.clip.caches.slots import ImageSplit
     from promptfed.shared.clip.errors import BackboneError
     from promptfed.shared.clip.loading import load_backbone
+    from promptfed.shared.clip.sizes import shape_of
     from promptfed.shared.clip.towers.starts import SharedStarts
     from promptfed.shared.clip.towers.tokens import ClassPrompts
 
@@ -37,7 +38,7 @@ _MODULES = {
     "SharedStarts": "towers.starts",
     "Supports": "backbone",
     "load_backbone": "loading",
-    "shape_of": "backbone",
+    "shape_of": "sizes",
 }
 
 

@@ -19,7 +19,7 @@ from promptfed.shared.clip.towers.prefix import PrefixEncoder
 from promptfed.shared.clip.towers.starts import SharedStarts
 from promptfed.shared.clip.towers.text import TextTower, tracing
 from promptfed.shared.clip.towers.tokens import ClassPrompts, PromptTokenizer, make_class_prompts
-from promptfed.shared.spec.spec import BackboneShape
+from promptfed.shared.tensors.torch_tensors import sent_to
 
 TEXT_CHUNK = 256  # texts per pass without gradients
 LABEL_SPACES = 64  # label spaces whose tokens are cached
@@ -46,17 +46,31 @@ class Backbone:
     has_text = True
     """Whether there is a text tower at all: without one there is no zero-shot prediction."""
 
+    held_images: int | None = None
+    """For how many images a training step holds activations at once, since its device was too small for more."""
+
     starts: SharedStarts | None = None  # of many clients that train with this backbone in one process
 
     def __init__(
-        self, model: Any, *, model_name: str, pretrained: str | None, precision: str, config: Mapping[str, Any]
+        self,
+        model: Any,
+        *,
+        model_name: str,
+        pretrained: str | None,
+        precision: str,
+        config: Mapping[str, Any],
+        source: str | None = None,
     ) -> None:
-        """config: everything besides weights and preprocessing that determines features; open_clip's model config."""
+        """config: everything besides weights and preprocessing that determines features; open_clip's model config.
+
+        source: open_clip's name of the model, where it is another.
+        """
         self.model = model.eval().requires_grad_(False)
         self.model_name = model_name
         self.pretrained = pretrained
         self.precision = precision
         self._config = dict(config)
+        self._source = source or model_name
         self._tokenised: Recent[ClassPrompts] = Recent(LABEL_SPACES)
         self._prompted: Recent[tuple[Tensor, int]] = Recent(PROMPTED)  # features with their tensor version at creation
 
@@ -338,7 +352,7 @@ class Backbone:
 
     def image_input(self, images: Tensor) -> Tensor:
         """Images on the backbone's device and in the image tower's dtype."""
-        return images.to(self.device, self._image_dtype)
+        return sent_to(images, self.device, self._image_dtype)
 
     @cached_property
     def _image_dtype(self) -> torch.dtype:
@@ -365,7 +379,7 @@ class Backbone:
         import open_clip
 
         try:
-            tokenizer = open_clip.get_tokenizer(self.model_name)
+            tokenizer = open_clip.get_tokenizer(self._source)
         except Exception as error:
             raise BackboneError(f"The tokenizer of {self.model_name!r} cannot be loaded: {error}") from error
         return PromptTokenizer(tokenizer, self.context_length)
@@ -379,22 +393,3 @@ def finish(features: Tensor, normalize: bool) -> Tensor:
     """Features `(..., d)` in at least float32; L2-normalised with `normalize`."""
     features = _wide(features)
     return F.normalize(features, dim=-1) if normalize else features
-
-
-def shape_of(backbone: Backbone) -> BackboneShape:
-    """The sizes that a coordinator, which has no backbone, needs to create prompts.
-
-    Sizes are None for a tower that is missing or does not take prompts.
-    """
-    supports = backbone.supports
-    return BackboneShape(
-        d_t=backbone.d_t if supports.text_prompts else None,
-        d_v=backbone.d_v if supports.visual_prompts else None,
-        d_e=backbone.d_e,
-        text_layers=backbone.text_layers or None,
-        vision_layers=backbone.vision_layers or None,
-        context_length=backbone.context_length if backbone.has_text else None,
-        patch_size=backbone.patch_size,
-        patch_tokens=backbone.patch_tokens,
-        **backbone.sizes,
-    )

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from promptfed.shared.clip import emoji, tiny
+from promptfed.shared.clip import emoji, medsiglip, tiny
 from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.building import check_runs, load_errors, seeded
 from promptfed.shared.clip.errors import BackboneError, near, one_line
@@ -23,6 +24,8 @@ from promptfed.shared.clip.weights.permissions import expect_permitted, expect_p
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 EMBEDDED = {tiny.MODEL: tiny, emoji.MODEL: emoji}
+HUB = "hf-hub:"
+FOLDER_CONFIG = "open_clip_config.json"
 PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "size", "mode", "fill_color")  # set by a tag
 
 
@@ -43,28 +46,38 @@ def load_backbone(
             `local-dir:path`, which include their weights, and `timm:name`, a plain vision transformer without text.
         pretrained: a tag of that model; `embedded`; None or "random" for random weights, always the same; with
             `allow_unregistered` also a checkpoint file.
-        weights_file: a file, or a folder with one, that replaces a download: of open_clip, or of transformers' CLIP.
+        weights_file: a file, or a folder with one, that replaces a download: of open_clip, or of transformers' CLIP or
+            SigLIP. For `hf-hub:owner/name` a folder with that repository's files.
         precision: fp32, fp16 or bf16.
 
     Raises BackboneError if it cannot be loaded; the text gives the reason.
     """
     if precision not in PRECISIONS:
         raise BackboneError(f"Unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}.")
+    if device != "cpu":
+        # cuBLAS reads it at its first use in a process, and deterministic tasks need it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     expect_device(device)
     own_weights = _own_weights(weights_file, model)  # before a model is built
     if model.startswith("timm:"):
         return load_timm(model, pretrained, precision=precision, device=device, allow_unregistered=allow_unregistered)
     import open_clip
 
+    medsiglip.register()
     model, pretrained = known_as(model, pretrained)
     random = pretrained in (None, "random") and own_weights is None
-    if own_weights is not None:
+    source: str | None = None
+    if own_weights is not None and model.startswith(HUB):
+        source, own_weights = _of_folder(model, own_weights, allow_unregistered), None
+        weights, options = _resolve(source, None, random=False, allow_unregistered=True)
+    elif own_weights is not None:
         model, weights, options = _with_file(model, pretrained)
     else:
         model, weights, options = _weights_of(model, pretrained, random, allow_unregistered)
-    config = _config(model)
+    source = source or model
+    config = _config(source)
     with load_errors(model, pretrained, precision):
-        built = _create(open_clip, model, weights, random, precision, device, options)
+        built = _create(open_clip, source, weights, random, precision, device, options)
         if model in EMBEDDED and not random:
             built.load_state_dict(embedded_weights(model))
         if own_weights is not None:
@@ -72,7 +85,7 @@ def load_backbone(
     if options.get("force_quick_gelu"):
         config["quick_gelu"] = True
     tag = None if random else pretrained
-    backbone = Backbone(built, model_name=model, pretrained=tag, precision=precision, config=config)
+    backbone = Backbone(built, model_name=model, pretrained=tag, precision=precision, config=config, source=source)
     if precision != "fp32":
         check_runs(backbone)
     return backbone
@@ -82,9 +95,21 @@ def _own_weights(weights_file: Path | None, model: str) -> Path | None:
     """The file that replaces a download, if one is given. Raises BackboneError if it is absent or not for `model`."""
     if weights_file is None:
         return None
+    if model.startswith(HUB):
+        return weights_file.expanduser()
     if ":" in model or model in EMBEDDED:
         raise BackboneError(f"A file of weights is for models of open_clip, not for {model!r}: leave it out.")
     return weights_in(weights_file)
+
+
+def _of_folder(model: str, folder: Path, allow_unregistered: bool) -> str:
+    """open_clip's name for a model of the hub in a folder that has its files. Raises BackboneError if it has not."""
+    expect_permitted(model, allow_unregistered)
+    if not (folder / FOLDER_CONFIG).is_file():
+        text = f"give a folder with {FOLDER_CONFIG}, the weights and the tokenizer, as `hf download` writes it"
+        raise BackboneError(f"{folder} does not hold {model!r}: {text}.")
+    weights_in(folder)
+    return f"local-dir:{folder}"
 
 
 def _weights_of(
@@ -105,9 +130,24 @@ def _with_file(model: str, pretrained: str | None) -> tuple[str, None, dict[str,
     model = model.replace("/", "-")
     if model not in list_models():
         raise BackboneError(f"open_clip has no model {model!r}{near(model, list_models())}.")
-    known = get_pretrained_cfg(model, pretrained or "")
+    known = get_pretrained_cfg(model, pretrained or "") or published_preparation(model)
     options: dict[str, Any] = {"force_quick_gelu": True} if known.get("quick_gelu", False) else {}
     return model, None, options | {"force_preprocess_cfg": {key: known[key] for key in PREPROCESSING if key in known}}
+
+
+def published_preparation(model: str) -> dict[str, Any]:
+    """What all published weights of a model agree on: SigLIP's normalisation holds for weights of one's own too."""
+    from open_clip import get_pretrained_cfg, list_pretrained_tags_by_model
+
+    if model == medsiglip.MODEL:
+        return dict(medsiglip.PREPROCESSING)
+    published = [get_pretrained_cfg(model, tag) for tag in list_pretrained_tags_by_model(model)]
+    keys = (*PREPROCESSING, "quick_gelu")
+    return {
+        key: published[0][key]
+        for key in (keys if published else ())
+        if key in published[0] and all(other.get(key) == published[0][key] for other in published)
+    }
 
 
 def expect_device(device: str) -> None:
@@ -189,6 +229,7 @@ def _create(
         built = open_clip.create_model(
             model, pretrained=weights, precision=precision, device=device, pretrained_text=False, **options
         )
+        medsiglip.fit(built)
         if random and isinstance(built, open_clip.CoCa):
             # open_clip leaves the caption decoder's unused projection uninitialised: it would change the fingerprint.
             projection = built.text_decoder.text_projection

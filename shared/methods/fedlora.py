@@ -15,7 +15,14 @@ from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.interface.arithmetic import differs_by_rounding
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.text_features import spoken
-from promptfed.shared.methods.core.visual import CacheBlocks, ImageClassifier, Towers, VisualHyper, check_kept_blocks
+from promptfed.shared.methods.core.visual import (
+    CacheBlocks,
+    ImageClassifier,
+    Towers,
+    VisualHyper,
+    check_kept_blocks,
+    held_at_once,
+)
 from promptfed.shared.seeds import Draws, DrawsOf
 from promptfed.shared.tensors import Tensors, TensorSpec, sum_of_squares
 from promptfed.shared.tensors.arrays import double, namespace, single
@@ -269,7 +276,7 @@ class _Adapted:
                     rows = tower.blocks(used, tower.rows(used, part), low_rank=low_rank)
                 return F.normalize(tower.project(used, tower.pool(used, rows)).float(), dim=-1)
 
-        size = self._hyper.checkpoint
+        size = held_at_once(self._backbone, self._hyper)
         if size is None or not torch.is_grad_enabled():
             return encode(inputs, 0)
         parts = enumerate(torch.split(inputs, size))

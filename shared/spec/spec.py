@@ -168,6 +168,14 @@ class TrainingSpec(Section):
     ] = VIEWS
     threads: Annotated[int, Field(ge=1, le=256)] = 1
     deterministic: bool = False
+    tf32: Annotated[
+        bool,
+        left_out(
+            False,
+            since=3,
+            description="GPUs that can do so multiply float32 numbers in TF32: faster, to three digits",
+        ),
+    ] = False
 
 
 class EvaluationSpec(Section):

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from promptfed.experiments.cluster.run_folder import CLIENTS, RunFolder
 from promptfed.experiments.cluster.shared_poll import SOCKETS, Announcements, SharedPoll, following
-from promptfed.experiments.simulation.preparation import SimulationSetup, choose_kernels, open_site, warm_all
+from promptfed.experiments.simulation.preparation import SimulationSetup, open_site, warm_all
 from promptfed.experiments.simulation.workers import run_workers
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import open_backbone
@@ -103,7 +103,6 @@ async def _work(assignment: Assignment) -> list[Outcomes]:
         synced=folder.lasting,
         patience=PATIENCE_SECONDS,
     )
-    choose_kernels(spec.training, backbone)
     await warm_all(setup)
     async with (
         _http(assignment) as http,

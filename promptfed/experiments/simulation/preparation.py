@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from promptfed.shared.data import DataError
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods import method_for
 from promptfed.shared.metrics.outcomes import Record
-from promptfed.shared.spec.spec import AllowedBackbones, BackboneSpec, FederationSpec, TrainingSpec
+from promptfed.shared.spec.spec import AllowedBackbones, BackboneSpec, FederationSpec
 
 log = logging.getLogger("promptfed.simulation")
 
@@ -87,15 +86,7 @@ def prepare(
         backbone = open_backbone(spec.backbone, allow_backbone=allow_backbone, device=device)
     else:
         expect_backbone(spec.backbone, backbone)
-    choose_kernels(spec.training, backbone)
     return *described(spec, backbone), backbone
-
-
-def choose_kernels(training: TrainingSpec, backbone: Backbone) -> None:
-    """Use deterministic kernels for the whole run if a GPU needs them, since clients cannot switch them one by one."""
-    if training.deterministic and backbone.device.type != "cpu":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
 
 
 def expect_usable(sites: Sequence[Site], pool: int | None) -> None:

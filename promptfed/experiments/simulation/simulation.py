@@ -147,12 +147,17 @@ def _starts_shared(backbone: Backbone) -> Iterator[None]:
 @contextmanager
 def _torch_put_back() -> Iterator[None]:
     """Restore torch's global settings after the block."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    threads, products, convolutions = (
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+    )
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def _in_a_thread(run: Coroutine[Any, Any, FederationResult]) -> FederationResult:

@@ -10,7 +10,8 @@ import os
 import shutil
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from promptfed.shared import machine
 from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.caches.slots import ImageSplit, encode_in_slots, folder_name, kept_slots
 from promptfed.shared.files import write_whole
 
+READERS = min(8, machine.processors())  # threads that read images for a tower
 SHARD_SUFFIX = ".safetensors"
 
 
@@ -189,15 +192,13 @@ class RowCache(ABC):
         """Compute the missing rows and write them batch by batch; returns them if they are to be held in memory."""
         held: dict[str, Tensor] = {}
         encode = partial(self.encode, backbone)
-        todo = list(missing)
-        expect = getattr(split, "expect", None)  # of images that can be decoded ahead
-        while todo:
-            if folder.slots is None:
-                folder.slots = kept_slots(folder.path, backbone, encode)
-            part, todo = todo[: len(folder.slots)], todo[len(folder.slots) :]
-            if expect is not None:
-                expect([missing[digest] for digest in (*part, *todo[: len(folder.slots)])])
-            images = torch.stack([backbone.preprocess(split.image(missing[digest])) for digest in part])
+        if not missing:
+            return held
+        if folder.slots is None:
+            folder.slots = kept_slots(folder.path, backbone, encode)
+        size, todo = len(folder.slots), list(missing)
+        parts = [todo[start : start + size] for start in range(0, len(todo), size)]
+        for part, images in zip(parts, _read_ahead(backbone, split, missing, parts), strict=True):
             computed = encode_in_slots(images, folder.slots, encode).to(self.dtype)
             self.images_computed += len(part)
             batch = dict(zip(part, computed, strict=True))
@@ -233,6 +234,33 @@ class RowCache(ABC):
             if path != newest:
                 path.unlink(missing_ok=True)
                 total -= size
+
+
+def _read_ahead(
+    backbone: Backbone, split: ImageSplit, places: dict[str, int], parts: Sequence[Sequence[str]]
+) -> Iterator[Tensor]:
+    """Preprocessed images `(B, 3, H, W)` of each part; those of the next are made while the tower has this one."""
+    expect = getattr(split, "expect", None)  # of images that other processes decode
+
+    def read(digest: str) -> Tensor:
+        return backbone.preprocess(split.image(places[digest]))
+
+    with ThreadPoolExecutor(READERS, "images") as pool:
+
+        def begin(number: int) -> list[Future[Tensor]]:
+            if expect is not None:
+                expect([places[digest] for part in parts[number : number + 2] for digest in part])
+            return [pool.submit(read, digest) for part in parts[number : number + 1] for digest in part]
+
+        ahead = begin(0)
+        try:
+            for number in range(len(parts)):
+                images = torch.stack([image.result() for image in ahead])
+                ahead = begin(number + 1)
+                yield images
+        finally:
+            for image in ahead:
+                image.cancel()
 
 
 def _by_digest(split: ImageSplit, indices: Sequence[int]) -> dict[str, int]:

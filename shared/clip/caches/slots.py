@@ -94,4 +94,6 @@ def _compute_identity(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cpu":
         return identity | {"threads": torch.get_num_threads(), "cpu": torch.backends.cpu.get_cpu_capability()}
-    return identity | {"name": torch.cuda.get_device_name(device)} if device.type == "cuda" else identity
+    if device.type != "cuda":
+        return identity
+    return identity | {"name": torch.cuda.get_device_name(device), "tf32": torch.backends.cudnn.allow_tf32}

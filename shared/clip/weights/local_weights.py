@@ -1,51 +1,26 @@
-"""Weights from a local file of open_clip or of a CLIP model of the transformers library.
+"""Weights from a local file of open_clip, or of a CLIP or SigLIP model of the transformers library.
 
 A federation identifies a backbone by its fingerprint, regardless of the origin of the weights.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from promptfed.shared.clip.errors import BackboneError, near, one_line
+from promptfed.shared.clip.errors import BackboneError, one_line
+from promptfed.shared.clip.weights.of_transformers import converted
 from promptfed.shared.clip.weights.permissions import CHECKPOINT_SUFFIXES
 
 # File names in folders of open_clip and transformers, the safer format first.
 IN_FOLDERS = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
 _OF_TRANSFORMERS = "text_model.embeddings.token_embedding.weight"
+_OF_CONCH = "visual.attn_pool_contrast.query"
 _TOLD = 3  # unfitting tensors that are listed; of further ones only the number
-
-# Names of transformers' CLIP -> open_clip's; suffixes (weight, bias) stay. Linear maps without a bias are stored
-# transposed there.
-_PLACES = {
-    r"text_model\.embeddings\.token_embedding\.weight": "token_embedding.weight",
-    r"text_model\.embeddings\.position_embedding\.weight": "positional_embedding",
-    r"text_model\.final_layer_norm\.(\w+)": r"ln_final.\1",
-    r"vision_model\.embeddings\.class_embedding": "visual.class_embedding",
-    r"vision_model\.embeddings\.patch_embedding\.weight": "visual.conv1.weight",
-    r"vision_model\.embeddings\.position_embedding\.weight": "visual.positional_embedding",
-    r"vision_model\.pre_layrnorm\.(\w+)": r"visual.ln_pre.\1",
-    r"vision_model\.post_layernorm\.(\w+)": r"visual.ln_post.\1",
-    r"logit_scale": "logit_scale",
-}
-_TRANSPOSED = {"text_projection.weight": "text_projection", "visual_projection.weight": "visual.proj"}
-_BLOCK = re.compile(r"(text|vision)_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_TOWERS = {"text": "transformer.resblocks", "vision": "visual.transformer.resblocks"}
-_IN_BLOCKS = {
-    "layer_norm1": "ln_1",
-    "layer_norm2": "ln_2",
-    "self_attn.out_proj": "attn.out_proj",
-    "mlp.fc1": "mlp.c_fc",
-    "mlp.fc2": "mlp.c_proj",
-}
-_PARTS = ("q_proj", "k_proj", "v_proj")  # open_clip stores these in one tensor, in this order
 
 
 def weights_in(path: Path) -> Path:
@@ -79,6 +54,9 @@ def load_into(model: Any, path: Path, name: str) -> None:
 
     try:
         tensors = load_file(path) if path.suffix == ".safetensors" else _torch_load(path)
+        if _OF_CONCH in tensors:
+            text = "its pooling and its tokenizer are code of its own, which open_clip does not have"
+            raise BackboneError(f"{path} has the weights of CONCH, which cannot be loaded: {text}.")
         if _OF_TRANSFORMERS in tensors:
             model.load_state_dict(converted(tensors))
         else:
@@ -104,39 +82,3 @@ def _misfits(error: Exception) -> str:
     """The first few tensors of torch's error text, which lists all of them."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return one_line(Exception("; ".join(lines[1 : 1 + _TOLD]) if len(lines) > 1 else str(error)))
-
-
-def converted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a CLIP model of transformers under open_clip's names.
-
-    Raises:
-        BackboneError: a tensor does not belong to a CLIP model.
-    """
-    renamed: dict[str, Tensor] = {}
-    split: dict[tuple[str, str], dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        block = _BLOCK.fullmatch(name)
-        if name.endswith("position_ids"):
-            continue
-        if block is not None:
-            place, inner, kind = f"{_TOWERS[block[1]]}.{block[2]}", block[3], block[4]
-            if inner.removeprefix("self_attn.") in _PARTS:
-                split.setdefault((place, kind), {})[inner.removeprefix("self_attn.")] = tensor
-                continue
-            if inner in _IN_BLOCKS:
-                renamed[f"{place}.{_IN_BLOCKS[inner]}.{kind}"] = tensor
-                continue
-        renamed[_place(name)] = tensor.T.contiguous() if name in _TRANSPOSED else tensor
-    for (place, kind), parts in split.items():
-        renamed[f"{place}.attn.in_proj_{kind}"] = torch.cat([parts[part] for part in _PARTS])
-    return renamed
-
-
-def _place(name: str) -> str:
-    if name in _TRANSPOSED:
-        return _TRANSPOSED[name]
-    for pattern, there in _PLACES.items():
-        match = re.fullmatch(pattern, name)
-        if match is not None:
-            return match.expand(there)
-    raise BackboneError(f"A CLIP model of transformers has no tensor {name!r}{near(name, _TRANSPOSED)}.")

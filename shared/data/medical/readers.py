@@ -16,6 +16,8 @@ from typing import Any
 
 from PIL import Image
 
+from promptfed.shared import machine
+
 SECONDS = 60.0  # for one request
 MOST_CHILDREN = 8
 AHEAD = 4  # requests for each child that are under way or wait to be read
@@ -162,8 +164,7 @@ def readers() -> Readers:
     with _turn:
         if os.getpid() not in _readers:
             _readers.clear()
-            count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            _readers[os.getpid()] = Readers(min(count, MOST_CHILDREN))
+            _readers[os.getpid()] = Readers(min(machine.processors(), MOST_CHILDREN))
             atexit.register(_close, os.getpid())
         return _readers[os.getpid()]
 

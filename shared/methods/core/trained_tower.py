@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from promptfed.shared.clip.sizes import BLOCK_KINDS
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import HeadRate
-from promptfed.shared.methods.core.visual import CacheBlocks, Towers, VisualHyper
+from promptfed.shared.methods.core.visual import CacheBlocks, Towers, VisualHyper, held_at_once
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import lengths
 from promptfed.shared.tensors.lazy import checkpointing, torch
@@ -195,7 +195,7 @@ class TrainedTower:
                     features = self.tower.encode(weights, part, projected=projected).float()
             return torch.nn.functional.normalize(features, dim=-1) if normalize else features
 
-        size = self.hyper.checkpoint
+        size = held_at_once(self.backbone, self.hyper)
         if size is None or not torch.is_grad_enabled():
             return encode(inputs)
         parts = torch.split(inputs, size)

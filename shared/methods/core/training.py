@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from promptfed.shared.methods.core.interface.base import ClientContext, MethodError
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
     from promptfed.shared.clip import Backbone
+
+log = logging.getLogger("promptfed.training")
+
+UNREAD = 16  # steps after which losses are read from the device
 
 Loss = Callable[["Tensor"], "Tensor"]
 Gradients = Callable[["Tensor"], tuple["Tensor", Sequence["Tensor"]]]
@@ -168,24 +175,78 @@ def _minimise(
     epochs = training.epochs if epochs is None else epochs
     optimizer, _ = _optimizer(context, parameters, groups)
     draws = generator(context.seed, context.round, context.phase, context.client, "batches")
-    steps_per_epoch = math.ceil(count / training.batch_size)
-    total = 0.0
-    for step, indices in enumerate(batches(count, training.batch_size, epochs, draws)):
+    losses = _Losses(context, math.ceil(count / training.batch_size))
+    for indices in batches(count, training.batch_size, epochs, draws):
         if context.cancelled():
             raise TaskCancelled
-        if step % steps_per_epoch == 0:
-            total = 0.0
         optimizer.zero_grad(set_to_none=True)
-        value = backward(indices)
+        value = _in_memory(context, optimizer, partial(backward, indices), len(indices))
         optimizer.step()
         if context.label_bias is not None and context.label_bias.trains:
             context.label_bias.step()
-        total += float(value.detach()) * len(indices)
-        if not math.isfinite(total):
+        losses.add(value.detach(), len(indices))
+    losses.read()
+    return losses.total / count
+
+
+def _in_memory(
+    context: ClientContext, optimizer: torch.optim.Optimizer, backward: Callable[[], Tensor], count: int
+) -> Tensor:
+    """``backward()`` of a batch of ``count``, with fewer images' activations at once if the device lacks the memory.
+
+    They are computed again in the backward pass, so that loss and gradients are those of the whole batch. Later steps
+    begin with the number that has worked. Raises MethodError if one image is too many.
+    """
+    while True:
+        with suppress(torch.OutOfMemoryError):
+            return backward()
+        # Behind the block, so that nothing keeps the failed attempt's tensors.
+        optimizer.zero_grad(set_to_none=True)
+        if context.label_bias is not None:
+            context.label_bias.leaf.grad = None
+        backbone = context.backbone
+        held = min(backbone.held_images or count, count)
+        if held == 1:
             raise MethodError(
-                f"the loss is not finite in step {step + 1} of round {context.round}: lower training.learning_rate"
+                "OutOfMemoryError: the device has no room for a step with one image: lower training.batch_size, "
+                "take a smaller backbone, or let fewer clients share the GPU"
             )
-    return total / count
+        backbone.held_images = held // 2
+        log.warning("the device ran out of memory: a step holds %d images' activations at once now", held // 2)
+
+
+class _Losses:
+    """The losses of a task. They stay on the device for some steps: reading each would make a GPU wait in every step.
+
+    ``total``: the sum over the images of the epoch, as far as it was read.
+    """
+
+    def __init__(self, context: ClientContext, steps_per_epoch: int):
+        self.total = 0.0
+        self._context, self._steps_per_epoch = context, steps_per_epoch
+        self._steps = 0
+        self._unread: list[tuple[Tensor, int]] = []
+
+    def add(self, value: Tensor, count: int) -> None:
+        """The mean loss of the next step's ``count`` images."""
+        self._unread.append((value, count))
+        if len(self._unread) == UNREAD:
+            self.read()
+
+    def read(self) -> None:
+        """Add up what was not read yet. Raises MethodError if it is not finite."""
+        if not self._unread:
+            return
+        values = torch.stack([value for value, _ in self._unread]).tolist()
+        for value, (_, count) in zip(values, self._unread, strict=True):
+            if self._steps % self._steps_per_epoch == 0:
+                self.total = 0.0
+            self._steps += 1
+            self.total += value * count
+            if not math.isfinite(self.total):
+                text = f"the loss is not finite in step {self._steps} of round {self._context.round}"
+                raise MethodError(f"{text}: lower training.learning_rate")
+        self._unread.clear()
 
 
 def _protected(

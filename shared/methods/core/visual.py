@@ -65,6 +65,11 @@ class VisualHyper(pf.Hyperparameters):
     )
 
 
+def held_at_once(backbone: Backbone, hyper: VisualHyper) -> int | None:
+    """For how many images the image tower's activations are held at once: the option's, or what the device can hold."""
+    return min((size for size in (hyper.checkpoint, backbone.held_images) if size is not None), default=None)
+
+
 @dataclass(frozen=True)
 class Towers:
     """The frozen backbone's prompted encoders under a method's options."""
@@ -82,7 +87,7 @@ class Towers:
             with self.image_precision():
                 return self.backbone.encode_images_prompted(part, prompts, pooled=pooled, normalize=normalize)
 
-        size = self.hyper.checkpoint
+        size = held_at_once(self.backbone, self.hyper)
         if size is None or not torch.is_grad_enabled():
             return encode(images, prompts)
         parts = torch.split(images, size)

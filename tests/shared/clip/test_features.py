@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image
 
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.clip.caches.slots import BATCH, agreeing_slots
+from promptfed.shared.data import DataError
 from tests.support.equality import assert_values
 from tests.support.waiting import PATIENCE
 
@@ -199,3 +201,48 @@ def test_several_processes_share_a_folder(small: Any, tmp_path: Any) -> None:
     here = FeatureCache(tmp_path / "cache")
     assert torch.equal(here.features(small("small-vit"), Noise(150)), up)
     assert here.images_computed == 0
+
+
+class Watched(Noise):
+    """Notes which images were asked for; ``broken`` cannot be read."""
+
+    def __init__(self, count: int, broken: int | None = None) -> None:
+        super().__init__(count)
+        self.asked: set[int] = set()
+        self.second_batch = threading.Event()
+        self._broken = broken
+
+    def image(self, index: int) -> Image.Image:
+        self.asked.add(index)
+        if index >= BATCH:
+            self.second_batch.set()
+        if index == self._broken:
+            raise DataError(f"image {index} cannot be read")
+        return super().image(index)
+
+
+def test_the_next_images_are_read_while_the_tower_runs(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    backbone, split = small("small-vit"), Watched(BATCH + 8)
+    cache = FeatureCache(tmp_path)
+    cache.features(backbone, Noise(1, seed=5))  # the places of a batch are measured
+    real = backbone.encode_images
+    waited: list[bool] = []
+
+    def encode(images: Any, **options: Any) -> Any:
+        waited.append(split.second_batch.wait(PATIENCE))
+        return real(images, **options)
+
+    monkeypatch.setattr(backbone, "encode_images", encode)
+    features = cache.features(backbone, split)
+    assert waited == [True, True]
+    monkeypatch.undo()
+    assert torch.equal(features, FeatureCache(tmp_path / "other").features(backbone, Noise(BATCH + 8)))
+
+
+def test_an_image_that_cannot_be_read_ends_the_reading(small: Any, tmp_path: Any) -> None:
+    backbone, split = small("small-vit"), Watched(4 * BATCH, broken=3)
+    before = threading.active_count()
+    with pytest.raises(DataError, match="image 3 cannot be read"):
+        FeatureCache(tmp_path).features(backbone, split)
+    assert max(split.asked) < 2 * BATCH
+    assert threading.active_count() == before

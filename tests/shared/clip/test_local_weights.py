@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from promptfed.shared.clip import Backbone, BackboneError, load_backbone
+from promptfed.shared.clip import Backbone, BackboneError, load_backbone, medsiglip
 from promptfed.shared.clip.weights import hub
 from promptfed.shared.clip.weights.hub import known_as
 from tests.shared.clip.conftest import CLASS_NAMES
+from tests.support.equality import assert_values
 from tests.support.own_images import SHAPES, picture
 
 
@@ -103,12 +106,12 @@ def test_files_that_are_no_weights_of_the_model_are_refused(shaken: Backbone, tm
     own = {name: tensor.contiguous() for name, tensor in shaken.model.state_dict().items()}
     foreign = as_transformers(shaken.model)
     save_file({name: own[name] for name in list(own)[:-3]}, tmp_path / "part.safetensors")
-    save_file(foreign | {"vision_model.head.probe": torch.zeros(2)}, tmp_path / "siglip.safetensors")
+    save_file(foreign | {"vision_model.head.gate": torch.zeros(2)}, tmp_path / "siglip.safetensors")
     (tmp_path / "no.pt").write_bytes(b"nothing")
     (tmp_path / "empty").mkdir()
     for name, says in (
         ("part.safetensors", "are not those of small-vit: Missing key"),
-        ("siglip.safetensors", "has no tensor 'vision_model.head.probe'"),
+        ("siglip.safetensors", "has no tensor 'vision_model.head.gate'"),
         ("no.pt", "cannot be read as weights alone"),
         ("gone.pt", "There is no file"),
         ("empty", "holds no weights"),
@@ -116,7 +119,7 @@ def test_files_that_are_no_weights_of_the_model_are_refused(shaken: Backbone, tm
         with pytest.raises(BackboneError, match=says) as caught:
             load_backbone("small-vit", None, weights_file=tmp_path / name)
         assert "\n" not in str(caught.value)
-    for model in ("timm:vit_base_patch16_224", "promptfed-tiny", "hf-hub:owner/name"):
+    for model in ("timm:vit_base_patch16_224", "promptfed-tiny", "local-dir:models"):
         with pytest.raises(BackboneError, match="is for models of open_clip"):
             load_backbone(model, None, weights_file=tmp_path / "part.safetensors")
 
@@ -177,3 +180,196 @@ def test_weights_that_are_here_are_not_looked_for_elsewhere(monkeypatch: pytest.
     assert not asked
     hub.expect_at_hand("ViT-B-32", "openai")
     assert asked == [hub._endpoint()]
+
+
+SIGLIP = {
+    "embed_dim": 48,
+    "init_logit_bias": -10,
+    "custom_text": True,
+    "vision_cfg": {
+        "image_size": 32,
+        "timm_model_name": "vit_tiny_patch16_224",
+        "timm_model_pretrained": False,
+        "timm_pool": "map",
+        "timm_proj": "none",
+    },
+    "text_cfg": {
+        "context_length": 24,
+        "vocab_size": 49408,
+        "width": 48,
+        "heads": 4,
+        "layers": 2,
+        "no_causal_mask": True,
+        "proj_bias": True,
+        "pool_type": "last",
+        "norm_kwargs": {"eps": 1e-6},
+    },
+}
+
+
+@pytest.fixture
+def small_siglip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Backbone:
+    """SigLIP's towers of timm and open_clip, two blocks deep and narrow."""
+    import open_clip
+    import timm
+
+    create = timm.create_model
+    narrow = {"depth": 2, "embed_dim": 48, "num_heads": 4, "img_size": 32, "patch_size": 8, "class_token": False}
+
+    def small(name: str, **options: object) -> torch.nn.Module:
+        return create("vit_base_patch16_siglip_224", **options, **narrow)
+
+    monkeypatch.setattr(timm, "create_model", small)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "small-siglip.json").write_text(json.dumps(SIGLIP))
+    open_clip.add_model_config(tmp_path / "configs")
+    return load_backbone("small-siglip", None)
+
+
+def test_siglip_s_layout_of_transformers(small_siglip: Backbone, tmp_path: Path) -> None:
+    """SiglipModel's names and layout, as SigLIP, SigLIP 2 and MedSigLIP are published; against that class's answers."""
+    transformers = pytest.importorskip("transformers", reason="pip install '.[transformers]'")
+    sizes = {"hidden_size": 48, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"vocab_size": 49408, "max_position_embeddings": 24, "projection_size": 48, "pad_token_id": 1}
+    config = transformers.SiglipConfig(
+        text_config=sizes | text | {"hidden_act": "gelu", "bos_token_id": 49406, "eos_token_id": 49407},
+        vision_config=sizes | {"image_size": 32, "patch_size": 8, "hidden_act": "gelu"},
+    )
+    torch.manual_seed(3)
+    theirs = transformers.SiglipModel(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape)
+    theirs.save_pretrained(tmp_path / "siglip")
+    ours = load_backbone("small-siglip", "medsiglip", weights_file=tmp_path / "siglip")
+    assert ours.fingerprint != small_siglip.fingerprint
+    images, ids = torch.randn(3, 3, 32, 32), torch.randint(5, 400, (2, 24))
+    with torch.no_grad():
+        answers = theirs(input_ids=ids, pixel_values=images)
+        features = torch.nn.functional.normalize(ours.model.encode_text(ids), dim=-1)
+    assert_values(ours.encode_images(images), answers.image_embeds)
+    assert_values(features, answers.text_embeds)
+    assert ours.model.logit_scale.item() == pytest.approx(theirs.logit_scale.item())
+    assert ours.model.logit_bias.item() == pytest.approx(theirs.logit_bias.item())
+    weights = {name: tensor.contiguous() for name, tensor in theirs.state_dict().items()}
+    save_file(weights | {"vision_model.head.gate": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(BackboneError, match=r"A SigLIP model of transformers has no tensor 'vision_model\.head\.gate'"):
+        load_backbone("small-siglip", None, weights_file=tmp_path / "other.safetensors")
+
+
+def test_plip_s_layout_is_clip_s(shaken: Backbone, tmp_path: Path) -> None:
+    """PLIP is published as pytorch_model.bin of transformers' CLIPModel, with the buffers of early releases."""
+    named = as_transformers(shaken.model) | {"vision_model.embeddings.position_ids": torch.arange(17)[None]}
+    torch.save(named, tmp_path / "pytorch_model.bin")
+    assert load_backbone("small-vit", "plip", weights_file=tmp_path).fingerprint == shaken.fingerprint
+
+
+def test_conch_is_refused_by_name(tmp_path: Path) -> None:
+    """CONCH's layout is its own: a pooling for contrast beside one for captions, over a trunk of timm."""
+    names = ("visual.trunk.cls_token", "visual.attn_pool_contrast.query", "visual.proj_contrast", "text.cls_emb")
+    torch.save({name: torch.zeros(2) for name in names}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(BackboneError, match="the weights of CONCH, which cannot be loaded: its pooling and its tok"):
+        load_backbone("small-vit", None, weights_file=tmp_path)
+
+
+def test_weights_of_one_s_own_are_prepared_as_the_published_ones_are(
+    shaken: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SigLIP's images are normalised to -1...1 whatever name the weights have."""
+    import open_clip
+
+    tags = {"a": {"mean": [0.5] * 3, "interpolation": "bicubic"}, "b": {"mean": [0.5] * 3, "interpolation": "bilinear"}}
+    monkeypatch.setattr(open_clip, "list_pretrained_tags_by_model", lambda model: list(tags))
+    monkeypatch.setattr(open_clip, "get_pretrained_cfg", lambda model, tag: tags.get(tag, {}))
+    save_file({k: v.contiguous() for k, v in shaken.model.state_dict().items()}, tmp_path / "model.safetensors")
+    prepared = load_backbone("small-vit", "ours", weights_file=tmp_path).open_clip_config["preprocess_cfg"]
+    usual = shaken.open_clip_config["preprocess_cfg"]
+    assert prepared["mean"] == [0.5] * 3
+    assert {key: prepared[key] for key in ("std", "interpolation")} == {
+        key: usual[key] for key in ("std", "interpolation")
+    }
+
+
+BIOMEDCLIP = {
+    "embed_dim": 32,
+    "vision_cfg": {
+        "timm_model_name": "vit_tiny_patch16_224",
+        "timm_model_pretrained": False,
+        "timm_pool": "",
+        "timm_proj": "linear",
+        "image_size": 224,
+    },
+    "text_cfg": {
+        "hf_model_name": "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract",
+        "hf_tokenizer_name": "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract",
+        "hf_proj_type": "mlp",
+        "hf_pooler_type": "cls_last_hidden_state_pooler",
+        "context_length": 24,
+    },
+}
+BERT = {"model_type": "bert", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 60}
+
+
+@pytest.mark.extended
+def test_biomedclip_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository of the hub in a folder: open_clip_config.json, open_clip_pytorch_model.bin and a BERT tokenizer."""
+    transformers = pytest.importorskip("transformers", reason="pip install '.[transformers]'")
+    import open_clip
+
+    config = transformers.BertConfig(**BERT, num_hidden_layers=2)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name, **options: config)
+    monkeypatch.setattr("open_clip.hf_model.AutoConfig.from_pretrained", lambda name, **options: config)
+    folder = tmp_path / "biomedclip"
+    folder.mkdir()
+    preprocess = {"mean": [0.481, 0.457, 0.408], "std": [0.268, 0.261, 0.275]}
+    both = {"model_cfg": BIOMEDCLIP, "preprocess_cfg": preprocess}
+    (folder / "open_clip_config.json").write_text(json.dumps(both))
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "a", "chest", "x", "-", "ray", "of", "heart", "lung"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    transformers.BertTokenizerFast(vocab=vocabulary).save_pretrained(folder)
+    made = open_clip.create_model(f"local-dir:{folder}", pretrained_text=False)
+    torch.save(made.state_dict(), folder / "open_clip_pytorch_model.bin")
+    assert {"text.proj.0.weight", "visual.head.proj.weight", "visual.trunk.blocks.0.attn.qkv.weight"} < set(
+        made.state_dict()
+    )
+    name = "hf-hub:microsoft/BiomedCLIP-PubMedBERT_256-vit_base_patch16_224"
+    backbone = load_backbone(name, None, weights_file=folder, allow_unregistered=True)
+    assert backbone.model_name == name
+    images = torch.randn(2, 3, 224, 224)
+    with torch.no_grad():
+        wanted = made.eval().encode_image(images, normalize=True)
+    assert_values(backbone.encode_images(images), wanted)
+    texts = backbone.encode_text(["a chest x-ray of a heart.", "a lung."])
+    assert texts.shape == (2, 32)
+    context = torch.randn(2, backbone.d_t, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    prompts = backbone.class_prompts(["heart", "chest x-ray"], 2)
+    backbone.encode_prompts(context, prompts).sum().backward()
+    assert context.grad is not None
+    other = tmp_path / "elsewhere"
+    shutil.copytree(folder, other)
+    again = load_backbone(name, None, weights_file=other, allow_unregistered=True)
+    assert again.fingerprint == backbone.fingerprint  # the folder's place does not matter
+    with pytest.raises(BackboneError, match=r"give a folder with open_clip_config\.json"):
+        load_backbone(name, None, weights_file=tmp_path, allow_unregistered=True)
+    with pytest.raises(BackboneError, match="allow"):
+        load_backbone(name, None, weights_file=folder)
+
+
+def test_medsiglip_s_architecture_is_siglip_s_with_larger_images() -> None:
+    """The sizes that google/medsiglip-448 publishes in its config.json."""
+    import open_clip
+
+    medsiglip.register()
+    config, usual = (open_clip.get_model_config(name) for name in (medsiglip.MODEL, "ViT-SO400M-14-SigLIP-378"))
+    assert config["vision_cfg"] == usual["vision_cfg"] | {"image_size": 448}
+    assert config["text_cfg"].pop("act_kwargs") == {"approximate": "tanh"}
+    assert config["text_cfg"] == usual["text_cfg"]
+
+
+def test_an_image_tower_gets_the_positions_of_its_configuration(small_siglip: Backbone) -> None:
+    visual = small_siglip.model.visual
+    visual.image_size = (48, 48)
+    medsiglip.fit(small_siglip.model)
+    assert visual.trunk.pos_embed.shape == (1, 36, 48)
+    with torch.no_grad():
+        assert visual(torch.zeros(1, 3, 48, 48)).shape == (1, 48)

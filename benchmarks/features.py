@@ -1,0 +1,139 @@
+"""Image features per second against the bare image tower, and the memory of a simulation with more clients.
+
+    python -m benchmarks.features --json benchmarks/features.json
+    python -m benchmarks.features --count 10000 --device cuda
+
+Pictures are 320 x 240 JPEG files of noise; the weights of ViT-B/16 are random. ``rate`` compares, in turns over parts
+of the pictures, the features that a client computes (decoding, preprocessing, the tower, the cache's files) with a loop
+that only runs the tower over batches of 32 preprocessed images. ``memory`` compares the peak memory of simulations of
+one round with 1 and with 10 clients of 8 pictures each, for a method on cached features and one that runs the image
+tower in each step.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks.harness import machine, parser, write
+from promptfed.experiments.simulation.simulation import simulate
+from promptfed.runtime.services import Site
+from promptfed.sdk.backbone import open_backbone
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.clip.caches.slots import BATCH
+from promptfed.shared.data import open_source
+from promptfed.shared.spec.spec import BackboneSpec
+
+MODEL, PRETRAINED = "ViT-B-16", "random"
+PARTS = 8  # of the pictures, between which the two take turns
+MEMORY_METHODS = ("promptfl", "fedvpt")
+CLIENTS = (1, 10)
+EACH = 8
+
+
+def write_pictures(folder: Path, count: int) -> None:
+    """``count`` JPEG files of noise in two classes, half of them for training."""
+    draws = np.random.default_rng(0)
+    for number in range(count):
+        place = folder / ("train", "test")[number // 2 % 2] / ("left", "right")[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        noise = draws.integers(0, 256, (24, 32, 3), dtype=np.uint8)
+        Image.fromarray(noise).resize((320, 240)).save(place / f"{number}.jpg", quality=90)
+
+
+def rate(count: int, model: str, pretrained: str, device: str) -> dict[str, Any]:
+    """Pictures per second of both loops, and the median ratio."""
+    torch.set_num_threads(1)
+    backbone = open_backbone(BackboneSpec(model=model, pretrained=pretrained), allow_backbone=False, device=device)
+    with tempfile.TemporaryDirectory() as place:
+        write_pictures(Path(place) / "images", 2 * count)
+        split = open_source(f"folder:{place}/images").train
+        cache = FeatureCache(Path(place) / "features")
+        cache.features(backbone, split, indices=range(1))  # the places of a batch are measured
+        rows = np.array_split(np.arange(1, len(split)), PARTS)
+        turns = [(_bare(backbone, len(part)), _ours(cache, backbone, split, part)) for part in rows]
+    return {
+        "pictures": len(split),
+        "bare_per_second": round(statistics.median(bare for bare, _ in turns), 2),
+        "ours_per_second": round(statistics.median(ours for _, ours in turns), 2),
+        "ratio": round(statistics.median(ours / bare for bare, ours in turns), 3),
+    }
+
+
+def _bare(backbone: Backbone, count: int) -> float:
+    images = torch.randn(BATCH, 3, *backbone.image_size)
+    begun = time.perf_counter()
+    for start in range(0, count, BATCH):
+        backbone.encode_images(images[: min(BATCH, count - start)]).cpu()
+    return count / (time.perf_counter() - begun)
+
+
+def _ours(cache: FeatureCache, backbone: Backbone, split: Any, rows: np.ndarray) -> float:
+    begun = time.perf_counter()
+    cache.features(backbone, split, indices=rows.tolist())
+    return len(rows) / (time.perf_counter() - begun)
+
+
+def memory(method: str, clients: int, model: str, device: str) -> dict[str, float]:
+    """The peak memory (MiB) of this process after a simulation of one round."""
+    with tempfile.TemporaryDirectory() as place:
+        sites = []
+        for number in range(clients):
+            write_pictures(Path(place) / str(number), 2 * EACH)
+            sites.append(Site(f"site-{number}", f"folder:{place}/{number}"))
+        spec = {
+            "name": "memory",
+            "method": {"name": method},
+            "rounds": 1,
+            "backbone": {"model": model, "pretrained": PRETRAINED},
+            "training": {"batch_size": 4},
+            "participation": {"min_clients": clients},
+        }
+        simulate(spec, sites, device=device)
+    figures = {"host_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    if device != "cpu":
+        figures["device_mib"] = torch.cuda.max_memory_allocated() / (1 << 20)
+    return {name: round(value, 1) for name, value in figures.items()}
+
+
+def _in_process(method: str, clients: int, model: str, device: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.features", "--memory", method, str(clients)]
+    command += ["--model", model, "--device", device]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 (ourselves)
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def main() -> None:
+    """Measure both, or with ``--memory`` one simulation in this process."""
+    command = parser(__doc__)
+    command.add_argument("--count", type=int, default=1024, help="pictures")
+    command.add_argument("--model", default=MODEL)
+    command.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    command.add_argument("--memory", nargs=2, metavar=("METHOD", "CLIENTS"))
+    options = command.parse_args()
+    if options.memory:
+        print(json.dumps(memory(options.memory[0], int(options.memory[1]), options.model, options.device)))
+        return
+    numbers: dict[str, Any] = {"about": machine(), "model": options.model, "device": options.device, "memory": {}}
+    for method in MEMORY_METHODS:
+        one, many = (_in_process(method, clients, options.model, options.device) for clients in CLIENTS)
+        numbers["memory"][method] = {"one": one, "ten": many, "ratio": {k: round(many[k] / one[k], 3) for k in one}}
+    numbers["rate"] = rate(options.count, options.model, PRETRAINED, options.device)
+    print(json.dumps(numbers, indent=1))
+    write(options.json, numbers)
+
+
+if __name__ == "__main__":
+    main()

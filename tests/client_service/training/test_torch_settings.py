@@ -1,0 +1,101 @@
+"""Torch's settings belong to tasks: on a GPU the kernels and the precision that a spec asks for, and no longer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from promptfed.client_service.training.site import torch_settings
+from promptfed.shared.clip import loading
+from promptfed.shared.clip.errors import BackboneError
+from promptfed.shared.spec.spec import TrainingSpec
+from promptfed.shared.tensors.torch_tensors import sent_to
+from tests.support.waiting import PATIENCE
+
+GPU: Any = SimpleNamespace(device=torch.device("cuda"))
+
+
+@pytest.fixture(autouse=True)
+def _put_back() -> Iterator[None]:
+    kept = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_num_threads(kept[0])
+    torch.set_float32_matmul_precision(kept[1])
+    torch.backends.cudnn.allow_tf32 = kept[2]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_overlapping_tasks_have_deterministic_kernels_until_the_last_one_ends() -> None:
+    asked, begun, end = TrainingSpec(deterministic=True), threading.Event(), threading.Event()
+
+    def other() -> None:
+        with torch_settings(asked, GPU):
+            begun.set()
+            end.wait(PATIENCE)
+
+    thread = threading.Thread(target=other)
+    with torch_settings(asked, GPU):
+        thread.start()
+        assert begun.wait(PATIENCE)
+    assert torch.are_deterministic_algorithms_enabled()  # the other one still runs
+    with torch_settings(TrainingSpec(), GPU):
+        assert torch.are_deterministic_algorithms_enabled()
+    end.set()
+    thread.join()
+    assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(ZeroDivisionError), torch_settings(asked, GPU):
+        raise ZeroDivisionError
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_products_are_exact_unless_the_spec_permits_tf32() -> None:
+    for permitted, name in ((True, "high"), (False, "highest")):
+        with torch_settings(TrainingSpec(tf32=permitted), GPU):
+            assert torch.get_float32_matmul_precision() == name
+            assert torch.backends.cudnn.allow_tf32 is permitted
+
+
+def test_cublas_is_told_before_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    told: list[str | None] = []
+
+    def refuse(device: str) -> None:
+        told.append(loading.os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        raise BackboneError("stop here")
+
+    monkeypatch.setattr(loading, "expect_device", refuse)
+    for device in ("cpu", "cuda:0"):
+        with pytest.raises(BackboneError, match="stop here"):
+            loading.load_backbone("promptfed-tiny", "embedded", device=device)
+    assert told == [None, ":4096:8"]
+
+
+class Far:
+    """A tensor that notes how it is moved."""
+
+    def __init__(self, calls: list[Any]):
+        self.calls, self.device = calls, torch.device("cpu")
+
+    def pin_memory(self) -> Far:
+        self.calls.append("pinned")
+        return self
+
+    def to(self, *given: Any, **options: Any) -> Far:
+        self.calls.append((given, options))
+        return self
+
+
+def test_images_go_to_a_gpu_from_pinned_memory_without_waiting() -> None:
+    calls: list[Any] = []
+    images: Any = Far(calls)
+    sent_to(images, torch.device("cuda"), torch.float32)
+    assert calls[0] == "pinned"
+    assert calls[1] == ((torch.device("cuda"),), {"non_blocking": True})
+    calls.clear()
+    sent_to(images, torch.device("cpu"), torch.float32)
+    assert "pinned" not in calls

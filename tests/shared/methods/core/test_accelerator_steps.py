@@ -1,0 +1,153 @@
+"""Training steps on a device that is far away, or too small: losses are read seldom, and batches shrink in memory only.
+
+There is no GPU here: the CPU plays one that runs out of memory, and torch says which operations would wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.core.interface.base import ClientContext, MethodError
+from promptfed.shared.methods.core.training import UNREAD, batches, leaf, train
+from promptfed.shared.seeds import generator
+from promptfed.shared.tensors.torch_draws import TorchDraws
+from tests.support.equality import assert_values
+from tests.support.visual_clients import client_context, filled, server_context, small_backbone
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
+    return small_backbone(tmp_path_factory.mktemp("configs"))
+
+
+@pytest.fixture
+def backbone(shared: Backbone) -> Iterator[Backbone]:
+    yield shared
+    shared.held_images = None
+
+
+class SmallDevice:
+    """Runs out of memory where gradients are kept of more than ``room`` images; ``late``: only in the backward pass."""
+
+    def __init__(self, backbone: Backbone, room: int, monkeypatch: pytest.MonkeyPatch, late: bool = False):
+        self.parts: list[int] = []
+        real = backbone.encode_images_prompted
+
+        def encode(images: Tensor, *given: Any, **options: Any) -> Tensor:
+            features = real(images, *given, **options)
+            if torch.is_grad_enabled():
+                self.parts.append(len(images))
+                if len(images) > room and not late:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                if len(images) > room:
+                    features.register_hook(self._fail)
+            return features
+
+        monkeypatch.setattr(backbone, "encode_images_prompted", encode)
+
+    def _fail(self, gradient: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def update(backbone: Backbone, method: str) -> dict[str, Tensor]:
+    """One client's update after two steps of six images."""
+    chosen = make_method({"name": method})
+    context = client_context(backbone, 12, batch_size=6, momentum=0.9, learning_rate=0.01)
+    state = chosen.initial_state(server_context(backbone, "a"), TorchDraws())
+    state = filled({name: tuple(tensor.shape) for name, tensor in state.items()}, 4, 0.3)
+    return dict(chosen.train(context, state, {}).update)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("room", [1, 2, 5])
+@pytest.mark.parametrize("method", ["fedvpt", "fedvpt_deep"])
+def test_a_small_device_gives_the_same_update(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch, method: str, room: int, late: bool
+) -> None:
+    wanted = update(backbone, method)
+    device = SmallDevice(backbone, room, monkeypatch, late)
+    found = update(backbone, method)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert_values(found[name], wanted[name])
+    assert device.parts[0] == 6
+    assert backbone.held_images is not None
+    assert room / 2 <= backbone.held_images <= room
+    assert max(device.parts[-3:]) <= room
+    device.parts.clear()
+    update(backbone, method)
+    assert max(device.parts) <= room  # nothing fails a second time
+
+
+def test_a_device_without_room_for_one_image_is_named(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    SmallDevice(backbone, 0, monkeypatch)
+    with pytest.raises(MethodError, match=r"OutOfMemoryError: .*lower training\.batch_size"):
+        update(backbone, "fedvpt")
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations for which the CPU waits until a GPU has computed everything before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def parabola(context: ClientContext, target: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A point and the mean squared distance of rows of ``target`` from it."""
+    point = leaf(torch.zeros(3), context.backbone)
+    return point, lambda indices: ((target[indices] - point) ** 2).mean()
+
+
+def test_no_step_waits_for_the_device(backbone: Backbone) -> None:
+    context = client_context(backbone, 40, batch_size=2, epochs=3)
+    point, loss = parabola(context, torch.randn(40, 3))
+    with Waits() as waits:
+        train(context, [point], loss)
+    assert waits.count == 0
+    with Waits() as waits:
+        float(point.detach().sum())
+    assert waits.count == 1  # it would be seen
+
+
+@pytest.mark.parametrize("count", [7, 2 * UNREAD, 3 * UNREAD + 1])
+def test_the_loss_is_the_mean_of_the_last_epoch(backbone: Backbone, count: int) -> None:
+    context = client_context(backbone, count, batch_size=2, epochs=3, learning_rate=0.1)
+    target = torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
+    point, loss = parabola(context, target)
+    found = train(context, [point], loss)
+    own, again = torch.zeros(3), 0.0
+    draws = generator(context.seed, context.round, context.phase, context.client, "batches")
+    steps = list(batches(count, 2, 3, draws))
+    for number, rows in enumerate(steps):
+        again = 0.0 if number % (len(steps) // 3) == 0 else again
+        again += float(((target[rows] - own) ** 2).mean()) * len(rows)
+        own = own - 0.1 * (2 / 3 * (own - target[rows])).mean(0)
+    assert found == pytest.approx(again / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [1, UNREAD, UNREAD + 3, 60])
+def test_the_first_step_without_a_finite_loss_is_named(backbone: Backbone, bad: int) -> None:
+    context = client_context(backbone, 40, batch_size=2, epochs=3)
+    point, loss = parabola(context, torch.randn(40, 3))
+    steps: list[int] = []
+
+    def spoilt(indices: Tensor) -> Tensor:
+        steps.append(len(steps) + 1)
+        return loss(indices) * (float("nan") if steps[-1] >= bad else 1.0)
+
+    with pytest.raises(MethodError, match=f"not finite in step {bad} of round 1: lower"):
+        train(context, [point], spoilt)
+    assert len(steps) < bad + UNREAD
