@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from promptfed.shared import machine
+
 PICTURES, CLASSES, CONTEXT = 4, 10, 16  # of a step that is timed
 TIMES = 3  # of which the fastest counts; the first one warms up
 
@@ -162,9 +164,7 @@ def _peak(device: str) -> int:
 
     if device != "cpu":
         return int(torch.cuda.max_memory_allocated() >> 20)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (10 if sys.platform == "linux" else 20)
+    return machine.peak_memory() >> 20
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from promptfed.shared.clip.caches.slots import ImageSplit
     from promptfed.shared.clip.errors import BackboneError
     from promptfed.shared.clip.loading import load_backbone
-    from promptfed.shared.clip.sizes import shape_of
+    from promptfed.shared.clip.shape import shape_of
     from promptfed.shared.clip.towers.starts import SharedStarts
     from promptfed.shared.clip.towers.tokens import ClassPrompts
 
@@ -38,7 +38,7 @@ _MODULES = {
     "SharedStarts": "towers.starts",
     "Supports": "backbone",
     "load_backbone": "loading",
-    "shape_of": "sizes",
+    "shape_of": "shape",
 }
 
 

@@ -1,15 +1,12 @@
-"""The sizes of a backbone: of a loaded one, or from open_clip's configuration, where nothing is downloaded or built."""
+"""The sizes of a backbone from open_clip's configuration; nothing is downloaded or built."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from promptfed.shared.clip import medsiglip, tiny
 from promptfed.shared.clip.weights.hub import known_as
 from promptfed.shared.spec.spec import BackboneShape
-
-if TYPE_CHECKING:
-    from promptfed.shared.clip.backbone import Backbone
 
 PLAIN_VISION = {"image_size", "layers", "width", "patch_size", "head_width", "mlp_ratio"}
 PLAIN_TEXT = {"context_length", "vocab_size", "width", "heads", "layers", "hf_tokenizer_name"}
@@ -76,22 +73,3 @@ BLOCK_KINDS = (
     "c_proj_bias",
 )
 """The weights of a transformer block, by the names that methods and states give them."""
-
-
-def shape_of(backbone: Backbone) -> BackboneShape:
-    """The sizes that a coordinator, which has no backbone, needs to create prompts.
-
-    Sizes are None for a tower that is missing or does not take prompts.
-    """
-    supports = backbone.supports
-    return BackboneShape(
-        d_t=backbone.d_t if supports.text_prompts else None,
-        d_v=backbone.d_v if supports.visual_prompts else None,
-        d_e=backbone.d_e,
-        text_layers=backbone.text_layers or None,
-        vision_layers=backbone.vision_layers or None,
-        context_length=backbone.context_length if backbone.has_text else None,
-        patch_size=backbone.patch_size,
-        patch_tokens=backbone.patch_tokens,
-        **backbone.sizes,
-    )
