@@ -36,7 +36,7 @@ from promptfed.shared.data import open_source
 from promptfed.shared.spec.spec import BackboneSpec
 
 MODEL, PRETRAINED = "ViT-B-16", "random"
-PARTS = 8  # of the pictures, between which the two take turns
+PART = 2 * BATCH  # pictures after which the two take turns: whole batches, since the cache fills them up
 MEMORY_METHODS = ("promptfl", "fedvpt")
 CLIENTS = (1, 10)
 EACH = 8
@@ -57,14 +57,14 @@ def rate(count: int, model: str, pretrained: str, device: str) -> dict[str, Any]
     torch.set_num_threads(1)
     backbone = open_backbone(BackboneSpec(model=model, pretrained=pretrained), allow_backbone=False, device=device)
     with tempfile.TemporaryDirectory() as place:
-        write_pictures(Path(place) / "images", 2 * count)
+        write_pictures(Path(place) / "images", 2 * count + 4)
         split = open_source(f"folder:{place}/images").train
         cache = FeatureCache(Path(place) / "features")
         cache.features(backbone, split, indices=range(1))  # the places of a batch are measured
-        rows = np.array_split(np.arange(1, len(split)), PARTS)
+        rows = np.arange(1, 1 + (len(split) - 1) // PART * PART).reshape(-1, PART)
         turns = [(_bare(backbone, len(part)), _ours(cache, backbone, split, part)) for part in rows]
     return {
-        "pictures": len(split),
+        "pictures": rows.size,
         "bare_per_second": round(statistics.median(bare for bare, _ in turns), 2),
         "ours_per_second": round(statistics.median(ours for _, ours in turns), 2),
         "ratio": round(statistics.median(ours / bare for bare, ours in turns), 3),

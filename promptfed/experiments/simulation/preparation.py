@@ -89,6 +89,17 @@ def prepare(
     return *described(spec, backbone), backbone
 
 
+def expect_reproducible(spec: FederationSpec, clock: bool) -> None:
+    """Raise CommandError if the result would depend on how fast this machine is. ``clock``: time is virtual."""
+    rules = spec.participation
+    if rules.over_select > 1 and not clock:
+        text = "participation.over_select: which answers come first depends on this machine in a simulation"
+        raise CommandError(f"{text}: give clients speeds (clock: {{speeds: lognormal}} in a run file)", Exit.BAD_INPUT)
+    if rules.preferred_seconds is not None:
+        text = "participation.preferred_seconds: the seconds of a simulated client are this machine's, not a site's"
+        raise CommandError(f"{text}: leave it out", Exit.BAD_INPUT)
+
+
 def expect_usable(sites: Sequence[Site], pool: int | None) -> None:
     """Raise CommandError if two sites have the same name, or the pool is empty."""
     names = [site.name for site in sites]

@@ -25,7 +25,13 @@ from promptfed.coordinator.store.tokens import OPERATOR_FILE
 from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.features import SimulatedClient
 from promptfed.experiments.simulation.other_prompts import swapped_outcomes
-from promptfed.experiments.simulation.preparation import SimulationSetup, open_site, prepare, warm_all
+from promptfed.experiments.simulation.preparation import (
+    SimulationSetup,
+    expect_reproducible,
+    open_site,
+    prepare,
+    warm_all,
+)
 from promptfed.experiments.simulation.processes import computing_processes, usual_pool
 from promptfed.experiments.simulation.virtual_time import VirtualClock
 from promptfed.experiments.simulation.workers import AHEAD, RunningWorkers, run_workers
@@ -107,6 +113,7 @@ def simulate(
     with _torch_put_back(), new_folder(folder) as place:
         started = time.monotonic()
         wanted, made, backbone = prepare(spec, sites, pool, backbone, allow_backbone, device)
+        expect_reproducible(wanted, options.clock is not None)
         pool = pool or usual_pool(wanted.training.threads, backbone.device.type)
         cache = features if isinstance(features, FeatureCache) else FeatureCache(features or place / "features")
         shared = sources or SharedSources()

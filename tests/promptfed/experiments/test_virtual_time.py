@@ -12,6 +12,7 @@ import torch
 from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
 from promptfed.runtime.services import Site
 from promptfed.runtime.speeds import Clock
+from promptfed.sdk.errors import CommandError
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 
@@ -111,3 +112,22 @@ def test_the_same_seed_gives_the_same_bits(backbone: Backbone, features: Feature
     first, second = (run(backbone, features, clock, schedule=schedule) for _ in range(2))
     assert (first.state_hash, first.virtual_seconds) == (second.state_hash, second.virtual_seconds)
     assert counted(first) == counted(second)
+
+
+def test_the_first_answers_of_an_over_selected_round_are_the_fastest_clients(
+    backbone: Backbone, features: FeatureCache, clock: Clock
+) -> None:
+    part = {"fraction": 0.4, "over_select": 2.5, "min_clients": 2}
+    results = [run(backbone, features, clock, rounds=3, participation=part) for _ in range(2)]
+    assert results[0].state_hash == results[1].state_hash
+    assert results[0].virtual_seconds == (2.5, 5.0, 7.5)  # all are asked, and two answers are enough
+    for report in results[0].round_reports[1:]:
+        assert sorted(update.client for update in report.phases[0].updates) == ["a", "b"]
+
+
+@pytest.mark.parametrize("part", [{"fraction": 0.4, "over_select": 2.0}, {"choice": "oort", "preferred_seconds": 5.0}])
+def test_what_depends_on_this_machine_s_speed_is_refused(
+    backbone: Backbone, features: FeatureCache, part: dict[str, Any]
+) -> None:
+    with pytest.raises(CommandError, match=f"participation.{list(part)[-1]}: .* this machine"):
+        run(backbone, features, None, participation=part)
