@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -342,7 +343,8 @@ def backbones() -> str:
             refused.setdefault(method, {})[one["name"]] = reason.removeprefix(f"{method} ").partition(":")[0]
     groups: dict[tuple[str, str], list[str]] = {}
     for method, reasons in sorted(refused.items()):
-        groups.setdefault((", ".join(reasons), next(iter(reasons.values()))), []).append(method)
+        usual = Counter(reasons.values()).most_common(1)[0][0]
+        groups.setdefault((", ".join(reasons), usual), []).append(method)
     lists = [[", ".join(map(code, names)), these, cell(why)] for (these, why), names in groups.items()]
     about, between = BACKBONES
     tables_ = (
