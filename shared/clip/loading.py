@@ -69,7 +69,7 @@ def load_backbone(
     source: str | None = None
     if own_weights is not None and model.startswith(HUB):
         source, own_weights = _of_folder(model, own_weights, allow_unregistered), None
-        weights, options = _resolve(source, None, random=False, allow_unregistered=True)
+        weights, options = _resolve(source, None, random=True, allow_unregistered=True)
     elif own_weights is not None:
         model, weights, options = _with_file(model, pretrained)
     else:
