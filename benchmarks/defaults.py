@@ -163,9 +163,11 @@ def markdown(sweep: Sweep) -> str:
         edge = sweep.has_rate(method) and best in (min(means), max(means))
         entries = [entry for entry in sweep.runs[method].values() if "zero_shot" in entry]
         runs = f"{len(entries)} × {min(entry.get('seeds', 1) for entry in entries)}"
-        share = f"{default / means[best]:.0%}" if means[best] > 0 else "-"
+        most = max(default, means[best])
+        share = f"{default / most:.0%}" if most > 0 else "-"
         at = f"×{best:g}" + (" (edge)" if edge else "") if sweep.has_rate(method) else "no rate"
-        rows.append([f"`{method}`", runs, f"{100 * default:+.1f}", f"{100 * means[best]:+.1f}", at, share])
+        at = "default" if default > means[best] else at
+        rows.append([f"`{method}`", runs, f"{100 * default:+.1f}", f"{100 * most:+.1f}", at, share])
     return table(["method", "sets × seeds", "default", "best", "at", "share"], rows)
 
 

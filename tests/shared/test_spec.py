@@ -235,17 +235,20 @@ def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alo
     on_vit = {"model": "ViT-B-16", "pretrained": "openai"}
     for method, paper, embedded in (
         ("fedpgp", 0.001, 0.01),
-        ("coop", 0.002, 0.02),
+        ("coop", 0.002, 0.01),
+        ("fedvpt", 0.002, 0.64),  # visual prompts
         ("fedclip", 5e-5, 5e-3),  # Adam
         ("fedlora", 2e-4, 0.02),  # AdamW
         ("pfedpg", 0.25, 0.25),  # large already
-        ("fedavg", 1e-5, 1e-5),  # the pretrained weights themselves
+        ("fedavg", 1e-5, 1e-4),  # the pretrained weights themselves
+        ("perfedavg", 1e-3, 1e-3),  # the same with SGD
         ("fedlp", 0.002, 0.002),  # without a rate
         ("fedtaskres", 0.1, 0.1),  # relative to the features' width
     ):
         assert (rate(method, backbone=on_vit), rate(method)) == (paper, embedded)
     on_emoji = {"model": "promptfed-emoji", "pretrained": "embedded"}
     assert (rate("fedpgp", backbone=on_emoji), rate("fedclip", backbone=on_emoji)) == (0.001, 5e-3)
+    assert (rate("coop", backbone=on_emoji), rate("fedmaple", backbone=on_emoji)) == (0.002, 0.035)
     resolved = resolve_spec({"name": "a", "method": {"name": "promptfl"}})
     assert resolve_spec(resolved.model_dump(mode="json")) == resolved
 
@@ -256,5 +259,6 @@ def test_a_method_tells_the_rates_that_its_specs_take_by_backbone() -> None:
     for name, rates in told.items():
         for one in rates:
             backbone = {"model": one["model"], "pretrained": one["pretrained"]}
-            spec = resolve_spec({"name": "r", "method": {"name": name}, "backbone": backbone})
+            raw = {"name": "r", "method": {"name": name}, "backbone": backbone, "class_names": ["a", "b"]}
+            spec = resolve_spec(raw)
             assert spec.training.learning_rate == one["learning_rate"]
