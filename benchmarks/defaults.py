@@ -107,9 +107,8 @@ class Sweep:
         }
 
     def has_rate(self, method: str) -> bool:
-        """Whether a hundred times the rate gave another accuracy anywhere."""
-        entries = [entry["accuracy"] for entry in self.runs[method].values() if entry["accuracy"]]
-        return any(accuracy["1"] != accuracy["100"] for accuracy in entries)
+        """Whether another rate gave another accuracy anywhere."""
+        return any(len(set(entry["accuracy"].values())) > 1 for entry in self.runs[method].values())
 
     def sweep(self, method: str, coarse: bool) -> None:
         """All decades, further ones while the best is at an edge, then the half decades around the best."""
