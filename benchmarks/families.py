@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import machine, parser, write
-from promptfed.experiments.backbones import examine
+from promptfed.runtime.backbones import examine
 from promptfed.shared.clip import BackboneError
 
 SECONDS = 400.0

@@ -61,6 +61,18 @@ def load_backbone(
     own_weights = _own_weights(weights_file, model)  # before a model is built
     if model.startswith("timm:"):
         return load_timm(model, pretrained, precision=precision, device=device, allow_unregistered=allow_unregistered)
+    return _load_clip(model, pretrained, precision, device, allow_unregistered, own_weights)
+
+
+def _load_clip(
+    model: str,
+    pretrained: str | None,
+    precision: str,
+    device: str,
+    allow_unregistered: bool,
+    own_weights: Path | None,
+) -> Backbone:
+    """A model of open_clip."""
     import open_clip
 
     medsiglip.register()

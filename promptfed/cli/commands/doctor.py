@@ -94,7 +94,7 @@ def _show(examination: Any) -> None:
 def _tell_of(model: str, device: str, seconds: float, as_json: bool) -> None:
     """What this machine can do with a backbone."""
     from promptfed.client_service.joining.enrolment import choose_device
-    from promptfed.experiments.backbones import PARTS, examine
+    from promptfed.runtime.backbones import PARTS, examine
     from promptfed.shared.clip import BackboneError
 
     embedded = "embedded" if model.startswith("promptfed-") else None

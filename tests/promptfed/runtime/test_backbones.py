@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
-from promptfed.experiments import backbones
-from promptfed.experiments.backbones import PARTS, examine, methods_for
+from promptfed.runtime import backbones
+from promptfed.runtime.backbones import PARTS, examine, methods_for
 from promptfed.sdk.errors import Exit
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of, tiny
 from promptfed.shared.methods import METHODS, make_method

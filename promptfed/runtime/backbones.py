@@ -49,7 +49,7 @@ def examine(model: str, pretrained: str | None = None, device: str = "cpu", seco
     """
     from promptfed.shared.clip import BackboneError
 
-    command = [sys.executable, "-m", "promptfed.experiments.backbones", model, str(pretrained or "random"), device]
+    command = [sys.executable, "-m", "promptfed.runtime.backbones", model, str(pretrained or "random"), device]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:  # noqa: S603
         try:
             told, problem = child.communicate(timeout=seconds)
