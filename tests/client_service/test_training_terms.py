@@ -177,6 +177,7 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
     "training.views": {"views": 9},
     "training.threads": {"threads": 2},
     "training.deterministic": {"deterministic": True},
+    "training.tf32": {"tf32": True},
     "loss": {"loss": {"kind": "mae"}},
     "backbone.model": {"model": "ViT-B-32"},
     "backbone.pretrained": {"pretrained": "openai"},
