@@ -79,7 +79,7 @@ def biomedclip(folder: Path) -> str:
     (folder / "open_clip_config.json").write_text(json.dumps(about))
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "x", "thing", *map(str, range(10))]
     vocabulary = {word: number for number, word in enumerate(words)}
-    transformers.BertTokenizerFast(vocab=vocabulary).save_pretrained(folder)  # type: ignore[attr-defined]
+    transformers.BertTokenizerFast(vocab=vocabulary).save_pretrained(folder)
     made = open_clip.create_model(f"local-dir:{folder}", pretrained_text=False)
     torch.save(made.state_dict(), folder / "open_clip_pytorch_model.bin")
     return f"local-dir:{folder}"
