@@ -300,6 +300,10 @@ class UpdateMetadata(FromClient):
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
     privacy: Annotated[SpendReport | None, left_out()] = None
     receipt: Annotated[PayloadReceipt | None, left_out()] = None
+    steps: Annotated[
+        int | None,
+        left_out(since=3, ge=1, le=(1 << 31) - 1, description="optimizer steps, where training has a budget"),
+    ] = None
 
 
 Figure = Annotated[Fraction | None, left_out()]

@@ -8,6 +8,7 @@ version could not keep what the key promises.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
@@ -25,6 +26,7 @@ from promptfed.shared.metrics.disclosure import FLOOR
 from promptfed.shared.privacy.accounting import LEAST_DELTA, steps_of
 from promptfed.shared.service.net import addresses_of
 from promptfed.shared.service.reasons import offence, why
+from promptfed.shared.spec.budget import MOST_EPOCHS
 from promptfed.shared.spec.spec import Name, SpecError
 from promptfed.shared.spec.spec_section import Section
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -178,12 +180,18 @@ def facts_of_task(task: Task, enrolled: SiteFacts) -> SiteFacts:
 def _asked(terms: TrainingTerms, units: int) -> dict[str, Any]:
     """What training by ``terms`` on so many ``units`` asks, as fields of `SiteFacts`."""
     training, backbone, sums = terms.training, terms.backbone, terms.secure_aggregation
+    epochs, steps = training.epochs, steps_of(units, training.batch_size, training.epochs) if units else 0
+    if training.budget is not None:  # of seconds the least and the most that they may be
+        steps = training.steps(units) or 1
+        epochs = training.budget.epochs or MOST_EPOCHS
+        if training.budget.steps is not None and units:
+            epochs = math.ceil(training.budget.steps / math.ceil(units / training.batch_size))
     return {
         "method": str(terms.method.get("name")),
         "backbone": f"{backbone.model}/{backbone.pretrained or 'random'}",
         "rounds": terms.rounds,
-        "epochs": training.epochs,
-        "steps": steps_of(units, training.batch_size, training.epochs) if units else 0,
+        "epochs": epochs,
+        "steps": steps,
         "level": terms.privacy.level if terms.privacy is not None else "none",
         "class_names": terms.class_names is not None,
         "sums": sums.minimum if sums is not None else None,

@@ -50,6 +50,7 @@ class Trained:
     provenance: TensorOrigin
     metrics: Mapping[str, float] = field(default_factory=dict)
     spent: SpendReport | None = None
+    steps: int | None = None
 
 
 @dataclass(frozen=True)

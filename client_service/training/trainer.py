@@ -35,6 +35,7 @@ from promptfed.client_service.training.site import SitePrivacy as SitePrivacy
 from promptfed.client_service.training.site import SiteRules as SiteRules
 from promptfed.client_service.training.site import torch_settings
 from promptfed.client_service.training.squared_losses import squared_losses
+from promptfed.client_service.training.step_budget import budget_of, taken_steps
 from promptfed.client_service.training.unlabelled import with_predictions
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, shape_of
@@ -127,6 +128,7 @@ class TaskWork:
         trained: list[int] = []
         protection = self._protection(task, context)
         context = replace(context, count_trained=trained.append, protection=protection)
+        context = replace(context, budget=budget_of(task, self.state, started))
         with unexplained(self.hides_failures), torch_settings(context.training, self.backbone):
             private, peers = self._prepared(method, context, task.config.peers)
             if self.data.unlabelled:
@@ -147,14 +149,13 @@ class TaskWork:
             measured = {"trained_parameters": sum(trained)}  # noise for whole clients covers no loss
         metrics = measured if summed else self._agreed_metrics(measured)
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        spent = None
-        if self.protection is not None and protection is not None:
-            spent = self.protection.report(protection.event)
+        site = self.protection
+        spent = site.report(protection.event) if site is not None and protection is not None else None
         if self.rules.payloads is not None:
             with unexplained(self.hides_failures):
                 self.rules.payloads.note(task, tensors, update)
         provenance = TensorOrigin(task.task_id, task.round, task.phase, peers, "sample" if protection else "none")
-        return Trained(update, private, provenance, finite, spent)
+        return Trained(update, private, provenance, finite, spent, taken_steps(context.budget, task, self.state))
 
     def _counted(self, task: Task, method: Method, context: ClientContext, tensors: Tensors) -> Trained:
         """The counts that a phase sums; what was trained stays as it is."""

@@ -13,8 +13,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation.flame import seed_of
-from promptfed.coordinator.aggregation.late_updates import Late, moved_on
 from promptfed.coordinator.aggregation.rules import Rule
+from promptfed.coordinator.aggregation.scaled_updates import Scaled, moved_on
 from promptfed.coordinator.aggregation.server_half import Combined, call
 from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer, fresh_moments, moment_tensors
 from promptfed.coordinator.aggregation.tensor_worker import WorkerDied
@@ -236,14 +236,14 @@ def updates_of(
     state: Arrays,
     phase: Phase,
     updates: Iterable[ClientUpdate],
-    late: Mapping[str, Late],
+    scaled: Scaled,
     context: ServerContext,
 ) -> Iterable[ClientUpdate]:
-    """``updates`` as the method aggregates them: those of earlier rounds are moved on to ``state``."""
-    if federation.spec.schedule is None:
+    """``updates`` as the method aggregates them: those that are ``scaled`` have other changes from ``state``."""
+    if not scaled:
         return updates
     payload = common_payload(federation, method_part(state), phase, context)
-    return moved_on(blobs, updates, payload, late, federation.spec.schedule)
+    return moved_on(blobs, federation, updates, payload, scaled)
 
 
 def stored_updates(blobs: Blobs, updates: Iterable[Counted]) -> Iterator[ClientUpdate]:

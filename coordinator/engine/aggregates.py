@@ -11,9 +11,10 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import changes, global_state
-from promptfed.coordinator.aggregation.late_updates import late_updates
 from promptfed.coordinator.aggregation.rules import Judged
+from promptfed.coordinator.aggregation.scaled_updates import Scaled, late_updates
 from promptfed.coordinator.aggregation.server_half import call
+from promptfed.coordinator.aggregation.unequal_steps import factors, local_steps
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ACCEPTED
 from promptfed.coordinator.engine import growth, private_jobs, secure_jobs
@@ -77,11 +78,13 @@ def _computed(
     context, rule = federation.context(), global_state.rule_of(federation, state, run.round, phase.name)
     with registry.database.read() as session:
         late = late_updates(session, phase_id) if federation.spec.schedule is not None else {}
+        steps = local_steps(session, phase_id) if federation.spec.training.budget is not None else {}
+    scaled = Scaled(late, factors(updates, steps, federation.spec.training.momentum))
     with room(registry.blobs) as rule.room:
         given = changes.measured(
             global_state.stored_updates(registry.blobs, updates), _payloads(registry, phase_id), changed
         )
-        stream = global_state.updates_of(registry.blobs, federation, state, phase, given, late, context)
+        stream = global_state.updates_of(registry.blobs, federation, state, phase, given, scaled, context)
         after, told = global_state.after_phase(federation, state, phase, stream, rule, context)
     measures = _measured(federation, state, phase, after, context)
     measures = Measured(measures.phase | told.phase | rule.measured, measures.clients | told.clients)

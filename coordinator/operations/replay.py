@@ -16,9 +16,10 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.aggregation.changes import change_norm
-from promptfed.coordinator.aggregation.late_updates import Late, late_updates
 from promptfed.coordinator.aggregation.private_mean import NoiseTerms
 from promptfed.coordinator.aggregation.rules import Judged, Rule
+from promptfed.coordinator.aggregation.scaled_updates import Late, Scaled, late_updates
+from promptfed.coordinator.aggregation.unequal_steps import factors, local_steps
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import private_jobs, secure_jobs
 from promptfed.coordinator.engine.jobs import FORGOTTEN
@@ -64,7 +65,7 @@ class CommittedStep:
     """One committed state, the state before it, and the clients that it knew.
 
     ``gone``: clients of ``updates`` whose tensors are no longer kept. ``terms``: the terms of its noise. ``late``: the
-    updates from earlier states.
+    updates from earlier states; ``steps``: of each client, where there is a budget.
     """
 
     origin: str
@@ -79,6 +80,7 @@ class CommittedStep:
     total: SumRow | None = None
     terms: NoiseTerms | None = None
     late: Mapping[str, Late] = field(default_factory=dict)
+    steps: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -199,8 +201,9 @@ def _step(
     updates = tuple(global_state.counted(session, row.phase_id))
     gone = frozenset(global_state.no_longer_kept(session, row.phase_id))
     total = session.get(SumRow, row.phase_id)
-    late = late_updates(session, row.phase_id)
-    return CommittedStep(row.origin, row, before, tuple(roster), (), phase.step, updates, gone, total=total, late=late)
+    late, steps = late_updates(session, row.phase_id), local_steps(session, row.phase_id)
+    about = row.origin, row, before, tuple(roster), (), phase.step, updates, gone
+    return CommittedStep(*about, total=total, late=late, steps=steps)
 
 
 # Computation
@@ -257,7 +260,8 @@ def computed(
         return secure_jobs.state_after(federation, before, phase, total, step.total.weight, context)[0]
     with room(registry.blobs) as rule.room:
         given = global_state.stored_updates(registry.blobs, updates)
-        moved = global_state.updates_of(registry.blobs, federation, before, phase, given, step.late, context)
+        scaled = Scaled(step.late, factors(updates, step.steps, federation.spec.training.momentum))
+        moved = global_state.updates_of(registry.blobs, federation, before, phase, given, scaled, context)
         return global_state.after_phase(federation, before, phase, moved, rule, context)[0]
 
 

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation.changes import change_norm
-from promptfed.coordinator.aggregation.late_updates import expect_fresh
+from promptfed.coordinator.aggregation.scaled_updates import expect_fresh
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.choice import told_by
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
@@ -115,7 +115,7 @@ async def accept_update(
     if examined is None:
         await run_sync(_take_again, registry, federation, client, task_id, upload)
         return False
-    whole, norm, metrics, receipt = examined
+    whole, told = examined
     with registry.blobs.hold() as held:
         if whole.content is None:
             # Before its row is written. The files of a group are synced in parallel.
@@ -123,7 +123,7 @@ async def accept_update(
         else:
             whole.keep(held)
         sent = (upload.sha256, upload.size, whole.sha256)
-        entry = _Update(federation.id, client, task_id, *sent, held, norm, metrics, receipt)
+        entry = _Update(federation.id, client, task_id, *sent, held, told)
         new = await registry.committer.submit(entry)
     if new:
         registry.metrics.bytes_up.inc(upload.size)
@@ -166,8 +166,8 @@ def _is_remembered(registry: Registry, federation: Federation, client: Client) -
 
 def _admit(
     registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload
-) -> tuple[Upload, float, dict[str, Any], dict[str, Any] | None] | None:
-    """The checked update as it is stored, its norm, metrics and receipt; None if it was accepted before."""
+) -> tuple[Upload, dict[str, Any]] | None:
+    """The checked update as it is stored, and columns of its row; None if it was accepted before."""
     task = asked_task(registry.database, federation, client, task_id)
     if decided(federation, task, "train", None if upload.too_large else upload.sha256):
         return None
@@ -180,7 +180,7 @@ def _admit(
         raise problems.TENSOR_REFUSALS[error.kind](str(error)) from None
     examined = _examine(registry.blobs, federation, client, task, whole)
     point("update-checked")
-    return whole, *examined
+    return whole, examined
 
 
 @dataclass(frozen=True)
@@ -228,22 +228,19 @@ class _Update(Answer):
     size: int
     stored: str
     held: Held
-    norm: float
-    metrics: dict[str, Any]
-    receipt: dict[str, Any] | None
+    told: dict[str, Any]
 
     def store(self, change: Change, row: dict[str, Any]) -> None:
         change.keep(self.held)
-        told = {"norm": self.norm, "metrics": self.metrics, "receipt": self.receipt}
         sent = self.digest if self.digest != self.stored else None
         about = {"sha256": self.stored, "sent": sent, "bytes": self.size, "stored": True}
-        change.batch.updates.append({**row, **told, **about})
+        change.batch.updates.append({**row, **self.told, **about})
 
     def event(self, change: Change, task: AskedTask) -> events.Event:
         told = None
         if change.federation.spec.participation.choice in BY_LOSS:
             received = change.batch.updates[-1]["received_at"]
-            told = told_by(self.metrics, task.round, clock.seconds_between(task.opened_at, received))
+            told = told_by(self.told["metrics"], task.round, clock.seconds_between(task.opened_at, received))
         return events.Answered(self.client.name, clock.monotonic(), told)
 
 
@@ -319,10 +316,8 @@ def _expect_open(federation: Federation, task: AskedTask) -> None:
     raise problems.PhaseClosed(text, round=federation.run.round, phase=federation.phase, state=federation.run.state)
 
 
-def _examine(
-    blobs: Blobs, federation: Federation, client: Client, task: AskedTask, upload: Upload
-) -> tuple[float, dict[str, Any], dict[str, Any] | None]:
-    """Check an update; returns its norm, metrics and receipt."""
+def _examine(blobs: Blobs, federation: Federation, client: Client, task: AskedTask, upload: Upload) -> dict[str, Any]:
+    """Check an update; returns columns of its row."""
     phase = federation.method_phase(task.round, task.step)
     try:
         tensors, metadata = upload.tensors()
@@ -340,11 +335,19 @@ def _examine(
         raise problems.WrongPayload(
             f"the update was made from payload {about.payload_sha256}; {task.payload_sha256} was served: train again"
         )
-    return (
-        size,
-        {**about.metrics, **spent_metrics(federation, client, phase, about.privacy)},
-        _receipt(federation, task, about),
-    )
+    _check_steps(federation, about)
+    metrics = {**about.metrics, **spent_metrics(federation, client, phase, about.privacy)}
+    return {"norm": size, "metrics": metrics, "receipt": _receipt(federation, task, about), "steps": about.steps}
+
+
+def _check_steps(federation: Federation, about: UpdateMetadata) -> None:
+    """Refuse an update without its number of steps where there is a budget, and with one where there is none."""
+    budget = federation.spec.training.budget
+    if (budget is None) != (about.steps is None):
+        said = "no budget, and nobody asks for steps" if budget is None else "a budget: say how many steps it took"
+        raise problems.BadMetadata(f"metadata steps: training has {said}")
+    if budget is not None and budget.steps is not None and about.steps != budget.steps:
+        raise problems.BadMetadata(f"metadata steps: {about.steps}, where each task takes {budget.steps}")
 
 
 def _payload_tensors(place: bytes | Path) -> Arrays:

@@ -77,6 +77,7 @@ class UpdateReport(BaseModel):
         description="its share of the aggregate by the rule; null: no other than the weight"
     )
     distance: float | None = Field(description="L2, from the aggregate; null under the plain mean")
+    steps: Annotated[int | None, left_out(description="optimizer steps, where training has a budget")] = None
     metrics: dict[str, float]
     privacy: SpentPrivacy | None = None
 

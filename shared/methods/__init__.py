@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from promptfed.shared.methods.core.checks.budget_checks import check_budget
 from promptfed.shared.methods.core.checks.choice_checks import check_choice
 from promptfed.shared.methods.core.checks.client_checks import with_noise
 from promptfed.shared.methods.core.checks.compression_checks import check_compression
@@ -154,6 +155,7 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
         ("participation", lambda: check_choice(method, resolved)),
         ("schedule", lambda: check_schedule(method, resolved)),
         ("compression", lambda: check_compression(method, resolved)),
+        ("training.budget", lambda: check_budget(method, resolved)),
         ("secure_aggregation", lambda: check_secure(method, resolved)),
         ("loss", lambda: check_loss(method, resolved)),
         ("privacy", lambda: check_privacy(method, resolved)),

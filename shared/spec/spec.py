@@ -6,6 +6,7 @@ itself (``promptfed.shared.methods.resolve_spec``), which also fills in the defa
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -22,6 +23,7 @@ from pydantic import (
 from promptfed.shared.privacy.settings import Evaluations, PrivacySpec
 from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
+from promptfed.shared.spec.budget import MOST_EPOCHS, BudgetSpec
 from promptfed.shared.spec.calibration import CalibrationSpec
 from promptfed.shared.spec.class_descriptions import ClassDescriptions, check_descriptions
 from promptfed.shared.spec.compression import CompressionSpec
@@ -144,7 +146,11 @@ class BackboneSpec(Section):
 class TrainingSpec(Section):
     """Local training of one task. The optimizer is fresh for every client and task."""
 
-    epochs: Annotated[int, Field(ge=1, le=10_000)] = 1
+    epochs: Annotated[int, Field(ge=1, le=MOST_EPOCHS)] = 1
+    budget: Annotated[
+        BudgetSpec | None,
+        left_out(since=3, description="the length of a task in place of epochs, where clients are unequally fast"),
+    ] = None
     batch_size: Annotated[int, Field(ge=1, le=100_000)] = 32
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     learning_rate: Annotated[float, Field(gt=0, le=1000)] = 0.002
@@ -176,6 +182,13 @@ class TrainingSpec(Section):
             description="GPUs that can do so multiply float32 numbers in TF32: faster, to three digits",
         ),
     ] = False
+
+    def steps(self, images: int) -> int | None:
+        """The optimizer steps of a task on so many images; None: as many as its seconds allow."""
+        each, budget = math.ceil(images / self.batch_size), self.budget
+        if budget is None:
+            return self.epochs * each
+        return budget.epochs * each if budget.epochs is not None else budget.steps
 
 
 class EvaluationSpec(Section):

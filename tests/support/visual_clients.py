@@ -59,6 +59,9 @@ class ImageSplit:
         self.asked += indices.tolist()
         return self.pixels[indices]
 
+    def patches(self, indices: Tensor) -> Tensor:
+        return self.backbone.encode_patches(self.pixels[indices])
+
 
 def split_of(backbone: Backbone, count: int, client: str = "a") -> ImageSplit:
     """Random images of the backbone's size."""

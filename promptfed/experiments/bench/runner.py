@@ -235,13 +235,16 @@ def steps_in_a_phase(training: TrainingSpec, trial: Trial, sources: SharedSource
     """Optimizer steps of a trainer in one phase of a round, as a mean over the trial's trainers.
 
     Raises:
-        CommandError: data cannot be opened.
+        CommandError: data cannot be opened, or the steps depend on the machine.
     """
+    if training.budget is not None and training.budget.seconds is not None:
+        text = "training.budget.seconds: a benchmark compares equal numbers of steps"
+        raise CommandError(f"{text}: take steps or epochs in place of seconds", Exit.BAD_INPUT)
     try:
-        counts = [len(sources.open(site.data).train) for site in trial.sites if site.role == "trainer"]
+        steps = [training.steps(len(sources.open(site.data).train)) for site in trial.sites if site.role == "trainer"]
     except DataError as error:
         raise CommandError(str(error), Exit.BAD_INPUT) from None
-    return fmean(training.epochs * math.ceil(count / training.batch_size) for count in counts)
+    return fmean(count or 0 for count in steps)
 
 
 def _rounded(outcomes: Outcomes) -> Outcomes:

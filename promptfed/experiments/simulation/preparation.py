@@ -95,6 +95,9 @@ def expect_reproducible(spec: FederationSpec, clock: bool) -> None:
     if rules.over_select > 1 and not clock:
         text = "participation.over_select: which answers come first depends on this machine in a simulation"
         raise CommandError(f"{text}: give clients speeds (clock: {{speeds: lognormal}} in a run file)", Exit.BAD_INPUT)
+    if spec.training.budget is not None and spec.training.budget.seconds is not None and not clock:
+        text = "training.budget.seconds: how many steps fit depends on this machine in a simulation"
+        raise CommandError(f"{text}: give clients speeds (clock: {{speeds: lognormal}} in a run file)", Exit.BAD_INPUT)
     if rules.preferred_seconds is not None:
         text = "participation.preferred_seconds: the seconds of a simulated client are this machine's, not a site's"
         raise CommandError(f"{text}: leave it out", Exit.BAD_INPUT)

@@ -8,12 +8,12 @@ Evaluations, payloads and aggregation take no time. So the order of arrivals fol
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from promptfed.client_service.training.data import TRAIN
+from promptfed.client_service.training.step_budget import keep_steps
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.runtime.speeds import Speeds
@@ -43,7 +43,7 @@ class VirtualClock:
         if task.kind != "train":
             return
         name = work.name
-        seconds = steps_of(work, task) * next(self.speeds[name])
+        seconds = seconds_of(work, task, next(self.speeds[name]))
         waiting = self._waiting[name] = _Waiting(task.task_id, self.now + seconds, asyncio.Event())
         await waiting.let_go.wait()
 
@@ -79,7 +79,16 @@ class VirtualClock:
         self._waiting.pop(name).let_go.set()
 
 
-def steps_of(work: TaskWork, task: Task) -> int:
-    """The optimizer steps of a task."""
+def seconds_of(work: TaskWork, task: Task, step: float) -> float:
+    """The virtual seconds of a task on a client that takes ``step`` seconds for an optimizer step.
+
+    Where the task ends within some seconds, the client takes the steps, at least one, that fit into them.
+    """
     training = task.config.training
-    return training.epochs * math.ceil(work.data.count(TRAIN) / training.batch_size)
+    steps = training.steps(work.data.count(TRAIN))
+    if steps is None:
+        assert training.budget is not None
+        assert training.budget.seconds is not None
+        steps = max(1, int(training.budget.seconds / step))
+        keep_steps(work.state, task, steps)
+    return steps * step

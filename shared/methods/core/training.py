@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from promptfed.shared.methods.core.interface.base import ClientContext, MethodError
@@ -85,9 +86,12 @@ def learning_rate(training: TrainingSpec, round: int, rounds: int) -> float:
     return training.learning_rate / 2 * (1 + math.cos(math.pi * (round - 1) / rounds))
 
 
-def batches(count: int, batch_size: int, epochs: int, draws: Generator) -> Iterator[Tensor]:
-    """Indices ``(B,)`` of each batch: every epoch a new order, the last batch of an epoch may be smaller."""
-    for _ in range(epochs):
+def batches(count: int, batch_size: int, epochs: int | None, draws: Generator) -> Iterator[Tensor]:
+    """Indices ``(B,)`` of each batch: every epoch a new order, the last batch of an epoch may be smaller.
+
+    ``epochs`` None: without end.
+    """
+    for _ in repeat(None) if epochs is None else repeat(None, epochs):
         yield from torch.split(torch.randperm(count, generator=draws), batch_size)
 
 
@@ -172,13 +176,21 @@ def _minimise(
     if context.protection is not None:
         raise UnprotectedError("this method's own gradients have no protected form")
     training, count = context.training, len(context.train)
-    epochs = training.epochs if epochs is None else epochs
     optimizer, _ = _optimizer(context, parameters, groups)
     draws = generator(context.seed, context.round, context.phase, context.client, "batches")
     losses = _Losses(context, math.ceil(count / training.batch_size))
+    budget = context.budget if epochs is None else None
+    if budget is None:
+        epochs = training.epochs if epochs is None else epochs
+    elif budget.taken is None:
+        budget.begin(math.ceil(count / training.batch_size))
+    else:
+        raise MethodError("training.budget is for one training loop, and this method has two: leave it out")
     for indices in batches(count, training.batch_size, epochs, draws):
         if context.cancelled():
             raise TaskCancelled
+        if budget is not None and not budget.step():
+            break
         optimizer.zero_grad(set_to_none=True)
         value = _in_memory(context, optimizer, partial(backward, indices), len(indices))
         optimizer.step()
@@ -186,7 +198,7 @@ def _minimise(
             context.label_bias.step()
         losses.add(value.detach(), len(indices))
     losses.read()
-    return losses.total / count
+    return losses.total / losses.images
 
 
 def _in_memory(
@@ -218,11 +230,11 @@ def _in_memory(
 class _Losses:
     """The losses of a task. They stay on the device for some steps: reading each would make a GPU wait in every step.
 
-    ``total``: the sum over the images of the epoch, as far as it was read.
+    ``total``: the sum over the ``images`` of the epoch, as far as it was read.
     """
 
     def __init__(self, context: ClientContext, steps_per_epoch: int):
-        self.total = 0.0
+        self.total, self.images = 0.0, 0
         self._context, self._steps_per_epoch = context, steps_per_epoch
         self._steps = 0
         self._unread: list[tuple[Tensor, int]] = []
@@ -240,9 +252,10 @@ class _Losses:
         values = torch.stack([value for value, _ in self._unread]).tolist()
         for value, (_, count) in zip(values, self._unread, strict=True):
             if self._steps % self._steps_per_epoch == 0:
-                self.total = 0.0
+                self.total, self.images = 0.0, 0
             self._steps += 1
             self.total += value * count
+            self.images += count
             if not math.isfinite(self.total):
                 text = f"the loss is not finite in step {self._steps} of round {self._context.round}"
                 raise MethodError(f"{text}: lower training.learning_rate")

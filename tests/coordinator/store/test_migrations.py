@@ -23,10 +23,10 @@ from tests.support.postgres import PostgresServer
 HERE = Path(__file__).parent
 LATER = '''"""A later form"""
 from alembic import op
-revision = "0025"
-down_revision = "0024"
+revision = "0026"
+down_revision = "0025"
 def upgrade() -> None:
-    op.execute("CREATE TABLE made_by_0025 (id INTEGER)")
+    op.execute("CREATE TABLE made_by_0026 (id INTEGER)")
 '''
 Make = Callable[[str | None], Backend]
 
@@ -53,11 +53,11 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
 
 
 @pytest.fixture
-def with_0025(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_0026(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The product as it will be with one migration more."""
     folder = tmp_path / "migrations"
     shutil.copytree(module.MIGRATIONS, folder)
-    (folder / "versions" / "0025_later.py").write_text(LATER)
+    (folder / "versions" / "0026_later.py").write_text(LATER)
     monkeypatch.setattr(module, "MIGRATIONS", folder)
 
 
@@ -72,9 +72,9 @@ def differences(database: Database) -> list[object]:
         return list(compare_metadata(context, Base.metadata))
 
 
-def has_table_of_0025(database: Database) -> bool:
+def has_table_of_0026(database: Database) -> bool:
     with database.read() as session:
-        return inspect(session.connection()).has_table("made_by_0025")
+        return inspect(session.connection()).has_table("made_by_0026")
 
 
 def uncompressed_columns(database: Database) -> list[str]:
@@ -86,7 +86,7 @@ def uncompressed_columns(database: Database) -> list[str]:
 def test_a_new_store_has_the_newest_form(make: Make) -> None:
     database = Database(make(None))
     database.migrate()
-    assert form(database) == "0024"
+    assert form(database) == "0025"
     assert differences(database) == []
     if isinstance(database.backend, PostgreSQL):
         assert uncompressed_columns(database) == ["content"]
@@ -99,7 +99,7 @@ def test_a_store_of_the_seventeen_migrations_is_upgraded(make: Make) -> None:
     database = Database(make("form_0017"))
     database.migrate()
     database.expect_this_version()
-    assert form(database) == "0024"
+    assert form(database) == "0025"
     assert differences(database) == []
     if isinstance(database.backend, PostgreSQL):
         assert uncompressed_columns(database) == ["content"]
@@ -122,19 +122,19 @@ def test_an_older_store_is_refused_and_told_what_upgrades_it(make: Make, old: st
     database.close()
 
 
-def test_a_later_migration_runs_on_stores_of_before(make: Make, with_0025: None) -> None:
+def test_a_later_migration_runs_on_stores_of_before(make: Make, with_0026: None) -> None:
     database = Database(make("form_0017"))
-    with pytest.raises(CannotOpen, match="have the form 0017 instead of 0025"):
+    with pytest.raises(CannotOpen, match="have the form 0017 instead of 0026"):
         database.expect_this_version()
     database.migrate()
-    assert (form(database), has_table_of_0025(database)) == ("0025", True)
+    assert (form(database), has_table_of_0026(database)) == ("0026", True)
     database.close()
 
 
-def test_a_later_migration_does_not_run_on_a_new_store(make: Make, with_0025: None) -> None:
+def test_a_later_migration_does_not_run_on_a_new_store(make: Make, with_0026: None) -> None:
     database = Database(make(None))
     database.migrate()
-    assert (form(database), has_table_of_0025(database)) == ("0025", False)
+    assert (form(database), has_table_of_0026(database)) == ("0026", False)
     database.close()
 
 

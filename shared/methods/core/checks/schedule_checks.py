@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from promptfed.shared.methods.core.checks.mean_checks import check_one_mean, distinct_phases
+from promptfed.shared.methods.core.checks.mean_checks import check_changes, check_one_mean
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.spec.spec import FederationSpec
-from promptfed.shared.tensors import CHANGE
 
 
 def check_schedule(method: Method, spec: FederationSpec) -> None:
@@ -17,13 +16,7 @@ def check_schedule(method: Method, spec: FederationSpec) -> None:
     check_one_mean(method, spec.rounds, "buffer", "a late change cannot be added to a newer state")
     if any(len(method.phases(round, spec.rounds)) > 1 for round in {1, min(2, spec.rounds), spec.rounds}):
         raise MethodError(f"{method.name} asks the same clients twice in a round, and here nobody waits for anybody")
-    for phase in distinct_phases(method, spec.rounds):
-        received = {tensor.name for tensor in phase.down}
-        others = {tensor.name for tensor in phase.up if not tensor.name.startswith(CHANGE)} - received
-        if others:
-            raise MethodError(
-                f"{method.name} sends {min(others)}, which its clients do not receive: there is no change to add"
-            )
+    check_changes(method, spec.rounds, "add")
     if spec.secure_aggregation is not None:
         raise MethodError("a secure sum is of clients that answer together: leave secure_aggregation out")
     if spec.privacy.level == "client":

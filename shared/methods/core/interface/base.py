@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from promptfed.shared import seeds
 from promptfed.shared.messages import Domain
+from promptfed.shared.methods.core.interface.budget import StepBudget
 from promptfed.shared.methods.core.interface.classifiers import Classifier as Classifier
 from promptfed.shared.methods.core.interface.classifiers import Fixed as Fixed
 from promptfed.shared.methods.core.interface.classifiers import Mixes as Mixes
@@ -93,11 +94,6 @@ class ClientInfo:
     active: bool = True  # False once the operator has withdrawn it
 
 
-def without_text(shape: BackboneShape) -> bool:
-    """Whether ``shape`` describes only an image tower; a CLIP model's text tower has at least positions."""
-    return shape.d_v is not None and shape.d_t is None and shape.context_length is None
-
-
 @dataclass(frozen=True)
 class ServerContext:
     """The inputs of the server half besides the state. ``clients`` are in order of name.
@@ -146,6 +142,7 @@ class ClientContext:
     private. ``unlabelled``: the labels of ``train`` are predictions, or -1 where there is none. ``label_bias``: the
     threshold to train, where images have several labels. ``class_counts``: of all clients' training images,
     ``(1, C)`` by class of the federation's list, or present and absent ``(2, C)``; None where they are not known.
+    ``budget``: of the task's steps, where the spec has one.
     """
 
     backbone: Backbone
@@ -165,6 +162,7 @@ class ClientContext:
     unlabelled: bool = False
     label_bias: LabelBias | None = None
     class_counts: Tensor | None = None
+    budget: StepBudget | None = None
 
     @property
     def training(self) -> TrainingSpec:
@@ -255,6 +253,7 @@ class Method(ABC):
     takes_losses: ClassVar[bool] = False  # whether `train` minimises the spec's `loss`; not inherited
     takes_unlabelled: ClassVar[bool] = False  # whether `train` reads labels through that loss alone; not inherited
     several_labels: ClassVar[bool] = False  # whether images may have several labels; not inherited
+    own_steps: ClassVar[str | None] = None  # why its steps are none of the spec's optimizer alone, as a clause
     change_per_number: ClassVar[float] = 10.0  # largest admitted root mean square of a change
 
     def __init__(self, hyper: Hyperparameters):
@@ -297,13 +296,14 @@ class Method(ABC):
 
     def check_backbone(self, shape: BackboneShape) -> None:
         """Raise MethodError if a backbone of ``shape`` lacks a tower that the method needs."""
-        if self.needs.text_tower and without_text(shape):
+        # A CLIP model's text tower has at least positions.
+        without_text = shape.d_v is not None and shape.d_t is None and shape.context_length is None
+        if self.needs.text_tower and without_text:
             raise MethodError(f"{self.name} needs a text tower; this backbone has none: choose a CLIP model")
         if self.needs.vision_transformer and shape.d_v is None:
             raise MethodError(
                 f"{self.name} needs a vision transformer that prompts can enter; this backbone's image tower is none"
             )
-
         if self.needs.patch_tokens and shape.patch_tokens is None:
             raise MethodError(
                 f"{self.name} needs the features of an image's patches; this backbone's image tower gives none: choose "

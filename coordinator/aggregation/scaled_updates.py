@@ -1,23 +1,25 @@
-"""Updates of asynchronous rounds: changes relative to earlier states, weakened by their staleness (FedBuff)."""
+"""Updates whose changes count with a factor: of earlier states (FedBuff), or of other numbers of steps (FedNova)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from promptfed.coordinator.aggregation.changes import change_norm
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.problems import TooStale
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tables import PhaseRow, TaskRow
 from promptfed.shared.methods.core.interface.base import ClientUpdate
-from promptfed.shared.spec.schedule import ScheduleSpec
+from promptfed.shared.methods.core.sizes import change_limit
 from promptfed.shared.tensors import Array
 
 NONE = np.zeros(())
+TINY = 1e-300  # no division by the length of a change that is none
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,17 @@ class Late:
 
     payload_sha256: str
     staleness: int
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What a phase's changes are multiplied by, by client: those of ``late`` updates, and of unequal steps."""
+
+    late: Mapping[str, Late] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.late or self.factors)
 
 
 def expect_fresh(federation: Federation, round: int) -> None:
@@ -46,23 +59,31 @@ def late_updates(session: Session, phase_id: int) -> dict[str, Late]:
 
 def moved_on(
     blobs: Blobs,
+    federation: Federation,
     updates: Iterable[ClientUpdate],
     payload: Mapping[str, Array],
-    late: Mapping[str, Late],
-    schedule: ScheduleSpec,
+    scaled: Scaled,
 ) -> Iterator[ClientUpdate]:
-    """The updates as if they had started from ``payload``, the current one.
+    """The updates as if they had started from ``payload``, the current one, and their changes were scaled.
 
-    One that started from w₀ becomes w + s(τ)·(update - w₀), so that a weighted mean of all is w + Σ p·s(τ)·Δ. A tensor
-    that is not in the payload is itself a change. An update that started from the current payload stays as it is.
+    One that started from w₀ becomes w + f·(update - w₀), so that a weighted mean of all is w + Σ p·f·Δ. A tensor that
+    is not in the payload is itself a change. An update of the current payload with the factor 1 stays as it is.
+
+    A client says itself how few steps it took. So a change that is enlarged stays within the limit of admission.
     """
+    schedule = federation.spec.schedule
     for update in updates:
-        known = late.get(update.client)
-        if known is None:
+        known, factor = scaled.late.get(update.client), scaled.factors.get(update.client, 1.0)
+        if known is None and factor == 1:
             yield update
             continue
-        began, _ = blobs.tensors(known.payload_sha256)
-        factor = schedule.factor(known.staleness)
+        began = payload if known is None else blobs.tensors(known.payload_sha256)[0]
+        if factor > 1:
+            numbers = sum(tensor.size for tensor in update.tensors.values())
+            length = max(change_norm(update.tensors, began), TINY)
+            factor = max(1.0, min(factor, change_limit(federation.spec, federation.method, numbers) / length))
+        if known is not None and schedule is not None:
+            factor *= schedule.factor(known.staleness)
         moved = {
             name: _moved(tensor, began.get(name, NONE), payload.get(name, NONE), factor)
             for name, tensor in update.tensors.items()

@@ -1,0 +1,33 @@
+"""Updates of clients that took different numbers of steps: their changes are weighed by FedNova."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.aggregation.global_state import Counted
+from promptfed.coordinator.store.tables import TaskRow, UpdateRow
+from promptfed.shared.spec.budget import accumulated
+
+
+def local_steps(session: Session, phase_id: int) -> dict[str, int]:
+    """The steps of a phase's counted updates by client, where the spec has a budget."""
+    query = select(TaskRow.client, UpdateRow.steps).join(UpdateRow, UpdateRow.task_id == TaskRow.id)
+    rows = session.execute(query.where(TaskRow.phase_id == phase_id, TaskRow.counted, UpdateRow.steps.is_not(None)))
+    return {client: int(steps or 0) for client, steps in rows}
+
+
+def factors(updates: Iterable[Counted], steps: Mapping[str, int], momentum: float) -> dict[str, float]:
+    """The factor of each client's change; empty where all took the same number of steps.
+
+    x + τ_eff·Σ p_i·Δ_i/‖a_i‖₁ with τ_eff = Σ p_i·‖a_i‖₁ (Wang et al. 2020, equation 10), so that the factor of Δ_i is
+    τ_eff/‖a_i‖₁. p_i are the weights of ``updates``.
+    """
+    shares = {client: weight for client, weight, _ in updates if client in steps}
+    if len({steps[client] for client in shares}) < 2:
+        return {}
+    sums = {client: accumulated(steps[client], momentum) for client in shares}
+    effective = sum(shares[client] * sums[client] for client in sorted(shares)) / sum(shares.values())
+    return {client: effective / taken for client, taken in sums.items()}
