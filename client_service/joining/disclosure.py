@@ -37,6 +37,10 @@ NEVER = (
 )
 KEY = "public, made here: the others in a sum know this client's signature by it, and not its name"
 UPDATES = "what can be computed from each update: gradients of images have been turned back into images"
+DOWN = {
+    "bf16": "states rounded to bfloat16; the federation keeps the whole one",
+    "delta": "differences from the state before, without loss",
+}
 
 
 @dataclass(frozen=True)
@@ -225,6 +229,8 @@ class Disclosure:
         if terms.compression.up != "none" and self.exchanges:
             text = f"changes from what was received, as {terms.compression.up}; what that loses stays here"
             work += [("sending", f"{text} and is added to the next change")]
+        if terms.compression.down != "none":
+            work += [("receiving", DOWN[terms.compression.down])]
         if terms.schedule is not None:
             late = counted(terms.schedule.max_staleness, "state")
             work += [("rounds", f"asynchronous: others do not wait, and a change counts up to {late} late")]

@@ -38,6 +38,7 @@ from promptfed.shared.tensors import (
     decode_file,
     method_part,
 )
+from promptfed.shared.tensors.compression import rounded
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -166,6 +167,14 @@ def payload(
     """The payload of ``client`` in ``phase``; None: in an evaluation."""
     made: Arrays = call(federation, "payload", method_part(state), phase, client.info(), context)
     return made
+
+
+def sent_payload(
+    federation: Federation, state: Arrays, phase: Phase | None, client: Client, context: ServerContext
+) -> Arrays:
+    """The `payload` as it is sent: rounded, if the spec says so."""
+    made = payload(federation, state, phase, client, context)
+    return rounded(made) if federation.spec.compression.down == "bf16" else made
 
 
 def after_mean(federation: Federation, state: Arrays, phase: Phase, mean: Arrays, context: ServerContext) -> Arrays:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation.changes import change_norm
@@ -24,7 +24,7 @@ TINY = 1e-300  # no division by the length of a change that is none
 
 @dataclass(frozen=True)
 class Late:
-    """An update from an earlier state: the digest of the payload that it started from, and its staleness in rounds."""
+    """An update from another state: the digest of the payload that it started from, and its staleness in rounds."""
 
     payload_sha256: str
     staleness: int
@@ -49,12 +49,17 @@ def expect_fresh(federation: Federation, round: int) -> None:
         raise TooStale(f"{text}: train on the next task", round=now)
 
 
-def late_updates(session: Session, phase_id: int) -> dict[str, Late]:
-    """The counted updates of a phase that began in earlier rounds, by client."""
-    query = select(TaskRow.client, TaskRow.payload_sha256, PhaseRow.round - TaskRow.began)
+def late_updates(session: Session, federation: Federation, phase_id: int) -> dict[str, Late]:
+    """The counted updates of a phase that began at another state, by client: an earlier one, or a rounded one."""
+    is_rounded = federation.spec.compression.down == "bf16"
+    if federation.spec.schedule is None and not is_rounded:
+        return {}
+    staleness = PhaseRow.round - func.coalesce(TaskRow.began, PhaseRow.round)
+    query = select(TaskRow.client, TaskRow.payload_sha256, staleness)
     query = query.join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
-    rows = session.execute(query.where(TaskRow.phase_id == phase_id, TaskRow.counted, TaskRow.began.is_not(None)))
-    return {client: Late(str(sha256), staleness) for client, sha256, staleness in rows}
+    query = query.where(TaskRow.phase_id == phase_id, TaskRow.counted)
+    rows = session.execute(query if is_rounded else query.where(TaskRow.began.is_not(None)))
+    return {client: Late(str(sha256), late) for client, sha256, late in rows}
 
 
 def moved_on(

@@ -23,7 +23,7 @@ from promptfed.coordinator.api.deps import CallingClient, Operated, RegistryOf, 
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.uploads import Incoming, Uploads
-from promptfed.coordinator.operations import submissions, tokens
+from promptfed.coordinator.operations import payloads, submissions, tokens
 from promptfed.coordinator.operations.enrolment import enrol, expect_known
 from promptfed.coordinator.reports import privacy
 from promptfed.coordinator.store import queries
@@ -93,7 +93,7 @@ async def take_tasks(
         header |= await run_sync(_known_of, registry, federation, client)
         task = federation.tasks.get(client.name)
         if header["task"] is not None and task is not None:
-            _, place = await run_sync(submissions.payload, registry, federation, client, task.id)
+            _, place = await run_sync(payloads.served_payload, registry, federation, client, task.id)
             body = place.read_bytes() if isinstance(place, Path) else bytes(place)
     made = seal(header, body, lambda said: bytes.fromhex(signer.sign(said)))
     return Response(made, media_type="application/octet-stream")

@@ -39,7 +39,7 @@ from promptfed.coordinator.http.callers import (
     trust,
 )
 from promptfed.coordinator.http.uploads import Incoming, announced_digest, announced_length
-from promptfed.coordinator.operations import submissions
+from promptfed.coordinator.operations import payloads
 from promptfed.coordinator.problems import DigestMissing, Refusal
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.messages import EnrolRequest, EvaluationRequest
@@ -176,7 +176,7 @@ async def _enrolled(call: _Call, caller: _Enrolling, seconds: float) -> _Answer:
 
 
 def _payload(registry: Registry, caller: CallingClient, task_id: str, begin: int = 0) -> _Answer:
-    digest, place = submissions.payload(registry, caller.federation, caller.client, task_id, begin)
+    digest, place = payloads.served_payload(registry, caller.federation, caller.client, task_id, begin)
     etag = f'"{digest}"'
     if isinstance(place, bytes):
         return _Answer(body=place, kind=_TENSORS, etag=etag)
@@ -219,7 +219,7 @@ def _call(scope: Scope, receive: Receive) -> _Call | None:
     if match is None or scope.get("root_path"):
         return None
     federation, task_id, kind = match.group(1), match.group(3) or "", match.group(4) or match.group(2)
-    if scope["method"] != _VERBS[kind]:
+    if scope["method"] != _VERBS[kind] or (kind == "payload" and scope["query_string"]):
         return None
     seconds = _seconds_to_wait(scope) if kind == "task" else 0.0
     announced = _announced(scope) if kind == "update" else ""

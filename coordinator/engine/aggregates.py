@@ -77,7 +77,7 @@ def _computed(
         return _computed_with_noise(registry, federation, state, phase_id, phase, updates)
     context, rule = federation.context(), global_state.rule_of(federation, state, run.round, phase.name)
     with registry.database.read() as session:
-        late = late_updates(session, phase_id) if federation.spec.schedule is not None else {}
+        late = late_updates(session, federation, phase_id)
         steps = local_steps(session, phase_id) if federation.spec.training.budget is not None else {}
     scaled = Scaled(late, factors(updates, steps, federation.spec.training.momentum))
     with room(registry.blobs) as rule.room:

@@ -148,7 +148,7 @@ def steps_of(session: Session, federation: Federation, round: int) -> list[Commi
     for row in rows:
         if not row.stored or (before is not None and not before.stored):
             raise _gone(federation, round)
-        steps.append(_with_noise(session, federation, _step(session, row, before, newcomers, forgotten)))
+        steps.append(_with_noise(session, federation, _step(session, federation, row, before, newcomers, forgotten)))
         before = row
     return steps
 
@@ -187,6 +187,7 @@ def _made_without_phase(
 
 def _step(
     session: Session,
+    federation: Federation,
     row: StateRow,
     before: StateRow | None,
     newcomers: Mapping[int, list[str]],
@@ -201,7 +202,7 @@ def _step(
     updates = tuple(global_state.counted(session, row.phase_id))
     gone = frozenset(global_state.no_longer_kept(session, row.phase_id))
     total = session.get(SumRow, row.phase_id)
-    late, steps = late_updates(session, row.phase_id), local_steps(session, row.phase_id)
+    late, steps = late_updates(session, federation, row.phase_id), local_steps(session, row.phase_id)
     about = row.origin, row, before, tuple(roster), (), phase.step, updates, gone
     return CommittedStep(*about, total=total, late=late, steps=steps)
 

@@ -1,9 +1,9 @@
-"""A spec's section ``compression``: how clients' changes are encoded on their way."""
+"""A spec's section ``compression``: how clients' changes and their payloads are encoded on their way."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
@@ -20,7 +20,10 @@ def _known(text: str) -> str:
 
 
 class CompressionSpec(Section):
-    """The encoding of changes. What rounding and leaving out lose is added to the client's next change."""
+    """The encoding of changes (up) and of payloads (down).
+
+    What rounding and leaving out lose of a change is added to the client's next one. The state itself is not rounded.
+    """
 
     up: Annotated[
         str,
@@ -29,5 +32,13 @@ class CompressionSpec(Section):
             "none",
             description="bf16; int8: with a scale for each 1024 entries, rounded at random; topk(SHARE): the largest "
             "entries of each tensor",
+        ),
+    ] = "none"
+    down: Annotated[
+        Literal["none", "bf16", "delta"],
+        left_out(
+            "none",
+            description="bf16: clients train and are tested from rounded tensors; delta: the difference to the last "
+            "payload that the client has, without loss",
         ),
     ] = "none"

@@ -9,11 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
-from promptfed.shared.tensors import CHANGE, Array, Arrays, Shape, TensorError
+from promptfed.shared.tensors import (
+    CHANGE,
+    Array,
+    Arrays,
+    Shape,
+    TensorError,
+    decode_place,
+    encode,
+    encode_file,
+)
+from promptfed.shared.tensors.arrays import brain_float
 
 BLOCK = 1024
 LEVELS = 127
@@ -58,10 +69,33 @@ def decompressed(encoded: Mapping[str, Array], expected: Expected, up: str) -> A
     return changes
 
 
+def rounded(payload: Mapping[str, Array]) -> Arrays:
+    """``payload`` with bfloat16 in place of float32, rounded to the nearest."""
+    return {name: brain_float(array) if array.dtype == np.float32 else array for name, array in payload.items()}
+
+
+def unrounded(body: bytes | Path) -> bytes | Path:
+    """The body of a `rounded` payload with its tensors in float32 again; of a file in a file beside it.
+
+    Raises:
+        TensorError: the body is none of tensors.
+    """
+    payload, about = decode_place(body)
+    wide = {
+        name: array.astype(np.float32) if array.dtype.name == "bfloat16" else array for name, array in payload.items()
+    }
+    if isinstance(body, bytes):
+        return encode(wide, about)
+    path = body.with_suffix(".wide")
+    encode_file(wide, path, about)
+    return path
+
+
 def added(changes: Mapping[str, Array], payload: Mapping[str, Array]) -> Arrays:
     """The update that ``changes`` of a ``payload`` give; tensors that are not in it count from zero."""
     return {
-        name: payload[name] + change if _moves(name, change, payload) else change for name, change in changes.items()
+        name: payload[name].astype(np.float32, copy=False) + change if _moves(name, change, payload) else change
+        for name, change in changes.items()
     }
 
 
@@ -72,8 +106,9 @@ def subtracted(update: Mapping[str, Array], payload: Mapping[str, Array]) -> Arr
 
 def _moves(name: str, array: Array, payload: Mapping[str, Array]) -> bool:
     before = payload.get(name)
-    is_there = before is not None and before.shape == array.shape and before.dtype == array.dtype == np.float32
-    return is_there and not name.startswith(CHANGE)
+    if before is None or before.shape != array.shape or name.startswith(CHANGE):
+        return False
+    return array.dtype == np.float32 and before.dtype.name in ("float32", "bfloat16")
 
 
 def _kept(size: int, up: str) -> int:

@@ -147,6 +147,7 @@ def test_draws_are_those_of_torch() -> None:
         with_numpy, with_torch = draws(seed, "a"), generator(seed, "a")
         for size in (1, 3, 15, 16, 17, 40, 1000):
             assert np.array_equal(with_numpy.uniform(size), with_torch.uniform(size).numpy())
-            np.testing.assert_allclose(with_numpy.normal(size), with_torch.normal(size).numpy(), rtol=0, atol=1e-6)
+            # The last digits of torch's logarithms are those of the CPU's instructions.
+            np.testing.assert_allclose(with_numpy.normal(size), with_torch.normal(size).numpy(), rtol=0, atol=1e-5)
             assert with_numpy.permutation(size) == with_torch.permutation(size)
         assert with_numpy.normal(2, 3).shape == (2, 3)
