@@ -111,7 +111,7 @@ class Player:
         self.number, self.name = number, f"client-{number:05}"
         self.record, self._shape = record, SHAPES[kilobytes]
         self._secret, self._path = secret_of(self.name), f"/v1/federations/{federation}"
-        self._content = content_of(kilobytes)
+        self._change = change_of(kilobytes)
 
     async def enrol(self, http: Connection, token: str) -> None:
         body = enrolment(self.name, backbone_shape={"d_t": self._shape[1], "d_e": 8})
@@ -134,16 +134,16 @@ class Player:
         if len(payload) != task["payload"]["bytes"]:
             raise SystemExit("a payload is cut off")
         if task["kind"] == "train":
-            ended = await self._send(http, f"{path}/update", task)
+            ended = await self._send(http, f"{path}/update", task, payload)
             if ended is not None:
                 self.record.spans.append((task["round"], begun, ended))
         else:
             await http.expect(201, self._secret, "PUT", f"{path}/evaluation", EVALUATION)
             self.record.evaluations += 1
 
-    async def _send(self, http: Connection, path: str, task: dict[str, Any]) -> float | None:
+    async def _send(self, http: Connection, path: str, task: dict[str, Any], payload: bytes) -> float | None:
         """Send the update until it is accepted; the time of the 201, or None once the phase is over."""
-        update = self._update(task)
+        update = self._update(task, payload)
         digest = content_digest(update)
         while True:
             begun = time.perf_counter()
@@ -159,18 +159,21 @@ class Player:
             self.record.too_many += 1
             await asyncio.sleep(float(headers["retry-after"]))
 
-    def _update(self, task: dict[str, Any]) -> bytes:
+    def _update(self, task: dict[str, Any], payload: bytes) -> bytes:
+        # The same change from whatever was received: from a fixed place, late ones would swing ever further.
+        content = (self._change + np.frombuffer(payload[-self._change.nbytes :], np.float32)).tobytes()
         about = {"metrics": {"loss": 0.5}, "payload_sha256": task["payload"]["sha256"], "task_id": task["task_id"]}
-        tensor = {"dtype": "F32", "shape": self._shape, "data_offsets": [0, len(self._content)]}
+        tensor = {"dtype": "F32", "shape": self._shape, "data_offsets": [0, len(content)]}
         header = json.dumps({"__metadata__": {"promptfed": json.dumps(about)}, "context": tensor}).encode()
         header += b" " * (-len(header) % 8)
-        return len(header).to_bytes(8, "little") + header + self._content
+        return len(header).to_bytes(8, "little") + header + content
 
 
 @cache
-def content_of(kilobytes: int) -> bytes:
-    """The context that every update of this size contains, as bytes."""
-    return np.random.default_rng(0).standard_normal(SHAPES[kilobytes], dtype=np.float32).tobytes()
+def change_of(kilobytes: int) -> np.ndarray:
+    """The change of every update of this size."""
+    change: np.ndarray = 1e-3 * np.random.default_rng(0).standard_normal(SHAPES[kilobytes], dtype=np.float32)
+    return change.reshape(-1)
 
 
 @dataclass

@@ -235,10 +235,10 @@ async def begin(operator: Operator, retention: str, evaluate_every: int | None) 
 class LearningClient(LoadClient):
     """A client whose updates differ from round to round, and so do states and payloads, as when somebody trains."""
 
-    def _update(self, task: dict[str, Any]) -> bytes:
+    def _update(self, task: dict[str, Any], payload: bytes) -> bytes:
         draws = np.random.default_rng([task["round"], self.number])
-        self._content = draws.standard_normal(SHAPES[LATE_KB], dtype=np.float32).tobytes()
-        return super()._update(task)
+        self._change = 1e-3 * draws.standard_normal(SHAPES[LATE_KB], dtype=np.float32).reshape(-1)
+        return super()._update(task, payload)
 
 
 def load_clients(operator: Operator) -> list[LoadClient]:

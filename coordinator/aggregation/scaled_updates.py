@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from sqlalchemy import func, select
@@ -77,12 +78,13 @@ def moved_on(
     A client says itself how few steps it took. So a change that is enlarged stays within the limit of admission.
     """
     schedule = federation.spec.schedule
+    began_at = lru_cache(maxsize=8)(lambda sha256: blobs.tensors(sha256)[0])
     for update in updates:
         known, factor = scaled.late.get(update.client), scaled.factors.get(update.client, 1.0)
         if known is None and factor == 1:
             yield update
             continue
-        began = payload if known is None else blobs.tensors(known.payload_sha256)[0]
+        began = payload if known is None else began_at(known.payload_sha256)
         if factor > 1:
             numbers = sum(tensor.size for tensor in update.tensors.values())
             length = max(change_norm(update.tensors, began), TINY)
@@ -97,6 +99,8 @@ def moved_on(
 
 
 def _moved(tensor: Array, began: Array, now: Array, factor: float) -> Array:
-    change = tensor.astype(np.float64) - began.astype(np.float64)
-    moved: Array = (now.astype(np.float64) + factor * change).astype(tensor.dtype)
+    change = np.subtract(tensor, began, dtype=np.float64)
+    change *= factor
+    change += now
+    moved: Array = change.astype(tensor.dtype)
     return moved

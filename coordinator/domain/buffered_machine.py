@@ -23,6 +23,8 @@ from promptfed.shared.spec.spec_section import ceil_fraction
 class BufferedMachine(Machine):
     """The steps in which asynchronous rounds differ from others."""
 
+    _nobody_is_free = False  # known for the next look at the stage, which would go through all clients
+
     @property
     def _schedule(self) -> ScheduleSpec:
         assert self.rules.schedule is not None
@@ -68,7 +70,9 @@ class BufferedMachine(Machine):
         super()._open(kind, name, names, size, now, expected)
 
     def _close_if_due(self, stage: Stage, now: float) -> bool:
-        stage = self._filled(stage)
+        if not self._nobody_is_free:
+            stage = self._filled(stage)
+        self._nobody_is_free = False
         is_open, is_late = "open" in stage.asks.values(), now >= stage.deadline
         if stage.kind == "evaluate":
             if (is_open or self.run.busy) and not is_late:
@@ -76,7 +80,10 @@ class BufferedMachine(Machine):
             self._close(stage, stage.sample_size)
             self._complete()
             return True
-        answered, size = len(stage.having("answered")), self._size(stage)
+        statuses = list(stage.asks.values())
+        answered, size = statuses.count("answered"), stage.sample_size
+        if answered + statuses.count("open") < size:
+            size = self._size(stage)
         if answered < size and is_open and not is_late:
             return False
         if answered >= max(1, ceil_fraction(self.rules.quorum, size)):
@@ -148,6 +155,8 @@ class BufferedMachine(Machine):
 
     def _settle_open(self, name: str, status: AskStatus, now: float) -> None:
         if self._trains or name not in self.run.busy:
+            # Whoever could be asked beside those that train was asked before. An answer adds nobody to them.
+            self._nobody_is_free = status == "answered" and self._trains and self._schedule.concurrency is None
             super()._settle_open(name, status, now)
             return
         self._leave(name, status)
@@ -182,4 +191,6 @@ class BufferedMachine(Machine):
         self.facts.append(facts.Settled(name, status))
 
     def _forget(self, name: str) -> None:
-        self._set(busy={other: began for other, began in self.run.busy.items() if other != name})
+        busy = dict(self.run.busy)
+        busy.pop(name, None)
+        self._set(busy=busy)

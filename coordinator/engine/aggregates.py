@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import select
@@ -124,21 +125,18 @@ def note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) -
 
 
 def _payloads(registry: Registry, phase_id: int) -> Callable[[str], Arrays]:
-    """Returns a client's payload of the phase; the last one is cached, since most clients have the same."""
+    """Returns a client's payload of the phase; some are cached, since most clients have the same."""
     with registry.database.read() as session:
         rows = session.execute(
             select(TaskRow.client, TaskRow.payload_sha256).where(TaskRow.phase_id == phase_id, TaskRow.counted)
         )
         digests: dict[str, str | None] = {row.client: row.payload_sha256 for row in rows}
-    last: tuple[str, Arrays] | None = None
+    tensors = lru_cache(maxsize=8)(lambda sha256: registry.blobs.tensors(sha256)[0])
 
     def payload_of(client: str) -> Arrays:
-        nonlocal last
         sha256 = digests[client]
         assert sha256 is not None, "nobody answers what it was not given"
-        if last is None or last[0] != sha256:
-            last = sha256, registry.blobs.tensors(sha256)[0]
-        return last[1]
+        return tensors(sha256)
 
     return payload_of
 

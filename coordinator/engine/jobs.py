@@ -261,6 +261,8 @@ def _made_payloads(
             tensors = global_state.sent_payload(federation, state, phase, federation.clients[task.client], context)
             alike = last is not None and _are_the_same(last[1], tensors)
             stored = last[2] if last is not None and alike else put_tensors(registry.blobs, held, tensors)
+            if federation.method.one_payload:
+                registry.blobs.remember(held, stored.digest)
             last = stage, tensors, stored
         made[task.id] = replace(task, payload_sha256=last[2].digest, payload_bytes=last[2].size)
     return made

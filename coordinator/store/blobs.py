@@ -133,6 +133,11 @@ class Blobs:
         """The bytes, if they are in memory; nothing is read."""
         return self._remembered.get(digest)
 
+    def remember(self, held: Held, digest: str) -> None:
+        """Keep a small blob of ``held`` in memory, where many are about to read it."""
+        if digest in held.small:
+            self._remembered.add(digest, held.small[digest])
+
     def places(self, digests: list[str]) -> list[bytes | Path]:
         """As ``place`` for several blobs. Raises DamagedBlob for the first damaged one."""
         files = {digest: path for digest in digests if (path := self.path(digest)).exists()}
