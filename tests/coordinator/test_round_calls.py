@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.operations import submissions
+from promptfed.coordinator.operations import payloads
 from promptfed.testing.clients import ScriptedClient, bearer, content_digest, enrolment, trained, update_body
 from tests.coordinator.operations.test_submissions import bad_updates
 from tests.support.both_ways import Switch, seen
@@ -215,7 +215,7 @@ def test_what_breaks_is_told_alike_and_logged(
     def breaks(*_: Any) -> Any:
         raise RuntimeError("a defect of ours")
 
-    monkeypatch.setattr(submissions, "payload", breaks)
+    monkeypatch.setattr(payloads, "served_payload", breaks)
     fast = coordinator.http.get(task["payload"]["url"], headers=a.headers)
     assert (fast.status_code, kind(fast)) == (500, "internal-error")
     wait_for("the log", lambda: "a defect of ours" in caplog.text)  # which is written after the answer
