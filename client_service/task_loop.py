@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -27,8 +25,9 @@ from promptfed.client_service.privacy.unexplained import unexplained
 from promptfed.client_service.state.faults import point
 from promptfed.client_service.state.kept_rounds import keep_before
 from promptfed.client_service.state.private_state import PAYLOADS, Pending
-from promptfed.client_service.training.data import TEST, TRAIN, Cancelled
+from promptfed.client_service.training.data import TEST, TRAIN
 from promptfed.client_service.training.executor import Compute
+from promptfed.client_service.training.task_watch import OVER, watched
 from promptfed.client_service.training.trainer import BeforeTask, TaskWork
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.data import DataError
@@ -45,14 +44,10 @@ log = logging.getLogger("promptfed.client")
 
 POLL_SECONDS = 30
 SHORTEST_POLL = 0.5  # seconds between polls where the coordinator has no task for us and says so at once
-OVER = ("phase-closed", "too-stale")  # refusals of updates that nobody waits for any more
 RESENDS = 3  # of one accepted update, where the coordinator asks for it again
-WATCH_SECONDS = 10.0  # between two looks at whether the task that is being carried out is still ours
 
 # What may be said of a failure outside: these texts name settings, tensors and classes, never a path or an image.
 TELLABLE = (NotAgreed, MethodError, BackboneError, TensorError, SpecError, BadAnswer)
-
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -70,6 +65,7 @@ class TaskLoop:
 
     def __post_init__(self) -> None:
         self.state, self.agreement = self.work.state, self.work.agreement
+        self._watched = partial(watched, self.coordinator, self.compute, progress=self._progress)
         self._inquiries = Inquiries(self.coordinator, self.work, self.compute, self.monitor)
         terms = self.agreement.consent.terms
         self._secure = None
@@ -145,7 +141,7 @@ class TaskLoop:
 
     async def _train(self, task: Task, payload: bytes | Path) -> None:
         try:
-            metrics = await self._watched(task, lambda cancelled: self.work.train(task, payload, cancelled))
+            metrics = await self._watched(task, partial(self.work.train, task, payload))
         finally:
             self._inquiries.tell_payload()
         self._note_sending(task)
@@ -158,7 +154,7 @@ class TaskLoop:
         if task.kind == "train" and not secure.is_trained(task):
             self._compare(task)
             try:
-                trained = await self._watched(task, lambda cancelled: self.work.trained(task, payload, cancelled))
+                trained = await self._watched(task, partial(self.work.trained, task, payload))
             finally:
                 self._inquiries.tell_payload()
             noise = self.work.own_noise(task)
@@ -235,7 +231,7 @@ class TaskLoop:
 
     async def _evaluate(self, task: Task, payload: bytes | Path) -> None:
         with unexplained(self.work.hides_failures, "evaluation"):
-            result = await self._watched(task, lambda cancelled: self.work.evaluate(task, payload, cancelled))
+            result = await self._watched(task, partial(self.work.evaluate, task, payload))
         self.work.expect_policy()
         self._note_sending(task)
         await self.coordinator.send_evaluation(task.task_id, result)
@@ -349,6 +345,12 @@ class TaskLoop:
                 raise
             log.info("the failure report was refused: %s", refused)
 
+    def _progress(self) -> float | None:
+        """The part of the task's steps that is done; None if that is unknown, or is not to leave this machine."""
+        terms, policy = self.agreement.consent.terms, self.work.rules.policy
+        hidden = terms.privacy is not None or terms.secure_aggregation is not None
+        return None if hidden or (policy is not None and not policy.metrics.training) else self.work.progress
+
     def _note(self, refused: Refused, task: Task) -> None:
         """A refusal of one task is noted; one of this client, or a redirect, is raised again."""
         if refused.status in (401, 403, 410) or refused.status < 400:
@@ -362,30 +364,6 @@ class TaskLoop:
         self.state.record_refusal(facts | {"detail": refused.detail})
         event = "discarded" if refused.kind in OVER else "refused"
         self.monitor.tell(event, round=round, status=refused.status, kind=refused.kind, detail=refused.detail)
-
-    async def _watched(self, task: Task, job: Callable[[Cancelled], Result]) -> Result:
-        """Run ``job`` and stop it when the task is no longer ours."""
-        gone = threading.Event()
-        watcher = asyncio.create_task(self._watch(task, gone))
-        try:
-            return await self.compute.run(lambda: job(lambda: gone.is_set() or self.compute.stopped()))
-        finally:
-            watcher.cancel()
-
-    async def _watch(self, task: Task, gone: threading.Event) -> None:
-        # "No task" is no reason to stop: a paused federation says so too, and takes the updates of open tasks.
-        while not gone.is_set():
-            await asyncio.sleep(WATCH_SECONDS)
-            try:
-                current = await self.coordinator.task(0, retry=False)
-            except Refused as refused:
-                if refused.status in (401, 403, 404, 410):
-                    gone.set()
-            except (BadAnswer, ClientError):
-                continue
-            else:
-                if current is not None and current.task_id != task.task_id:
-                    gone.set()
 
 
 def _facts(task: Task) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import hashlib
 import ssl
 import time
 from asyncio import to_thread
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -72,10 +73,18 @@ class CoordinatorClient(CoordinatorConnection):
         answer = await self.call("POST", self._path("clients"), token=enrolment_token, body=body)
         return self.parse(EnrolResponse, answer.body)
 
-    async def task(self, wait: int, *, retry: bool = True) -> Task | None:
-        """The client's open task, or None after at most ``wait`` seconds. Refused 410 where the federation ended."""
+    async def task(
+        self, wait: int, *, retry: bool = True, carrying: str | None = None, progress: float | None = None
+    ) -> Task | None:
+        """The client's open task, or None after at most ``wait`` seconds. Refused 410 where the federation ended.
+
+        With ``carrying``, the id of the task that it carries out: another one. Refused 409 once that one is closed.
+        """
         headers = {HEARTBEAT: f"{HEARTBEAT_SECONDS:g}"} if self.book.several else {}
-        answer = await self._poll("GET", "task", wait, headers, retry=retry)
+        about = {} if carrying is None else {"carrying": carrying}
+        if progress is not None:
+            about["progress"] = f"{progress:.2f}"
+        answer = await self._poll("GET", "task", wait, headers, retry, about)
         only_heartbeats = answer.body != b"" and not answer.body.strip()
         if answer.status == 204 or only_heartbeats:
             return None
@@ -184,14 +193,20 @@ class CoordinatorClient(CoordinatorConnection):
             return message.model_dump_json().encode()
 
     async def _poll(
-        self, verb: str, resource: str, wait: int, headers: dict[str, str] | None = None, retry: bool = True
+        self,
+        verb: str,
+        resource: str,
+        wait: int,
+        headers: dict[str, str] | None = None,
+        retry: bool = True,
+        about: Mapping[str, str] | None = None,
     ) -> Reply:
         """The answer to a poll of at most ``wait`` seconds; of fewer where something in between cuts it."""
         patience, all_headers = Patience(self), {"Authorization": f"Bearer {self.token}", **(headers or {})}
         while True:
             seconds, asked = self.poll_wait.seconds(wait), time.monotonic()
             timeouts = httpx.Timeout(seconds + POLL_MARGIN, connect=TIMEOUT.connect)
-            path = f"{self._path(resource)}?wait={seconds}"
+            path = f"{self._path(resource)}?{urlencode({'wait': seconds, **(about or {})})}"
             try:
                 answer = await self.once(verb, path, lambda: None, all_headers, timeouts, MAX_JSON_BYTES, None)
             except (httpx.TransportError, Unavailable) as error:

@@ -1,9 +1,9 @@
 """`sent.jsonl`: a line for each message that leaves this machine, on the disk before the message leaves.
 
 A line has the message's kind, recipient, size and digest, the shapes of its tensors and the names of its fields, never
-a value. Requests without a body, as for tasks and payloads, share one line for each hour and recipient, which also has
-their numbers since the line before. A line's ``chain`` is the SHA-256 of the previous line's chain and of this line
-without it. A full file is renamed to ``sent-NUMBER.jsonl``; the last `KEPT` are kept.
+a value. Requests without a body, as for tasks and payloads or with a task's progress, share one line for each hour and
+recipient, which also has their numbers since the line before. A line's ``chain`` is the SHA-256 of the previous line's
+chain and of this line without it. A full file is renamed to ``sent-NUMBER.jsonl``; the last `KEPT` are kept.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class SentLog:
 
     def _count(self, address: str, path: str) -> None:
         place = path.partition("?")[0].split("/")
-        self._asked["payload" if "payload" in place else place[-1]] += 1
+        about = "progress" if "progress=" in path else "payload" if "payload" in place else place[-1]
+        self._asked[about] += 1
         hour = (address, f"{datetime.now(UTC):%Y-%m-%dT%H}")
         if hour != self._hour:
             self._write({"to": address, "what": "questions", "asked": dict(self._asked)})

@@ -272,6 +272,8 @@ class Disclosure:
             lines.append(f"            {sum(known):,} bytes in all")
         if not summed:
             lines += ["  receipt   which payload it was given, signed: other sites see it by a key, without a name"]
+        if not summed and self.terms.privacy is None:
+            lines += ["  progress  while it trains: the part of its steps that is done"]
         if self.terms.training.budget is not None:
             lines += ["  steps     how many optimizer steps it took, by which the change is weighed"]
         return [*lines, f"  metrics   {', '.join(self.terms.metrics) or 'none'}"]

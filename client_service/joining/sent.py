@@ -66,8 +66,13 @@ DATA_CHECK = {
     "floor": "the disclosure floor",
     "counts": "numbers of images by kind of problem, rounded down to multiples of the floor",
 }
+PROGRESS = {
+    "progress": "the part of the task's steps that is done, every 10 seconds; not with privacy,\n"
+    "secure sums or the policy's metrics.training: false",
+}
 SENT = {
     "once, when it enrols": ENROLMENT,
+    "during a task that takes longer than some seconds": PROGRESS,
     "after training": UPDATE,
     "in the steps of a secure sum, instead of that": SECURE_SUM,
     "after an evaluation": EVALUATION,

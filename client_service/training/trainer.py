@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -85,6 +86,7 @@ class TaskWork:
         self._told = False  # what augmentation costs
         self._kept_back: set[str] = set()
         self.evaluated: Serving | None = None  # the last evaluation's payload
+        self.progress: float | None = None  # the part of the present task's steps that is done
 
     @property
     def protection(self) -> SiteProtection | None:
@@ -113,7 +115,7 @@ class TaskWork:
             MethodError: the method cannot carry out this task.
             TaskCancelled: ``cancelled`` became true; nothing is kept.
         """
-        started = time.monotonic()
+        started, self.progress = time.monotonic(), None
         with unexplained(self.hides_failures):
             method, context = self._context(task.config, task.round, task.phase, cancelled)
         tensors, _ = decode_place(payload)
@@ -355,6 +357,7 @@ class TaskWork:
             phase=phase,
             train=self._train_split(config, space, f"{config.seed} {round} {phase} {self.name}"),
             cancelled=cancelled,
+            progress=partial(setattr, self, "progress"),
             label_space=space,
         )
         return method, context

@@ -35,7 +35,7 @@ from promptfed.coordinator.http.uploads import Incoming
 from promptfed.coordinator.operations import federations, tokens, tuning
 from promptfed.coordinator.reports.federations import federation_view, without_participation
 from promptfed.shared.api.access_schemas import MintedToken, TokenPage, TokenRequest
-from promptfed.shared.api.api_schemas import DryRun, FederationPage, FederationView, SuppliedState
+from promptfed.shared.api.api_schemas import Awaited, DryRun, FederationPage, FederationView, SuppliedState
 from promptfed.shared.messages import ENDED
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
@@ -85,7 +85,15 @@ def _view(
     view = federation_view(session, federation)
     if caller is not None and federation.spec.participation.is_secret and not knows_who_takes_part(caller):
         return without_participation(view)
-    return view.model_copy(update={"disk": disk_told(registry, federation)})
+    awaited = [_with_progress(registry, federation, one) for one in view.awaited]
+    return view.model_copy(update={"awaited": awaited, "disk": disk_told(registry, federation)})
+
+
+def _with_progress(registry: Registry, federation: Federation, awaited: Awaited) -> Awaited:
+    client, task = federation.clients.get(awaited.name), federation.tasks.get(awaited.name)
+    if client is None or task is None:
+        return awaited
+    return awaited.model_copy(update={"progress": registry.last_seen.progress(client.id, task.id)})
 
 
 def _listed(session: Session, registry: Registry, federation: Federation, caller: OperatorCaller) -> FederationView:

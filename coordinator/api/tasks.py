@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
-from promptfed.coordinator.api.deps import Calling, CallingClient, RegistryOf, TaskId, answered, of_app
+from promptfed.coordinator.api.deps import NO_NUL, Calling, CallingClient, RegistryOf, TaskId, answered, of_app
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
 from promptfed.coordinator.api.results import tensors_at
 from promptfed.coordinator.domain import clock
@@ -51,7 +51,10 @@ ACCEPTED_BEFORE: dict[int | str, dict[str, Any]] = {
 @router.get(
     "/task",
     response_model=Task,
-    responses={204: {"description": "no task within the time"}, **described.for_clients(problems.Ended)},
+    responses={
+        204: {"description": "no task within the time"},
+        **described.for_clients(problems.Ended, problems.PhaseClosed),
+    },
 )
 async def get_task(
     registry: RegistryOf,
@@ -61,13 +64,22 @@ async def get_task(
     asked: Annotated[
         str | None, Header(alias=HEARTBEAT, max_length=100, description="white space while it waits (any value)")
     ] = None,
+    carrying: Annotated[
+        str | None, Query(max_length=100, pattern=NO_NUL, description="the task that the client carries out")
+    ] = None,
+    progress: Annotated[float | None, Query(ge=0, le=1, description="the part of its steps that is done")] = None,
 ) -> Response:
-    """The client's open task. Waits for one if there is none."""
-    task = await next_task(registry, caller, 0 if asked else wait_seconds)
+    """The client's open task. Waits for one if there is none.
+
+    With `carrying`, waits while that task is open. 409 as soon as it is closed, or the client's next task.
+    """
+    if carrying is not None and progress is not None:
+        registry.last_seen.is_at(caller.client.id, carrying, progress)
+    task = await next_task(registry, caller, 0 if asked else wait_seconds, carrying)
     if task is not None:
         return Response(task, media_type="application/json")
     if asked and wait_seconds:
-        return WaitingPoll(registry, caller, wait_seconds, heartbeats)
+        return WaitingPoll(registry, caller, wait_seconds, heartbeats, carrying)
     return Response(status_code=status.HTTP_204_NO_CONTENT)
 
 
@@ -77,10 +89,17 @@ class WaitingPoll(Response):
     Without a task the body is white space alone; so it is if the poll is refused meanwhile, as the next one is at once.
     """
 
-    def __init__(self, registry: Registry, caller: CallingClient, seconds: float, heartbeats: Heartbeats):
+    def __init__(
+        self,
+        registry: Registry,
+        caller: CallingClient,
+        seconds: float,
+        heartbeats: Heartbeats,
+        carrying: str | None = None,
+    ):
         super().__init__(media_type="application/json", headers={"X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
-        self._poll, self._heartbeats = (registry, caller, seconds), heartbeats
+        self._poll, self._heartbeats = (registry, caller, seconds, carrying), heartbeats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -92,7 +111,9 @@ class WaitingPoll(Response):
         await send({"type": "http.response.body", "body": (task or "").encode()})
 
 
-async def next_task(registry: Registry, caller: CallingClient, wait_seconds: float) -> str | None:
+async def next_task(
+    registry: Registry, caller: CallingClient, wait_seconds: float, carrying: str | None = None
+) -> str | None:
     """The task as JSON; None if there is none within ``wait_seconds``. Raises as ``get_task`` describes."""
     key = (caller.federation.id, caller.client.name)
     until = clock.monotonic() + wait_seconds
@@ -103,6 +124,8 @@ async def next_task(registry: Registry, caller: CallingClient, wait_seconds: flo
             if registry.away:
                 raise problems.StoreAway
             served = _open_task(registry, caller.federation.id, caller.client)
+            if carrying is not None:
+                served = _other_task(registry, caller, carrying, served)
             left = until - clock.monotonic()
             if served is not None:
                 return _message(registry, *served)
@@ -154,6 +177,18 @@ def _open_task(registry: Registry, id: str, client: Client) -> tuple[Federation,
     if federation.run.state != "running" or task is None or task.payload_sha256 is None or federation.deadline is None:
         return None
     return federation, task
+
+
+def _other_task(
+    registry: Registry, caller: CallingClient, carrying: str, served: tuple[Federation, OpenTask] | None
+) -> tuple[Federation, OpenTask] | None:
+    """What is served in the place of the task ``carrying``; None while that is open, also in a paused federation."""
+    known = registry.get(caller.federation.id).tasks.get(caller.client.name)
+    if known is not None and known.id == carrying:
+        return None
+    if served is None:
+        raise problems.PhaseClosed(f"task {carrying} is no longer open: stop it")
+    return served
 
 
 def _message(registry: Registry, federation: Federation, task: OpenTask) -> str:

@@ -1,6 +1,6 @@
 """Times of clients' last requests and bytes downloaded: collected in memory, written every few seconds.
 
-These figures are for people. A crash loses the last seconds of them.
+These figures are for people. A crash loses the last seconds of them. How far a task is, is known in memory alone.
 """
 
 from __future__ import annotations
@@ -35,6 +35,19 @@ class LastSeen:
         self._lock = threading.Lock()
         self._seen: dict[str, float] = {}  # seconds of the epoch
         self._bytes: Counter[str] = Counter()
+        self._progress: dict[str, tuple[str, float]] = {}  # task and the part of it that is done, by the client's id
+
+    def is_at(self, client_id: str, task_id: str, done: float) -> None:
+        """Note what a client says of its task."""
+        self._progress[client_id] = (task_id, done)
+
+    def progress(self, client_id: str, task_id: str) -> float | None:
+        """The part of the open task ``task_id`` that is done, if the client has told it."""
+        told = self._progress.get(client_id)
+        if told is None or told[0] == task_id:
+            return told and told[1]
+        self._progress.pop(client_id, None)
+        return None
 
     def seen(self, client_id: str) -> None:
         """Note a client's request."""

@@ -61,6 +61,7 @@ class Awaited(BaseModel):
 
     name: str
     until: datetime
+    progress: float | None = Field(None, description="the part of its task's steps that is done, as it has said")
 
 
 class StageView(BaseModel):

@@ -85,6 +85,7 @@ class PerFedAvg(WeightMethod):
             for first, second in zip(given[::2], given[1::2], strict=False):
                 if context.cancelled():
                     raise TaskCancelled
+                context.progress((epoch + 2 * len(values) / len(given)) / context.training.epochs)
                 values.append(step(loss, parameters, first, second, alphas, betas, hessian=self.hyper.hessian))
         mean = sum(values) / len(values)
         if not math.isfinite(mean):

@@ -143,11 +143,11 @@ export class Status {
     const { view } = this;
     say(this.phase, sentence(view));
     this.tick();
-    const waiting = new Set(view.awaited.map((one) => one.name));
+    const waiting = new Map(view.awaited.map((one) => [one.name, one.progress]));
     const marked = (name) => {
       if (view.answered.includes(name)) return ["answered", "✓", "answered"];
       if (view.failed.includes(name)) return ["failed", "✕", "failed"];
-      if (waiting.has(name)) return ["awaited", "…", "awaited"];
+      if (waiting.has(name)) return ["awaited", "…", waiting.get(name) == null ? "awaited" : `awaited, ${Math.round(100 * waiting.get(name))} % done`];
       return ["gone", "–", "no longer awaited"];
     };
     const over = ["finished", "failed", "cancelled"].includes(view.state);

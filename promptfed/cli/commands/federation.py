@@ -220,7 +220,10 @@ def _show_status(federation: FederationSummary) -> None:
     lines += [f"trial {trial.describe()}" for trial in federation.trials]
     awaited = [client.model_dump(mode="json") for client in federation.awaited]
     why = {name: f" ({reason})" for name, reason in federation.choice.items()}
-    lines += [f"waiting for {one['name']}{why.get(one['name'], '')} until {one['until']}" for one in awaited]
+    done = {one.name: f", {one.progress:.0%} done," for one in federation.awaited if one.progress is not None}
+    for one in awaited:
+        name = one["name"]
+        lines.append(f"waiting for {name}{why.get(name, '')}{done.get(name, '')} until {one['until']}")
     for line in lines:
         say(plain(line))
 

@@ -139,8 +139,8 @@ class SharedPoll(httpx.AsyncBaseTransport):
 
 
 def _seconds(request: httpx.Request) -> float:
-    """The seconds that a poll may wait; 0 for other requests."""
-    if request.method != "GET" or not _POLL.fullmatch(request.url.path):
+    """The seconds that a poll may wait; 0 for other requests, as those of a client that carries out a task."""
+    if request.method != "GET" or not _POLL.fullmatch(request.url.path) or "carrying" in request.url.params:
         return 0.0
     return float(request.url.params.get("wait", "0"))
 

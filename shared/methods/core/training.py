@@ -180,17 +180,20 @@ def _minimise(
     draws = generator(context.seed, context.round, context.phase, context.client, "batches")
     losses = _Losses(context, math.ceil(count / training.batch_size))
     budget = context.budget if epochs is None else None
+    steps = 0
     if budget is None:
         epochs = training.epochs if epochs is None else epochs
+        steps = epochs * math.ceil(count / training.batch_size)
     elif budget.taken is None:
         budget.begin(math.ceil(count / training.batch_size))
     else:
         raise MethodError("training.budget is for one training loop, and this method has two: leave it out")
-    for indices in batches(count, training.batch_size, epochs, draws):
+    for number, indices in enumerate(batches(count, training.batch_size, epochs, draws)):
         if context.cancelled():
             raise TaskCancelled
         if budget is not None and not budget.step():
             break
+        context.progress(number / steps if budget is None else budget.share)
         optimizer.zero_grad(set_to_none=True)
         value = _in_memory(context, optimizer, partial(backward, indices), len(indices))
         optimizer.step()

@@ -1,8 +1,7 @@
 """The interface of a federated method.
 
-A method is one file with two halves. The server half turns states and updates into states; the client half turns a
-payload, private data and private state into an update. Both are functions of plain tensors, configuration and a
-generator, and do no I/O: the services around them know no method by name.
+A method is one file with two halves, which are functions of plain tensors, configuration and a generator, without I/O.
+The server half turns states and updates into states; the client half makes updates of payloads and private data.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ class ClientContext:
     private. ``unlabelled``: the labels of ``train`` are predictions, or -1 where there is none. ``label_bias``: the
     threshold to train, where images have several labels. ``class_counts``: of all clients' training images,
     ``(1, C)`` by class of the federation's list, or present and absent ``(2, C)``; None where they are not known.
-    ``budget``: of the task's steps, where the spec has one.
+    ``budget``: of the task's steps, where the spec has one. ``progress`` is told the part of the steps that is done.
     """
 
     backbone: Backbone
@@ -156,6 +155,7 @@ class ClientContext:
     phase: str
     train: Split
     cancelled: Callable[[], bool] = field(default=lambda: False)
+    progress: Callable[[float], None] = field(default=lambda done: None)
     count_trained: Callable[[int], None] = field(default=lambda numbers: None)
     label_space: tuple[str, ...] = ()
     protection: Protection | None = None

@@ -37,6 +37,14 @@ class StepBudget:
         self.taken += 1
         return True
 
+    @property
+    def share(self) -> float:
+        """The part of it that was used up before the present step, 0 to 1."""
+        assert self.taken
+        if self.spec.seconds is not None and self.known is None:
+            return min(1.0, (self.clock() - self.started) / self.spec.seconds)
+        return (self.taken - 1) / self._most
+
     def _is_late(self) -> bool:
         """Whether a step that takes as long as those before would end too late."""
         assert self.taken

@@ -1,0 +1,139 @@
+"""While a task is carried out: how far it is, and that it stops as soon as nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from fastapi import Request, Response
+
+from promptfed.client_service.exits import Exit
+from promptfed.client_service.joining.parts import Parts
+from promptfed.client_service.settings import Settings, make_settings
+from promptfed.client_service.task_loop import TaskLoop
+from promptfed.client_service.training import task_watch
+from promptfed.client_service.worker import Worker
+from promptfed.shared.clip import Backbone, tiny
+from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec.spec import TrainingSpec
+from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
+from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.support.coordinators import in_thread
+from tests.support.fake_coordinator import problem, until
+from tests.support.waiting import PATIENCE
+
+LONG = TrainingSpec(epochs=10_000, batch_size=1, learning_rate=1e-4).model_dump()
+
+
+@pytest.fixture(autouse=True)
+def asks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_watch, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(task_watch, "SHORTEST_WATCH", 0.05)
+
+
+def test_a_cancelled_federation_stops_training_while_the_question_is_held_back(
+    tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_watch, "WATCH_SECONDS", 60)  # longer than this test: no second question can tell it
+    spec = {
+        "rounds": 1,
+        "training": LONG,
+        "backbone": {"model": tiny.MODEL, "pretrained": tiny.PRETRAINED},
+        "method": {"name": "promptfl", "m": 4},
+    }
+    with in_thread(tmp_path / "coordinator") as coordinator:
+        federation = coordinator.create(**spec, participation={"min_clients": 1})
+        token = tmp_path / "token"
+        token.write_text(coordinator.token(federation))
+        settings = make_settings(
+            coordinator=coordinator.url,
+            federation=federation,
+            name="north",
+            data="symbols:sketch?topic=signs&per_class=2&test_per_class=1",
+            state_dir=tmp_path / "north",
+            enrolment_token_file=token,
+            feature_cache=tmp_path / "features",
+            device="cpu",
+        )
+        worker = Worker(settings, Parts(backbone=backbone))
+
+        def progress() -> float | None:
+            found: float | None = next((one["progress"] for one in coordinator.get(federation)["awaited"]), None)
+            return found
+
+        async def scenario() -> None:
+            running = asyncio.ensure_future(worker.run())
+            await until(lambda: coordinator.get(federation)["clients"]["trainers"] == 1)
+            coordinator.post(f"{federation}/start")
+            await until(lambda: progress() is not None)
+            assert worker.monitor.status.stage == "training"
+            coordinator.post(f"{federation}/cancel")
+            async with asyncio.timeout(PATIENCE):
+                assert await running is Exit.OK
+
+        asyncio.run(scenario())
+        assert worker.monitor.status.trained == 0
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_long_task_is_asked_about_and_its_progress_told_unless_the_policy_keeps_it(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, hidden: bool, tmp_path: Path
+) -> None:
+    requests: list[str] = []
+
+    def held_back(request: Request) -> Response | None:
+        if "carrying" not in request.query_params:
+            return None
+        requests.append(request.url.query)
+        return Response(status_code=204)
+
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"version: 1\nmetrics: {{training: {str(not hidden).lower()}, accuracy: plain}}\n")
+    coordinator = make_coordinator(rounds=1, training=LONG, alter=held_back)
+    worker = make_worker(coordinator, settings=settings.model_copy(update={"policy": policy}))
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(worker.run())
+        await until(lambda: len(requests) >= 3)
+        worker.stop()
+        await running
+
+    asyncio.run(scenario())
+    told = ["progress=" in one for one in requests]
+    assert all(told[1:]) if not hidden else not any(told)
+
+
+def test_a_task_that_was_closed_is_dropped_and_the_next_one_carried_out(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker
+) -> None:
+    closed: list[str] = []
+
+    def close(request: Request) -> Response | None:
+        if "carrying" not in request.query_params or closed:
+            return None
+        closed.append(request.query_params["carrying"])
+        coordinator.plan.pop(0)
+        return problem(409, "phase-closed")
+
+    coordinator = make_coordinator(rounds=1, training=LONG, alter=close)
+    events: list[str] = []
+    worker = make_worker(coordinator, hook=lambda event, facts: events.append(event))
+    assert asyncio.run(worker.run()) is Exit.OK
+    assert events[-3:] == ["cancelled", "evaluated", "ended"]
+    assert len(closed) == 1
+    assert not coordinator.accepted
+
+
+@pytest.mark.parametrize(
+    ("privacy", "sums", "told"), [(None, None, 0.5), (PrivacySpec(), None, None), (None, SecureAggregationSpec(), None)]
+)
+def test_no_progress_is_told_under_privacy_or_in_secure_sums(privacy: object, sums: object, told: float | None) -> None:
+    terms = SimpleNamespace(privacy=privacy, secure_aggregation=sums)
+    loop = SimpleNamespace(
+        agreement=SimpleNamespace(consent=SimpleNamespace(terms=terms)),
+        work=SimpleNamespace(rules=SimpleNamespace(policy=None), progress=0.5),
+    )
+    assert TaskLoop._progress(cast(TaskLoop, loop)) == told
