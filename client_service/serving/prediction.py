@@ -15,7 +15,7 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.clip.caches.features import rows_before
-from promptfed.shared.data.image_files import IMAGE_FORMATS, expect_numbers
+from promptfed.shared.data.image_files import IMAGE_FORMATS, UNREADABLE, expect_numbers
 from promptfed.shared.methods import MULTI_LABEL, TASK
 from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, Mixes
 
@@ -160,6 +160,6 @@ def read_image(content: bytes) -> Image.Image:
             raise TooManyPixels(f"the image has too many pixels; {MAX_PIXELS} are allowed") from None
         except TooManyPixels:
             raise
-        except (OSError, SyntaxError, ValueError) as error:
+        except UNREADABLE as error:
             kind = "the body cannot be read as an image: send the bytes of a PNG, JPEG or another common format"
             raise BadImage(kind) from error

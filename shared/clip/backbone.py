@@ -13,6 +13,7 @@ from torch import Tensor
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
 from promptfed.shared.clip.lru import Recent, content_key
+from promptfed.shared.clip.preprocessing import middle
 from promptfed.shared.clip.towers import functional_text, functional_vision, patches, vision
 from promptfed.shared.clip.towers.hub_text import text_tower_of
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
@@ -155,7 +156,7 @@ class Backbone:
 
     def preprocess(self, image: Any) -> Tensor:
         """PIL image -> `(3, H, W)` on the CPU, with open_clip's preprocessing for evaluation."""
-        tensor: Tensor = self._transform(image)
+        tensor: Tensor = self._transform(middle(image))
         return tensor
 
     @torch.no_grad()

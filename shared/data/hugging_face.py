@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from promptfed.shared.data.image_files import expect_numbers
+from promptfed.shared.data.image_files import UNREADABLE, expect_numbers
 from promptfed.shared.data.options import UNKNOWN, Options
 from promptfed.shared.data.partition import train_test
 from promptfed.shared.data.source import DataError, Source, Split, refuse_special_files
@@ -93,7 +93,7 @@ def _split(dataset: Any, image: str, label: str, names: tuple[str, ...], options
             decoded: Image.Image = dataset[row][image]
             expect_numbers(decoded)
             return decoded.convert("RGB")
-        except (OSError, SyntaxError, ValueError, AttributeError) as error:
+        except (*UNREADABLE, AttributeError) as error:
             raise DataError(f"row {row}: column {image} holds no readable image ({error}).") from error
 
     return Split(labels, read)

@@ -17,6 +17,9 @@ from promptfed.shared.service.reasons import why
 # Accepted formats, also of a client's service. Unneeded decoders only add attack surface.
 IMAGE_FORMATS = ("PNG", "JPEG", "JPEG2000", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 
+UNREADABLE = (OSError, SyntaxError, TypeError, ValueError)
+"""Errors of PIL for damaged files."""
+
 LARGE = 32_000_000  # images with more pixels are scaled down on reading; towers need a few hundred pixels a side
 SHRUNK = 16_000_000  # approximate number of pixels after scaling down
 LEAST_SIDE = 512  # least pixels of the shorter side after scaling down
@@ -59,7 +62,7 @@ def read_image(path: Path) -> Image.Image:
         made = f"{path.stem}-small{path.suffix}"
         advice = f"make it smaller, as in: magick {path.name} -resize 2048x2048 {made}"
         raise DataError(f"{path} cannot be read as an image: it has too many pixels; {advice} ({error}).") from error
-    except (OSError, SyntaxError, ValueError) as error:
+    except UNREADABLE as error:
         raise DataError(f"{path} cannot be read as an image; repair or remove it ({why(error)}).") from error
 
 

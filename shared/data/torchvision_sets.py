@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from promptfed.shared.data.image_files import expect_numbers
+from promptfed.shared.data.image_files import UNREADABLE, expect_numbers
 from promptfed.shared.data.options import Options, with_classes
 from promptfed.shared.data.partition import train_test
 from promptfed.shared.data.source import DataError, Source, Split, refuse_special_files
@@ -100,7 +100,7 @@ def _split(name: str, dataset: Any) -> Split:
                 raise ValueError(f"it is {type(image).__name__}, no image")
             expect_numbers(image)
             return image.convert("RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except (*UNREADABLE, Image.DecompressionBombError) as error:
             raise DataError(f"image {row} of torchvision's {name} cannot be read ({error}).") from error
 
     return Split(_labels(name, dataset), read)

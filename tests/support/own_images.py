@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -54,6 +55,18 @@ def picture(shape: str, seed: int, domain: str = "filled") -> Image.Image:
         pen.line(box, fill=ink, width=5)
         pen.line((box[0], box[3], box[2], box[1]), fill=ink, width=5)
     return image
+
+
+def tiff_with_a_fraction_as_an_offset() -> bytes:
+    """A TIFF that says where its pixels are by a float, for which PIL raises TypeError."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "TIFF")
+    content = bytearray(file.getvalue())
+    tags = int.from_bytes(content[4:8], "little") + 2
+    places = range(tags, len(content) - 12, 12)
+    offsets = next(place for place in places if int.from_bytes(content[place : place + 2], "little") == 273)
+    content[offsets + 2 : offsets + 4] = (11).to_bytes(2, "little")
+    return bytes(content)
 
 
 def write_folder(

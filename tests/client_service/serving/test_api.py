@@ -26,6 +26,7 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source
 from promptfed.shared.service import http_connection
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.support.own_images import tiff_with_a_fraction_as_an_offset
 
 
 def png(image: Image.Image) -> bytes:
@@ -122,6 +123,24 @@ def test_what_is_no_image_is_refused(serving: Worker, body: bytes) -> None:
     assert answer.status_code == 422
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.json()["type"].endswith("/bad-image")
+
+
+def test_a_damaged_tiff_is_refused(serving: Worker) -> None:
+    assert call(serving, "POST", "/v1/predict", content=tiff_with_a_fraction_as_an_offset()).status_code == 422
+
+
+@pytest.mark.parametrize("size", [(1, 1_000_000), (1_000_000, 1), (60_000, 200)])
+def test_a_line_of_a_million_pixels_takes_no_more_memory_than_a_picture(serving: Worker, size: tuple[int, int]) -> None:
+    """Preprocessing scales the shorter side to that of the tower: the longer one would have tens of millions."""
+    resize, most = Image.Image.resize, 100 * 48 * 48
+
+    def watched(image: Image.Image, size: tuple[int, int], *given: Any, **options: Any) -> Image.Image:
+        assert size[0] * size[1] <= most
+        return resize(image, size, *given, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Image.Image, "resize", watched)
+        assert call(serving, "POST", "/v1/predict", content=png(Image.new("RGB", size))).status_code == 200
 
 
 def test_a_truncated_image_is_refused(serving: Worker) -> None:

@@ -22,7 +22,7 @@ from promptfed.shared.data.options import Options
 from promptfed.shared.data.registry import class_names_of
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.data.union import union_uri
-from tests.support.own_images import picture, write_folder
+from tests.support.own_images import picture, tiff_with_a_fraction_as_an_offset, write_folder
 
 
 def digests(uri: str, role: str = "trainer", part: str = "test") -> set[str]:
@@ -187,6 +187,7 @@ def test_a_folder_of_two_words_is_a_domain_that_can_be_declared(tmp_path: Path) 
         ("sun.psd", b"8BPS" + bytes(40), "it is PSD; convert it, as in: magick sun.psd sun.png"),
         ("scan.dcm", bytes(128) + b"DICM" + bytes(8), "it is DICOM"),
         ("notes.txt", b"hello", "repair or remove it"),
+        ("sun.tiff", tiff_with_a_fraction_as_an_offset(), "repair or remove it"),
     ],
 )
 def test_what_is_refused_says_how_to_convert_it(tmp_path: Path, name: str, content: bytes, says: str) -> None:
