@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.training.augmentation import Views
-from promptfed.client_service.training.image_cache import IMAGES, HeldImages, ImageCache
+from promptfed.client_service.training.image_cache import IMAGES, HeldImages, ImageCache, ReadAhead
 from promptfed.shared import messages
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.caches.rows import CacheCost
@@ -27,6 +27,7 @@ from promptfed.shared.methods.core.statistics import CALIBRATION
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.plain_text import look_alikes
 from promptfed.shared.spec.training_terms import TrainingTerms
+from promptfed.shared.tensors.transfer import sent_to
 
 CHUNK = 256  # images between two looks at whether to stop
 
@@ -46,8 +47,10 @@ class LocalSplit:
         raw_features: Callable[[], Tensor],
         patches: Callable[[Tensor], Tensor],
         block_rows: Callable[[Tensor, int], Tensor] | None = None,
+        soon: Callable[[Tensor], None] = lambda rows: None,
     ):
         self.labels = labels
+        self.soon = soon  # told which images (B,) the next step reads
         self._block_rows = block_rows
         self._features = features
         self._raw_features = raw_features
@@ -130,13 +133,18 @@ class ClientData:
         if which == TRAIN and own.ndim == 1 and not self.unlabelled and bool((own < 0).any()):
             text = "the data's among=base leaves images without a class: they can be tested on, not trained on"
             raise ClientError(Exit.BAD_INPUT, text)
+        ahead = ReadAhead(
+            lambda row: self._image(self._splits[which], row),
+            lambda row: self._held.find(self._key(self._splits[which], row)),
+        )
         return LocalSplit(
             placed(own, names, label_space),
             lambda: self.features(which),
-            lambda rows: self._images(which, rows),
+            lambda rows: sent_to(ahead.take(rows.tolist()), self._backbone.device),
             lambda: self.features(which, raw=True),
             lambda rows: self._patches(self._splits[which], rows),
             lambda rows, start: self._block_rows(self._splits[which], rows, start),
+            lambda rows: ahead.begin(rows.tolist()),
         )
 
     def augmented(self, label_space: tuple[str, ...], views: int, purpose: str) -> LocalSplit:
@@ -155,7 +163,7 @@ class ClientData:
         return LocalSplit(
             self.split(TRAIN, label_space).labels,
             lambda: self._computed(shown, cache.features),
-            lambda rows: shown.images(rows).to(device),
+            lambda rows: sent_to(shown.images(rows), device),
             lambda: self._computed(shown, cache.raw_features),
             lambda rows: self._patches(shown, rows),
         )
@@ -234,17 +242,17 @@ class ClientData:
             self._cache.patches.fill(self._backbone, split, range(start, min(start + CHUNK, len(split))))
 
     def _patches(self, split: ImageSplit, rows: Tensor) -> Tensor:
-        return self._cache.patches.rows(self._backbone, split, rows.tolist()).to(self._backbone.device)
+        return sent_to(self._cache.patches.rows(self._backbone, split, rows.tolist()), self._backbone.device)
 
     def _block_rows(self, split: ImageSplit, rows: Tensor, start: int) -> Tensor:
-        return self._cache.blocks(start).rows(self._backbone, split, rows.tolist()).to(self._backbone.device)
-
-    def _images(self, which: str, rows: Tensor) -> Tensor:
-        return torch.stack([self._image(self._splits[which], int(row)) for row in rows]).to(self._backbone.device)
+        rows_before = self._cache.blocks(start).rows(self._backbone, split, rows.tolist())
+        return sent_to(rows_before, self._backbone.device)
 
     def _image(self, split: Split, row: int) -> Tensor:
-        key = f"{self._backbone.transform_id}/{split.digest(row)}"
-        return self._held.get(key, lambda: self._backbone.preprocess(split.image(row)))
+        return self._held.get(self._key(split, row), lambda: self._backbone.preprocess(split.image(row)))
+
+    def _key(self, split: Split, row: int) -> str:
+        return f"{self._backbone.transform_id}/{split.digest(row)}"
 
 
 def placed(labels: Tensor, names: Sequence[str], label_space: Sequence[str]) -> Tensor:

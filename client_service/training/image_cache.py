@@ -5,9 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 
+import torch
 from torch import Tensor
+
+from promptfed.shared.clip.caches.rows import READERS
 
 DEFAULT_BYTES = 1 << 30
 
@@ -60,11 +65,15 @@ IMAGES = ImageCache()
 
 
 class HeldImages:
-    """One client's images: made once by ``make``, then found in ``cache`` or here."""
+    """One client's images: made once by ``make``, then found in ``cache`` or here. Threads may share it."""
 
     def __init__(self, cache: ImageCache = IMAGES):
         self._cache = cache
         self._held: dict[str, Tensor] = {}
+
+    def find(self, key: str) -> Tensor | None:
+        """The image under ``key``, if this client holds it."""
+        return self._held.get(key)
 
     def get(self, key: str, make: Callable[[], Tensor]) -> Tensor:
         """The image ``(3, H, W)`` under ``key``, which nobody may change."""
@@ -79,3 +88,41 @@ class HeldImages:
             image = kept
         self._held[key] = image
         return image
+
+
+@cache
+def readers() -> ThreadPoolExecutor:
+    """The process's threads that decode and preprocess images."""
+    return ThreadPoolExecutor(READERS, "images")
+
+
+class ReadAhead:
+    """Images that ``read`` makes of a split's indices, in threads beside the training step before."""
+
+    def __init__(self, read: Callable[[int], Tensor], held: Callable[[int], Tensor | None]):
+        """``held``: an image that is in memory already."""
+        self._read, self._held = read, held
+        self._ahead: dict[int, Future[Tensor]] = {}
+        self._used = False  # whether this task looks at images at all
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Make the next batch's images meanwhile, if this task looks at images."""
+        if self._used:
+            self._drop()
+            self._ahead = self._begun(rows)
+
+    def take(self, rows: Sequence[int]) -> Tensor:
+        """``(B, 3, H, W)`` images at ``rows``."""
+        self._used = True
+        ahead, self._ahead = self._ahead, {}
+        ahead |= self._begun([row for row in rows if row not in ahead])
+        images = [ahead[row].result() if row in ahead else self._read(row) for row in rows]
+        return torch.stack(images)
+
+    def _begun(self, rows: Sequence[int]) -> dict[int, Future[Tensor]]:
+        return {row: readers().submit(self._read, row) for row in rows if self._held(row) is None}
+
+    def _drop(self) -> None:
+        for image in self._ahead.values():
+            image.cancel()
+        self._ahead = {}

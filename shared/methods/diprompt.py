@@ -70,7 +70,7 @@ class EnsembleClassifier:
     def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)``, log p of the images at ``indices (B,)``."""
         features = split.features()
-        features = features[indices.to(features.device)]
+        features = features[pf.sent_to(indices, features.device)]
         each = (self._scale * torch.einsum("bd,jcd->bjc", features, self._texts)).softmax(-1)
         mixed = torch.einsum("bj,bjc->bc", self.shares(split, indices), each[:, 1:])
         return torch.log((each[:, 0] + mixed) / 2)
@@ -78,7 +78,7 @@ class EnsembleClassifier:
     def shares(self, split: pf.Split, indices: Tensor) -> Tensor:
         """w ``(B, M)`` of the images at ``indices (B,)``."""
         features = split.features()
-        return (self._scale * features[indices.to(features.device)] @ self._queries.T).softmax(-1)
+        return (self._scale * features[pf.sent_to(indices, features.device)] @ self._queries.T).softmax(-1)
 
 
 class DiPrompt(pf.Method):
@@ -174,7 +174,7 @@ class DiPrompt(pf.Method):
         features, wanted = context.train.features(), self.nearest(context)
 
         def loss(indices: Tensor) -> Tensor:
-            rows = indices.to(device)
+            rows = pf.sent_to(indices, device)
             scores = backbone.logit_scale * features[rows] @ self.queries(backbone, query).T
             return F.cross_entropy(scores, wanted[rows])
 
@@ -189,7 +189,7 @@ class DiPrompt(pf.Method):
         features, labels = context.train.features(), context.train.labels.to(device)
 
         def loss(indices: Tensor) -> Tensor:
-            rows = indices.to(device)
+            rows = pf.sent_to(indices, device)
             texts = backbone.encode_prompts(torch.cat([common.unsqueeze(0), domains]), prompts)
             general = features[rows] @ texts[0].T
             special = torch.einsum("bd,bcd->bc", features[rows], texts[1:][chosen[rows]])

@@ -180,7 +180,7 @@ def orthonormal_factors(local: Tensor, b: int, draws: torch.Generator) -> tuple[
     u spans ``local``·Ω for a standard normal Ω ``(d_t, b)``, and v's rows span ``local``ᵀ·u: one step of the power
     method from both sides. b is at most m and d_t.
     """
-    exact = local.detach().double().cpu()
+    exact = local.detach().double()
     u, _ = torch.linalg.qr(exact @ _start(exact, b, draws))
     v = torch.linalg.qr(exact.T @ u)[0].T
     return _as(local, u), _as(local, v), _as(local, exact - u @ v)
@@ -188,7 +188,7 @@ def orthonormal_factors(local: Tensor, b: int, draws: torch.Generator) -> tuple[
 
 def exact_factors(local: Tensor, b: int, draws: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """As `orthonormal_factors`, but v = uᵀ·``local``: u·v is ``local``'s projection on u's columns."""
-    exact = local.detach().double().cpu()
+    exact = local.detach().double()
     u, _ = torch.linalg.qr(exact @ _start(exact, b, draws))
     u, v = _as(local, u), _as(local, u.T @ exact)
     return u, v, local - u @ v
@@ -211,17 +211,19 @@ def paper_std(epsilon: float, clip: float, rounds: int, batch_size: int) -> floa
 
 def shortened(gradient: Tensor, clip: float) -> Tensor:
     """``gradient`` at length ``clip`` at most."""
-    return gradient * min(1.0, clip / max(float(gradient.norm()), 1e-30))
+    short: Tensor = gradient * (clip / gradient.norm().clamp_min(1e-30)).clamp_max(1.0)
+    return short
 
 
 def drawn_like(tensor: Tensor, draws: torch.Generator) -> Tensor:
     """N(0, 1) in the shape of ``tensor``, drawn on the CPU."""
-    return torch.randn(tensor.shape, generator=draws).to(tensor.device)
+    return pf.sent_to(torch.randn(tensor.shape, generator=draws), tensor.device)
 
 
 def _start(local: Tensor, b: int, draws: torch.Generator) -> Tensor:
-    return torch.randn(local.shape[1], min(b, *local.shape), generator=draws, dtype=local.dtype)
+    drawn = torch.randn(local.shape[1], min(b, *local.shape), generator=draws, dtype=local.dtype)
+    return pf.sent_to(drawn, local.device)
 
 
 def _as(like: Tensor, tensor: Tensor) -> Tensor:
-    return tensor.to(device=like.device, dtype=like.dtype)
+    return tensor.to(like.dtype)

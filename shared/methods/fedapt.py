@@ -76,7 +76,7 @@ class AdaptiveClassifier:
     def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = split.features()
-        features = features[indices.to(features.device)]
+        features = features[pf.sent_to(indices, features.device)]
         shares = self.shares_of(features)
         likeliest = shares.argmax(-1)
         alone = shares.amax(-1) > 1 - ALONE
@@ -242,7 +242,7 @@ class FedAPT(pf.Method):
         features, labels = context.train.features(), context.train.labels.to(device)
 
         def loss(indices: Tensor) -> Tensor:
-            rows = indices.to(device)
+            rows = pf.sent_to(indices, device)
             text = self.encode(backbone, scaled(prompt, key), prompts)
             scores = self.hyper.query_scale * features[rows] @ query.T
             asked = F.cross_entropy(scores, torch.full_like(labels[rows], row))

@@ -155,7 +155,7 @@ class FedAvg(WeightMethod):
         total = 0.0
         for rows in torch.split(torch.arange(len(labels)), CHUNK):
             scores = scorer.logits(context.train, rows)
-            loss = F.cross_entropy(scores, labels[rows.to(labels.device)].to(scores.device))
+            loss = F.cross_entropy(scores, labels[pf.sent_to(rows, labels.device)].to(scores.device))
             total += float(loss) * len(rows)
         return total / len(labels)
 
@@ -171,7 +171,7 @@ class FedAvg(WeightMethod):
         def loss(indices: Tensor) -> Tensor:
             features = self.features(tower, tower.read(context.train, indices))
             noise = torch.randn(len(indices), self.hyper.d_z, generator=draws).to(device)
-            entropy, length, divergence = head.losses(features, labels[indices.to(device)], noise)
+            entropy, length, divergence = head.losses(features, labels[pf.sent_to(indices, device)], noise)
             return entropy + self.hyper.length_weight * length + self.hyper.divergence_weight * divergence
 
         groups = self.head_groups(context, list(head.tensors.values()))

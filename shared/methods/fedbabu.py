@@ -57,7 +57,8 @@ class FedBABU(PrivateHeadMethod):
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of the tower."""
         tower = self.tower(context, payload, private).trainable()
-        loss = self.fit(context, tower, self.start_head(context, payload, private), trains="tower")
+        head = self.start_head(context, payload, private).to(context.backbone.device)
+        loss = self.fit(context, tower, head, trains="tower")
         return pf.TrainResult(self.sent(tower), {}, {"loss": loss})
 
     def kept(self, tower: TrainedTower, head: Head) -> Tensors:

@@ -70,7 +70,7 @@ class AttentionClassifier:
     def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = self._read(split)
-        adapted = attended(self._adapter, features[indices.to(features.device)])
+        adapted = attended(self._adapter, features[pf.sent_to(indices, features.device)])
         return pf.cosine_logits(self._scale, adapted, torch.arange(adapted.shape[0]), self._text)
 
 
@@ -119,12 +119,12 @@ class FedCLIP(pf.Method):
         loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
-            some = indices.to(device)
+            some = pf.sent_to(indices, device)
             logits = context.backbone.logit_scale * attended(adapter, features[some]) @ text.T
             return loss_of(logits, labels[some])
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
-            some = indices.to(device)
+            some = pf.sent_to(indices, device)
             logits = context.backbone.logit_scale * attended_each(copies, features[some]) @ text.T
             return loss_of.each(logits, labels[some])
 

@@ -111,12 +111,12 @@ class FedCLIPAdapter(pf.Method):
         loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
-            rows = indices.to(device)
+            rows = pf.sent_to(indices, device)
             logits = scale * self.images(adapters, features[rows]) @ self.texts(adapters, text).T
             return loss_of(logits, labels[rows])
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
-            rows, own = indices.to(device), dict(zip(adapters, copies, strict=True))
+            rows, own = pf.sent_to(indices, device), dict(zip(adapters, copies, strict=True))
             images = self.images(own, features[rows].unsqueeze(1))
             logits = scale * (images @ self.texts(own, text).mT).squeeze(1)
             return loss_of.each(logits, labels[rows])

@@ -98,7 +98,7 @@ class FedCoCoOp(pf.SharedContextMethod):
             # The loss is a sum over images: all parts but the last are backpropagated here, each graph freed in turn.
             total = torch.zeros((), device=backbone.device)
             part = total
-            for rows in chunks(indices.to(backbone.device), len(prompts)):
+            for rows in chunks(pf.sent_to(indices, backbone.device), len(prompts)):
                 if part.requires_grad:
                     torch.autograd.backward(part)
                 logits = conditional_logits(backbone, learned, features[rows], prompts)
@@ -107,7 +107,7 @@ class FedCoCoOp(pf.SharedContextMethod):
             return part + (total - part.detach())
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
-            rows, state = indices.to(backbone.device), dict(zip(learned, copies, strict=True))
+            rows, state = pf.sent_to(indices, backbone.device), dict(zip(learned, copies, strict=True))
             logits = conditional_logits_each(backbone, state, features[rows], prompts)
             return loss_of.each(logits, labels[rows])
 

@@ -204,7 +204,7 @@ class FedLoRA(pf.Method):
 
         def loss(indices: Tensor) -> Tensor:
             scores = model.logits(indices, next(steps))
-            return loss_of(scores, labels[indices.to(device)])
+            return loss_of(scores, labels[pf.sent_to(indices, device)])
 
         final = pf.train(context, list(leaves.values()), loss)
         return pf.TrainResult(leaves, {}, {"loss": final})
@@ -241,12 +241,14 @@ class _Adapted:
         self._text = self._backbone.text_tower() if _a(TEXT).name in factors else None
         if self._text is not None:
             template, names = context.template, context.class_names
-            self._ids = self._backbone.tokens([template.replace("{}", spoken(name)) for name in names])
+            ids = self._backbone.tokens([template.replace("{}", spoken(name)) for name in names])
+            self._ends = self._text.ends(ids)
+            self._text_rows = self._text.rows(self._text.weights, ids)
 
     def logits(self, indices: Tensor, step: int) -> Tensor:
         """``(B, C)`` in training; dropout's masks follow from the step."""
         if self._visual is None:
-            images = self._context.train.features()[indices.to(self._backbone.device)]
+            images = self._context.train.features()[pf.sent_to(indices, self._backbone.device)]
         else:
             images = self.image_features(self.read(self._context.train, indices), step)
         return self._backbone.logit_scale * images @ self.text_features(step).T
@@ -290,8 +292,8 @@ class _Adapted:
         if tower is None:
             return pf.template_features(self._backbone, self._context.template, self._context.class_names)
         low_rank = self._low_rank(TEXT, tower.layers, step, 0)
-        rows = tower.blocks(tower.weights, tower.rows(tower.weights, self._ids), low_rank=low_rank)
-        return F.normalize(tower.pool(tower.weights, rows, tower.ends(self._ids)).float(), dim=-1)
+        rows = tower.blocks(tower.weights, self._text_rows, low_rank=low_rank)
+        return F.normalize(tower.pool(tower.weights, rows, self._ends).float(), dim=-1)
 
     def merged(self, which: str = VISUAL) -> dict[str, Tensor]:
         """A tower's weights with the changes added."""

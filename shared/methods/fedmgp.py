@@ -137,7 +137,7 @@ class Groups:
         """``(G, B, d_e)``, or without visual prompts ``(1, B, d_e)``, those that are kept."""
         if VISUAL not in prompts:
             features = split.features()
-            return features[indices.to(features.device)].unsqueeze(0)
+            return features[pf.sent_to(indices, features.device)].unsqueeze(0)
         images = split.images(indices)
         return torch.stack([self._towers.images(images, group.unsqueeze(0)) for group in prompts[VISUAL]])
 
@@ -266,7 +266,7 @@ class FedMGP(pf.Method):
 
         def loss(indices: Tensor) -> Tensor:
             texts, images = towers.texts(trained), towers.images(trained, context.train, indices)
-            logits, wanted = towers.logits(images, texts), labels[indices.to(device)]
+            logits, wanted = towers.logits(images, texts), labels[pf.sent_to(indices, device)]
             value = torch.stack([F.cross_entropy(scores, wanted) for scores in logits]).mean()
             apart = [diversity(features, hyper.diversity) for features in (texts, images)]
             return value + hyper.diversity_weight / 2 * (apart[0] + apart[1])

@@ -299,11 +299,11 @@ class FedMVP(pf.Method):
         def consistency(indices: Tensor, batch: Tensor, scores: Tensor) -> Tensor:
             if hyper.flip:
                 mirrored = torch.rand(len(batch), generator=flips) < 1 / 2
-                turned = torch.where(mirrored.to(batch.device)[:, None, None, None], batch.flip(-1), batch)
+                turned = torch.where(pf.sent_to(mirrored, batch.device)[:, None, None, None], batch.flip(-1), batch)
                 frozen = context.backbone.encode_images(turned)
             else:
                 features = context.train.features()
-                frozen = features[indices.to(features.device)]
+                frozen = features[pf.sent_to(indices, features.device)]
             return hyper.consistency * (1 - (prompted[0] * frozen).sum(-1).mean())
 
         parameters = [own[name] for name in names]

@@ -62,7 +62,7 @@ class FedOTP(PrivateContextMethod):
 
         def loss(indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
             text = backbone.encode_prompts(torch.stack([shared, local]), prompts, normalize=False)
-            return F.cross_entropy(logits(context.train, indices, text), labels[indices.to(labels.device)])
+            return F.cross_entropy(logits(context.train, indices, text), labels[pf.sent_to(indices, labels.device)])
 
         return PairLoss(loss, logits.statistics.metrics)
 

@@ -89,7 +89,7 @@ class FedPLOT(pf.SharedContextMethod):
 
         def loss(indices: Tensor) -> Tensor:
             text = backbone.encode_prompts(learned, prompts, normalize=False)
-            return F.cross_entropy(logits(split, indices, text), labels[indices.to(labels.device)])
+            return F.cross_entropy(logits(split, indices, text), labels[pf.sent_to(indices, labels.device)])
 
         final = pf.train(context, [learned], loss)
         metrics = {"loss": final} | logits.statistics.metrics()

@@ -23,17 +23,16 @@ class FedProGradHyper(pf.ContextHyper):
     )
 
 
-def projected(g_ce: Tensor, g_kl: Tensor, weight: float) -> tuple[Tensor, bool]:
-    """G of gradients of one shape, taken as one vector each; and whether they were in conflict.
+def projected(g_ce: Tensor, g_kl: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    """G of gradients of one shape, taken as one vector each; and whether they were in conflict, a bool ``()``.
 
     G_ce where ⟨G_ce, G_kl⟩ ≥ 0, else G_ce − λ·⟨G_ce, Ĝ⟩·Ĝ with Ĝ = G_kl/‖G_kl‖ (ProGrad, Eq. 5).
     """
     against = g_kl.double()  # whose squares are not too small for it
-    product = (g_ce.double() * against).sum()
-    if not bool(product < 0):
-        return g_ce, False
+    conflict = (g_ce.double() * against).sum() < 0
     along = against / torch.linalg.vector_norm(against)
-    return g_ce - (weight * (g_ce.double() * along).sum() * along).to(g_ce.dtype), True
+    part = (weight * (g_ce.double() * along).sum() * along).to(g_ce.dtype)
+    return torch.where(conflict, g_ce - part, g_ce), conflict
 
 
 class TemplateLosses:
@@ -50,7 +49,7 @@ class TemplateLosses:
 
     def __call__(self, indices: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         """Of the images at ``indices (B,)`` and text features ``(C, d_e)``."""
-        rows = indices.to(self._labels.device)
+        rows = pf.sent_to(indices, self._labels.device)
         logits = pf.cosine_logits(self._scale, self._features, indices, text)
         return F.cross_entropy(logits, self._labels[rows]), F.cross_entropy(logits, self._known[rows])
 
@@ -75,7 +74,7 @@ class FedProGrad(PromptFL):
         backbone, weight = context.backbone, self.hyper.weight
         learned = pf.leaf(payload["context"], backbone)
         prompts, losses = pf.class_prompts(context, self.hyper.m), TemplateLosses(context)
-        conflicts: list[bool] = []
+        conflicts: list[Tensor] = []
 
         def penalised(indices: Tensor) -> Tensor:
             cross_entropy, to_template = losses(indices, backbone.encode_prompts(learned, prompts))
@@ -93,5 +92,5 @@ class FedProGrad(PromptFL):
             metrics = {"loss": pf.train(context, [learned], penalised)}
         else:
             metrics = {"loss": train_by(context, [learned], gradients)}
-            metrics["conflicting_steps"] = sum(conflicts) / len(conflicts)
+            metrics["conflicting_steps"] = float(torch.stack(conflicts).double().mean())
         return pf.TrainResult({"context": learned}, metrics=metrics)

@@ -85,12 +85,12 @@ class FedProLIP(pf.Method):
         loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
-            some = indices.to(device)
+            some = pf.sent_to(indices, device)
             images = F.normalize(pooled[some] @ (frozen + change), dim=-1)
             return loss_of(backbone.logit_scale * images @ text.T, labels[some]) + penalty([change])
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
-            some = indices.to(device)
+            some = pf.sent_to(indices, device)
             images = F.normalize(torch.einsum("bv,bve->be", pooled[some], frozen + copies[0]), dim=-1)
             return loss_of.each(backbone.logit_scale * images @ text.T, labels[some])
 

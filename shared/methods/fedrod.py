@@ -40,11 +40,11 @@ class FedRoD(WeightMethod):
         head = begun.trainable(device)
         own = own_head(begun, private).trainable(device)
         labels = context.train.labels.to(device)
-        shares = log_shares(labels, len(begun.names))
+        shares = log_shares(context.train.labels, len(begun.names)).to(device)
 
         def loss(indices: Tensor) -> Tensor:
             features = self.features(tower, tower.read(context.train, indices))
-            wanted = labels[indices.to(device)]
+            wanted = labels[pf.sent_to(indices, device)]
             generic = head.logits(features)
             personal = generic.detach() + own.logits(features.detach())
             return F.cross_entropy(generic + shares, wanted) + F.cross_entropy(personal, wanted)

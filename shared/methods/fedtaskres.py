@@ -90,12 +90,12 @@ class FedTaskRes(pf.Method):
         loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
-            rows = indices.to(device)
+            rows = pf.sent_to(indices, device)
             value = loss_of(scale * features[rows] @ self.class_weights(text, residual).T, labels[rows])
             return value if penalty is None else value + penalty([residual])
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
-            rows = indices.to(device)
+            rows = pf.sent_to(indices, device)
             weights = self.class_weights(text, copies[0])
             logits = scale * torch.einsum("bd,bcd->bc", features[rows], weights)
             return loss_of.each(logits, labels[rows])

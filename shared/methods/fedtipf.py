@@ -104,7 +104,7 @@ class FedTipF(pf.Method):
         loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
-            rows = indices.to(labels.device)
+            rows = pf.sent_to(indices, labels.device)
             return loss_of(self._logits(context, trained, text, features[rows]), labels[rows])
 
         group = pf.Group([keys], relative_rate(context, features.shape[1]))

@@ -77,7 +77,7 @@ class PerFedAvg(WeightMethod):
         loss, parameters = self._loss(context, tower, head), [*tower.leaves.values(), *head.parameters]
         alphas, betas = self._rates(context, tower, head)
         context.count_trained(sum(parameter.numel() for parameter in parameters))
-        values: list[float] = []
+        values: list[Tensor] = []
         for epoch in range(context.training.epochs):
             draws = pf.generator(context.seed, context.round, context.phase, context.client, "batches", epoch)
             given = list(batches(count, size, 1, draws))
@@ -87,7 +87,7 @@ class PerFedAvg(WeightMethod):
                     raise TaskCancelled
                 context.progress((epoch + 2 * len(values) / len(given)) / context.training.epochs)
                 values.append(step(loss, parameters, first, second, alphas, betas, hessian=self.hyper.hessian))
-        mean = sum(values) / len(values)
+        mean = float(torch.stack(values).double().mean())
         if not math.isfinite(mean):
             raise pf.MethodError(f"the loss is not finite in round {context.round}: lower training.learning_rate")
         return pf.TrainResult(self.sent(tower, head, begun), self.kept(tower, head), {"loss": mean})
@@ -124,7 +124,7 @@ class PerFedAvg(WeightMethod):
 
         def loss(indices: Tensor) -> Tensor:
             scores = head.logits(self.features(tower, tower.read(context.train, indices)))
-            return F.cross_entropy(scores, labels[indices.to(labels.device)])
+            return F.cross_entropy(scores, labels[pf.sent_to(indices, labels.device)])
 
         return loss
 
@@ -138,7 +138,7 @@ def step(
     betas: Sequence[float],
     *,
     hessian: bool,
-) -> float:
+) -> Tensor:
     """W ← W − β·g with g = ∇L_second(W − α∇L_first(W)), in place; the loss there. Each tensor has its α and β.
 
     ``hessian``: g − ∇²L_first(W)·αg, its product by the difference of gradients at W ± δ·αg/max α.
@@ -161,7 +161,7 @@ def step(
         slopes = [slope - most * (plus - minus) / (2 * DELTA) for slope, plus, minus in pairs]
     _put(parameters, begun)
     descend(parameters, slopes, betas)
-    return float(value.detach())
+    return value.detach()
 
 
 def descend(parameters: Sequence[Tensor], slopes: Sequence[Tensor], rates: Sequence[float]) -> None:

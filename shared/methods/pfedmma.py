@@ -115,7 +115,7 @@ class AdaptedTowers:
         """``(B, d_e)`` normalised; those that are kept where images have no adapters."""
         if VISUAL not in self._kinds:
             features = split.features()
-            return features[indices.to(features.device)]
+            return features[pf.sent_to(indices, features.device)]
         tower, first = self._backbone.vision_tower(), self._first(VISUAL)
         if self._hyper.cache_blocks:
             rows = self._backbone.image_input(split.block_rows(indices, first))
@@ -235,7 +235,7 @@ class PFedMMA(pf.Method):
         def loss(indices: Tensor) -> Tensor:
             features = towers.images(own, context.train, indices)
             logits = backbone.logit_scale * features @ towers.texts(own).T
-            return F.cross_entropy(logits, labels[indices.to(labels.device)])
+            return F.cross_entropy(logits, labels[pf.sent_to(indices, labels.device)])
 
         final = pf.train(context, list(own.values()), loss)
         update = {spec.name: own.pop(spec.name) for spec in self.state_tensors()}

@@ -192,7 +192,7 @@ class PFedMoAP(ClientRowsMethod):
         features, labels = context.train.features(), context.train.labels.to(device)
 
         def loss(indices: Tensor) -> Tensor:
-            rows = indices.to(device)
+            rows = pf.sent_to(indices, device)
             texts = torch.cat([backbone.encode_prompts(own, prompts).unsqueeze(0), others])
             return F.cross_entropy(gate.logits(features[rows], texts), labels[rows])
 

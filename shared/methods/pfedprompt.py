@@ -60,7 +60,7 @@ class Memory:
         rows = kept.sort().values
         device = context.backbone.device
         candidates = context.among_candidates(labels[rows]).to(device)
-        return cls(context.train.features()[rows.to(device)], rows.to(device), candidates)
+        return cls(context.train.features()[pf.sent_to(rows, device)], pf.sent_to(rows, device), candidates)
 
 
 class MemoryLogits:
@@ -74,7 +74,7 @@ class MemoryLogits:
         """Of the images at ``indices (B,)`` and text features ``(C, d_e)``; ``own``: they are training images, each of
         which is left out of its own memory.
         """
-        rows = indices.to(text.device)
+        rows = pf.sent_to(indices, text.device)
         images = split.features()[rows]
         left_out = self._memory.rows[None, :] == rows[:, None] if own else None  # (B, N)
         if self._hyper.memory == "labels":
@@ -108,7 +108,7 @@ class MemoryClassifier:
 
     def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
-        plain = self._scale * split.features()[indices.to(self._text.device)] @ self._text.T
+        plain = self._scale * split.features()[pf.sent_to(indices, self._text.device)] @ self._text.T
         return plain if self._memory is None else plain + self._memory(split, indices, self._text)
 
     def weights(self) -> Tensors | None:
@@ -156,7 +156,7 @@ class PFedPrompt(PromptFL):
         labels = split.labels.to(backbone.device)
 
         def loss(indices: Tensor) -> Tensor:
-            rows, text = indices.to(backbone.device), backbone.encode_prompts(learned, prompts)
+            rows, text = pf.sent_to(indices, backbone.device), backbone.encode_prompts(learned, prompts)
             logits = backbone.logit_scale * features[rows] @ text.T + memory(split, indices, text, own=True)
             return F.cross_entropy(logits, labels[rows])
 

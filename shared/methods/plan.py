@@ -131,16 +131,16 @@ class Reference:
         if not self._kept:
             with torch.no_grad():
                 return torch.log_softmax(self._logits(indices, images), dim=-1)
-        new = ~self._known[indices]
-        if bool(new.any()):
+        [new] = (~self._known[indices]).nonzero(as_tuple=True)
+        if len(new):
             with torch.no_grad():
-                log_p = torch.log_softmax(self._logits(indices[new], images[new.to(images.device)]), dim=-1)
+                log_p = torch.log_softmax(self._logits(indices[new], images[pf.sent_to(new, images.device)]), dim=-1)
             if self._log_p is None:
                 self._log_p = log_p.new_zeros(self._shape)
-            self._log_p[indices[new].to(log_p.device)] = log_p
+            self._log_p[pf.sent_to(indices[new], log_p.device)] = log_p
             self._known[indices[new]] = True
         assert self._log_p is not None
-        return self._log_p[indices.to(self._log_p.device)]
+        return self._log_p[pf.sent_to(indices, self._log_p.device)]
 
 
 def divergence(log_reference: Tensor, logits: Tensor) -> Tensor:

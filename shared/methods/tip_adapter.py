@@ -47,9 +47,9 @@ class Cache:
 
     def votes(self, features: Tensor, beta: float, classes: int) -> Tensor:
         """``(B, C)`` exp(−b(1 − I·Fᵀ))·Y of normalised features ``(B, d_e)``."""
-        known = self.labels >= 0
-        nearness = torch.exp(-beta * (1 - features @ self.keys[known].T))
-        return nearness @ F.one_hot(self.labels[known], classes).to(nearness.dtype)
+        nearness = torch.exp(-beta * (1 - features @ self.keys.T))
+        known = (self.labels >= 0).unsqueeze(1)
+        return nearness @ (F.one_hot(self.labels.clamp(min=0), classes) * known).to(nearness.dtype)
 
     def means(self) -> Cache:
         """One key for each class, its normalised mean."""

@@ -78,10 +78,3 @@ def check(given: Mapping[str, Tensor], expected: Mapping[str, tuple[Shape, str]]
 def state_hash(given: Mapping[str, Tensor]) -> str:
     """As `tensors.state_hash`."""
     return tensors.state_hash(arrays_of(given))
-
-
-def sent_to(images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Images on a device. While they are copied to a GPU the CPU goes on, which needs memory that cannot move."""
-    if device.type != "cuda" or images.device.type == "cuda":
-        return images.to(device, dtype)
-    return images.pin_memory().to(device, non_blocking=True).to(dtype)

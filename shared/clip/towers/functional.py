@@ -16,6 +16,7 @@ from torch import Generator, Tensor, nn
 
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.sizes import BLOCK_KINDS
+from promptfed.shared.tensors.transfer import sent_to
 
 Weights = Mapping[str, Tensor]
 Adapter = Callable[[Tensor], Tensor]
@@ -52,7 +53,7 @@ class LowRank:
     def branch(self, index: int, rows: Tensor) -> Tensor:
         """`scale·drop(x)·Aᵀ·Bᵀ` of matrix ``index`` for rows `(..., d)`; zero for matrices after the first q."""
         if self.dropout:
-            kept = torch.rand(rows.shape, generator=self.draws).to(rows.device) >= self.dropout
+            kept = sent_to(torch.rand(rows.shape, generator=self.draws), rows.device) >= self.dropout
             rows = rows * kept / (1 - self.dropout)
         return F.linear(F.linear(rows, self.a[index].to(rows.dtype)), self.b[index].to(rows.dtype)) * self.scale
 

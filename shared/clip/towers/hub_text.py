@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class HubTextTower(TextTower):
 
     def __init__(self, inner: Any, context_length: int = DEFAULT_CONTEXT_LENGTH) -> None:
         self._inner = self._holder = inner
+        self._placed = WeakKeyDictionary()
         self.context_length = context_length
         kind = inner.config.model_type
         self.flags = TextFlags(None if kind in _BLOCKS else f"it is a {kind} of transformers", True, False)
@@ -69,13 +71,12 @@ class HubTextTower(TextTower):
 
     def encode_plain(self, context: Tensor, deep: Tensor | None, prompts: ClassPrompts) -> Tensor:
         """Features `(N, C, d_e)` of all positions. context: `(N, 1 or C, m, d)`; deep: `(N, depth, m, d)` or None."""
-        return self._encode(context, deep, prompts, prompts.ids.to(self.device))
+        return self._encode(context, deep, prompts, self.placed(prompts).ids)
 
     def encode_short(self, context: Tensor, deep: Tensor | None, prompts: ClassPrompts) -> Tensor:
         """As `encode_plain`, without the positions that are padding in all texts."""
-        ids = prompts.ids.to(self.device)
-        used = (ids != self._inner.config.pad_token_id).any(dim=0).nonzero()
-        return self._encode(context, deep, prompts, ids[:, : int(used.max()) + 1])
+        used = (prompts.ids != self._inner.config.pad_token_id).any(dim=0).nonzero()
+        return self._encode(context, deep, prompts, self.placed(prompts).ids[:, : int(used.max()) + 1])
 
     def _encode(self, context: Tensor, deep: Tensor | None, prompts: ClassPrompts, ids: Tensor) -> Tensor:
         n, c = context.shape[0], len(prompts)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from promptfed.shared.clip.towers.blocks import KEYS_VALUES, QUERIES, add_branches, project
 from promptfed.shared.clip.towers.prefix_attention import ClassBucket, Layout, PrefixAttention
-from promptfed.shared.clip.towers.text import TextTower, restore_order
+from promptfed.shared.clip.towers.text import TextTower
 from promptfed.shared.clip.towers.tokens import ClassPrompts
 
 
@@ -30,7 +30,7 @@ class _Constants:
 
     key: tuple[torch.dtype, torch.device]
     buckets: tuple[ClassBucket, ...]
-    order: list[int]
+    places: Tensor  # (C,) of each class in the order of the buckets
     rows: Tensor  # (T, d) embedded own tokens with positions
     qkv: Tensor  # (T, 3d) their queries, keys and values in the first block
     lead: list[Tensor]  # per block (start, 2d): keys and values of the tokens before the context
@@ -66,7 +66,7 @@ class PrefixEncoder:
                 context, own = torch.split(rows, [layout.m, own.shape[1]], dim=1)
             else:
                 own = add_branches(block, constants.end_rows(own) if layout.ends else own, attended)
-        return restore_order(tower.project(own), constants.order)
+        return tower.project(own).index_select(1, constants.places)
 
     def _constants(self, prompts: ClassPrompts) -> _Constants:
         key = (self._tower.dtype, self._tower.device)
@@ -81,20 +81,20 @@ class PrefixEncoder:
         tower, block = self._tower, self._tower.blocks[0]
         first_own = prompts.start + prompts.context_length
         buckets: list[ClassBucket] = []
-        order: list[int] = []
         rows: list[Tensor] = []
-        total = 0
+        total = classes = 0
         for end, members in prompts.buckets:
             size = end + 1 - first_own
-            buckets.append(ClassBucket(total, len(members), size, len(order)))
-            order.extend(members)
+            buckets.append(ClassBucket(total, len(members), size, classes))
+            classes += len(members)
             total += len(members) * size
             own = tower.embed(prompts.ids[list(members), first_own : end + 1]) + tower.position(first_own, end + 1)
             rows.append(own.flatten(0, 1))
         packed = torch.cat(rows)
         qkv = project(block, block.ln_1(packed))
         lead = tower.embed(prompts.ids[:1, : prompts.start]) + tower.position(0, prompts.start)
-        return _Constants(key, tuple(buckets), order, packed, qkv, self._lead_keys_values(lead))
+        places = tower.placed(prompts).places
+        return _Constants(key, tuple(buckets), places, packed, qkv, self._lead_keys_values(lead))
 
     def _lead_keys_values(self, lead: Tensor) -> list[Tensor]:
         """Keys and values per block `(start, 2d)`; lead: `(1, start, d)`, which sees only itself."""

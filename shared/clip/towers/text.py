@@ -5,6 +5,7 @@ Notation: `N` contexts in a batch, `C` classes, `m` context tokens, `L` text pos
 
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,25 @@ class TextFlags:
     prefix: bool  # and the blocks are open_clip's standard blocks, whose keys and values `prefix.py` can share
 
 
+@dataclass(frozen=True)
+class Placed:
+    """What a pass reads of class prompts, on the tower's device: copying it in every step would wait for a GPU.
+
+    buckets: of classes of equal length, the pooled position and the classes' indices. places: of each class in the
+    order of the buckets.
+    """
+
+    ids: Tensor
+    buckets: tuple[tuple[int, Tensor], ...]
+    places: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device, prompts: ClassPrompts) -> "Placed":
+        buckets = tuple((end, torch.tensor(members, device=device)) for end, members in prompts.buckets)
+        order = torch.cat([members for _, members in buckets])
+        return cls(prompts.ids.to(device), buckets, order.argsort())
+
+
 class TextTower:
     """A view of the text tower of a `CLIP`, `CustomTextCLIP` or `CoCa` model of open_clip, without its own weights."""
 
@@ -34,6 +54,7 @@ class TextTower:
         self._inner: Any = getattr(model, "text", None)
         self._holder: Any = model if self._inner is None else self._inner
         self.flags = _flags(self._holder, self._inner)
+        self._placed: WeakKeyDictionary[ClassPrompts, Placed] = WeakKeyDictionary()
         if self.flags.refusal is None:
             self.blocks: list[Any] = list(self._holder.transformer.resblocks)
 
@@ -65,6 +86,14 @@ class TextTower:
         """Raise BackboneError if the tower cannot take prompts."""
         if self.flags.refusal is not None:
             raise BackboneError(f"This backbone's text tower takes no prompts: {self.flags.refusal}.")
+
+    def placed(self, prompts: ClassPrompts) -> Placed:
+        """The prompts on the tower's device."""
+        held = self._placed.get(prompts)
+        if held is None or held.ids.device != self.device:
+            with torch.inference_mode(False):
+                held = self._placed[prompts] = Placed.on(self.device, prompts)
+        return held
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings without positions, `(..., d)` for ids `(...)`."""
@@ -104,7 +133,7 @@ class TextTower:
 
         context: `(N, 1 or C, m, d)`; deep: `(N, depth, m, d)` or None.
         """
-        ids = prompts.ids.to(self.device)
+        ids = self.placed(prompts).ids
         rows, mask = self._constant_rows(ids)
         n, c = context.shape[0], len(prompts)
         if mask is not None and mask.ndim == 3:  # (C * heads, L, L), with the padding of each class
@@ -114,19 +143,16 @@ class TextTower:
 
     def encode_short(self, context: Tensor, deep: Tensor | None, prompts: ClassPrompts) -> Tensor:
         """As `encode_plain`, but computes each bucket of equally long classes only up to its pooled position."""
-        ids = prompts.ids.to(self.device)
-        rows, mask = self._constant_rows(ids)
+        placed = self.placed(prompts)
+        rows, mask = self._constant_rows(placed.ids)
         n = context.shape[0]
         features: list[Tensor] = []
-        order: list[int] = []
-        for end, members in prompts.buckets:
-            index = torch.tensor(members, device=self.device)
+        for end, index in placed.buckets:
             part = rows[index, : end + 1]
             own = context if context.shape[1] == 1 else context[:, index]
             out = self._run(self._with_context(part, own, prompts), mask[: end + 1, : end + 1], deep, prompts)
-            features.append(self.project(out[:, -1]).reshape(n, len(members), -1))
-            order.extend(members)
-        return restore_order(torch.cat(features, dim=1), order)
+            features.append(self.project(out[:, -1]).reshape(n, len(index), -1))
+        return torch.cat(features, dim=1).index_select(1, placed.places)
 
     def _constant_rows(self, ids: Tensor) -> tuple[Tensor, Any]:
         """Embedded ids with positions `(C, L, d)`, with a class token at the end if the tower has one, and the mask."""
@@ -165,15 +191,6 @@ class TextTower:
             return self.project(rows[:, 0])
         end = self.pooled_position(ids)
         return self.project(rows[torch.arange(rows.shape[0], device=rows.device), end])
-
-
-def restore_order(features: Tensor, order: list[int]) -> Tensor:
-    """Features `(N, C, d_e)` in the order of `order` -> in the order of the classes."""
-    if order == list(range(len(order))):
-        return features
-    place = torch.empty(len(order), dtype=torch.long)
-    place[torch.tensor(order)] = torch.arange(len(order))
-    return features.index_select(1, place.to(features.device))
 
 
 def _flags(holder: Any, inner: Any) -> TextFlags:

@@ -23,6 +23,7 @@ from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.lazy import no_grad, torch
+from promptfed.shared.tensors.transfer import sent_to
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +49,7 @@ class ContextHyper(Hyperparameters):
 
 def cosine_logits(scale: float, features: Tensor, indices: Tensor, text: Tensor) -> Tensor:
     """Logits ``(B, C)`` τ⁻¹·I(x)·T(y) of normalised ``features (N, d_e)`` at ``indices (B,)`` and ``text (C, d_e)``."""
-    logits: Tensor = scale * features[indices.to(features.device)] @ text.T
+    logits: Tensor = scale * features[sent_to(indices, features.device)] @ text.T
     return logits
 
 
@@ -62,7 +63,7 @@ class FeatureClassifier:
     def logits(self, split: Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = split.features()
-        return self._of(features[indices.to(features.device)])
+        return self._of(features[sent_to(indices, features.device)])
 
 
 class TextFeatureClassifier:
@@ -212,11 +213,11 @@ class BatchCrossEntropy:
     def __call__(self, indices: Tensor, text: Tensor) -> Tensor:
         """The mean loss of the images at ``indices (B,)`` under normalised text features ``(C, d_e)``."""
         logits = cosine_logits(self._scale, self._features, indices, text)
-        return self._loss(logits, self._labels[indices.to(self._labels.device)])
+        return self._loss(logits, self._labels[sent_to(indices, self._labels.device)])
 
     def each(self, indices: Tensor, texts: Tensor) -> Tensor:
         """Losses ``(b,)`` of the images at ``indices (b,)``, each under its own text features ``texts (b, C, d_e)``."""
-        some = indices.to(self._labels.device)
+        some = sent_to(indices, self._labels.device)
         logits = self._scale * torch.einsum("bd,bcd->bc", self._features[some.to(self._features.device)], texts)
         return self._loss.each(logits, self._labels[some])
 

@@ -92,13 +92,13 @@ class Subset:
     @property
     def labels(self) -> Tensor:
         """``(N,)`` of these images."""
-        return self._split.labels[self._indices.to(self._split.labels.device)]
+        return self._split.labels[pf.sent_to(self._indices, self._split.labels.device)]
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def _rows(self, tensor: Tensor) -> Tensor:
-        return tensor[self._indices.to(tensor.device)]
+        return tensor[pf.sent_to(self._indices, tensor.device)]
 
     def features(self) -> Tensor:
         """As of the split."""
@@ -110,12 +110,12 @@ class Subset:
 
     def images(self, indices: Tensor) -> Tensor:
         """As of the split."""
-        return self._split.images(self._indices[indices.to(self._indices.device)])
+        return self._split.images(self._indices[pf.sent_to(indices, self._indices.device)])
 
     def patches(self, indices: Tensor) -> Tensor:
         """As of the split."""
-        return self._split.patches(self._indices[indices.to(self._indices.device)])
+        return self._split.patches(self._indices[pf.sent_to(indices, self._indices.device)])
 
     def block_rows(self, indices: Tensor, start: int) -> Tensor:
         """As of the split."""
-        return self._split.block_rows(self._indices[indices.to(self._indices.device)], start)
+        return self._split.block_rows(self._indices[pf.sent_to(indices, self._indices.device)], start)

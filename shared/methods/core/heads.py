@@ -136,8 +136,13 @@ class LinearHead:
 
     def trainable(self, device: torch.device) -> LinearHead:
         """A copy on ``device`` whose weight and bias take gradients."""
-        weight, bias = (tensor.to(device).clone().requires_grad_() for tensor in (self.weight, self.bias))
+        there = self.to(device)
+        weight, bias = (tensor.clone().requires_grad_() for tensor in there.parameters)
         return LinearHead(self.names, weight, bias)
+
+    def to(self, device: torch.device) -> LinearHead:
+        """The head on ``device``."""
+        return LinearHead(self.names, self.weight.to(device), self.bias.to(device))
 
     @property
     def parameters(self) -> list[Tensor]:

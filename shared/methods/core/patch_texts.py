@@ -44,24 +44,21 @@ class PlanStatistics:
     """Means over the problems of a task's steps: how hard they were, and how many patches carry all they may."""
 
     problems: int = 0
-    iterations: int = 0
-    unfinished: int = 0
     patches: int = 0
-    capped: int = 0
+    sums: Tensor | None = None  # (3,) of iterations, problems that are not finished, and capped patches: on the device
 
     def add(self, plan: TransportPlan) -> None:
         """Count the problems of one step."""
         self.problems += plan.iterations.numel()
-        self.iterations += int(plan.iterations.sum())
-        self.unfinished += int((~plan.converged).sum())
         self.patches += plan.capped.numel()
-        self.capped += int(plan.capped.sum())
+        sums = torch.stack([plan.iterations.sum(), (~plan.converged).sum(), plan.capped.sum()])
+        self.sums = sums if self.sums is None else self.sums + sums
 
     def metrics(self) -> dict[str, float]:
         """By the names that reports give them."""
-        problems, patches = max(1, self.problems), max(1, self.patches)
-        values = (self.iterations / problems, self.unfinished / problems, self.capped / patches)
-        return dict(zip(PLAN_METRICS, values, strict=True))
+        over = max(1, self.problems), max(1, self.problems), max(1, self.patches)
+        sums = [0, 0, 0] if self.sums is None else self.sums.tolist()
+        return {name: total / count for name, total, count in zip(PLAN_METRICS, sums, over, strict=True)}
 
 
 @dataclass
@@ -84,7 +81,7 @@ class PatchTextLogits:
         parts = [self._scores(part, directions) for part in torch.split(patches, at_once)]
         logits = self.scale * (torch.cat(parts) if parts else text.new_zeros(0, classes))
         if self.transport.pooled_weight:
-            pooled = split.features()[indices.to(text.device)]
+            pooled = split.features()[pf.sent_to(indices, text.device)]
             logits = logits + self.transport.pooled_weight * self.scale * pooled @ F.normalize(text.mean(0), dim=-1).T
         return logits
 

@@ -32,6 +32,7 @@ from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.lazy import torch
+from promptfed.shared.tensors.transfer import sent_to
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +67,7 @@ class PresenceTemplates:
     def logits(self, split: Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = split.features()
-        return self._scale * features[indices.to(features.device)] @ self._difference.T
+        return self._scale * features[sent_to(indices, features.device)] @ self._difference.T
 
     def of_images(self, images: Tensor) -> Tensor:
         """Not for single images outside a split."""

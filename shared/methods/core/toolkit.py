@@ -47,3 +47,4 @@ from promptfed.shared.methods.core.training import train as train
 from promptfed.shared.seeds import generator as generator
 from promptfed.shared.spec.spec import BackboneShape as BackboneShape
 from promptfed.shared.spec.spec import FederationSpec as FederationSpec
+from promptfed.shared.tensors.transfer import sent_to as sent_to

@@ -95,6 +95,15 @@ def batches(count: int, batch_size: int, epochs: int | None, draws: Generator) -
         yield from torch.split(torch.randperm(count, generator=draws), batch_size)
 
 
+def _with_next(parts: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Each part, with the one that follows."""
+    part = next(parts, None)
+    while part is not None:
+        following = next(parts, None)
+        yield part, following
+        part = following
+
+
 def train(
     context: ClientContext,
     parameters: Sequence[Tensor],
@@ -188,12 +197,15 @@ def _minimise(
         budget.begin(math.ceil(count / training.batch_size))
     else:
         raise MethodError("training.budget is for one training loop, and this method has two: leave it out")
-    for number, indices in enumerate(batches(count, training.batch_size, epochs, draws)):
+    soon = getattr(context.train, "soon", None)  # of images that are read beside the step before
+    for number, (indices, following) in enumerate(_with_next(batches(count, training.batch_size, epochs, draws))):
         if context.cancelled():
             raise TaskCancelled
         if budget is not None and not budget.step():
             break
         context.progress(number / steps if budget is None else budget.share)
+        if soon is not None and following is not None:
+            soon(following)
         optimizer.zero_grad(set_to_none=True)
         value = _in_memory(context, optimizer, partial(backward, indices), len(indices))
         optimizer.step()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+LOOK = 10  # steps after which a GPU is asked which problems still move: it waits for each answer
 TINY = 1e-37  # a row of the kernel that float32 has lost: no mass goes there
 
 
@@ -96,20 +97,23 @@ def _scaled(
         v = share / torch.einsum("pmn,pm->pn", kernel, u)
     used = torch.full((problems,), 0 if start_with_u else 1, dtype=torch.int64, device=kernel.device)
     active = torch.arange(problems, device=kernel.device)
-    left, own = kernel, v.clone()
-    for _ in range(iterations - (0 if start_with_u else 1)):
-        if not len(active):
-            break
+    left, own, moving = kernel, v.clone(), torch.ones_like(used, dtype=torch.bool)
+    look = 1 if kernel.device.type == "cpu" else LOOK
+    for number in range(iterations - (0 if start_with_u else 1)):
+        if number % look == 0:
+            if not bool(moving.any()):
+                break
+            if not bool(moving.all()):
+                active, left, own, moving = active[moving], left[moving], own[moving], moving[moving]
         own_u = u_of(torch.einsum("pmn,pn->pm", left, own))
         after = share / torch.einsum("pmn,pm->pn", left, own_u)
         going = ((after - own).abs() > threshold * after).any(dim=-1)
-        u[active], v[active] = own_u, after
-        used[active] += 1
-        own = after
-        if not bool(going.all()):
-            active, left, own = active[going], left[going], after[going]
-    converged = torch.ones(problems, dtype=torch.bool, device=kernel.device)
-    converged[active] = False
+        u[active] = torch.where(moving.unsqueeze(-1), own_u, u[active])
+        v[active] = own = torch.where(moving.unsqueeze(-1), after, own)
+        used[active] += moving
+        moving = moving & going
+    converged = torch.ones_like(used, dtype=torch.bool)
+    converged[active] = ~moving
     lead = similarities.shape[:-2]
     masses = u.unsqueeze(-1) * kernel * v.unsqueeze(-2)
     return TransportPlan(

@@ -149,7 +149,7 @@ def train_on_images(
     def loss(indices: Tensor) -> Tensor:
         inputs = read(context.train, indices)
         scores = logits(inputs)
-        value = loss_of(scores, labels[indices.to(labels.device)])
+        value = loss_of(scores, labels[pf.sent_to(indices, labels.device)])
         return value if term is None else value + term(indices, inputs, scores)
 
     return pf.train(context, parameters, loss, groups=groups)

@@ -284,7 +284,7 @@ class WeightMethod(pf.Method):
         loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
-            rows = indices.to(labels.device)
+            rows = pf.sent_to(indices, labels.device)
             scores = head.logits(features[rows])
             value = loss_of(scores, labels[rows])
             return value if extra is None else value + extra(indices, features, scores)

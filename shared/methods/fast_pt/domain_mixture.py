@@ -90,14 +90,14 @@ class MixtureClassifier:
     def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = split.features()
-        features = features[indices.to(features.device)]
+        features = features[pf.sent_to(indices, features.device)]
         scores = F.linear(features, self._weight, self._bias)
         return self._soft(features, scores.softmax(dim=-1)) if self._texts is None else self._hard(features, scores)
 
     def shares(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, k)`` g of the images at ``indices (B,)``."""
         features = split.features()
-        return F.linear(features[indices.to(features.device)], self._weight, self._bias).softmax(dim=-1)
+        return F.linear(features[pf.sent_to(indices, features.device)], self._weight, self._bias).softmax(dim=-1)
 
     def weights(self) -> Tensors | None:
         """The hard mixture's texts and φ; a soft one makes texts for each image."""

@@ -251,7 +251,7 @@ class FastPT(pf.ContextMethod):
         weight, bias = (pf.leaf(payload[spec.name], context.backbone) for spec in (WEIGHT, BIAS))
 
         def loss(indices: Tensor) -> Tensor:
-            some = indices.to(values.device)
+            some = pf.sent_to(indices, values.device)
             return F.cross_entropy(F.linear(values[some], weight, bias), rows[some])
 
         training = context.training.model_copy(update={"learning_rate": self.hyper.classifier_learning_rate})

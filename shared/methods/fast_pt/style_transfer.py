@@ -180,7 +180,7 @@ class StyleTransfer:
         for rows in self._batches(len(labels), draws):
             if context.cancelled():
                 raise TaskCancelled
-            rows = rows.to(features.device)
+            rows = pf.sent_to(rows, features.device)
             optimizer.zero_grad(set_to_none=True)
             moved = transform(parameters, features[rows])
             loss = transfer_loss(moved, features[rows], labels[rows], directions, text, hyper)

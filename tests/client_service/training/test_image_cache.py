@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 from promptfed.client_service.training.data import ClientData
-from promptfed.client_service.training.image_cache import HeldImages, ImageCache
+from promptfed.client_service.training.image_cache import HeldImages, ImageCache, ReadAhead
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.data import open_source
+from promptfed.shared.data import DataError, open_source
+from tests.support.waiting import PATIENCE
 
 
 class Maker:
@@ -79,3 +82,53 @@ def test_a_client_s_images_are_drawn_once(tmp_path: Path, backbone: Backbone) ->
     without = ClientData(source, backbone, features, images=ImageCache(max_bytes=0)).split("train", source.class_names)
     assert without.images(rows).equal(wanted), "a cache without room gives the same bits"
     assert images.bytes == wanted.numel() * 4
+
+
+def test_the_next_images_are_made_while_a_step_computes() -> None:
+    """Reading image 3 does not end before the step that uses images 0 and 1 has begun to compute."""
+    step_computes, threads = threading.Event(), set()
+
+    def read(row: int) -> Tensor:
+        threads.add(threading.get_ident())
+        if row == 3:
+            assert step_computes.wait(PATIENCE)
+        return torch.full((3, 2, 2), float(row))
+
+    ahead = ReadAhead(read, lambda row: None)
+    assert ahead.take([0, 1])[:, 0, 0, 0].tolist() == [0, 1]
+    ahead.begin([3, 2])
+    step_computes.set()
+    assert ahead.take([3, 2])[:, 0, 0, 0].tolist() == [3, 2]
+    assert threading.get_ident() not in threads
+
+
+def test_a_task_that_looks_at_no_image_reads_none(tmp_path: Path, backbone: Backbone) -> None:
+    source, images = open_source("digits:"), ImageCache(1 << 20)
+    split = ClientData(source, backbone, FeatureCache(tmp_path), images=images).split("train", source.class_names)
+    split.soon(torch.tensor([0, 1]))
+    assert images.bytes == 0
+    split.images(torch.tensor([0, 1]))
+    split.soon(torch.tensor([2]))
+    wanted = backbone.preprocess(source.train.image(2))
+    assert torch.equal(split.images(torch.tensor([2]))[0], wanted)
+
+
+def test_an_image_that_cannot_be_read_is_told_when_it_is_asked_for() -> None:
+    def read(row: int) -> Tensor:
+        raise DataError("image 7 is damaged")
+
+    ahead = ReadAhead(read, lambda row: None)
+    ahead.begin([7])
+    with pytest.raises(DataError, match="image 7 is damaged"):
+        ahead.take([7])
+
+
+def test_held_images_need_no_thread() -> None:
+    image, threads = torch.ones(3, 2, 2), []
+
+    def read(row: int) -> Tensor:
+        threads.append(threading.get_ident())
+        return image
+
+    ReadAhead(read, lambda row: image).take([4, 5])
+    assert threads == [threading.get_ident()] * 2

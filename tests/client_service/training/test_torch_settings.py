@@ -14,7 +14,7 @@ from promptfed.client_service.training.site import torch_settings
 from promptfed.shared.clip import loading
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.spec.spec import TrainingSpec
-from promptfed.shared.tensors.torch_tensors import sent_to
+from promptfed.shared.tensors.transfer import sent_to
 from tests.support.waiting import PATIENCE
 
 GPU: Any = SimpleNamespace(device=torch.device("cuda"))

@@ -1,25 +1,26 @@
 """Training steps on a device that is far away, or too small: losses are read seldom, and batches shrink in memory only.
 
-There is no GPU here: the CPU plays one that runs out of memory, and torch says which operations would wait for it.
+There is no GPU here: the CPU plays one that runs out of memory, and a device without content one that is far away.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import make_method
+from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface.base import ClientContext, MethodError
 from promptfed.shared.methods.core.training import UNREAD, batches, leaf, train
-from promptfed.shared.seeds import generator
+from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.tensors.torch_draws import TorchDraws
 from tests.support.equality import assert_values
+from tests.support.far_device import FAR, FarSplit, Waits
 from tests.support.visual_clients import client_context, filled, server_context, small_backbone
 
 
@@ -93,33 +94,83 @@ def test_a_device_without_room_for_one_image_is_named(backbone: Backbone, monkey
         update(backbone, "fedvpt")
 
 
-class Waits(TorchDispatchMode):
-    """Counts the operations for which the CPU waits until a GPU has computed everything before them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 def parabola(context: ClientContext, target: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """A point and the mean squared distance of rows of ``target`` from it."""
     point = leaf(torch.zeros(3), context.backbone)
     return point, lambda indices: ((target[indices] - point) ** 2).mean()
 
 
-def test_no_step_waits_for_the_device(backbone: Backbone) -> None:
-    context = client_context(backbone, 40, batch_size=2, epochs=3)
-    point, loss = parabola(context, torch.randn(40, 3))
+WAITING = {
+    "fedpha": "eigenvectors of the shared context",
+    "fedotp": "which transport plans still move, every ten steps of them",
+    "fedplot": "which transport plans still move, every ten steps of them",
+}
+OTHER_PHASES = {"plan": "prompts", "fast_pt": "global"}
+UNTRAINED = {"zero_shot", "fedgda", "tip_adapter", "fedlp"}  # they take no steps
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
+    backbone = small_backbone(tmp_path_factory.mktemp("far"))
+    assert backbone.logit_scale > 0  # read once
+    return backbone.to(FAR)
+
+
+def started(name: str, backbone: Backbone) -> tuple[Any, dict[str, Tensor], str]:
+    """A method, what its client is given in the first round, and the phase that trains."""
+    method = make_method({"name": name} | ({"m": 2} if "m" in METHODS[name].Hyper.model_fields else {}))
+    server = server_context(backbone, "a")
+    state, phase = method.initial_state_with(backbone, server, initial_draws(3)), OTHER_PHASES.get(name, "train")
+    phases = {one.name: one for one in method.phases(1, 4)}
+    return method, dict(method.payload(state, phases[phase], server.clients[0], server)), phase
+
+
+FEW = ("promptfl", "fedvpt")  # the first tier's
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FEW else pytest.mark.extended)
+        for name in sorted(set(METHODS) - UNTRAINED - set(WAITING) - {"fast_pt"})
+    ],
+)
+def test_no_step_waits_for_the_device(
+    name: str, backbone: Backbone, far: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps more ask the device for nothing, and copy nothing to it from memory that may move."""
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    method, payload, phase = started(name, backbone)
+    told = []
+    for epochs in (1, 2):
+        context = client_context(far, 6, batch_size=3, epochs=epochs, phase=phase)
+        context = replace(context, train=FarSplit.of(context.train, far))
+        with Waits() as waits:
+            method.train(context, payload, {})
+        told.append(waits.lines)
+    assert not told[1] - told[0]
+
+
+def test_the_images_of_the_next_step_are_announced(backbone: Backbone) -> None:
+    context = client_context(backbone, 7, batch_size=3, epochs=2)
+    announced: list[list[int]] = []
+    context.train.soon = lambda rows: announced.append(rows.tolist())
+    steps: list[list[int]] = []
+    point, loss = parabola(context, torch.randn(7, 3))
+    train(context, [point], lambda rows: steps.append(rows.tolist()) or loss(rows))
+    assert len(steps) == 6
+    assert announced == steps[1:]
+
+
+def test_a_wait_would_be_seen() -> None:
+    far, near = torch.zeros(3, device=FAR), torch.zeros(3)
     with Waits() as waits:
-        train(context, [point], loss)
-    assert waits.count == 0
-    with Waits() as waits:
-        float(point.detach().sum())
-    assert waits.count == 1  # it would be seen
+        float(far.sum())
+        near.to(FAR)
+        far.cpu()
+        far.tolist()
+        near.to(FAR, non_blocking=True)
+    assert sum(waits.lines.values()) == 4
 
 
 @pytest.mark.parametrize("count", [7, 2 * UNREAD, 3 * UNREAD + 1])
