@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from promptfed.coordinator.aggregation.unequal_steps import MOST_TIMES
 from promptfed.shared.tensors.torch_tensors import decode
 from promptfed.testing.clients import ScriptedClient, update_body
 from tests.support.coordinators import InThread
@@ -156,6 +157,23 @@ def test_a_client_that_says_few_steps_gains_no_more_than_admission_allows(coordi
     [before], [after] = (list(state(coordinator, federation, round).values()) for round in (0, 1))
     share = SAMPLES["a"] / sum(SAMPLES.values())
     assert float(np.linalg.norm((after - before).astype(np.float64))) == pytest.approx(share * 5.0, rel=1e-5)
+
+
+def test_a_client_that_says_very_many_steps_does_not_enlarge_the_changes_of_others(coordinator: InThread) -> None:
+    """τ_eff is a mean of all numbers of steps: 2^31 steps of one client would take every other change to the limit."""
+    federation, clients = began(coordinator, {"seconds": 10.0}, 0.0)
+    for name, client in clients.items():
+        task = coordinator.task(client)
+        start = start_of(client, task)
+        steps, own = ((1 << 31) - 1, start) if name == "c" else (5, trained(name, start, 5, 0.0))
+        send(client, task, own, steps=steps)
+    coordinator.until(federation, round=2)
+    before, after = (state(coordinator, federation, round) for round in (0, 1))
+    p = {name: samples / sum(SAMPLES.values()) for name, samples in SAMPLES.items()}
+    effective = (p["a"] + p["b"]) * 5 + p["c"] * MOST_TIMES * 5
+    for key, value in before.items():
+        honest = sum(p[name] * (trained(name, before, 5, 0.0)[key].astype(np.float64) - value) for name in "ab")
+        np.testing.assert_allclose(after[key], value + effective / 5 * honest, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
