@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fnmatch
+import math
 from collections.abc import Callable, Mapping
 
 from promptfed.client_service.privacy.policy import Policy
 from promptfed.shared.messages import EnrolmentInfo, SplitResult
-from promptfed.shared.metrics.disclosure import FLOOR, coded, coded_accuracy
+from promptfed.shared.methods.core.interface.base import Method
+from promptfed.shared.metrics.disclosure import FLOOR, coded, coded_accuracy, coded_mean
+from promptfed.shared.spec.budget import MOST_EPOCHS
+from promptfed.shared.spec.spec import TrainingSpec
 
 Patients = Callable[[str], int | None]
 """The number of patients of a test set by its name; None where the data name none."""
@@ -40,7 +45,11 @@ def _reaches(name: str, result: SplitResult, floor: int, patients: Patients) -> 
 
 
 def floored(results: Mapping[str, SplitResult], floor: int, patients: Patients) -> dict[str, SplitResult]:
-    """What of a training federation's results leaves: accuracies from ranges. A macro-F1 would tell of classes."""
+    """What of a training federation's results leaves: accuracies from ranges.
+
+    A macro-F1 would tell of classes. An ECE is the accuracy itself where all confidences are equal, to which a state
+    can be made.
+    """
     if floor <= 1:
         return dict(results)
     told = {}
@@ -48,5 +57,29 @@ def floored(results: Mapping[str, SplitResult], floor: int, patients: Patients) 
         right = round(result.accuracy * result.num_samples)
         accuracy = coded_accuracy(right, result.num_samples, floor)
         assert accuracy is not None
-        told[name] = SplitResult(accuracy=accuracy.value, num_samples=accuracy.images.low, ece=result.ece)
+        told[name] = SplitResult(accuracy=accuracy.value, num_samples=accuracy.images.low)
     return told
+
+
+def floored_shares(shares: Mapping[str, float], images: int, floor: int) -> dict[str, float]:
+    """Mean shares over so many images as they leave."""
+    return {name: coded_mean(value, images, floor) for name, value in shares.items()}
+
+
+def without_shares(measured: Mapping[str, float], method: Method, floor: int) -> dict[str, float]:
+    """The numbers of training without fractions of images, from which counts follow."""
+    kept = method.shares if floor > 1 else ()
+    return {
+        name: value
+        for name, value in measured.items()
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in kept)
+    }
+
+
+def told_steps(steps: int | None, training: TrainingSpec, images: int, floor: int) -> int | None:
+    """The steps of a task as they leave: of epochs, those that the declared number of images takes."""
+    budget = training.budget
+    if steps is None or budget is None or budget.steps is not None:
+        return steps
+    each = max(1, math.ceil(coded(images, floor).low / training.batch_size))
+    return min(steps, (budget.epochs or MOST_EPOCHS) * each)

@@ -155,6 +155,7 @@ class SiteFacts:
     unit: str = "record"  # what is protected at level sample
     sums: int | None = None  # the least number of clients in a sum; None: updates are sent in the clear
     common: bool = True  # whether all clients of a phase are given the same payload
+    timed: bool = False  # whether the number of steps that fit into a task's seconds is told
     today: date = field(default_factory=lambda: datetime.now(UTC).date())
 
 
@@ -196,6 +197,7 @@ def _asked(terms: TrainingTerms, units: int) -> dict[str, Any]:
         "class_names": terms.class_names is not None,
         "sums": sums.minimum if sums is not None else None,
         "common": _is_common(terms.method),
+        "timed": training.budget is not None and training.budget.seconds is not None,
     }
 
 
@@ -295,6 +297,12 @@ def _witnesses(policy: Policy, facts: SiteFacts) -> str | None:
     return f"payload.witnesses is {wanted}, and {facts.method} gives each client another payload"
 
 
+def _timed(policy: Policy, facts: SiteFacts) -> str | None:
+    if policy.metrics.training or not facts.timed or facts.role != "trainer":
+        return None
+    return "metrics.training is false, and training.budget.seconds has clients tell how many steps they take in a time"
+
+
 Rule = Callable[[Policy, SiteFacts], str | None]
 RULES: dict[str, Rule] = {
     "coordinator": _coordinator,
@@ -313,6 +321,7 @@ RULES: dict[str, Rule] = {
         if facts.images >= policy.metrics.floor
         else f"metrics.floor is {policy.metrics.floor}, and the data have {facts.images} images"
     ),
+    "training": _timed,
     "expired": _expired,
     "privacy": _privacy,
     "unit": _unit,

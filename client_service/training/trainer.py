@@ -16,7 +16,7 @@ import torch
 
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.agreement import Agreement
-from promptfed.client_service.privacy.floor import floored, large_enough
+from promptfed.client_service.privacy.floor import floored, floored_shares, large_enough, told_steps, without_shares
 from promptfed.client_service.privacy.payloads import receipt, start_of
 from promptfed.client_service.privacy.policy import facts_of_task, refusals
 from promptfed.client_service.privacy.protection import SiteProtection
@@ -149,7 +149,7 @@ class TaskWork:
         whole = task.config.privacy is not None and protection is None and not summed
         if whole or (self.rules.policy is not None and not self.rules.policy.metrics.training):
             measured = {"trained_parameters": sum(trained)}  # noise for whole clients covers no loss
-        metrics = measured if summed else self._agreed_metrics(measured)
+        metrics = measured if summed else self._agreed_metrics(without_shares(measured, method, self.privacy.floor))
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         site = self.protection
         spent = site.report(protection.event) if site is not None and protection is not None else None
@@ -157,7 +157,9 @@ class TaskWork:
             with unexplained(self.hides_failures):
                 self.rules.payloads.note(task, tensors, update)
         provenance = TensorOrigin(task.task_id, task.round, task.phase, peers, "sample" if protection else "none")
-        return Trained(update, private, provenance, finite, spent, taken_steps(context.budget, task, self.state))
+        taken = taken_steps(context.budget, task, self.state)
+        steps = told_steps(taken, context.training, self.data.count(TRAIN), self.privacy.floor)
+        return Trained(update, private, provenance, finite, spent, steps)
 
     def _counted(self, task: Task, method: Method, context: ClientContext, tensors: Tensors) -> Trained:
         """The counts that a phase sums; what was trained stays as it is."""
@@ -272,7 +274,8 @@ class TaskWork:
             splits, zero_shot = (large_enough(results, floor, patients) for results in (splits, zero_shot))
             metrics = {}
             if self.privacy.counts is None and TEST in splits:
-                metrics = self.evaluation.mixture(served.classifier, served.context)
+                mixture = self.evaluation.mixture(served.classifier, served.context)
+                metrics = floored_shares(mixture, self.data.count(TEST), floor)
         if self.privacy.counts is not None:
             keys = self.evaluation.zero_shot_keys(served.context, task.config.template)
             return self.privacy.counts.drawn(task, splits, zero_shot, keys)
@@ -306,15 +309,12 @@ class TaskWork:
         """
         if self.rules.policy is None or self.rules.asked is None:
             return
-        now = replace(self.rules.asked, today=datetime.now(UTC).date(), images=self._images)
+        images = self.data.count(TRAIN if self.role == "trainer" else TEST)
+        now = replace(self.rules.asked, today=datetime.now(UTC).date(), images=images)
         if task is not None:
             now = facts_of_task(task, now)
         for offence in refusals(self.rules.policy, now):
             raise offence
-
-    @property
-    def _images(self) -> int:
-        return self.data.count(TRAIN if self.role == "trainer" else TEST)
 
     def restore_serving(self, cancelled: Cancelled) -> None:
         """Serve predictions again from the last evaluation's payload, after a restart."""

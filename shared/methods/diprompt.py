@@ -90,6 +90,7 @@ class DiPrompt(pf.Method):
     own_steps = "it trains its query and its prompts one after the other"
     unprotected = "which prompts train depends on the images"
     metrics = ("loss", "query_loss", "domain_share_*")
+    shares = ("domain_share_*",)
     Hyper = DiPromptHyper
     hyper: DiPromptHyper
     defaults = pf.defaults(20, epochs=5, batch_size=16, learning_rate=0.005)

@@ -68,6 +68,7 @@ class FedProGrad(PromptFL):
     Hyper = FedProGradHyper
     hyper: FedProGradHyper
     metrics = ("loss", "conflicting_steps")
+    shares = ("conflicting_steps",)
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the global context ``(m, d_t)``; sends the trained one."""

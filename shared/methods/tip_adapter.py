@@ -67,6 +67,7 @@ class TipAdapter(pf.Method):
     personal = True
     unprotected = "it keeps features of a client's images, untouched by noise"
     metrics = ("alpha", "beta", "validation_accuracy")
+    shares = ("validation_accuracy",)
     Hyper = TipAdapterHyper
     hyper: TipAdapterHyper
     defaults = pf.defaults(1)

@@ -99,6 +99,17 @@ def coded_accuracy(right: int, count: int, floor: int, patients: int | None = No
     return Accuracy(min(rarer, 0.5) if right < wrong else max(1 - rarer, 0.5), images)
 
 
+def coded_mean(value: float, count: int, floor: int) -> float:
+    """A mean over ``count`` images of numbers from 0 to 1 as it leaves: their sum is told as a count is.
+
+    Where the numbers are 0 or 1, the sum is a count: a Brier score of a classifier that is always sure is that of its
+    wrong answers.
+    """
+    if floor <= 1:
+        return value
+    return min(1.0, coded(int(round(value * count, 6)), floor).middle / coded(count, floor).middle)
+
+
 @dataclass(frozen=True)
 class Table:
     """Answers about one class: true and false positives and negatives; None: not told, or not separately."""

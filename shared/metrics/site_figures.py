@@ -16,6 +16,7 @@ from promptfed.shared.metrics.disclosure import (
     Range,
     Table,
     coded,
+    coded_mean,
     exclusive_answers,
     parts_may_leave,
     several_answers,
@@ -214,7 +215,7 @@ def _class_figures(answered: Answered, k: int, table: Table | None, floor: int) 
         return SiteClass(name=name, **figures)
     own = class_figures(name, truth, answered.scores[:, k], decided, answered.patients)
     figures |= {at: _rounded(getattr(own, at), floor) for at in ("auroc", "average_precision")}
-    figures |= {at: round(getattr(own, at), 3) if floor > 1 else getattr(own, at) for at in ("brier", "ece")}
+    figures |= {at: coded_mean(getattr(own, at), len(truth), floor) for at in ("brier", "ece")}
     return SiteClass(name=name, **figures)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from promptfed.shared.metrics import clinical
-from promptfed.shared.metrics.disclosure import FLOOR, Range, coded, coded_accuracy, share
-from promptfed.shared.metrics.site_figures import site_figures
+from promptfed.shared.metrics.disclosure import FLOOR, Range, coded, coded_accuracy, coded_mean, share
+from promptfed.shared.metrics.site_figures import Answered, site_figures
 from tests.support.answers import answered, confusion_of
 from tests.support.attacker import Attacker, small_counts
 
@@ -120,6 +120,26 @@ def test_figures_of_groups_are_those_of_their_images() -> None:
     for name in ("auroc", "average_precision", "sensitivity", "specificity", "ppv", "npv", "f1", "balanced_accuracy"):
         mine, theirs = getattr(first, name), getattr(exact, name)
         assert getattr(mine, "value", mine) == pytest.approx(getattr(theirs, "value", theirs), abs=1e-9)
+
+
+def test_a_classifier_that_is_always_sure_gives_its_wrong_answers_away_by_no_figure() -> None:
+    """Its Brier score and its ECE are the share of wrong answers."""
+    told = set()
+    for wrong in range(10):
+        truth = np.arange(45) % 2
+        answers = np.where(np.arange(45) < wrong, 1 - truth, truth)
+        own = Answered(("a", "b"), truth[:, None] == [0, 1], answers[:, None] == [0, 1], np.eye(2)[answers])
+        for one in site_figures(own, 10).groups[0].classes:
+            assert one.brier is not None
+            told.add((one.brier, one.ece))
+    assert len(told) == 1
+
+
+def test_a_mean_over_images_leaves_as_a_count_does() -> None:
+    assert coded_mean(0.123, 1000, 1) == 0.123
+    assert coded_mean(0.123, 1000, 10) == pytest.approx(124.5 / 1004.5)
+    assert {coded_mean(k / 41, 41, 10) for k in range(10)} == {4.5 / 44.5}
+    assert coded_mean(1.0, 20, 10) == 1.0
 
 
 def test_a_column_of_free_text_is_refused() -> None:

@@ -232,8 +232,7 @@ class TrainResult:
 class Method(ABC):
     """One federated method with its hyperparameters ``hyper``.
 
-    Rare features are optional: `core.interface.hooks` has the hooks for clients that join, leave or differ, and
-    `core.interface.insights` the data for reports and the operator's page.
+    Rare features are optional: hooks are in `core.interface.hooks`, data for reports in `core.interface.insights`.
     """
 
     name: ClassVar[str]
@@ -246,6 +245,7 @@ class Method(ABC):
     takes_evaluators: bool = True  # whether a client that trains nothing has a classifier
     one_payload: bool = True  # whether all clients of a phase, and of an evaluation, get the same tensors
     metrics: ClassVar[tuple[str, ...]] = ("loss",)  # patterns of the metrics that `train` reports; others are not sent
+    shares: ClassVar[tuple[str, ...]] = ()  # of these, fractions of images or steps: a site with a floor keeps them
     protects: ClassVar[bool] = False  # whether `train` can be differentially private for every record of a client
     fine_tunes: ClassVar[bool] = False  # whether classifiers are trained once more, without noise, on a client's images
     unprotected: ClassVar[str] = "its training has not been looked at for this"  # the reason why not, as a clause
