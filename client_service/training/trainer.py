@@ -131,7 +131,7 @@ class TaskWork:
         protection = self._protection(task, context)
         context = replace(context, count_trained=trained.append, protection=protection)
         context = replace(context, budget=budget_of(task, self.state, started))
-        with unexplained(self.hides_failures), torch_settings(context.training, self.backbone):
+        with unexplained(self.hides_failures), torch_settings(context):
             private, peers = self._prepared(method, context, task.config.peers)
             if self.data.unlabelled:
                 context = with_predictions(method, context, self.data, tensors, private)
@@ -164,7 +164,7 @@ class TaskWork:
     def _counted(self, task: Task, method: Method, context: ClientContext, tensors: Tensors) -> Trained:
         """The counts that a phase sums; what was trained stays as it is."""
         private, provenance = self.state.committed()
-        with unexplained(self.hides_failures), torch_settings(context.training, self.backbone):
+        with unexplained(self.hides_failures), torch_settings(context):
             update, spent = counting.counted(task, method, context, (tensors, private), self.data, self.privacy)
         return Trained(update, private, replace(provenance, task_id=task.task_id), {}, spent)
 
@@ -264,7 +264,7 @@ class TaskWork:
         if task.config.kind == "validation":
             return self._validated(served)
         floor, patients = self.privacy.floor, self.data.patients
-        with torch_settings(served.context.training, self.backbone):
+        with torch_settings(served.context, "evaluate"):
             splits, zero_shot = self.evaluation.run(
                 *parts,
                 served.classifier,
@@ -287,7 +287,7 @@ class TaskWork:
         """The figures of a validation. Under noise there are none: they are not counts."""
         if self.privacy.counts is not None:
             return EvaluationRequest(splits={}, withheld=True)
-        with torch_settings(served.context.training, self.backbone):
+        with torch_settings(served.context, "evaluate"):
             figures = self.evaluation.figures_of(served.classifier, served.context, self.privacy.floor)
         return EvaluationRequest(splits={}, figures=figures)
 
@@ -330,7 +330,7 @@ class TaskWork:
         method, context = self._context(serving.config, serving.round, serving.phase, cancelled)
         payload, _ = decode_place(serving.payload)
         self._check(payload, method, None, serving.config)
-        with torch_settings(context.training, self.backbone), torch.no_grad():
+        with torch_settings(context, "evaluate"), torch.no_grad():
             private, _ = self._prepared(method, context, serving.config.peers)
             classifier = method.classifier(context, payload, private)
             template = self.evaluation.template(context)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from promptfed.client_service.training import site
 from promptfed.client_service.training.site import torch_settings
 from promptfed.shared.clip import loading
 from promptfed.shared.clip.errors import BackboneError
@@ -20,8 +22,14 @@ from tests.support.waiting import PATIENCE
 GPU: Any = SimpleNamespace(device=torch.device("cuda"))
 
 
+def task(**training: Any) -> Any:
+    """A task on a GPU."""
+    return SimpleNamespace(training=TrainingSpec(**training), backbone=GPU, phase="train", cancelled=lambda: False)
+
+
 @pytest.fixture(autouse=True)
-def _put_back() -> Iterator[None]:
+def _put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(site, "gpu_turn", lambda *about: nullcontext())  # there is no GPU to wait for
     kept = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     yield
     torch.set_num_threads(kept[0])
@@ -31,31 +39,44 @@ def _put_back() -> Iterator[None]:
 
 
 def test_overlapping_tasks_have_deterministic_kernels_until_the_last_one_ends() -> None:
-    asked, begun, end = TrainingSpec(deterministic=True), threading.Event(), threading.Event()
+    asked, begun, end = task(deterministic=True), threading.Event(), threading.Event()
 
     def other() -> None:
-        with torch_settings(asked, GPU):
+        with torch_settings(asked):
             begun.set()
             end.wait(PATIENCE)
 
     thread = threading.Thread(target=other)
-    with torch_settings(asked, GPU):
+    with torch_settings(asked):
         thread.start()
         assert begun.wait(PATIENCE)
     assert torch.are_deterministic_algorithms_enabled()  # the other one still runs
-    with torch_settings(TrainingSpec(), GPU):
+    with torch_settings(task()):
         assert torch.are_deterministic_algorithms_enabled()
     end.set()
     thread.join()
     assert not torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(ZeroDivisionError), torch_settings(asked, GPU):
+    with pytest.raises(ZeroDivisionError), torch_settings(asked):
         raise ZeroDivisionError
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_work_on_a_gpu_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def turn(backbone: Any, kind: Any, cancelled: Any) -> Any:
+        asked.append((backbone, kind))
+        return nullcontext()
+
+    monkeypatch.setattr(site, "gpu_turn", turn)
+    with torch_settings(task()), torch_settings(task(), "evaluate"):
+        pass
+    assert asked == [(GPU, ("train", "train")), (GPU, ("evaluate", "train"))]
+
+
 def test_products_are_exact_unless_the_spec_permits_tf32() -> None:
     for permitted, name in ((True, "high"), (False, "highest")):
-        with torch_settings(TrainingSpec(tf32=permitted), GPU):
+        with torch_settings(task(tf32=permitted)):
             assert torch.get_float32_matmul_precision() == name
             assert torch.backends.cudnn.allow_tf32 is permitted
 
