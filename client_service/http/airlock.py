@@ -56,7 +56,9 @@ class AirlockTransport(httpx.AsyncBaseTransport):
                 client_id=header["client_id"], federation_id=header["federation"], name=header["client"]
             )
             return self._json(201, known.model_dump())
-        if len(parts) != 3 or resource not in ("update", "evaluation", "failure"):
+        # By HEAD and PATCH an update would come in parts: refused, it comes whole.
+        is_whole = request.method in ("PUT", "POST")
+        if not is_whole or len(parts) != 3 or resource not in ("update", "evaluation", "failure"):
             return self._problem(405, "not-in-files", "a client without a network cannot do this")
         return await self._settled(Answer(resource, parts[1], body))
 

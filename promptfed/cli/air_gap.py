@@ -125,12 +125,18 @@ def _summary(tasks: Sealed, answer: Answer) -> list[str]:
         return [about, *(f"{name}: {value}" for name, value in json.loads(answer.body).items() if name != "secret")]
     try:
         update, about_it = decode(answer.body)
-        payload = decode(tasks.body)[0] if tasks.body else {}
+        payload = decode(tasks.body)[0] if tasks.body and not _compresses(tasks) else {}
     except TensorError as error:
         raise ClientError(Exit.FAILED, f"the update cannot be shown: {error}") from None
     told = about_it if isinstance(about_it, dict) else {}
     lines = [about, *(f"{name}: {value}" for name, value in told.items())]
     return lines + [_tensor(name, update, payload) for name in sorted(update)]
+
+
+def _compresses(tasks: Sealed) -> bool:
+    """Whether the update holds encoded changes, which are not to be compared with the payload."""
+    task = json.loads(tasks.header["task"] or "null")
+    return task is not None and "up" in task["config"].get("compression", {})
 
 
 def _tensor(name: str, update: Tensors, payload: Tensors) -> str:

@@ -46,6 +46,8 @@ METHODS: dict[str, dict[str, Any]] = {
         "method": {"name": "promptfl", "m": 2},
         "privacy": {"level": "sample", "clip": 1.0, "noise_multiplier": 1.0},
     },
+    "compressed": {"method": {"name": "promptfl", "m": 2}, "compression": {"up": "int8", "down": "bf16"}},
+    "in parts": {"method": {"name": "fedavg"}},  # an update of more than `transfers.RESUMABLE`
 }
 
 pytestmark = pytest.mark.extended
