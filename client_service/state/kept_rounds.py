@@ -55,7 +55,8 @@ def go_back(state: PrivateState, round: int) -> bool:
     _, origin = state.committed()
     later = [number for number in _numbers(state) if number >= round]
     found = True
-    if origin.task_id is not None and origin.round >= round:
+    # After a selection the committed ones may be of a far earlier round.
+    if later or (origin.task_id is not None and origin.round >= round):
         private, before = state.committed(_before(later[0])) if later else ({}, origin)
         found = before.task_id is None or before.round < round
         if found:

@@ -129,7 +129,8 @@ def _charges(session: Session, federation: Federation, name: str, way: Way) -> l
             answers.setdefault(client, []).append(metrics)
         else:
             before.add(client)
-    gone = federation.method.personal and repeated_rounds(federation, way) > federation.spec.keep_rounds
+    keeps = federation.method.personal or federation.spec.compression.up != "none"  # tensors from round to round
+    gone = keeps and repeated_rounds(federation, way) > federation.spec.keep_rounds
     return [
         Charge(
             client=client,

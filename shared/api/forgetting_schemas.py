@@ -26,7 +26,9 @@ class Charge(BaseModel):
     client: str
     answers: int = Field(description="updates that it has sent in these rounds, and would send again")
     epsilon: float | None = Field(description="of its ledger after the last of them, by its own word; null: no budget")
-    starts_anew: bool = Field(description="its private tensors of before these rounds are no longer kept")
+    starts_anew: bool = Field(
+        description="what it kept of before these rounds, private or lost by compression, is gone"
+    )
 
 
 class ForgettingPlan(BaseModel):

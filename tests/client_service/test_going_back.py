@@ -15,7 +15,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.parts import Parts, PrivacyParts
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.settings import make_settings
-from promptfed.client_service.state.kept_rounds import go_back, keep_before
+from promptfed.client_service.state.kept_rounds import go_back, keep_before, keep_round, select_round
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import FeatureCache
@@ -71,6 +71,18 @@ def test_the_private_tensors_with_which_a_round_began(
     train(state, to, keep)
     go_back(state, to)
     assert value(state) == left
+    state.close()
+
+
+def test_a_selection_does_not_hide_what_a_later_round_began_with(tmp_path: Path) -> None:
+    state = PrivateState(tmp_path / "state")
+    for round in (1, 2, 3):
+        train(state, round, 9)
+        keep_round(state, round)
+    select_round(state, 1)
+    assert value(state) == 1.0
+    assert go_back(state, 3)
+    assert value(state) == 2.0
     state.close()
 
 
@@ -144,6 +156,22 @@ def test_a_personal_method_comes_to_the_same_state(tmp_path: Path) -> None:
         gone, told, _ = asyncio.run(played(server, tmp_path / "gone", ("a", "b", "quokka"), 0, "quokka"))
         assert [facts["anew"] for event, facts in told if event == "repeated"] == [True]
         assert gone != wanted
+
+
+def test_what_compression_has_lost_goes_back_too(tmp_path: Path) -> None:
+    """Error feedback keeps a tensor from round to round, of methods without private tensors too."""
+    changes = {"method": {"name": "promptfl", "m": 2}, "compression": {"up": "topk(0.1)"}}
+    with in_thread(tmp_path / "data") as server:
+        wanted, _, _ = asyncio.run(played(server, tmp_path / "without", ("a", "b"), 0, None, **changes))
+        for keep in (6, 0):
+            name = f"kept-{keep}"
+            hashes, told, _ = asyncio.run(
+                played(server, tmp_path / name, ("a", "b", "quokka"), keep, "quokka", **changes)
+            )
+            assert (hashes == wanted) is (keep == 6)
+            [charges] = [facts for event, facts in told if event == "charges"]
+            assert charges["a"]["starts_anew"] is (keep == 0)
+            assert [facts["anew"] for event, facts in told if event == "repeated"] == [keep == 0]
 
 
 def test_ledgers_of_others_are_charged_for_repeated_rounds(tmp_path: Path) -> None:
