@@ -163,7 +163,7 @@ async def from_last(
     """
     url = f"{url}?{urlencode({'base': last.digest})}"
     headers = {"Authorization": f"Bearer {connection.token}", "Accept-Encoding": "identity"}
-    with suppress(httpx.TransportError, Unavailable, ValueError, OSError):
+    with suppress(httpx.TransportError, BadAnswer, Unavailable, ValueError, OSError):
         async with connection.answered("GET", url, lambda: None, headers, TIMEOUT) as response:
             if not response.is_success or response.headers.get(BASE) != last.digest:
                 return None

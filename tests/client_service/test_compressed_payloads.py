@@ -84,7 +84,7 @@ def test_the_next_payload_is_made_from_the_last_one(
 
 
 @pytest.mark.parametrize("in_files", [True, False])
-@pytest.mark.parametrize("fault", ["cut", "changed", "another base"])
+@pytest.mark.parametrize("fault", ["cut", "changed", "another base", "longer"])
 def test_what_is_no_whole_difference_is_replaced_by_the_payload(
     coordinator: InThread, in_files: bool, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +107,8 @@ def test_what_is_no_whole_difference_is_replaced_by_the_payload(
                     given._last = transfers.Fetched(given._last.digest, place)
                 elif fault == "another base":
                     given._last = transfers.Fetched("sha256:" + "0" * 64, first)
+                elif fault == "longer":
+                    monkeypatch.setattr(coordinator.registry.deltas, "between", lambda *pair: bytes(len(whole) + 1))
                 else:
                     line.cuts.append(Cut(down=100_000))
                 place = await given.payload(Task.model_validate(task), tmp_path)

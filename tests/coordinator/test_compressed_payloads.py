@@ -97,6 +97,16 @@ def test_a_payload_comes_as_the_difference_to_one_that_the_client_has(coordinato
     assert BASE not in get(a, second, nobody).headers, "what nobody has is no base"
 
 
+def test_a_deleted_federation_leaves_no_difference(coordinator: InThread) -> None:
+    federation, [a, b] = began(coordinator, {"down": "delta"}, evaluation={"every": 3})
+    [first, _] = trained(coordinator, federation, [a, b], 1)
+    base = first["payload"]["sha256"]
+    assert get(a, coordinator.task(a), base).headers[BASE] == base
+    assert coordinator.registry.deltas._made
+    assert coordinator.http.delete(f"/v1/federations/{federation}", headers=coordinator.operator).status_code == 204
+    assert not coordinator.registry.deltas._made
+
+
 def test_a_payload_that_another_client_was_given_is_no_base(coordinator: InThread) -> None:
     """By the difference to it, a client would learn another client's payload."""
     federation, clients = began(
