@@ -129,8 +129,14 @@ def on_logit_scale(value: float, se: float, cases: int) -> Estimate:
         assert bound is not None
         return Estimate(value=value, low=min(value, bound.low), high=max(value, bound.high))
     middle, scaled = math.log(value / (1 - value)), se / spread
-    low, high = (1 / (1 + math.exp(-(middle + side * Z * scaled))) for side in (-1, 1))
+    low, high = (logistic(middle + side * Z * scaled) for side in (-1, 1))
     return Estimate(value=value, low=low, high=high, se=scaled)
+
+
+def logistic(logit: float) -> float:
+    """1/(1 + exp(−logit)), of any number."""
+    power = math.exp(-abs(logit))
+    return (1 if logit >= 0 else power) / (1 + power)
 
 
 def average_precision(truth: NDArray[np.bool_], scores: Floats, weights: Floats) -> Floats:

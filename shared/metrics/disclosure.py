@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.metrics.clinical import Estimate, proportion
 
@@ -25,8 +26,8 @@ class Range(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    low: int
-    high: int
+    low: Annotated[int, Field(ge=0, le=1 << 53)]
+    high: Annotated[int, Field(ge=0, le=1 << 53)]
 
     @property
     def middle(self) -> float:

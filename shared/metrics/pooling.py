@@ -13,8 +13,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import BaseModel
 
-from promptfed.shared.metrics.clinical import Estimate
+from promptfed.shared.metrics.clinical import Estimate, logistic
 from promptfed.shared.metrics.site_figures import POOLED, GroupFigures, SiteFigures
+
+LEAST_SE, MOST_SE = 1e-6, 1e6  # of a logit; a site may say any number
+MOST_LOGIT = 28.0  # of one of 2⁴⁰ cases
 
 
 class Pooled(BaseModel):
@@ -60,15 +63,16 @@ def pool(values: ArrayLike, variances: ArrayLike) -> Pooled:
 
 
 def pool_estimates(estimates: Sequence[Estimate]) -> Pooled | None:
-    """The mean of figures between 0 and 1, pooled as logits; sites without a standard error are left out."""
-    known = [(estimate.value, estimate.se) for estimate in estimates if estimate.se]
+    """The mean of figures between 0 and 1, pooled as logits; sites without a sound standard error are left out."""
+    known = [(each.value, each.se) for each in estimates if each.se is not None and LEAST_SE <= each.se <= MOST_SE]
     if len(known) < 2:
         return None
     # A proportion of 0 or 1 keeps a finite logit: it moves by the half case that its standard error counts.
     logits = [math.log(value / (1 - value)) if 0 < value < 1 else _edge(value, se) for value, se in known]
+    logits = [max(-MOST_LOGIT, min(logit, MOST_LOGIT)) for logit in logits]
     pooled = pool(logits, [se * se for _, se in known])
-    back = [_share(number) for number in (pooled.mean, pooled.low, pooled.high)]
-    ahead = None if pooled.prediction is None else (_share(pooled.prediction[0]), _share(pooled.prediction[1]))
+    back = [logistic(number) for number in (pooled.mean, pooled.low, pooled.high)]
+    ahead = None if pooled.prediction is None else (logistic(pooled.prediction[0]), logistic(pooled.prediction[1]))
     mean, low, high = back
     return pooled.model_copy(update={"mean": mean, "low": low, "high": high, "prediction": ahead})
 
@@ -81,10 +85,6 @@ def _edge(value: float, se: float) -> float:
     """
     cases = 1 / (se * se - 2) - 0.5 if 2 < se * se < 4 else 1e4
     return math.copysign(math.log(2 * cases + 1), value - 0.5)
-
-
-def _share(logit: float) -> float:
-    return 1 / (1 + math.exp(-logit))
 
 
 class PooledFigure(BaseModel):

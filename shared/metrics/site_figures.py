@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from promptfed.shared.metrics.clinical import Estimate, class_figures
 from promptfed.shared.metrics.disclosure import (
@@ -38,6 +39,18 @@ POOLED = {
 """Figures of a class that are pooled over sites, with their titles."""
 
 
+def _sound(told: Estimate) -> Estimate:
+    if not all(0 <= number <= 1 for number in (told.value, told.low, told.high)):
+        raise ValueError("is no figure between 0 and 1 with its interval")
+    if told.se is not None and not 0 <= told.se < math.inf:
+        raise ValueError("its standard error is no number from 0 on")
+    return told
+
+
+Told = Annotated[Estimate, AfterValidator(_sound)]
+"""A figure as a site says it."""
+
+
 class SiteClass(BaseModel):
     """One class against the rest. None: there are too few cases, or the figure would tell of too few."""
 
@@ -47,12 +60,12 @@ class SiteClass(BaseModel):
     fn: Range | None = None
     fp: Range | None = None
     tn: Range | None = None
-    auroc: Estimate | None = None
-    average_precision: Estimate | None = None
-    sensitivity: Estimate | None = None
-    specificity: Estimate | None = None
-    ppv: Estimate | None = None
-    npv: Estimate | None = None
+    auroc: Told | None = None
+    average_precision: Told | None = None
+    sensitivity: Told | None = None
+    specificity: Told | None = None
+    ppv: Told | None = None
+    npv: Told | None = None
     f1: Fraction | None = None
     balanced_accuracy: Fraction | None = None
     brier: Fraction | None = None
@@ -67,7 +80,7 @@ class GroupFigures(BaseModel):
     images: Range | None = None
     right: Range | None = None
     wrong: Range | None = None
-    accuracy: Estimate | None = None
+    accuracy: Told | None = None
     classes: Annotated[list[SiteClass], Field(max_length=100_000)]
 
 

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from pydantic import ValidationError
 from scipy import integrate, stats
 from sklearn import metrics as reference
 from statsmodels.stats.meta_analysis import combine_effects
@@ -17,11 +18,14 @@ from promptfed.shared.metrics.clinical import (
     auroc_estimate,
     average_precision,
     class_figures,
+    on_logit_scale,
     precision_estimate,
     proportion,
     rate_at,
 )
+from promptfed.shared.metrics.disclosure import Range
 from promptfed.shared.metrics.pooling import pool, pool_estimates
+from promptfed.shared.metrics.site_figures import SiteClass
 
 Floats = NDArray[np.float64]
 
@@ -145,6 +149,43 @@ def test_shares_are_pooled_as_logits() -> None:
     assert pool_estimates([Estimate(value=1.0, low=0.9, high=1.0)]) is None
     with pytest.raises(ValueError, match="two sites or more"):
         pool([0.3], [0.1])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"value": math.nan},
+        {"value": 7},
+        {"value": -1},
+        {"low": math.inf},
+        {"high": 1.5},
+        {"se": math.nan},
+        {"se": math.inf},
+        {"se": -1},
+    ],
+)
+def test_a_site_cannot_say_what_is_no_figure(said: dict[str, float]) -> None:
+    with pytest.raises(ValidationError, match=r"is no figure between|standard error is no number"):
+        SiteClass(name="a", auroc=Estimate(**{"value": 0.8, "low": 0.7, "high": 0.9} | said))
+    with pytest.raises(ValidationError):
+        Range(low=-5, high=10**400)
+
+
+@pytest.mark.parametrize(
+    ("value", "se"),
+    [(5e-324, 0.2), (1 - 1e-16, 0.2), (0.5, 1e-200), (0.5, 5e-324), (0.5, 1e200), (0.5, 1e-6), (0, 2**0.5), (1, 1e6)],
+)
+def test_no_site_can_make_pooling_fail(value: float, se: float) -> None:
+    others = [Estimate(value=share, low=0.7, high=0.9, se=0.2) for share in (0.8, 0.85)]
+    for estimates in ([*others, Estimate(value=value, low=0, high=1, se=se)], [others[0], others[1]]):
+        pooled = pool_estimates(estimates)
+        assert pooled is not None
+        assert 0 <= pooled.low <= pooled.mean <= pooled.high <= 1
+
+
+def test_an_interval_on_the_logit_scale_ends_between_0_and_1() -> None:
+    told = on_logit_scale(1 - 1e-9, 0.5, 10)
+    assert 0 <= told.low < told.value <= told.high <= 1
 
 
 def test_a_rate_at_a_threshold_is_the_largest_that_keeps_the_share() -> None:
