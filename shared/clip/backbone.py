@@ -114,6 +114,11 @@ class Backbone:
         return vision.vision_width(self.model.visual)
 
     @property
+    def d_pooled(self) -> int:
+        """Width of an image's pooled feature before the projection."""
+        return vision.pooled_width(self.model.visual)
+
+    @property
     def d_e(self) -> int:
         return int(self._config["embed_dim"])
 
@@ -203,13 +208,10 @@ class Backbone:
     def sizes(self) -> dict[str, int | None]:
         """`mlp_width`, `positions`, `heads_v` and `heads_t` of a `BackboneShape`; None if a tower lacks them."""
         sizes: dict[str, int | None] = dict.fromkeys(("mlp_width", "positions", "heads_v", "heads_t"))
-        try:
+        with suppress(BackboneError):
             tower = self.vision_tower()
-        except BackboneError:
-            return sizes
-        shape = tower.blocks_shape
-        sizes |= {"mlp_width": shape.mlp_width, "heads_v": shape.heads}
-        sizes["positions"] = len(tower.weights["positional_embedding"])
+            own = tower.blocks_shape
+            sizes |= {"mlp_width": own.mlp_width, "heads_v": own.heads, "positions": tower.positions}
         with suppress(BackboneError):
             sizes["heads_t"] = self.text_tower().blocks_shape.heads
         return sizes

@@ -243,7 +243,7 @@ class _Adapted:
             template, names = context.template, context.class_names
             ids = self._backbone.tokens([template.replace("{}", spoken(name)) for name in names])
             self._ends = self._text.ends(ids)
-            self._text_rows = self._text.rows(self._text.weights, ids)
+            self._text_rows, self._mask = self._text.rows(self._text.weights, ids), self._text.mask(ids)
 
     def logits(self, indices: Tensor, step: int) -> Tensor:
         """``(B, C)`` in training; dropout's masks follow from the step."""
@@ -292,7 +292,7 @@ class _Adapted:
         if tower is None:
             return pf.template_features(self._backbone, self._context.template, self._context.class_names)
         low_rank = self._low_rank(TEXT, tower.layers, step, 0)
-        rows = tower.blocks(tower.weights, self._text_rows, low_rank=low_rank)
+        rows = tower.blocks(tower.weights, self._text_rows, mask=self._mask, low_rank=low_rank)
         return F.normalize(tower.pool(tower.weights, rows, self._ends).float(), dim=-1)
 
     def merged(self, which: str = VISUAL) -> dict[str, Tensor]:

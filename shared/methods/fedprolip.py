@@ -67,11 +67,16 @@ class FedProLIP(pf.Method):
         assert context.shape.d_v is not None
         return {"d_v": context.shape.d_v, "d_e": context.shape.d_e}
 
+    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
+        """The image tower must end with a projection."""
+        super().check_texts(backbone, class_names, template)
+        projection(backbone)
+
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of CE + λ·‖D‖² over D, at the rate η·rms(W₀)/√d_v."""
         context.expect_images()
         backbone, device = context.backbone, context.backbone.device
-        frozen, change = projection(backbone), pf.leaf(payload[CHANGE.name], backbone)
+        (frozen, bias), change = projection(backbone), pf.leaf(payload[CHANGE.name], backbone)
         rows = torch.split(torch.arange(len(context.train)), CHUNK)
         pooled = torch.cat([unprojected(backbone, context.train.images(some)) for some in rows])
         labels = context.train.labels.to(device)
@@ -86,12 +91,12 @@ class FedProLIP(pf.Method):
 
         def loss(indices: Tensor) -> Tensor:
             some = pf.sent_to(indices, device)
-            images = F.normalize(pooled[some] @ (frozen + change), dim=-1)
+            images = F.normalize(pooled[some] @ (frozen + change) + bias, dim=-1)
             return loss_of(backbone.logit_scale * images @ text.T, labels[some]) + penalty([change])
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
             some = pf.sent_to(indices, device)
-            images = F.normalize(torch.einsum("bv,bve->be", pooled[some], frozen + copies[0]), dim=-1)
+            images = F.normalize(torch.einsum("bv,bve->be", pooled[some], frozen + copies[0]) + bias, dim=-1)
             return loss_of.each(backbone.logit_scale * images @ text.T, labels[some])
 
         size = float(frozen.square().mean().sqrt())
@@ -102,21 +107,23 @@ class FedProLIP(pf.Method):
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """Cosines of images under the changed projection."""
         backbone = context.backbone
-        changed = projection(backbone) + payload[CHANGE.name].to(backbone.device)
+        frozen, bias = projection(backbone)
+        changed = frozen + payload[CHANGE.name].to(backbone.device)
         text = pf.template_features(backbone, context.template, context.class_names)
 
         def logits(images: Tensor) -> Tensor:
-            return backbone.logit_scale * F.normalize(unprojected(backbone, images) @ changed, dim=-1) @ text.T
+            return backbone.logit_scale * F.normalize(unprojected(backbone, images) @ changed + bias, dim=-1) @ text.T
 
         return ImageClassifier(logits)
 
 
-def projection(backbone: Backbone) -> Tensor:
-    """W₀ ``(d_v, d_e)``, float32. Raises MethodError if the image tower ends without a projection."""
+def projection(backbone: Backbone) -> tuple[Tensor, Tensor | float]:
+    """W₀ ``(d_v, d_e)`` and its bias, float32. Raises MethodError if the image tower does not end with a projection."""
     weights = backbone.vision_tower().weights
     if "proj" not in weights:
-        raise pf.MethodError("fedprolip trains the image tower's last projection; this backbone has none")
-    return weights["proj"].detach().float()
+        raise pf.MethodError("fedprolip trains the image tower's last projection, and this backbone's ends with none")
+    bias = weights.get("proj_bias")
+    return weights["proj"].detach().float(), 0.0 if bias is None else bias.detach().float()
 
 
 @no_grad

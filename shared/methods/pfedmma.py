@@ -89,11 +89,11 @@ class AdaptedTowers:
     def _text_below(self) -> None:
         """The texts' rows before the first adapter: constants of a task."""
         tower, context = self._backbone.text_tower(), self._context
-        self._ids = self._backbone.tokens(
-            [context.template.replace("{}", spoken(name)) for name in context.class_names]
-        )
+        ids = self._backbone.tokens([context.template.replace("{}", spoken(name)) for name in context.class_names])
+        self._ends, self._mask = tower.ends(ids), tower.mask(ids)
         with torch.no_grad():
-            self._text_rows = tower.blocks(tower.weights, tower.rows(tower.weights, self._ids), 0, self._first(TEXT))
+            rows = tower.rows(tower.weights, ids)
+            self._text_rows = tower.blocks(tower.weights, rows, 0, self._first(TEXT), mask=self._mask)
 
     def _first(self, tower: str) -> int:
         layers = self._backbone.text_layers if tower == TEXT else self._backbone.vision_layers
@@ -107,9 +107,9 @@ class AdaptedTowers:
         """``(C, d_e)`` normalised; the template's where texts have no adapters."""
         if TEXT not in self._kinds:
             return pf.template_features(self._backbone, self._context.template, self._context.class_names)
-        tower = self._backbone.text_tower()
-        rows = tower.blocks(tower.weights, self._text_rows, self._first(TEXT), adapters=self._adapters(own, TEXT))
-        return F.normalize(tower.pool(tower.weights, rows, tower.ends(self._ids)).float(), dim=-1)
+        tower, adapters = self._backbone.text_tower(), self._adapters(own, TEXT)
+        rows = tower.blocks(tower.weights, self._text_rows, self._first(TEXT), mask=self._mask, adapters=adapters)
+        return F.normalize(tower.pool(tower.weights, rows, self._ends).float(), dim=-1)
 
     def images(self, own: Mapping[str, Tensor], split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, d_e)`` normalised; those that are kept where images have no adapters."""

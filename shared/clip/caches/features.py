@@ -41,7 +41,8 @@ class BlockCache(RowCache):
         return {"row": f"before block {self._start}"}
 
     def shape(self, backbone: Backbone) -> tuple[int, ...]:
-        return tuple(backbone.vision_tower().weights["positional_embedding"].shape)
+        tower = backbone.vision_tower()
+        return tower.positions, tower.blocks_shape.width
 
     def encode(self, backbone: Backbone, images: Tensor) -> Tensor:
         return rows_before(backbone, images, self._start)

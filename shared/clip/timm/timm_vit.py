@@ -53,6 +53,10 @@ class VisualBackbone(Backbone):
         return int(self.model.embed_dim)
 
     @property
+    def d_pooled(self) -> int:
+        return self.d_v
+
+    @property
     def d_e(self) -> int:
         return int(self.model.num_features)
 

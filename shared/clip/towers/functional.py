@@ -8,7 +8,7 @@ width.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +74,7 @@ def run_block(
     rows: Tensor,
     *,
     causal: bool = False,
+    mask: Tensor | None = None,
     first_only: bool = False,
     adapter: Adapter | None = None,
     low_rank: LowRank | None = None,
@@ -82,7 +83,8 @@ def run_block(
     normed = layer_norm(rows, own["ln_1_weight"], own["ln_1_bias"], shape.eps)
     asking, kept = (normed[:, :1], rows[:, :1]) if first_only else (normed, rows)
     query, key, value = _projected(own, shape, asking, normed, first_only, low_rank)
-    attended = F.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).flatten(2)
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+    attended = mixed.transpose(1, 2).flatten(2)
     out = linear(attended, own["out_proj_weight"], own.get("out_proj_bias"))
     if low_rank is not None and len(low_rank.a) > QKV:
         out = out + low_rank.branch(QKV, attended)
@@ -114,13 +116,16 @@ def _projected(
 class Tower:
     """The computation of a tower, and its frozen ``weights`` in the backbone (not copies: never change them in place).
 
-    Rows are `(B, S, d)`. ``causal``: a row sees itself and the rows before it.
+    Rows are `(B, S, d)`.
     """
 
     blocks_shape: BlockShape
     weights: Weights
 
-    causal: ClassVar[bool] = False
+    @property
+    def causal(self) -> bool:
+        """Whether a row sees only itself and the rows before it."""
+        return False
 
     @property
     def layers(self) -> int:
@@ -139,12 +144,14 @@ class Tower:
         start: int = 0,
         stop: int | None = None,
         *,
+        mask: Tensor | None = None,
         adapters: Mapping[int, Adapter] | None = None,
         low_rank: Mapping[int, LowRank] | None = None,
     ) -> Tensor:
         """Run rows `(B, S, d)` through the blocks from ``start`` up to ``stop`` (default: the last block).
 
-        ``adapters`` and ``low_rank`` are given by block number. The last block returns only the rows that are read.
+        ``mask``: what is added to the attention's scores, `(S, S)` or `(B, heads, S, S)`. ``adapters`` and ``low_rank``
+        are given by block number. The last block returns only the rows that are read.
         """
         stop = self.layers if stop is None else stop
         for number in range(start, stop):
@@ -153,6 +160,7 @@ class Tower:
                 self.blocks_shape,
                 rows,
                 causal=self.causal,
+                mask=mask,
                 first_only=self.first_only and number == self.layers - 1,
                 adapter=(adapters or {}).get(number),
                 low_rank=(low_rank or {}).get(number),
@@ -202,8 +210,9 @@ def shape_of_blocks(tower: str, blocks: list[Any], eps: set[float]) -> BlockShap
 def expect_activation(tower: str, activation: nn.Module) -> None:
     """Raise BackboneError for activations other than GELU and QuickGELU."""
     from open_clip.transformer import QuickGELU
+    from timm.layers.activations import GELUTanh
 
-    known = type(activation) in (nn.GELU, QuickGELU)
+    known = type(activation) in (nn.GELU, QuickGELU, GELUTanh)
     expect(tower, known, f"its blocks have the activation {type(activation).__name__}")
 
 

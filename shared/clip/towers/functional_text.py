@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from promptfed.shared.clip.towers.blocks import is_standard_block
 from promptfed.shared.clip.towers.functional import (
     Tower,
     Weights,
@@ -21,23 +22,36 @@ from promptfed.shared.clip.towers.text import TextTower
 
 @dataclass(frozen=True)
 class FunctionalText(Tower):
-    """A tower that pools an end token under a causal mask. Positions after the longest text's end are not computed."""
+    """A text tower. ``short``: it pools an end token under a causal mask, so that no position after the longest text's
+    end is computed. ``ends_of`` and ``mask_of``: see `ends` and `mask`.
+    """
 
     dtype: torch.dtype
+    short: bool
     ends_of: Callable[[Tensor], Tensor]
+    mask_of: Callable[[Tensor], Tensor | None]
 
-    causal = True
+    @property
+    def causal(self) -> bool:
+        return self.short
 
     def ends(self, ids: Tensor) -> Tensor:
-        """Positions `(C,)` whose output is the feature of each text, for ids `(C, L)`."""
+        """Positions `(C,)` whose output is the feature of each text, for ids `(C, L)`; counted from the end if < 0."""
         return self.ends_of(ids)
+
+    def mask(self, ids: Tensor) -> Tensor | None:
+        """What is added to the scores of attention for ids `(C, L)`, beside a causal mask of `short` towers."""
+        return self.mask_of(ids)
 
     def rows(self, weights: Weights, ids: Tensor) -> Tensor:
         """Rows `(C, S, d)` before the first block, of token ids `(C, L)`, up to the longest text's end."""
         embedding = weights["token_embedding"]
-        size = int(self.ends(ids).max()) + 1
+        size = int(self.ends(ids).max()) + 1 if self.short else ids.shape[1]
         rows = embedding[ids[:, :size].to(embedding.device)].to(self.dtype)
-        return rows + weights["positional_embedding"][:size].to(self.dtype)
+        if "cls_emb" in weights:
+            last = weights["cls_emb"].to(self.dtype).expand(len(rows), 1, -1)
+            rows = torch.cat([rows, last], dim=1)
+        return rows + weights["positional_embedding"][: rows.shape[1]].to(self.dtype)
 
     def pool(self, weights: Weights, rows: Tensor, ends: Tensor) -> Tensor:
         """Features `(C, d_e)`, not normalised, from the last block's rows and `ends (C,)`."""
@@ -49,14 +63,16 @@ class FunctionalText(Tower):
 
     def encode(self, weights: Weights, ids: Tensor) -> Tensor:
         """Features `(C, d_e)`, not normalised, of token ids `(C, L)`."""
-        return self.pool(weights, self.blocks(weights, self.rows(weights, ids)), self.ends(ids))
+        rows = self.blocks(weights, self.rows(weights, ids), mask=self.mask(ids))
+        return self.pool(weights, rows, self.ends(ids))
 
 
 def text_tower(tower: TextTower) -> FunctionalText:
     """The text tower of an open_clip model. BackboneError gives the reason if its weights cannot be replaced."""
     tower.require()
-    expect("text", tower.flags.prefix, "its blocks, its mask or its pooling are not CLIP's")
-    holder = tower.holder
+    holder, flags = tower.holder, tower.flags
+    standard_blocks = all(is_standard_block(block) for block in tower.blocks)
+    expect("text", standard_blocks, "its blocks are not open_clip's standard ones")
     shape = shape_of_blocks("text", tower.blocks, {holder.ln_final.eps})
     weights: dict[str, Tensor] = {
         "token_embedding": holder.token_embedding.weight.detach(),
@@ -72,4 +88,17 @@ def text_tower(tower: TextTower) -> FunctionalText:
         weights["text_projection"] = projection.detach().T
     for number, standard in enumerate(tower.blocks):
         weights |= open_clip_block(number, standard)
-    return FunctionalText(shape, weights, tower.dtype, tower.pooled_position)
+    if getattr(holder, "cls_emb", None) is not None:
+        weights["cls_emb"] = holder.cls_emb.detach()
+    heads = shape.heads
+
+    def mask_of(ids: Tensor) -> Tensor | None:
+        with torch.no_grad():
+            mask: Tensor | None = None if flags.short else tower.constant_rows(ids)[1]
+        return mask if mask is None or mask.ndim == 2 else mask.reshape(len(ids), heads, *mask.shape[1:])
+
+    def ends_of(ids: Tensor) -> Tensor:
+        ends = tower.pooled_position(ids)
+        return torch.zeros_like(ends) if tower.pool_type == "first" and "cls_emb" not in weights else ends
+
+    return FunctionalText(shape, weights, tower.dtype, flags.short, ends_of, mask_of)

@@ -1,9 +1,11 @@
 """Image towers as functions of weights, for the vision transformers of open_clip and timm.
 
-Weights that a tower lacks are not in the mapping (``ln_pre`` with timm, ``proj`` without a projection).
+Weights that a tower lacks are not in the mapping (``ln_pre`` with timm, ``proj`` without a projection). Parts without
+a name in the mapping stay the frozen backbone's: a convolutional stem, a pooling by attention and what follows it.
 Notation: `B` images, `S` rows of each with [cls], `d` = d_v the tower's width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from promptfed.shared.clip.towers import timm_blocks
 from promptfed.shared.clip.towers.blocks import is_standard_block
 from promptfed.shared.clip.towers.functional import (
     BlockShape,
@@ -25,18 +28,28 @@ from promptfed.shared.clip.towers.functional import (
     weights_of,
 )
 
+Part = Callable[[Tensor], Tensor]
+_NO_MAP = (nn.Identity, nn.Dropout)
+
 
 @dataclass(frozen=True)
 class VisionTower(Tower):
     """An image tower.
 
-    ``pooling``: the feature is row 0, or the mean of the rows after it (of all rows without a class token).
-    ``norm_first``: the last norm comes before the pooling instead of after it.
+    ``positions``: rows of an image, of which the first ``prefix`` are no patches. ``pooling``: the feature is row 0,
+    the mean of the patches, or what the frozen ``attention`` makes of all rows. ``norm_first``: the last norm comes
+    before the pooling, not after it. ``frozen_rows`` and ``frozen_projection``: the stem and the projection
+    where they are not computed from weights.
     """
 
     patch_size: tuple[int, int]
-    pooling: Literal["tok", "avg"]
+    positions: int
+    prefix: int
+    pooling: Literal["tok", "avg", "attention"]
     norm_first: bool
+    attention: Part | None = None
+    frozen_rows: Part | None = None
+    frozen_projection: Part | None = None
 
     @property
     def first_only(self) -> bool:
@@ -44,6 +57,8 @@ class VisionTower(Tower):
 
     def rows(self, weights: Weights, images: Tensor) -> Tensor:
         """Rows `(B, S, d)` before the first block, of images `(B, 3, H, W)` of the tower's dtype and device."""
+        if self.frozen_rows is not None:
+            return self.frozen_rows(images)
         conv, bias = weights["conv1_weight"], weights.get("conv1_bias")
         conv, bias = conv.to(images.dtype), None if bias is None else bias.to(images.dtype)
         rows = F.conv2d(images, conv, bias, stride=self.patch_size).flatten(2).transpose(1, 2)
@@ -61,13 +76,19 @@ class VisionTower(Tower):
             rows = rows[:, :1]  # a norm processes each row separately
         if self.norm_first:
             rows = self._normed(weights, rows)
-        behind = 1 if "class_embedding" in weights else 0
-        pooled = rows[:, 0] if self.pooling == "tok" else rows[:, behind:].mean(dim=1)
+        if self.attention is not None:
+            return self.attention(rows)
+        pooled = rows[:, 0] if self.pooling == "tok" else rows[:, self.prefix :].mean(dim=1)
         return pooled if self.norm_first else self._normed(weights, pooled)
 
     def project(self, weights: Weights, pooled: Tensor) -> Tensor:
         """Features `(B, d_e)` after the projection; unchanged if there is none."""
-        return pooled @ weights["proj"].to(pooled.dtype) if "proj" in weights else pooled
+        if self.frozen_projection is not None:
+            return self.frozen_projection(pooled)
+        if "proj" not in weights:
+            return pooled
+        features = pooled @ weights["proj"].to(pooled.dtype)
+        return features + weights["proj_bias"].to(pooled.dtype) if "proj_bias" in weights else features
 
     def encode(self, weights: Weights, images: Tensor, *, projected: bool = True) -> Tensor:
         """Features of images `(B, 3, H, W)`, not normalised: `(B, d_e)`, or `(B, d)` before the projection."""
@@ -82,37 +103,60 @@ class VisionTower(Tower):
 
 def vision_tower(visual: Any) -> VisionTower:
     """The image tower of an open_clip model. BackboneError gives the reason if its weights cannot be replaced."""
+    from open_clip.timm_model import TimmModel
     from open_clip.transformer import VisionTransformer
 
+    if isinstance(visual, TimmModel):
+        return timm_tower(visual.trunk, visual.head)
     expect("image", type(visual) is VisionTransformer, f"it is a {type(visual).__name__}")
     expect("image", visual.transformer.batch_first, "it is not batch-first")
-    expect("image", visual.attn_pool is None, "it pools by attention")
-    expect("image", visual.pool_type in ("tok", "avg"), f"it pools by {visual.pool_type!r}")
+    attends = visual.attn_pool is not None
+    expect("image", attends or visual.pool_type in ("tok", "avg"), f"it pools by {visual.pool_type!r}")
     blocks = list(visual.transformer.resblocks)
     expect("image", all(is_standard_block(block) for block in blocks), "its blocks are not open_clip's standard ones")
-    norms = [norm for norm in (visual.ln_pre, visual.ln_post) if isinstance(norm, nn.LayerNorm)]
+    named = {"ln_pre": "ln_pre"} if attends else {"ln_pre": "ln_pre", "ln_post": "ln_post"}
+    norms = [norm for norm in map(visual.get_submodule, named) if isinstance(norm, nn.LayerNorm)]
     shape = shape_of_blocks("image", blocks, {norm.eps for norm in norms})
     weights: dict[str, Tensor] = {
         **weights_of(visual, {"conv1": "conv1"}),
         "class_embedding": visual.class_embedding.detach(),
         "positional_embedding": visual.positional_embedding.detach(),
-        **weights_of(visual, {"ln_pre": "ln_pre", "ln_post": "ln_post"}),
+        **weights_of(visual, named),
     }
-    if visual.proj is not None:
+    if visual.proj is not None and not attends:
         weights["proj"] = visual.proj.detach()
     for number, standard in enumerate(blocks):
         weights |= open_clip_block(number, standard)
-    return VisionTower(shape, weights, tuple(visual.patch_size), visual.pool_type, not visual.final_ln_after_pool)
+    return VisionTower(
+        shape,
+        weights,
+        tuple(visual.patch_size),
+        len(visual.positional_embedding),
+        1,
+        "attention" if attends else visual.pool_type,
+        attends or not visual.final_ln_after_pool,
+        attention=(lambda rows: visual._pool(rows)[0]) if attends else None,
+        frozen_projection=(lambda pooled: pooled @ visual.proj.to(pooled.dtype)) if attends else None,
+    )
 
 
-def timm_tower(model: Any) -> VisionTower:
-    """The tower of a plain vision transformer of timm, with its blocks' weights under open_clip's names."""
-    from timm.models.vision_transformer import Block
+def timm_tower(model: Any, head: nn.Module | None = None) -> VisionTower:
+    """The tower of a plain vision transformer of timm, with its blocks' weights under open_clip's names.
 
+    ``head``: what open_clip puts behind it.
+    """
+    from timm.models.vision_transformer import Block, VisionTransformer
+
+    refusal = timm_blocks.refusal_of(model)
+    expect("image", refusal is None, refusal or "")
+    expect("image", isinstance(model, VisionTransformer), f"its blocks are those of {type(model).__name__}")
     expect("image", model.reg_token is None, "it has register tokens")
-    expect("image", model.attn_pool is None and model.global_pool in ("token", "avg"), "it pools by attention")
+    attends = model.attn_pool is not None
+    expect("image", attends or model.global_pool in ("token", "avg"), f"it pools by {model.global_pool!r}")
     plain = model.pos_embed is not None and not model.dynamic_img_size
-    expect("image", plain and not (model.no_embed_class and model.cls_token is not None), "its positions are unusual")
+    weights, stem = _timm_rows(model)
+    usual = stem is not None or not (model.no_embed_class and model.cls_token is not None)
+    expect("image", plain and usual, "its positions are unusual")
     blocks = list(model.blocks)
     for own in blocks:
         standard = type(own) is Block and _is_plain_attention(own.attn) and isinstance(own.mlp.norm, nn.Identity)
@@ -126,15 +170,42 @@ def timm_tower(model: Any) -> VisionTower:
     shape = BlockShape(
         len(blocks), model.embed_dim, first.attn.num_heads, first.mlp.fc1.out_features, eps.pop(), first.mlp.act
     )
-    weights = weights_of(model, {"conv1": "patch_embed.proj"})
-    if model.cls_token is not None:
-        weights["class_embedding"] = model.cls_token[0, 0].detach()
-    weights["positional_embedding"] = model.pos_embed[0].detach()
-    weights |= weights_of(model, {"ln_pre": "norm_pre", "ln_post": last})
+    weights |= weights_of(model, {"ln_post": last})
+    maps = [] if head is None else [map_ for map_ in (model.head, *head.children()) if not isinstance(map_, _NO_MAP)]
+    linear = len(maps) == 1 and isinstance(maps[0], nn.Linear)
+    if linear:
+        weights["proj"] = maps[0].weight.detach().T
+        if maps[0].bias is not None:
+            weights["proj_bias"] = maps[0].bias.detach()
     for number, own in enumerate(blocks):
         weights |= timm_block(number, own)
     pooling: Literal["tok", "avg"] = "tok" if model.global_pool == "token" else "avg"
-    return VisionTower(shape, weights, tuple(model.patch_embed.patch_size), pooling, norm_first)
+    return VisionTower(
+        shape,
+        weights,
+        tuple(model.patch_embed.patch_size) if stem is None else (0, 0),
+        model.patch_embed.num_patches + model.num_prefix_tokens,
+        model.num_prefix_tokens,
+        "attention" if attends else pooling,
+        norm_first,
+        attention=(lambda rows: model.fc_norm(model.pool(rows))) if attends else None,
+        frozen_rows=stem,
+        frozen_projection=nn.Sequential(*maps) if maps and not linear else None,
+    )
+
+
+def _timm_rows(model: Any) -> tuple[dict[str, Tensor], Part | None]:
+    """The weights that make rows of images, or without them the frozen stem that does."""
+    from timm.layers.patch_embed import PatchEmbed
+
+    if type(model.patch_embed) is not PatchEmbed:
+        return {}, lambda images: timm_blocks.rows_of(model, images)
+    weights = weights_of(model, {"conv1": "patch_embed.proj"})
+    if model.cls_token is not None:
+        weights["class_embedding"] = model.cls_token[0, 0].detach()
+    if model.pos_embed is not None:
+        weights["positional_embedding"] = model.pos_embed[0].detach()
+    return weights | weights_of(model, {"ln_pre": "norm_pre"}), None
 
 
 def _is_plain_attention(attention: Any) -> bool:

@@ -87,6 +87,11 @@ class TextTower:
         if self.flags.refusal is not None:
             raise BackboneError(f"This backbone's text tower takes no prompts: {self.flags.refusal}.")
 
+    @property
+    def pool_type(self) -> str:
+        """Which row is pooled: argmax (the largest token), eos, first or last."""
+        return _pool_type(self._holder, self._inner)
+
     def placed(self, prompts: ClassPrompts) -> Placed:
         """The prompts on the tower's device."""
         held = self._placed.get(prompts)
@@ -109,7 +114,7 @@ class TextTower:
     def pooled_position(self, ids: Tensor) -> Tensor:
         """The position `(C,)` that the tower pools for each row of ids; -1 if it does not depend on the ids."""
         self.require()
-        kind = _pool_type(self._holder, self._inner)
+        kind = self.pool_type
         if kind == "argmax" and not _has_class_token(self._inner):
             return ids.argmax(dim=-1)
         if kind == "eos" and not _has_class_token(self._inner):
@@ -134,7 +139,7 @@ class TextTower:
         context: `(N, 1 or C, m, d)`; deep: `(N, depth, m, d)` or None.
         """
         ids = self.placed(prompts).ids
-        rows, mask = self._constant_rows(ids)
+        rows, mask = self.constant_rows(ids)
         n, c = context.shape[0], len(prompts)
         if mask is not None and mask.ndim == 3:  # (C * heads, L, L), with the padding of each class
             mask = mask.repeat(n, 1, 1)
@@ -144,7 +149,7 @@ class TextTower:
     def encode_short(self, context: Tensor, deep: Tensor | None, prompts: ClassPrompts) -> Tensor:
         """As `encode_plain`, but computes each bucket of equally long classes only up to its pooled position."""
         placed = self.placed(prompts)
-        rows, mask = self._constant_rows(placed.ids)
+        rows, mask = self.constant_rows(placed.ids)
         n = context.shape[0]
         features: list[Tensor] = []
         for end, index in placed.buckets:
@@ -154,7 +159,7 @@ class TextTower:
             features.append(self.project(out[:, -1]).reshape(n, len(index), -1))
         return torch.cat(features, dim=1).index_select(1, placed.places)
 
-    def _constant_rows(self, ids: Tensor) -> tuple[Tensor, Any]:
+    def constant_rows(self, ids: Tensor) -> tuple[Tensor, Any]:
         """Embedded ids with positions `(C, L, d)`, with a class token at the end if the tower has one, and the mask."""
         with torch.inference_mode(False), torch.no_grad():
             if self._inner is None:
@@ -184,7 +189,7 @@ class TextTower:
         return rows
 
     def _pool(self, rows: Tensor, ids: Tensor) -> Tensor:
-        kind = _pool_type(self._holder, self._inner)
+        kind = self.pool_type
         if _has_class_token(self._inner) or kind == "last":
             return self.project(rows[:, -1])
         if kind == "first":

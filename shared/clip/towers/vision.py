@@ -87,6 +87,13 @@ def vision_width(visual: Any) -> int:
     return int(visual.transformer.width if refusal_of(visual) is None else visual.attnpool.c_proj.in_features)
 
 
+def pooled_width(visual: Any) -> int:
+    """Width of the pooled feature before the projection: d_v, unless open_clip's pooling by attention changes it."""
+    if getattr(visual, "attn_pool", None) is not None:
+        return int(visual.output_dim)
+    return vision_width(visual)
+
+
 def prompted_tower(visual: Any) -> PromptedTower:
     """The image tower of an open_clip model with prompts; BackboneError gives the reason if it takes none."""
     refusal = refusal_of(visual)

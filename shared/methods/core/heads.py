@@ -221,5 +221,5 @@ def _digest(names: tuple[str, ...]) -> Tensor:
 
 
 def head_width(backbone: Backbone, projected: bool) -> int:
-    """Width of a head's input features: d_v before the image tower's projection, d_e after it."""
-    return backbone.d_e if projected else backbone.d_v
+    """Width of a head's input features: those before the image tower's projection, or d_e after it."""
+    return backbone.d_e if projected else backbone.d_pooled

@@ -50,8 +50,8 @@ def checkpoint_of(backbone: Backbone, towers: MergedTowers) -> Tensors:
         if name is None:
             raise pf.MethodError("a changed weight does not exist in open_clip's model")
         own = state[name]
-        # A projection may be kept transposed there.
-        value = merged if merged.shape == own.shape else merged.T
+        # A projection may be kept transposed there, which the shape does not tell if it is square.
+        value = merged.T if own.ndim == 2 and frozen.stride() != own.stride() else merged
         changed[name] = value.reshape(own.shape).to(own.dtype)
     return {name: changed.get(name, tensor).cpu().contiguous().clone() for name, tensor in state.items()}
 

@@ -25,6 +25,8 @@ from promptfed.shared.tensors.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from promptfed.shared.clip import Backbone
+
 HEAD = tuple(spec.name for spec in heads.SHARED_HEAD)
 
 
@@ -175,6 +177,13 @@ class WeightMethod(pf.Method):
             dims["classes"] = heads.shared_classes(self.name, context.class_names)
             dims["d_h"] = dims["d_e"] if self.hyper.projected else dims["d_v"]
         return dims
+
+    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
+        """A shared head, which the coordinator makes, must fit the tower's pooled feature."""
+        super().check_texts(backbone, class_names, template)
+        if self.shares_head and not self.hyper.projected and backbone.d_pooled != backbone.d_v:
+            text = f"{backbone.model_name} pools {backbone.d_pooled} numbers of the image tower's {backbone.d_v}"
+            raise pf.MethodError(f"{self.name}: {text}: take projected: true")
 
     def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """Δ = 0; a shared head starts as a private one would."""

@@ -5,6 +5,7 @@ The configurations are real, with two blocks, random weights and float64.
 
 import json
 import re
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch import nn
 
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.clip.building import seeded
+from promptfed.shared.clip.towers import patches
+from promptfed.shared.clip.towers.functional_vision import vision_tower
 from promptfed.shared.clip.towers.vision import prompted_tower, refusal_of
 from tests.shared.clip.conftest import noise
 from tests.support.equality import assert_gradients, assert_values
@@ -78,6 +81,45 @@ def test_every_configuration_with_a_plain_transformer_takes_prompts() -> None:
         refused = [n for wanted, names in configurations().items() if kind in (refusals()[wanted] or "") for n in names]
         assert len(refused) == count, kind
     assert PLAIN + sum(REFUSED.values()) == 144
+
+
+def fixed_weights(visual: Any) -> str | None:
+    """Why the weights of a tower cannot be trained."""
+    try:
+        vision_tower(visual)
+    except BackboneError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.extended
+def test_the_weights_of_most_plain_transformers_can_be_trained() -> None:
+    with torch.device("meta"):
+        plain = {wanted: fixed_weights(build(wanted)) for wanted in configurations() if is_plain(wanted)}
+    counts = Counter(reason and reason.rpartition(" ")[2] for wanted, reason in plain.items() for _ in names_of(wanted))
+    assert counts == {None: 88, "Eva.": 12, "VisionTransformerRelPos.": 1}
+
+
+@pytest.mark.extended
+def test_the_patches_of_towers_that_do_not_pool_by_attention_have_features() -> None:
+    with torch.device("meta"):
+        towers = [(wanted, build(wanted)) for wanted in configurations() if is_plain(wanted)]
+    assert sum(len(names_of(wanted)) for wanted, tower in towers if patches.patch_tokens(tower) is not None) == 66
+
+
+def assert_patches_equal_the_library(visual: Any, images: Any) -> None:
+    """A patch's feature is that of an image whose pooled rows are all this patch's."""
+    rows = visual.trunk.forward_features(images)
+    found = patches.encode_patches(visual, images)
+    prefix = visual.trunk.num_prefix_tokens
+    assert found.shape[1] == rows.shape[1] - prefix == patches.patch_tokens(visual)
+    for place in (0, found.shape[1] - 1):
+        alone = rows[:, prefix + place, None].expand_as(rows)
+        assert_values(found[:, place], visual.head(visual.trunk.forward_head(alone)))
+
+
+def names_of(description: str) -> list[str]:
+    return configurations()[description]
 
 
 def test_a_refusal_names_the_tower() -> None:
@@ -147,6 +189,25 @@ def randomise(visual: Any) -> None:
             weight += 0.1 * weight.std().nan_to_num(0).clamp(min=0.1) * torch.randn(weight.shape, generator=generator)
 
 
+def assert_weights_equal_the_library(visual: Any, images: Any) -> None:
+    """The tower as a function of its weights: the features, and the gradient of each weight that it names."""
+    tower = vision_tower(visual)
+    ours = {name: weight.clone().requires_grad_() for name, weight in tower.weights.items()}
+    found = tower.encode(ours, images)
+    own = {(weight.data_ptr(), weight.numel()): weight for weight in visual.parameters()}
+    theirs = [own[weight.data_ptr(), weight.numel()].requires_grad_() for weight in tower.weights.values()]
+    wanted = visual(images)
+    wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+    assert_values(found, wanted)
+    weight = noise(*found.shape, seed=5, dtype=torch.float64)
+    gradients = torch.autograd.grad((found * weight).sum(), list(ours.values()))
+    slopes = torch.autograd.grad((wanted * weight).sum(), theirs)
+    for gradient, slope, given, kept in zip(gradients, slopes, tower.weights.values(), theirs, strict=True):
+        turned = kept.ndim == 2 and given.stride() != kept.stride()
+        assert_gradients(gradient, (slope.T if turned else slope).reshape(gradient.shape))
+    visual.requires_grad_(False)
+
+
 @pytest.mark.parametrize("description", plain_towers())
 def test_prompts_equal_the_library_with_further_tokens(description: Any) -> None:
     with seeded():
@@ -156,6 +217,10 @@ def test_prompts_equal_the_library_with_further_tokens(description: Any) -> None
     tower, size = prompted_tower(visual), visual.preprocess_cfg["size"] if hasattr(visual, "preprocess_cfg") else None
     height, width = visual.image_size if size is None else size
     images = noise(1, 3, height, width, dtype=torch.float64)
+    if fixed_weights(visual) is None:
+        assert_weights_equal_the_library(visual, images)
+    if hasattr(visual, "trunk") and patches.refusal_of(visual) is None:
+        assert_patches_equal_the_library(visual, images)
     leaves = [noise(2, 3, tower.width, seed=2, dtype=torch.float64).requires_grad_() for _ in range(2)]
     found = tower.encode(images, leaves[0], pooled=False)
     with prompts_hooked_in(visual, leaves[1]):

@@ -18,6 +18,7 @@ import torch
 from open_clip.model import CLIP, _build_text_tower
 
 from promptfed.shared.clip.building import seeded
+from promptfed.shared.clip.towers.functional_text import text_tower
 from promptfed.shared.clip.towers.hub_text import text_tower_of
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
 from promptfed.shared.clip.towers.tokens import ClassPrompts
@@ -252,6 +253,29 @@ def test_prompts_equal_the_library(description: str, tmp_path: Path) -> None:
             assert_values(found, wanted)
             for gradient, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
                 assert_gradients(gradient, wanted_gradient)
+
+
+@pytest.mark.parametrize("description", [one for one in towers() if "hf_model_name" not in one.values[0]])
+def test_weights_equal_the_library_s(description: str, tmp_path: Path) -> None:
+    """The tower as a function of its weights: the features, and the gradient of each weight."""
+    model = build(description, tmp_path)
+    tower = text_tower_of(model, {})
+    ids = prompts_for(tower, model).ids
+    found_by = text_tower(tower)
+    ours = {name: weight.clone().requires_grad_() for name, weight in found_by.weights.items()}
+    found = found_by.encode(ours, ids)
+    holder = model.text if hasattr(model, "text") else model
+    own = {(weight.data_ptr(), weight.numel()): weight for weight in holder.parameters()}
+    theirs = [own[weight.data_ptr(), weight.numel()].requires_grad_() for weight in found_by.weights.values()]
+    wanted = holder(ids) if hasattr(model, "text") else model.encode_text(ids, normalize=False)
+    wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+    assert_values(found, wanted)
+    weight = noise(*found.shape, seed=9, dtype=torch.float64)
+    gradients = torch.autograd.grad((found * weight).sum(), list(ours.values()))
+    slopes = torch.autograd.grad((wanted * weight).sum(), theirs)
+    for gradient, slope, given, kept in zip(gradients, slopes, found_by.weights.values(), theirs, strict=True):
+        turned = kept.ndim == 2 and given.stride() != kept.stride()
+        assert_gradients(gradient, (slope.T if turned else slope).reshape(gradient.shape))
 
 
 def value_and_gradients(encode: Any, leaves: Any) -> Any:

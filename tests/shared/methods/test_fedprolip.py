@@ -51,7 +51,7 @@ def test_training_equals_the_equations(backbone: Backbone, weight: float | None)
     method = make_method({"name": "fedprolip", "weight": weight})
     found = method.train(context, {"projection_change": start}, {}).update["projection_change"]
     held = weight if weight is not None else len(context.class_names) / COUNT
-    frozen = projection(backbone)
+    frozen, _ = projection(backbone)
     rate = RATE * float(frozen.square().mean().sqrt()) / backbone.d_v**0.5
     now, speed = start.clone(), torch.zeros_like(start)
     draws = generator(context.seed, 2, "train", context.client, "batches")
@@ -103,5 +103,5 @@ def test_a_tower_without_a_projection_is_refused(backbone: Backbone, monkeypatch
     with pytest.raises(MethodError, match="vision transformer"):
         method.dims(plain)
     monkeypatch.setattr(Backbone, "vision_tower", lambda _: SimpleNamespace(weights={}))
-    with pytest.raises(MethodError, match="this backbone has none"):
+    with pytest.raises(MethodError, match="this backbone's ends with none"):
         projection(backbone)
