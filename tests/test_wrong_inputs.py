@@ -28,7 +28,8 @@ ROW = re.compile(r"\| `promptfed (.+?)` \| (\d+) \| (.+) \|")
 WAY_OUT = re.compile(
     r"\b(give|write|use|check|mend|name a|did you mean|must be|must hold|remove|choose|put|[Rr]estore|export it again|"
     r"start it|enrol more|leave|list at|names the|missing|known are|has photo|add it|Possible options|should be|"
-    r"another|as in|with: --export|is it running)\b"
+    r"must have|must not be|lists|ask for|accepted are|needs|copy the|is not one of|save it|make one|name the|rename|"
+    r"writes one|count them|take|wait|see|another|as in|with: --export|is it running)\b"
 )
 RAW = ("Errno", "Traceback", "Error(", "httpx", "pydantic", "ssl.c", "_io.", "<class", "Exception", "codec")
 CLIENTS = [{"name": name, "data": "symbols:neon?topic=weather&per_class=2&test_per_class=1"} for name in "ab"]
@@ -54,6 +55,22 @@ CHANGED: dict[str, dict[str, Any]] = {
     "nothing": {"clients": [{"name": "a"}]},
     "domain": {"clients": [CLIENTS[0], {"name": "b", "data": "symbols:noen"}]},
     "model": {"backbone": {"model": "ViT-B-17"}},
+    "twice": {"clients": [CLIENTS[0], CLIENTS[0]]},
+    "few": {"participation": {"min_clients": 5}},
+    "optimizer": {"training": {"optimizer": "adamm"}},
+    "epochs": {"training": {"epochs": "two"}},
+    "classes": {"class_names": ["Sun", "sun"]},
+    "template": {"template": "a photo"},
+    "context": {"method": {"name": "promptfl", "context_init": "a very " * 60}},
+    "unnamed": {"backbone": {"model": ""}},
+    "epsilon": {"privacy": {"level": "sample", "epsilon": -1, "clip": 0.3}},
+    "guarded": {"method": {"name": "plan"}, "privacy": {"level": "sample", "epsilon": 3, "clip": 0.3}},
+    "tuning": {"tuning": {"candidates": [{"method": {"name": "nope"}}]}},
+    "speeds": {"clock": {"speeds": "fast"}},
+    "trace": {"clock": {"speeds": "trace:no.csv"}},
+    "loss": {"loss": {"kind": "focal"}},
+    "budget": {"training": {"budget": {"steps": 0}}},
+    "part": {"clients": [{"name": "a", "data": "digits?partition=iid&clients=2&client=2"}, CLIENTS[1]]},
     "weights": {"backbone": {"model": "promptfed-tiny", "pretrained": "laion"}},
 }
 TABLES = {
@@ -102,6 +119,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}-spec.yaml").write_text(json.dumps(spec))
     (folder / "broken.yaml").write_text("rounds: [\n")
     (folder / "list.yaml").write_text("- rounds\n")
+    (folder / "tab.yaml").write_text("rounds:\n\tmany: 1\n")
+    (folder / "keys.yaml").write_text("name: pets\nname: dogs\n")
+    (folder / "colon.yaml").write_text("name: pets: dogs\n")
+    (folder / "latin.csv").write_bytes("path,label\nä.png,x\n".encode("latin-1"))
+    (folder / "policy.yaml").write_text("min_epsilon: 3\n")
     (folder / "bytes").write_bytes(bytes(range(256)))
     (folder / "token").write_text("x" * 43)
     (folder / "blank").write_text("\n")

@@ -26,6 +26,7 @@ from promptfed.shared.metrics.disclosure import FLOOR
 from promptfed.shared.privacy.accounting import LEAST_DELTA, steps_of
 from promptfed.shared.service.net import addresses_of
 from promptfed.shared.service.reasons import offence, why
+from promptfed.shared.service.yaml_text import read_yaml
 from promptfed.shared.spec.budget import MOST_EPOCHS
 from promptfed.shared.spec.spec import Name, SpecError
 from promptfed.shared.spec.spec_section import Section
@@ -366,7 +367,7 @@ def read_policy(path: Path) -> tuple[Policy, str]:
     """
     try:
         content = path.read_bytes()
-        given: Any = yaml.safe_load(content)
+        given: Any = read_yaml(content)
     except OSError as error:
         raise ClientError(Exit.POLICY, f"cannot read the policy {path}: {why(error)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -376,11 +377,9 @@ def read_policy(path: Path) -> tuple[Policy, str]:
     except ValidationError as error:
         told = "; ".join(
             f"{'.'.join(map(str, one['loc'])) or 'the file'}: "
-            + (
-                "this version does not know it, and could not keep it"
-                if one["type"] == "extra_forbidden"
-                else offence(one)
-            )
+            + ("this version does not know it" if one["type"] == "extra_forbidden" else offence(one))
             for one in error.errors(include_url=False, include_context=False)
         )
-        raise ClientError(Exit.POLICY, f"the policy {path} is not understood: {told}") from None
+        raise ClientError(
+            Exit.POLICY, f"the policy {path} is not understood: {told}; see `promptfed policy example`"
+        ) from None

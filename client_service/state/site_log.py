@@ -116,7 +116,7 @@ def verify(folder: Path, known: str | None = None) -> Head:
     path = folder / FILE
     lines, whole, head = _read(folder)
     if not lines:
-        raise ChangedLog(f"{path} has no line")
+        raise ChangedLog(f"{path} has no line, or was never written: name the client's --state-dir")
     chain = ""
     for number, line in enumerate(lines, 1):
         facts = {name: value for name, value in line.items() if name != "chain"}

@@ -16,6 +16,7 @@ from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.tokens import digest, write_secret
 from promptfed.shared.api.access_schemas import TokenRequest
 from promptfed.shared.service.reasons import why
+from promptfed.shared.service.yaml_text import read_yaml
 
 
 class BootstrapFailed(Exception):
@@ -48,7 +49,7 @@ def bootstrap(registry: Registry, settings: Settings) -> None:
 def read_spec(path: Path) -> dict[str, Any]:
     """The mapping in a YAML or JSON file. Raises BootstrapFailed."""
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = read_yaml(path.read_text())
     except OSError as error:
         raise BootstrapFailed(f"cannot read {path}: {why(error)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -25,7 +25,7 @@ def client_name(federation: Federation, id_or_name: str) -> str:
     for client in federation.clients.values():
         if id_or_name in (client.id, client.name):
             return client.name
-    raise problems.NotFound(f"{federation.name} has no client {id_or_name[:100]!r}")
+    raise problems.NotFound(f"{federation.name} has no client {id_or_name[:100]!r}: check its name")
 
 
 def _is_summed(federation: Federation) -> bool:

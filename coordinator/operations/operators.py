@@ -49,7 +49,7 @@ def revoke(registry: Registry, operator: str) -> None:
     with registry.exclusively():
         gone = {key: known for key, known in registry.operators.items() if operator in (known.id, known.name)}
         if not gone:
-            raise problems.NotFound(f"there is no operator {operator[:100]!r}, and no operator's token of this id")
+            raise problems.NotFound(f"there is no operator {operator[:100]!r}, and no token of this id: check the name")
         with registry.database.write() as session:
             for key, known in gone.items():
                 session.delete(session.get_one(OperatorRow, key))

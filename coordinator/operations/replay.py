@@ -108,7 +108,9 @@ def replay(registry: Registry, federation: Federation, round: int, what_if: What
     _check(federation, what_if)
     run = federation.run
     if not (round < run.round or (round == run.round and run.state in ENDED)):
-        raise NoState(f"round {round} is not over; {federation.name} is in round {run.round}")
+        raise NoState(
+            f"round {round} is not over: {federation.name} is in round {run.round}; wait, or name an earlier one"
+        )
     with registry.database.read() as session:
         steps = steps_of(session, federation, round)
         if what_if:
@@ -121,7 +123,7 @@ def replay(registry: Registry, federation: Federation, round: int, what_if: What
 def _check(federation: Federation, what_if: WhatIf) -> None:
     unknown = sorted(set(what_if.without) - set(federation.clients))
     if unknown:
-        raise NotFound(f"{federation.name} has no client {unknown[0][:100]!r}")
+        raise NotFound(f"{federation.name} has no client {unknown[0][:100]!r}: check its name")
     if what_if.aggregation is not None:
         try:
             check_means(federation.method, federation.spec.model_copy(update={"aggregation": what_if.aggregation}))

@@ -115,7 +115,7 @@ def revoke(registry: Registry, id: str, token: str) -> None:
         federation = change.federation
         keys = [key for key, known in federation.tokens.items() if token in (known.id, known.name)]
         if not keys:
-            raise problems.NotFound(f"{federation.name} has no enrolment token {token[:100]!r}")
+            raise problems.NotFound(f"{federation.name} has no enrolment token {token[:100]!r}: check its name")
         name = federation.tokens[keys[0]].name
         change.session.delete(change.session.get_one(TokenRow, keys[0]))
         kept = {key: known for key, known in federation.tokens.items() if key != keys[0]}

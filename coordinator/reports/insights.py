@@ -120,7 +120,7 @@ class Insights:
     ) -> list[schemas.Similarity]:
         similarities = []
         if federation.spec.secure_aggregation is not None:
-            why = "Of its updates only the sum is known (secure aggregation): how alike they are, nobody sees"
+            why = "Only the sum of the updates is known (secure aggregation), so their agreement is unknown"
             missing.append(schemas.Missing(what="similarity", why=why))
         for exchange in plan.exchanges:
             try:

@@ -191,10 +191,10 @@ def _warnings(federation: Federation, clients: list[ClientPrivacy]) -> list[str]
         warnings.append("nothing is protected: whoever has the prompts or an update can test for a training image")
     seeded = [client.client for client in clients if client.noise == "seeded"]
     if seeded:
-        warnings.append(f"noise of a seed, which protects nothing: {', '.join(seeded)}")
+        warnings.append(f"noise from a seed, which protects nothing: {', '.join(seeded)}")
     silent = [client.client for client in clients if client.planned is None]
     if silent:
-        warnings.append(f"have not said how they train, by an older version: {', '.join(silent)}")
+        warnings.append(f"an older version, which tells no plan of its training: {', '.join(silent)}")
     over = [
         client.client
         for client in clients

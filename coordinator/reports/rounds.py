@@ -44,7 +44,8 @@ class StoredState:
 def state_of(session: Session, federation: Federation, round: int | None) -> StoredState:
     """The last state of ``round``, or of all. Raises NoState."""
     if round is not None and not _has_state(federation, round):
-        raise NoState(f"round {round} is not over; {federation.name} is in round {federation.run.round}")
+        now = federation.run.round
+        raise NoState(f"round {round} is not over: {federation.name} is in round {now}; wait, or name an earlier one")
     row = _last_state(session, federation, round)
     if row is None:
         raise NoState(f"{federation.name} has no state yet: start it first")

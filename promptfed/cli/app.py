@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import typer
+from pydantic import ValidationError
 from rich.markup import escape
 from typer.core import TyperGroup
 
@@ -27,6 +28,7 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import messages
 from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import plain
+from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.spec.versions import OURS, RELEASE
 
@@ -44,6 +46,15 @@ class Made:
 
 class SectionedGroup(TyperGroup):
     """A group whose help lists its commands by section, each with its whole first paragraph."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; an option that cannot be read is refused in the words of specs."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if isinstance(error.__cause__, ValidationError):
+                error.message = "; ".join(map(offence, error.__cause__.errors(include_url=False)))
+            raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the sections, in the order of `SECTIONS`."""

@@ -13,7 +13,7 @@ from promptfed.export.continuing import continued
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import new_folder, write_file, write_private
+from promptfed.sdk.files import expect_new, new_folder, write_file, write_private
 from promptfed.sdk.follow import follow
 from promptfed.sdk.output import console, print_json, say, table
 from promptfed.shared.api.validation_report import SignedValidation, ValidationReport, as_csv
@@ -46,6 +46,7 @@ def run_validate(
     """
     if (export is None) == (federation is None):
         raise CommandError("give the folder of an export, or --federation", Exit.USAGE)
+    expect_new(token_out, "--token-out")
     with new_folder(out, "--out") as folder:
         if export is not None:
             federation = _created(api, export, name, sites, token_out, key)
@@ -125,7 +126,10 @@ def checked_report(body: bytes, key: str | None) -> SignedValidation:
         signed = SignedValidation.model_validate(raw)
         said = validation_statement(canonical_json(raw["report"]))
     except (ValueError, ValidationError, KeyError, TypeError):
-        raise CommandError("this is not the report of a validation", Exit.BAD_INPUT) from None
+        text = "this is neither an export's folder nor the report of a validation"
+        raise CommandError(
+            f"{text}: give what `promptfed export` or `promptfed validate` has written", Exit.BAD_INPUT
+        ) from None
     if not is_signed(key or signed.public_key, signed.signature, said):
         text = f"the report is not signed by the key {(key or signed.public_key)[:200]}"
         raise CommandError(f"{text}: it was changed, or comes from elsewhere", Exit.REFUSED)

@@ -43,7 +43,7 @@ def write_bundle(
     """
     for file in (wheel, weights, key):
         if file is not None and not file.is_file():
-            raise CommandError(f"{file} is not a file", Exit.BAD_INPUT)
+            raise CommandError(f"there is no file {file}; check the path", Exit.BAD_INPUT)
     with tempfile.TemporaryDirectory(prefix="promptfed-bundle-") as temporary:
         folder = Path(temporary) / out.stem
         wheels = folder / "wheels"

@@ -223,8 +223,8 @@ def open_engine() -> Any:
     try:
         engine = docker.from_env()
         engine.ping()
-    except (DockerException, RequestException) as error:
-        text = f"no Docker engine answers ({_reason(error)}): start one, or use --runtime process"
+    except (DockerException, RequestException):
+        text = "no Docker engine answers: start one, or use --runtime process"
         raise CommandError(text, Exit.UNREACHABLE) from None
     for image in IMAGES.values():
         try:

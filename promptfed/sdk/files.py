@@ -22,8 +22,10 @@ def read_spec(path: Path) -> dict[str, Any]:
     """
     import yaml
 
+    from promptfed.shared.service.yaml_text import read_yaml
+
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = read_yaml(path.read_text())
     except OSError as error:
         raise CommandError(f"cannot read {path}: {why(error)}", Exit.BAD_INPUT) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -31,6 +33,19 @@ def read_spec(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise CommandError(f"{path} must hold a mapping, such as `name: eyes`", Exit.BAD_INPUT)
     return raw
+
+
+def read_federation(path: Path) -> dict[str, Any]:
+    """The spec in a file, also in a run file, whose clients and clock are left out. Raises CommandError."""
+    return {key: value for key, value in read_spec(path).items() if key not in ("clients", "clock")}
+
+
+def expect_new(path: Path | None, option: str = "--out") -> None:
+    """Raise CommandError if ``option`` names a file that is there already, or a folder that is not."""
+    if path is not None and path.exists():
+        raise CommandError(f"{path} is there already: give {option} a new file", Exit.BAD_INPUT)
+    if path is not None and not path.parent.is_dir():
+        raise CommandError(f"{path.parent} is no folder: make it, or give {option} another place", Exit.BAD_INPUT)
 
 
 def write_private(path: Path, text: str) -> None:

@@ -137,6 +137,16 @@ def _is_hidden(path: Path) -> bool:
     return path.name.startswith(".") or path.name.lower() in _OF_FILE_MANAGERS
 
 
+def _lines(table: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
+    """The columns of a table, and its lines with their numbers. Raises DataError."""
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            return list(reader.fieldnames or []), list(enumerate(reader, 2))
+    except (UnicodeDecodeError, csv.Error):
+        raise DataError(f"{table} is not a CSV file in UTF-8; save it as one.") from None
+
+
 def open_csv(body: str, options: Options) -> Source:
     """Open a table with the columns path and label, or several labels per image as `label_columns` finds them.
 
@@ -146,15 +156,13 @@ def open_csv(body: str, options: Options) -> Source:
     table = _existing(body, options, folder=False)
     domain, group = options.text("domain"), options.text("group")
     subgroups = [name.strip() for name in (options.text("groups") or "").split(",") if name.strip()]
-    with table.open(newline="", encoding="utf-8-sig") as lines:
-        reader = csv.DictReader(lines)
-        columns = reader.fieldnames or []
-        several = label_columns(table, columns, {"path", "split", "domain", group or "path", *subgroups}, options)
-        wanted = [*(["domain"] if domain is not None else []), *([group] if group is not None else []), *subgroups]
-        for needed in ("path", *(["label"] if several is None else []), *wanted):
-            if needed not in columns:
-                raise DataError(f"{table} has no column {needed}; its first line names the columns, as in path,label.")
-        rows = [(number, row) for number, row in enumerate(reader, 2) if _wanted(row, domain)]
+    columns, lines = _lines(table)
+    several = label_columns(table, columns, {"path", "split", "domain", group or "path", *subgroups}, options)
+    wanted = [*(["domain"] if domain is not None else []), *([group] if group is not None else []), *subgroups]
+    for needed in ("path", *(["label"] if several is None else []), *wanted):
+        if needed not in columns:
+            raise DataError(f"{table} has no column {needed}; its first line names the columns, as in path,label.")
+    rows = [(number, row) for number, row in lines if _wanted(row, domain)]
     wrong = [problem for number, row in rows for problem in _row_problems(table, number, row, group, several)]
     if wrong:
         items = [_csv_item(table, row, group, subgroups) for _, row in rows if row["path"]]

@@ -86,10 +86,11 @@ def _kind(name: str, options: Options) -> Any:
 def _load(kind: Any, root: str, way: dict[str, Any], options: Options) -> Any:
     try:
         return kind(root, **way)
-    except (RuntimeError, OSError, ValueError, TypeError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        text = f"{options.uri}: {kind.__name__} cannot be opened in {root}: {reason}"
-        raise DataError(f"{text} Put its files there as torchvision's download=True would.") from error
+    except ImportError as error:
+        raise DataError(f"{options.uri}: {kind.__name__} needs the package {error.name}; install it.") from error
+    except (RuntimeError, OSError, ValueError, TypeError) as error:
+        text = f"{options.uri}: {kind.__name__} is not in {root}, or is not whole"
+        raise DataError(f"{text}; put its files there as torchvision's download=True does.") from error
 
 
 def _split(name: str, dataset: Any) -> Split:

@@ -53,7 +53,7 @@ def unseal(content: bytes, kind: Kind, key_of: Callable[[Mapping[str, Any]], byt
     """
     start = len(MAGIC) + 4
     if not content.startswith(MAGIC) or len(content) < start:
-        raise AirlockError("this is no file of the airlock")
+        raise AirlockError("no `promptfed airlock` wrote this file: give one that it wrote")
     length = int.from_bytes(content[len(MAGIC) : start], "big")
     end = start + length
     if length > MOST_HEADER or len(content) < end + SIGNATURE_BYTES:

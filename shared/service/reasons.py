@@ -32,8 +32,20 @@ REASONS = {
     errno.ENETUNREACH: "no route leads there",
     errno.ETIMEDOUT: "no answer in time",
 }
+OF_YAML = {
+    "'\\t'": "a tab cannot indent; use spaces",
+    "<stream end>": "the file ends within a list, a mapping or a text in quotes",
+    "end of stream": "the file ends within a list, a mapping or a text in quotes",
+    "mapping values": "a colon is not allowed here; put a text with a colon in quotes",
+    "expected ':'": "a colon is missing",
+    "for the tag": "a tag is not allowed; write plain values",
+    "undefined alias": "put a text that begins with * in quotes",
+    "is given twice": "",
+}
+"""What PyYAML's problems hold, and what is said; empty: the problem itself."""
 NOT_TEXT = "it is not text in UTF-8; check which file it is"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+_SHOULD = re.compile(r"^[A-Z]\w* should ")
 _PREFIX, _SUFFIX = re.compile(r"^\[[^\]]*\] "), re.compile(r" \(_ssl\.c:\d+\)$")
 
 
@@ -71,7 +83,9 @@ def _known(error: BaseException) -> str | None:
         return NOT_TEXT
     mark = getattr(error, "problem_mark", None)  # of YAML, which is not imported for this
     if mark is not None:
-        return f"mend line {mark.line + 1}: {getattr(error, 'problem', None) or 'it cannot be read'}"
+        problem = str(getattr(error, "problem", None))
+        told = next((words or problem for sign, words in OF_YAML.items() if sign in problem), "it cannot be understood")
+        return f"mend line {mark.line + 1}: {told}"
     if isinstance(error, ssl.SSLCertVerificationError):
         return str(getattr(error, "verify_message", error))  # which TLS sets, and no constructor
     if isinstance(error, ssl.SSLError):
@@ -96,7 +110,6 @@ def offence(item: Mapping[str, Any]) -> str:
         return "use letters, digits and . _ - without spaces, at most 64, and begin with a letter or digit"
     if kind in ("model_type", "dict_type", "model_attributes_type", "dataclass_type"):
         return "must be a mapping, such as {key: value}"
-    for begin, put in (("Input should be a valid ", "must be a valid "), ("Input should be ", "must be ")):
-        if text.startswith(begin):
-            return put + text.removeprefix(begin).partition(", unable to")[0]
-    return text
+    if kind == "string_too_short" and "at least 1 character" in text:
+        return "must not be empty"
+    return _SHOULD.sub("must ", text).partition(", unable to")[0]

@@ -13,7 +13,7 @@ from promptfed.cli.common import AllowBackbone, Api, Federation, Json, Key, Roun
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import read_spec, write_file
+from promptfed.sdk.files import read_federation, write_file
 from promptfed.sdk.follow import Snapshot, follow
 from promptfed.sdk.output import console, print_json, say, table, tell
 from promptfed.sdk.pace import Pace, describe_round, duration
@@ -30,7 +30,9 @@ group = app.group("federation", "Create, watch and steer federations at a coordi
 def create(
     api: Api,
     allow_backbone: AllowBackbone,
-    spec: Annotated[Path | None, typer.Argument(help="YAML or JSON file with the federation's spec")] = None,
+    spec: Annotated[
+        Path | None, typer.Argument(help="YAML or JSON file with the federation's spec, or a run file")
+    ] = None,
     export: Annotated[
         Path | None,
         typer.Option("--from", help="an export whose state it starts from; its spec too, where SPEC gives no other"),
@@ -50,7 +52,7 @@ def create(
         raise CommandError("give the file of a spec, or --from EXPORT", Exit.USAGE)
     if export is not None and validate is not None:
         raise CommandError("--from trains and --validate does not: give one of them", Exit.USAGE)
-    asked, initial_state = ({} if spec is None else read_spec(spec)), None
+    asked, initial_state = ({} if spec is None else read_federation(spec)), None
     if (folder := export or validate) is not None:
         from promptfed.export.continuing import continued
 

@@ -14,6 +14,7 @@ from promptfed.cli.common import Api, AskedLater, Json
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.files import expect_new
 from promptfed.sdk.output import console, print_json, say, table, tell
 from promptfed.shared.api.access_schemas import AuditEntry, BrokenChain, check_chain
 from promptfed.shared.plain_text import counted
@@ -33,6 +34,7 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Mint a token for an operator; it is shown only here."""
+    expect_new(out)
     show_minted(api.send(operations.mint_operator(name, role, hours)).json, out, as_json)
 
 

@@ -11,7 +11,7 @@ from promptfed.cli.app import app
 from promptfed.cli.commands.ledger import OwnLedger
 from promptfed.cli.common import Json
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import read_spec
+from promptfed.sdk.files import read_federation
 from promptfed.sdk.output import console, print_json, table
 
 group = app.group("privacy", "Plan what differentially private training costs.", "Take part with own data")
@@ -19,7 +19,7 @@ group = app.group("privacy", "Plan what differentially private training costs.",
 
 @group.add()
 def plan(
-    spec: Annotated[Path, typer.Argument(help="the federation's spec, as YAML or JSON")],
+    spec: Annotated[Path, typer.Argument(help="the federation's spec or a run file, as YAML or JSON")],
     ledger: OwnLedger,
     samples: Annotated[str, typer.Option(help="numbers of training images of clients, by commas")] = "",
     clients: Annotated[int, typer.Option(min=1, help="of level client: trainers that will enrol")] = 1,
@@ -45,7 +45,7 @@ def _plans(path: Path, samples: str, clients: int, ledger: Any) -> list[dict[str
     from promptfed.shared.methods import method_for, resolve_spec
     from promptfed.shared.methods.core.checks.privacy_checks import training_loops
 
-    spec = resolve_spec(read_spec(path))
+    spec = resolve_spec(read_federation(path))
     if spec.privacy.is_central:
         return [_planned_for_clients(spec, clients)]
     if spec.privacy.level != "sample":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -20,7 +20,7 @@ from promptfed.shared.api.replay_schemas import ReplayedState, ReplayReport
 from promptfed.shared.messages import ENDED
 from promptfed.shared.plain_text import counted
 
-RULES = ("mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "flame")
+Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "flame"]
 MOST_SHOWN = 5
 
 
@@ -29,7 +29,7 @@ def replay(
     federation: Federation,
     api: Api,
     round: Annotated[int | None, typer.Option(min=0, help="this round alone; default: all that are over")] = None,
-    rule: Annotated[str | None, typer.Option(help=f"another aggregation rule: {', '.join(RULES)}")] = None,
+    rule: Annotated[Rule | None, typer.Option(help="another aggregation rule")] = None,
     tolerate: Annotated[float | None, typer.Option(help="of the rule: share of updates that may be bad")] = None,
     clip_norm: Annotated[str | None, typer.Option(help="of the rule: longest update, a number or median")] = None,
     without: Annotated[list[str] | None, typer.Option(help="leave out this client's updates, repeatable")] = None,

@@ -12,7 +12,7 @@ from promptfed.cli.common import Api, Federation, Json
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import write_private
+from promptfed.sdk.files import expect_new, write_private
 from promptfed.sdk.output import console, print_json, table, tell
 from promptfed.shared.api.access_schemas import OperatorView, TokenView
 
@@ -40,6 +40,7 @@ def token(
     """Mint a token with which clients enrol; or list the tokens, or revoke one."""
     if listed and revoke is not None:
         raise CommandError("--list and --revoke are two things: give one of them", Exit.BAD_INPUT)
+    expect_new(out)
     if listed:
         _list(api, federation, as_json)
     elif revoke is not None:

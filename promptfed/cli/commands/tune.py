@@ -13,8 +13,7 @@ import yaml
 from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, Device, Json, Pool, RunFilePath
 from promptfed.runtime.run_file import read_run
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import read_spec, write_file
+from promptfed.sdk.files import expect_new, read_spec, write_file
 from promptfed.sdk.output import console, note, print_json, say, table
 from promptfed.sdk.text import percent, size, whole_numbers
 
@@ -35,7 +34,7 @@ def tune(
     rates: Annotated[
         str | None, typer.Option(help="learning rates by commas; default: four decades around each method's default")
     ] = None,
-    seeds: Annotated[str, typer.Option(help="seeds of the last candidates, by commas")] = "10,11,12,13",
+    seeds: Annotated[str, typer.Option(help="seeds of the last candidates, by commas")] = "12,13,14,15",
     validation: Annotated[float, typer.Option(help="share of the training images that is held out")] = 0.25,
     seconds: Annotated[float, typer.Option(min=1, help="time for the search")] = 300,
     most_bytes: Annotated[
@@ -50,6 +49,7 @@ def tune(
     from promptfed.experiments.bench.sweep import rates_of
     from promptfed.experiments.tuning.choosing import AUTO, Plan, choose
     from promptfed.experiments.tuning.trials import Trials
+    from promptfed.shared.methods import method_class
 
     plan = Plan(
         AUTO if methods == "auto" else tuple(name.strip() for name in (methods or "").split(",") if name.strip()),
@@ -58,8 +58,9 @@ def tune(
         seconds,
         most_bytes,
     )
-    if out.exists():
-        raise CommandError(f"{out} is there already: give --out a new file", Exit.BAD_INPUT)
+    expect_new(out)
+    for name in plan.methods:
+        method_class(name)  # or there is no such method
     with TemporaryDirectory(prefix="promptfed-tune-") as features:
         trials = Trials(
             read_run(spec), Path(features), validation, pool=pool, device=device, allow_backbone=allow_backbone

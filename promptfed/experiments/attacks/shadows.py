@@ -175,7 +175,9 @@ def run_shadows(
     """
     site = next((site for site in plan.sites if site.name == plan.client), None)
     if site is None or site.role != "trainer":
-        raise CommandError(f"no trainer of the run file is called {plan.client!r}", Exit.BAD_INPUT)
+        trainers = ", ".join(site.name for site in plan.sites if site.role == "trainer")
+        text = f"no trainer of the run file is called {plan.client!r}: give one of {trainers}"
+        raise CommandError(text, Exit.BAD_INPUT)
     try:
         source = SharedSources().open(site.data)
     except DataError as error:

@@ -188,7 +188,7 @@ def test_a_method_that_takes_no_mean_can_do_without_a_client_but_not_without_its
 @pytest.mark.parametrize(
     ("round", "asked", "status", "kind", "says"),
     [
-        (2, {}, 404, "no-state", "round 2 is not over; pair is in round 1"),
+        (2, {}, 404, "no-state", "round 2 is not over: pair is in round 1; wait, or name an earlier one"),
         (1, {"without": ["zoe"]}, 404, "not-found", "pair has no client 'zoe'"),
         (1, {"without": ["a", "b"]}, 409, "too-few-updates", "no update is left"),
         (

@@ -59,8 +59,8 @@ def test_what_a_client_has_spent_is_told_to_it_and_to_the_operator(coordinator: 
     ]
     told = [(one["client"], one["releases"], one["spent"]) for one in view["clients"]]
     assert told == [("a", 1, [1.5]), ("b", 0, [])]
-    assert any("noise of a seed" in text and text.endswith(": a") for text in view["warnings"])
-    assert any("have not said how they train" in text for text in view["warnings"])
+    assert any("noise from a seed" in text and text.endswith(": a") for text in view["warnings"])
+    assert any("tells no plan of its training" in text for text in view["warnings"])
 
 
 @pytest.mark.both_databases

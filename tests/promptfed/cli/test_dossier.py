@@ -276,7 +276,7 @@ def expected_privacy(session: Any, id: str, given: Any, names: list[str]) -> dic
         last = {"releases": len(metrics), "epsilon": metrics[-1]["privacy_epsilon"], "epsilon_replace_one": None}
         spent.append({"client": name, **last, "delta": metrics[-1]["privacy_delta"], "noise": "secret"})
     plain = "nothing is protected: whoever has the prompts or an update can test for a training image"
-    silent = f"have not said how they train, by an older version: {', '.join(names)}"
+    silent = f"an older version, which tells no plan of its training: {', '.join(names)}"
     return {
         "privacy_level": "sample" if given else "none",
         "privacy_noise": given["noise_multiplier"] if given else None,

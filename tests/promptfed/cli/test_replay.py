@@ -85,7 +85,6 @@ def test_another_rule_and_without_a_client(replay: Callable[..., Result], tmp_pa
         (["nobody"], Exit.REFUSED, "no federation"),
         (["eyes", "--round", "9"], Exit.REFUSED, "round 9 is not over"),
         (["eyes", "--without", "zoe"], Exit.REFUSED, "has no client 'zoe'"),
-        (["eyes", "--rule", "best"], Exit.REFUSED, "aggregation.rule"),
         (["eyes", "--rule", "median", "--tolerate", "0.1"], Exit.REFUSED, "takes none"),
         (["eyes", "--rule", "krum", "--round", "1", "--without", "a"], Exit.REFUSED, "at least 5 updates"),
         (["eyes", "--clip-norm", "wide"], Exit.BAD_INPUT, "--clip-norm takes a number or 'median'"),

@@ -218,9 +218,7 @@ def test_folders_of_images_are_mounted_where_they_are(engine: FakeEngine, tmp_pa
 
 def test_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
-    with pytest.raises(
-        CommandError, match=r"no Docker engine answers .*: start one, or use --runtime process"
-    ) as raised:
+    with pytest.raises(CommandError, match="no Docker engine answers: start one, or use --runtime process") as raised:
         containers.open_engine()
     assert raised.value.exit == Exit.UNREACHABLE
     assert "\n" not in str(raised.value)

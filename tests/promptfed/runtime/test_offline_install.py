@@ -83,7 +83,7 @@ def test_what_only_a_left_out_package_needs_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--wheel", "none.whl"], "none.whl is not a file"),
+        (["--wheel", "none.whl"], "there is no file none.whl"),
         (["--wheel", "other-1.0-py3-none-any.whl"], f"is not the wheel of promptfed {__version__}"),
         (["--wheel", "promptfed-0.1.0-py3-none-any.whl"], f"is not the wheel of promptfed {__version__}"),
         (["--wheel", WHEEL, "--backbone", "ViT-B-32", "openai"], "give both"),

@@ -35,9 +35,13 @@ def check_privacy(method: Method, spec: FederationSpec) -> None:
     if (given.noise_multiplier is None) == (given.epsilon is None):
         raise MethodError("give either noise_multiplier or epsilon: one follows from the other")
     if not type(method).can_protect():
-        raise MethodError(f"{method.name} cannot be trained at level sample: {method.unprotected}")
+        raise MethodError(
+            f"{method.name} cannot be trained at level sample ({method.unprotected}): take another method"
+        )
     if isinstance(method, Prepares):
-        raise MethodError(f"{method.name} cannot be trained at level sample: what it prepares is made without noise")
+        raise MethodError(
+            f"{method.name} cannot be trained at level sample (what it prepares has no noise): take another"
+        )
 
 
 def _check_of_this_level(given: PrivacySpec) -> None:
