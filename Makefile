@@ -31,7 +31,7 @@ endef
 # Processes that tests run in; those of one file stay together. Many tests wait for others' processes, so three keep two cores busy.
 WORKERS ?= 3
 
-.PHONY: demo test test-all extras test-faults test-docker lint setup docs screenshots figures bench backbone backbone-emoji lock build-tools sbom dist clean
+.PHONY: demo test test-all extras test-faults test-docker lint setup docs screenshots pictures figures bench backbone backbone-emoji lock build-tools sbom dist clean
 
 setup: $(READY)
 
@@ -82,6 +82,11 @@ docs: $(READY)
 # The pictures of both pages in docs/images, of two federations that it runs: three minutes, and chromium.
 screenshots: $(READY)
 	$(BIN)/python docs/screenshots.py $(ARGS)
+
+# A picture of every state of both pages, 1400 and 420 pixels wide, in build/pages.
+pictures: $(READY)
+	@mkdir -p build/pages
+	PROMPTFED_PICTURES=build/pages $(BIN)/python -m pytest -q tests/web/test_states.py
 
 # The size of the code base and of its documents, beside the limits that the project sets itself.
 figures: $(READY)

@@ -316,17 +316,21 @@ def test_of_secure_sums_the_steps_are_shown_and_what_nobody_sees_is_said(coordin
     visited.sign_in()
     page = visited.page
     page.get_by_text("finished").first.wait_for()
-    panel = page.get_by_role("region", name="Sums that nobody sees into", exact=True)
+    panel = page.get_by_role("region", name="Secure aggregation", exact=True)
     expect(panel).to_contain_text("Attempt 1: the sum of 3 clients, weight 3; the mean change has the norm")
-    expect(panel).to_contain_text("no client's change has a norm")
+    expect(panel).to_contain_text("Norms, directions and verdicts of single clients are unknown")
     rows = panel.get_by_role("region", name="Steps of round 1, train, attempt 1").locator("tbody tr")
     # Text as it stands in the document, without the spaces between cells: rows are redrawn while one reads them.
     expect(rows).to_contain_text(
         ["U1trainkeys", "U2shareshares", "U3maskmasked", "U4confirmsignatures", "U5unmaskshares"]
     )
-    expect(page.get_by_role("region", name="Agreement of the clients", exact=True)).to_contain_text("only the sum")
-    expect(page.get_by_role("region", name="Training", exact=True)).to_contain_text("no number that a client measured")
-    expect(page.get_by_role("region", name="Accuracy", exact=True)).to_contain_text("Withheld: 3 sites measured")
+    expect(page.get_by_role("region", name="Agreement of the clients", exact=True)).to_contain_text("Only the sum")
+    expect(page.get_by_role("region", name="Training", exact=True)).to_contain_text(
+        "clients send no number that they measured"
+    )
+    expect(page.get_by_role("region", name="Accuracy", exact=True)).to_contain_text(
+        "Withheld: 3 sites keep their accuracies"
+    )
 
 
 @pytest.mark.slow
@@ -345,7 +349,7 @@ def test_of_a_protected_federation_the_privacy_panel_tells_what_was_spent(
     visited.sign_in()
     panel = visited.page.get_by_role("region", name="Privacy", exact=True)
     expect(panel).to_contain_text("one record is protected; clip 0.3; noise 1 times the clip")
-    expect(panel).to_contain_text("noise of a seed, which protects nothing: a")
+    expect(panel).to_contain_text("noise from a seed, which protects nothing: a")
     expect(panel).to_contain_text("1 task refused: privacy-budget-exhausted")
     rows = panel.get_by_role("region", name="What clients have spent").locator("tbody tr")
     expect(rows.first).to_contain_text("1.5")

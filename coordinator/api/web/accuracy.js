@@ -19,6 +19,7 @@ export class Accuracy {
 
   update(model) {
     this.model = model;
+    this.element.hidden = model.view.spec.kind === "validation";
     this.measure = measure(model.view?.spec.task);
     this.element.querySelector("h2").textContent = this.measure;
     this.evaluated = [...model.rounds.values()].filter((one) => one.evaluation && Object.keys(one.evaluation.clients).length);
@@ -42,7 +43,7 @@ export class Accuracy {
     const last = Object.values(this.evaluated.at(-1)?.evaluation.clients ?? {});
     const silent = last.filter((one) => one.withheld).length;
     const there = this.evaluated.length > 0 && silent < last.length;
-    if (silent) fill(this.empty, `Withheld: ${counted(silent, "site")} measured and told nobody. An evaluator whose policy says plain shows how far the prompts are.`);
+    if (silent) fill(this.empty, `Withheld: ${counted(silent, "site")} keep their accuracies. An evaluator whose policy permits plain accuracies would show the progress.`);
     this.empty.hidden = there;
     this.chart.hidden = this.table.hidden = this.remark.hidden = !there;
     if (!there) return;

@@ -103,7 +103,7 @@ export class Plot {
     const across = axis(x);
     const up = { ...axis(y), min, max, beginAtZero: zero, stacked: this.kind === "bar", grace: square ? "12%" : 0 };
     up.ticks = { ...up.ticks, callback: (value) => format(value), maxTicksLimit: 6 };
-    if (whole) across.ticks.callback = (value) => (Number.isInteger(value) ? value : "");
+    if (whole) across.ticks.callback = (value) => (Number.isInteger(value) && value >= 0 ? value : ""); // the axis of one round begins before it
     else across.grace = "12%";
     if (this.kind === "bar") across.stacked = true;
     return {

@@ -42,7 +42,7 @@ export class Clients {
       if (clients.some((one) => one.client_id === chosen)) this.picked.value = chosen;
     }
     this.#offer();
-    keepScroll(this.list, () => fill(this.list, clients.length ? clientTable(clients) : h("p", { class: "empty" }, "Nobody has enrolled yet. Create an invitation below for each data owner.")));
+    keepScroll(this.list, () => fill(this.list, clients.length ? clientTable(clients, view.state) : h("p", { class: "empty" }, "Nobody has enrolled yet. Create an invitation below for each data owner.")));
     const rows = troubles(clients, [...rounds.values()]);
     keepScroll(this.refused, () => fill(this.refused, rows.length ? troubleList(rows) : h("p", { class: "empty" }, "Nothing has been refused, and nobody has failed.")));
   }
@@ -112,9 +112,9 @@ function keepScroll(place, change) {
   if (focused) now.focus();
 }
 
-function clientTable(clients) {
+function clientTable(clients, state) {
   const rows = clients.map((one) => [
-    [one.name, h("small", { class: "under" }, [one.role, one.domain?.name, one.device].filter(Boolean).join(" · "), standing(one)), checked(one.data_check)],
+    [one.name, h("small", { class: "under" }, [one.role, one.domain?.name, one.device].filter(Boolean).join(" · "), standing(one, state)), checked(one.data_check)],
     one.num_samples.toLocaleString("en"),
     ago(one.last_seen),
     String(one.refusals),
@@ -123,10 +123,10 @@ function clientTable(clients) {
   return table(counted(clients.length, "client"), ["client", number("images"), number("last seen"), number("refusals")], rows);
 }
 
-function standing(one) {
+function standing(one, state) {
   if (one.status === "withdrawn") return " · withdrawn";
   if (one.reset) return " · its name was reset";
-  return one.joined ? "" : " · joins at the next round";
+  return one.joined || state === "enrolling" ? "" : " · joins at the next round";
 }
 
 /** What an owner has shared of a check of the images: counts that reach the floor. */
@@ -148,7 +148,7 @@ function troubles(clients, rounds) {
       const where = `round ${report.round}, ${stage.phase ?? "evaluation"}`;
       const at = stage.closed_at ?? stage.opened_at;
       for (const one of stage.failed) found.push({ at, client: one.client, what: `failed in ${where}: ${one.type}`, why: one.detail });
-      for (const name of stage.expired) found.push({ at, client: name, what: `silent in ${where}`, why: "its answer did not come before the deadline" });
+      for (const name of stage.expired) found.push({ at, client: name, what: `no answer in ${where}`, why: "it had not answered when this ended" });
       for (const one of stage.updates ?? []) {
         if (one.far) found.push({ at: one.received_at, client: one.client, what: `far off in ${where}`, why: `its change is ${figure(one.far)} times as long as the round's median` });
         if (VERDICTS[one.verdict]) found.push({ at: one.received_at, client: one.client, what: `${one.verdict} in ${where}`, why: judged(one) });

@@ -1,9 +1,10 @@
 // A new federation from a form: the method's own options and every setting of the spec, from the coordinator's schema.
 
-import { announce, fill, h, say } from "./dom.js";
+import { announce, fill, h, inWords, say } from "./dom.js";
 import { fieldsOf, nested, told } from "./schema.js";
 
-const TITLES = { "": "Federation", method: "Method", training: "Local training", loss: "Loss", backbone: "Backbone", participation: "Participation", aggregation: "Aggregation", evaluation: "Evaluation", admission: "Admission", privacy: "Differential privacy (optional)", secure_aggregation: "Secure aggregation (optional)" };
+const TITLES = { "": "Federation", method: "Method", training: "Local training", loss: "Loss", backbone: "Backbone", participation: "Participation", aggregation: "Aggregation", evaluation: "Evaluation", admission: "Admission", privacy: "Differential privacy (optional)", secure_aggregation: "Secure aggregation (optional)", schedule: "Asynchronous rounds (optional)" };
+const NOT_TYPED = /^method$|^(origin|trial|tuning|class_descriptions|backbone\.(fingerprint|shape))($|\.)/; // set otherwise, or mappings
 const OPEN = ["", "method", "training"];
 const UNSET = "";
 
@@ -29,7 +30,7 @@ export class Create {
       this.problem,
       this.told,
       h("div", { class: "buttons" }, h("button", { type: "submit", class: "primary" }, "Create"), h("button", { type: "button", on: { click: (event) => this.#send(event, true) } }, "Only check")),
-      h("p", { class: "remark" }, "An empty field takes the default that it shows. To start a context from words, use ", h("code", {}, "promptfed federation create"), ", which loads the backbone."),
+      h("p", { class: "remark" }, "An empty field takes the default that it shows. For a start from words, descriptions of classes and a comparison of methods, use ", h("code", {}, "promptfed federation create"), "."),
     );
     this.element = h("article", { class: "federation" }, this.form);
   }
@@ -70,7 +71,7 @@ export class Create {
     say(this.told, "");
     fill(this.summary, `${method.summary} ${method.paper}`);
     for (const [path, input] of this.inputs ?? []) if (input.value !== UNSET) this.kept.set(path, input.value);
-    this.fields = (await fieldsOf(this.api, method)).filter((one) => !["method", "backbone.fingerprint"].includes(one.path) && !one.path.startsWith("backbone.shape"));
+    this.fields = (await fieldsOf(this.api, method)).filter((one) => !NOT_TYPED.test(one.path));
     this.inputs = new Map(this.fields.map((one) => [one.path, this.#input(one)]));
     const groups = new Map();
     for (const one of this.fields) {
@@ -78,7 +79,7 @@ export class Create {
       groups.set(group, [...(groups.get(group) ?? []), one]);
     }
     const order = [...Object.keys(TITLES).filter((group) => groups.has(group)), ...[...groups.keys()].filter((group) => !(group in TITLES))];
-    fill(this.sections, order.map((group) => h("details", { open: OPEN.includes(group) }, h("summary", {}, TITLES[group] ?? group.replaceAll("_", " ")), h("div", { class: "fields" }, groups.get(group).map((one) => this.#field(one))))));
+    fill(this.sections, order.map((group) => h("details", { open: OPEN.includes(group) }, h("summary", {}, TITLES[group] ?? titled(group)), h("div", { class: "fields" }, groups.get(group).map((one) => this.#field(one))))));
     await this.#offerRate();
   }
 
@@ -112,7 +113,7 @@ export class Create {
     const input = this.inputs.get(field.path);
     const label = field.path.split(".").slice(field.path.startsWith("method.") || field.path.split(".").length < 3 ? -1 : -2).join(" ").replaceAll("_", " ");
     const about = field.path === "class_names" ? "names by commas; empty: each client's own" : field.about;
-    return h("div", { class: "field" }, h("label", { for: input.id }, label), input, h("small", { id: `about-${field.path}` }, about), h("small", { id: `wrong-${field.path}`, class: "error" }));
+    return h("div", { class: "field" }, h("label", { for: input.id }, label), input, h("small", { id: `about-${field.path}` }, inWords(about)), h("small", { id: `wrong-${field.path}`, class: "error" }));
   }
 
   /** The spec as the form has it; what is empty is left out. */
@@ -163,6 +164,10 @@ export class Create {
       input.closest("details").open = true;
     } else input.removeAttribute("aria-invalid");
   }
+}
+
+function titled(group) {
+  return `${group[0].toUpperCase()}${group.slice(1).replaceAll("_", " ")}`;
 }
 
 /** What somebody wrote as the schema wants it: a number, a list, true, or text where it is none of these. */

@@ -24,6 +24,11 @@ export function fill(element, ...children) {
   return element;
 }
 
+/** Text whose `commands` between backticks are shown as code. */
+export function inWords(text) {
+  return text.split("`").map((part, at) => (at % 2 ? h("code", {}, part) : part));
+}
+
 /** Set an element's text, and touch nothing where it is that already. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;

@@ -5,7 +5,7 @@ import { Activity, SHOWN } from "./activity.js";
 import { Refused } from "./api.js";
 import { Arrivals, Choices } from "./asking.js";
 import { Clients } from "./clients.js";
-import { announce, fill, h, panel } from "./dom.js";
+import { announce, fill, h, inWords, panel } from "./dom.js";
 import { Downloads } from "./downloads.js";
 import { Forest } from "./forest.js";
 import { Insights } from "./insights.js";
@@ -190,7 +190,6 @@ export class Federation {
     if (!this.#over() || this.remarked) return;
     this.remarked = true;
     const { remarks } = await this.api.get(`${this.path}/remarks`);
-    const inWords = (text) => text.split("`").map((part, at) => (at % 2 ? h("code", {}, part) : part));
     fill(this.remarks, remarks.map((text) => h("li", {}, inWords(text))));
     this.looksWrong.hidden = remarks.length === 0;
   }

@@ -1,7 +1,7 @@
 // What only prompt learning can show: how far prompts drift, whether clients agree, words, shares, planes, mixtures.
 
 import { Plot } from "./charts.js";
-import { fill, h, panel, table } from "./dom.js";
+import { fill, h, inWords, panel, table } from "./dom.js";
 import { counted, figure, percent } from "./format.js";
 import { matrix } from "./matrix.js";
 
@@ -114,7 +114,7 @@ export class Insights {
     const context = words?.contexts[Math.max(0, this.picked.selectedIndex)];
     if (!context) {
       fill(this.words);
-      fill(this.remarks.words, this.missing.words ?? "");
+      fill(this.remarks.words, inWords(this.missing.words ?? ""));
       return;
     }
     const near = (one) => [h("b", {}, one.word), " ", h("small", {}, figure(one.distance, 3))];

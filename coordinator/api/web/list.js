@@ -77,7 +77,7 @@ export class List {
   }
 
   #item(one) {
-    const { rounds, method } = one.spec;
+    const { rounds, method, kind } = one.spec;
     const current = one.id === this.chosen || one.name === this.chosen;
     const done = one.state === "finished" ? rounds : Math.max(0, one.round - (one.state === "running" ? 1 : 0));
     return h(
@@ -85,7 +85,7 @@ export class List {
       { href: `#/federations/${one.id}`, "aria-current": current ? "page" : null },
       h("span", { class: "name" }, one.name),
       badge(one.unreadable ? "unreadable" : one.state),
-      h("span", { class: "what" }, one.unreadable ?? `${method.name} · ${one.round} of ${counted(rounds, "round")}`),
+      h("span", { class: "what" }, one.unreadable ?? (kind === "validation" ? "validation of an export" : `${method.name} · ${one.round} of ${counted(rounds, "round")}`)),
       h("progress", { max: Math.max(1, rounds), value: done, "aria-label": `${one.name}: rounds completed` }),
     );
   }

@@ -1,11 +1,11 @@
-// Differential privacy: what each client has spent of what it planned, by its own word, and what an operator should know.
+// Differential privacy: what each client says it has spent of what it planned, and what an operator should know.
 
 import { Plot } from "./charts.js";
 import { fill, h, panel, table } from "./dom.js";
 import { counted, figure } from "./format.js";
 
 const SERIES = 8;
-const LEVELS = { sample: "Each client trains with differential privacy; ε is of its own ledger, by its own word.", client: "Whole clients are protected by noise in the mean; ε is the federation's, which this coordinator computes itself." };
+const LEVELS = { sample: "Each client trains with differential privacy; ε is what its own ledger says.", client: "Whole clients are protected by noise in the mean; ε is the federation's, which this coordinator computes itself." };
 
 export class Privacy {
   constructor() {
@@ -13,7 +13,7 @@ export class Privacy {
     this.facts = h("p");
     this.clients = h("div");
     this.warnings = h("ul", { class: "error" });
-    this.element = panel("Privacy", { hidden: true }, this.facts, this.warnings, this.plot.element, this.clients, h("p", { class: "remark" }, "ε covers the tensors: not numbers of images, class names, who took part and when, what many records share, or one person at two sites. It is of zero-out neighbours, one of whose units contributes nothing; that of replace-one neighbours, one of whose units is another one, is larger."));
+    this.element = panel("Privacy", { hidden: true }, this.facts, this.warnings, this.plot.element, this.clients, h("p", { class: "remark" }, "ε covers the tensors, not numbers of images, class names, who took part and when, what many records share, or one person at two sites. It compares data sets of which one unit contributes nothing (zero-out); if a unit is replaced by another (replace-one), ε is larger."));
   }
 
   update({ privacy, places, view }) {

@@ -1,6 +1,6 @@
 // Every setting of a federation, what differs from its default first, with a search over names, values and meanings.
 
-import { fill, h, panel, say, table } from "./dom.js";
+import { fill, h, inWords, panel, say, table } from "./dom.js";
 import { counted } from "./format.js";
 import { broken, resolvedFields, settingsOf, told } from "./schema.js";
 
@@ -37,7 +37,7 @@ export class Settings {
     const matching = this.rows.filter((one) => words.every((word) => `${one.path} ${told(one.value)} ${one.about}`.toLowerCase().includes(word)));
     say(this.found, words.length ? counted(matching.length, "setting") : "");
     const cells = matching.map((one) => [
-      [broken(one.path), one.about ? h("small", { class: "under" }, one.about) : null],
+      [broken(one.path), one.about ? h("small", { class: "under" }, inWords(one.about)) : null],
       one.differs ? h("b", {}, told(one.value)) : told(one.value),
       one.differs ? told(one.standard) : h("span", { class: "faint" }, "the same"),
     ]);

@@ -13,7 +13,7 @@ const QUESTIONS = {
   delete: { title: "Delete this federation?", text: "Its states, updates, reports and tokens are gone for good; the audit log keeps that it was. Clients that still take part are refused.", keep: "Keep it", act: "Delete it for good" },
 };
 const REASONS = {
-  quorum_missed: "Too few clients answered in time, twice. Resume asks those who failed once more and allows one more extension.",
+  quorum_missed: "Too few clients answered, twice. Resume asks those who failed once more and allows one more extension.",
 };
 
 export class Status {
@@ -184,11 +184,12 @@ function againstZeroShot(mean) {
 function sentence(view) {
   const { stage, state, spec } = view;
   if (state === "enrolling") {
+    if (view.trials?.length) return "Comparing methods before round 1";
     const needed = spec.participation.min_clients;
     const more = Math.max(0, needed - view.clients.trainers);
     return more ? `Enrolling: ${counted(more, "more trainer")} needed before the start` : "Enrolling: ready to start";
   }
-  if (["finished", "failed", "cancelled"].includes(state)) return `${state[0].toUpperCase()}${state.slice(1)} after round ${view.round}`;
+  if (["finished", "failed", "cancelled"].includes(state)) return `${state[0].toUpperCase()}${state.slice(1)}${validates(view) ? "" : ` after round ${view.round}`}`;
   if (!stage) return state === "paused" ? "Paused" : `Round ${view.round}: opening`;
   const phase = stage.kind === "evaluate" ? "evaluation" : stage.phase;
   if (stage.closing) return `Round ${stage.round}, ${phase}: aggregating`;

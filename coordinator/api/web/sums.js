@@ -1,17 +1,17 @@
-// Sums that nobody sees into: the five steps of each attempt, what came of them, and what is not known because of it.
+// Secure aggregation: the five steps of each attempt, their result, and what is not known because of it.
 
 import { fill, h, panel, table } from "./dom.js";
 import { counted, figure } from "./format.js";
 
 const RECENT = 5; // rounds whose steps are shown
 const STEPS = { train: "keys", share: "shares", mask: "masked changes", confirm: "signatures", unmask: "shares revealed" };
-export const HIDDEN = "Changes leave the clients under masks, and only their sum is known: no client's change has a norm, a direction or a verdict here, and no number that a client measured while it trained is sent.";
+export const HIDDEN = "Clients mask their changes, and only the sum is known. Norms, directions and verdicts of single clients are unknown, and clients send no number that they measured in training.";
 
 export class Sums {
   constructor() {
     this.empty = h("p", { class: "empty" }, "No sum has begun yet.");
     this.steps = h("div");
-    this.element = panel("Sums that nobody sees into", { hidden: true }, this.empty, this.steps, h("p", { class: "remark" }, HIDDEN));
+    this.element = panel("Secure aggregation", { hidden: true }, this.empty, this.steps, h("p", { class: "remark" }, HIDDEN));
   }
 
   update({ view, rounds }) {
@@ -24,7 +24,7 @@ export class Sums {
   }
 }
 
-/** What became of an attempt, in words. */
+/** The result of an attempt, in words. */
 function told({ secure }, least) {
   if (secure.sum_clients === null) return `Attempt ${secure.attempt}: no sum yet; one of at least ${counted(least, "client")} is opened.`;
   return `Attempt ${secure.attempt}: the sum of ${counted(secure.sum_clients, "client")}, weight ${secure.sum_weight.toLocaleString("en")}; the mean change has the norm ${figure(secure.mean_norm, 3)}.`;

@@ -1,0 +1,320 @@
+"""Every state of both pages, wide and narrow: nothing scrolls sideways, and the console has no error.
+
+With ``PROMPTFED_PICTURES=FOLDER`` a picture of each state is kept there (`make pictures`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import select, update
+
+from promptfed.coordinator.store.tables import BlobRow, UpdateRow
+from promptfed.shared.privacy.accounting import training_event
+from promptfed.testing.clients import drive, trained, update_body
+from tests.client_service.serving.test_page import image, served_page
+from tests.support.coordinators import InThread
+from tests.support.secure_clients import SecureClient
+from tests.support.tuned import play, tuned
+from tests.web.conftest import Visit, visit
+from tests.web.test_validation import validated
+
+expect = pytest.importorskip("playwright.sync_api").expect
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+PATIENT = {"min_clients": 2, "deadline_seconds": 3600}
+CUT_OFF = """() => [...document.querySelectorAll("body *")].filter((element) => {
+  const { right, width } = element.getBoundingClientRect();
+  if (width === 0 || right <= window.innerWidth + 1) return false;
+  for (let at = element; at; at = at.parentElement) {
+    if (["auto", "scroll", "hidden", "clip"].includes(getComputedStyle(at).overflowX)) return false;
+  }
+  return true;
+}).map((element) => element.outerHTML.slice(0, 100))"""
+REFUSED = "Failed to load resource: the server responded with a status of"
+
+
+def make_enrolling(server: InThread) -> None:
+    federation = server.create(name="enrolling", participation={"min_clients": 3})
+    server.enrol(federation, "hospital-a", domain={"name": "neon", "description": "a neon sign of a {}"})
+
+
+def make_running(server: InThread) -> None:
+    """One site has answered, one was refused, and one is awaited."""
+    federation = server.create(name="running", rounds=4, participation=PATIENT)
+    a, b, _ = server.enrol(federation, "hospital-a", "hospital-b", "a-site-with-a-name-as-long-as-names-may-be-in-here")
+    server.post(f"{federation}/start")
+    for client in (a, b, _):
+        assert client.answer(server.task(client)).status_code == 201
+    assert a.answer(server.task(a)).status_code == 201
+    task = server.task(b)
+    tensors = trained(b.payload(task), b.name, task)
+    assert b.send(task, update_body(tensors | {"else": tensors["context"]}, task)).status_code == 422
+
+
+def make_paused(server: InThread) -> None:
+    """It waits for an update whose kept bytes were damaged."""
+    federation = server.create(name="paused", participation=PATIENT)
+    clients = server.enrol(federation, "a", "b")
+    server.post(f"{federation}/start")
+    tasks = server.training(clients)
+    server.post(f"{federation}/pause")
+    for client, task in zip(clients, tasks, strict=True):
+        assert client.answer(task).status_code == 201
+    with server.registry.database.write() as session:
+        [digest] = session.scalars(select(UpdateRow.sha256).where(UpdateRow.task_id == tasks[0]["task_id"]))
+        session.execute(update(BlobRow).where(BlobRow.digest == digest).values(content=b"else"))
+    server.post(f"{federation}/resume")
+    server.until(federation, state="paused")
+
+
+def make_finished(server: InThread) -> None:
+    """Two that can be compared: one with an unseen domain, one below zero-shot, which has remarks."""
+    for name, changes, accuracy in (
+        ("finished", {"rounds": 6}, 0.5),
+        ("below", {"training": {"learning_rate": 0.25}}, 0.1),
+    ):
+        federation = server.create(
+            name=name, participation=PATIENT, class_names=["circle", "square", "star"], **changes
+        )
+        clients = server.enrol(federation, "a", "b", domain={"name": "neon", "description": "a neon sign of a {}"})
+        sketch = {"name": "sketch", "description": "a sketch of a {}"}
+        clients += server.enrol(federation, "referee", role="evaluator", num_samples=0, domain=sketch)
+        for client in clients:
+            client.accuracy = accuracy
+        server.post(f"{federation}/start")
+        drive(clients)
+
+
+def make_cancelled(server: InThread) -> None:
+    server.post(f"{server.create(name='cancelled')}/cancel")
+
+
+def make_failed(server: InThread) -> None:
+    """Every update holds NaN."""
+    federation = server.create(name="failed", participation=PATIENT)
+    clients = server.enrol(federation, "a", "b")
+    server.post(f"{federation}/start")
+    for _ in range(3):
+        for client, task in zip(clients, server.training(clients), strict=True):
+            client.fail(task)
+        if server.get(federation)["state"] != "running":
+            break
+
+
+def make_buffered(server: InThread) -> None:
+    federation = server.create(
+        name="buffered",
+        rounds=3,
+        participation={"min_clients": 3, "deadline_seconds": 3600},
+        schedule={"kind": "buffered", "buffer": 2},
+    )
+    a, b, late = server.enrol(federation, "a", "b", "late")
+    server.post(f"{federation}/start")
+    for client in (a, b, late, a, b):
+        assert client.answer(server.task(client)).status_code == 201
+
+
+def make_chosen(server: InThread) -> None:
+    federation = server.create(name="chosen", participation=PATIENT | {"choice": "round_robin"})
+    clients = server.enrol(federation, "a", "b")
+    server.post(f"{federation}/start")
+    for client in clients:
+        client.answer(server.task(client))
+    server.until(federation, round=1, phase="train")
+
+
+def make_tuned(server: InThread) -> None:
+    federation = server.post("/v1/federations", tuned(name="tuned"), status=201)["id"]
+    for name in "ab":
+        assert server.client(federation, name).enrol(server.token(federation)).status_code == 201
+    server.post(f"{federation}/start")
+    play(server, federation, lambda: any(one["accuracy"] for one in server.get(federation)["trials"]))
+
+
+def make_protected(server: InThread) -> None:
+    federation = server.create(
+        name="protected", participation=PATIENT, privacy={"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
+    )
+    clients = server.enrol(federation, "a", "b")
+    server.post(f"{federation}/start")
+    (a, _), (task, _) = clients, server.training(clients)
+    spent = {"epsilon": 1.5, "delta": 1e-3, "noise": "seeded", "events": [training_event(10, 32, 1, 1.0).as_json()]}
+    assert (
+        a.send(task, update_body(trained(a.payload(task), "a", task), task, metrics={}, privacy=spent)).status_code
+        == 201
+    )
+
+
+def make_secure(server: InThread) -> None:
+    federation = server.create(
+        name="secure", rounds=1, participation={"min_clients": 3, "deadline_seconds": 3600}, secure_aggregation={}
+    )
+    token = server.token(federation)
+    clients = [SecureClient(server.http, federation, name) for name in "abc"]
+    for client in clients:
+        assert client.enrol(token).status_code == 201
+    server.post(f"{federation}/start")
+    while server.get(federation)["state"] == "running":
+        for client in clients:
+            if (response := client.task()).status_code == 200:
+                client.answer(response.json())
+
+
+def make_several(server: InThread) -> None:
+    names = ["sun", "cloud", "rain"]
+    federation = server.create(name="several", rounds=1, task="multi_label", class_names=names)
+    clients = server.enrol(federation, "a", "b", class_names=names)
+    server.post(f"{federation}/start")
+    drive(clients)
+
+
+MADE: tuple[Callable[[InThread], Any], ...] = (
+    make_enrolling, make_running, make_paused, make_finished, make_cancelled, make_failed, make_buffered, make_chosen,
+    make_tuned, make_protected, make_secure, make_several, validated,
+)  # fmt: skip
+
+
+def federations(page: Page, server: InThread) -> Iterator[str]:
+    for view in server.get("/v1/federations")["federations"]:
+        page.evaluate(f"location.hash = '#/federations/{view['id']}'")
+        expect(page.get_by_role("heading", level=1)).to_have_text(view["name"])
+        page.locator(".activity li").first.wait_for()
+        if view["spec"].get("kind") == "validation":
+            page.get_by_role("region", name="Validation", exact=True).wait_for()
+        yield view["name"]
+
+
+def dialogs(page: Page, server: InThread) -> Iterator[str]:
+    """What opens on a click: an invitation, questions, folded panels, a refusal."""
+    page.evaluate(f"location.hash = '#/federations/{server.get('enrolling')['id']}'")
+    expect(page.get_by_role("heading", level=1)).to_have_text("enrolling")
+    page.get_by_role("button", name="Start", exact=True).click()
+    page.get_by_role("alert").filter(has_text="enrolled trainers").wait_for()
+    yield "enrolling-refused"
+    page.get_by_text("Invite clients, and list or revoke").click()
+    page.get_by_role("button", name="Create an invitation").click()
+    page.get_by_label("The command for the data owner").wait_for()
+    yield "enrolling-invitation"
+    page.get_by_role("button", name="Cancel").click()
+    yield "enrolling-cancel"
+    page.keyboard.press("Escape")
+    page.get_by_text("Take a client out").click()
+    page.get_by_role("button", name="Withdraw", exact=True).click()
+    yield "enrolling-withdraw"
+    page.keyboard.press("Escape")
+    page.get_by_text("settings, ").first.click()
+    yield "enrolling-settings"
+
+
+def forms(page: Page, server: InThread) -> Iterator[str]:
+    page.evaluate("location.hash = '#/new'")
+    page.get_by_label("name", exact=True).wait_for()
+    yield "new"
+    page.get_by_label("name", exact=True).fill("two words")
+    page.locator("#spec-rounds").fill("0")
+    page.get_by_role("button", name="Create").click()
+    page.get_by_text("fields need another value").wait_for()
+    yield "new-errors"
+    page.evaluate("document.querySelectorAll('details').forEach((group) => { group.open = true; })")
+    yield "new-opened"
+    page.evaluate(f"location.hash = '#/compare/{','.join(server.get(name)['id'] for name in ('finished', 'below'))}'")
+    page.get_by_role("img", name="Mean accuracy by round").wait_for()
+    yield "compare"
+    page.evaluate("location.hash = '#/federations/absent'")
+    page.get_by_role("alert").filter(has_text="no federation 'absent'").wait_for()
+    yield "absent"
+    page.evaluate("location.hash = '#/'")
+    page.get_by_text("Choose a federation.").wait_for()
+    yield "list"
+    page.get_by_label("Search federations").fill("no such one")
+    page.get_by_text("No federation is like that.").wait_for()
+    yield "list-empty"
+
+
+def signing_in(made: Visit) -> Iterator[str]:
+    made.open()
+    made.page.get_by_label("Operator token").wait_for()
+    yield "sign-in"
+    made.page.get_by_label("Operator token").fill("0" * 64)
+    made.page.keyboard.press("Enter")
+    made.page.get_by_role("alert").filter(has_text="not known here").wait_for()
+    yield "sign-in-refused"
+    made.sign_in()
+    made.page.get_by_role("navigation", name="Federations").wait_for()
+    yield "signed-in"
+
+
+def checked(page: Page, name: str, width: int) -> None:
+    """Keep a picture of the state, and refuse what is wider than the window."""
+    page.wait_for_timeout(700)  # charts and figures come a moment later
+    page.evaluate("window.scrollTo(0, 0)")
+    if folder := os.environ.get("PROMPTFED_PICTURES"):
+        page.screenshot(path=Path(folder) / f"{name}-{width}.png", full_page=True)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+    assert page.evaluate(CUT_OFF) == [], name
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
+    """A coordinator with a federation in each state."""
+    made = InThread(tmp_path_factory.mktemp("states") / "data")
+    for make in MADE:
+        make(made)
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("width", [1400, 420])
+def test_the_operators_page_fits_in_every_state(browser: Browser, server: InThread, width: int) -> None:
+    made = visit(browser, server, viewport={"width": width, "height": 900})
+    said: list[str] = []
+    made.page.on("console", lambda line: said.append(line.text) if line.type in ("error", "warning") else None)
+    for name in signing_in(made):
+        checked(made.page, f"operator-{name}", width)
+    for states in (federations, dialogs, forms):
+        for name in states(made.page, server):
+            checked(made.page, f"operator-{name}", width)
+    assert (made.wrong, made.violations()) == ([], [])
+    assert [text for text in said if not text.startswith(REFUSED)] == []
+    made.page.context.close()
+
+
+@pytest.mark.parametrize("width", [1400, 420])
+def test_the_clients_page_fits_in_every_state(browser: Browser, tmp_path: Path, width: int) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    with served_page("secret") as url:
+        page.goto(url)
+        page.get_by_label("Token of this service").wait_for()
+        checked(page, "client-sign-in", width)
+        page.get_by_label("Token of this service").fill("other")
+        page.keyboard.press("Enter")
+        page.get_by_text("This is not the token of this service.").wait_for()
+        checked(page, "client-sign-in-refused", width)
+        page.get_by_label("Token of this service").fill("secret")
+        page.keyboard.press("Enter")
+        page.locator("#ask").wait_for(state="visible")
+        checked(page, "client", width)
+        page.set_input_files("#file", image(tmp_path))
+        page.locator("#answer").wait_for(state="visible")
+        checked(page, "client-answer", width)
+        page.set_input_files("#file", {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"no image"})
+        page.get_by_text("cannot be read as an image").wait_for()
+        checked(page, "client-no-image", width)
+    page.set_input_files("#file", image(tmp_path))
+    page.get_by_text("does not answer").wait_for()
+    checked(page, "client-gone", width)
+    with served_page(None, round=None, stage="ended") as url:
+        page.goto(url)
+        page.get_by_text("which has ended").wait_for()
+        checked(page, "client-ended", width)
+    assert wrong == []
+    page.close()
