@@ -11,12 +11,14 @@ Methods have their defaults. ``--table`` writes the table into docs/guides/compa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
+from benchmarks.defaults import EMOJI, THINGS, TINY
 from benchmarks.harness import DOCS, fill_tables, integers, parser, table, write
 from promptfed.experiments.bench.runner import costs
 from promptfed.experiments.protocols.setting import with_options
@@ -26,112 +28,141 @@ from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.errors import CommandError
 from promptfed.sdk.text import size
 from promptfed.shared.data import open_source
-from promptfed.shared.methods import method_class
+from promptfed.shared.methods import METHODS, method_class
 
-METHODS = (
-    "zero_shot,fedtaskres,fedclap,fedclipadapter,fedlp,fedtipf,promptfl,fedclip,fedpgp,fedprolip,fedtpg,plan,fedavg,"
-    "fast_pt,pfedpg"
-)
-SIGNS = "symbols:{}?topic=signs&per_class=8"
-DATA: dict[str, tuple[str, tuple[str, ...], str]] = {  # a backbone, the sites' data, and the unseen domain
-    "symbols": ("promptfed-tiny", (SIGNS.format("neon"), SIGNS.format("blueprint")), SIGNS.format("sketch")),
-    "digits": (
-        "promptfed-tiny",
-        tuple(f"digits?shots=8&partition=iid&clients=2&client={index}" for index in range(2)),
+ROUNDS = 6
+KINDS = ("test", "unseen", "novel")
+ONCE = ("fedgda",)  # exchanges once
+WITHOUT_TEXT = ("fedbabu", "fedrep", "pfedpg")  # their heads know no other classes
+SIGNS, TOOLS = (f"symbols:{{}}?topic={topic}&per_class=8" for topic in ("signs", "tools"))
+NAMES = f"emoji:{{}}?level=names&test=fxemoji&validation=0.34&only={THINGS}"  # two styles train, the third is tested
+DIGITS = "digits?shots=8&partition=iid&clients=2&client={}"
+SCENES = "emoji-scenes:{}?count=60&test_count=100"
+
+
+class Data(NamedTuple):
+    """Two sites' data and the unseen domain.
+
+    ``domains`` describe sites whose data do not, for fast_pt. ``scenes`` have several labels, and their accuracy is the
+    mean average precision.
+    """
+
+    model: str
+    sites: tuple[str, str]
+    unseen: str
+    domains: tuple[str | None, str | None] = (None, None)
+    scenes: bool = False
+
+
+DATA = {
+    "signs": Data(TINY, (SIGNS.format("neon"), SIGNS.format("blueprint")), SIGNS.format("sketch")),
+    "tools": Data(TINY, (TOOLS.format("chalk"), TOOLS.format("stamp")), TOOLS.format("quickdraw")),
+    "digits": Data(
+        TINY,
+        (DIGITS.format(0), DIGITS.format(1)),
         "digits?domain=inverted",
+        ("a photo of the digit {}", "a scan of the digit {}"),
     ),
-    "emoji": ("promptfed-emoji", ("emoji:noto", "emoji:contrast"), "emoji:fxemoji"),
+    "kinds": Data(EMOJI, ("emoji:noto", "emoji:contrast"), "emoji:fxemoji"),
+    "names": Data(
+        EMOJI,
+        (NAMES.format("noto+notov1+notomono"), NAMES.format("flat+three+contrast")),
+        f"emoji:fxemoji?level=names&only={THINGS}",
+        ("a drawing of a {} by Google", "a drawing of a {} by Microsoft"),
+    ),
+    "scenes": Data(EMOJI, (SCENES.format("flat"), SCENES.format("notomono")), SCENES.format("fxemoji"), scenes=True),
 }
 
 
 def run(method: str, data: str, seed: int, features: Path) -> dict[str, Any]:
     """One federation: means over the sites (fractions), and costs of a site and round."""
-    model, uris, unseen = DATA[data]
-    base = [with_options(uri, {"classes": "base"}) for uri in uris]
+    setting, kind = DATA[data], method_class(method)
+    base = [with_options(uri, {"classes": "base"}) for uri in setting.sites]
     spec = {
         "name": "which",
-        "method": {"name": method} | ({"head": "linear"} if method == "fedavg" else {}),
-        "backbone": {"model": model, "pretrained": "embedded"},
+        "method": {"name": method},
+        "backbone": {"model": setting.model, "pretrained": "embedded"},
         "class_names": list(open_source(base[0]).class_names),
         "template": None,
-        "rounds": 6,
-        "participation": {"min_clients": len(uris)},
-        "evaluation": {"every": 6},
+        "rounds": 1 if method in ONCE else ROUNDS,
+        "participation": {"min_clients": len(base)},
+        "evaluation": {"every": 1 if method in ONCE else ROUNDS},
         "seed": seed,
     }
-    heads = method == "fedavg" or not method_class(method).takes_evaluators  # these know no other classes
+    if setting.scenes:
+        spec["task"] = "multi_label"
+    others = {} if method in WITHOUT_TEXT else {"classes": "novel"}
     sites = [
-        Site(f"site-{index}", own, tests={} if heads else {"novel": with_options(uri, {"classes": "novel"})})
-        for index, (own, uri) in enumerate(zip(base, uris, strict=True))
+        Site(f"site-{index}", own, tests={"novel": with_options(uri, others)} if others else {}, domain=domain)
+        for index, (own, uri, domain) in enumerate(zip(base, setting.sites, setting.domains, strict=True))
     ]
-    if method_class(method).takes_evaluators:
-        sites.append(Site("unseen", with_options(unseen, {"classes": "base"}), "evaluator"))
+    if kind.takes_evaluators:
+        sites.append(Site("unseen", with_options(setting.unseen, {"classes": "base"}), "evaluator"))
     resolved = resolve(spec)
     backbone = open_backbone(resolved.backbone, allow_backbone=False)
     result = simulate(resolved, sites, backbone=backbone, features=features)
     groups: dict[str, list[float]] = {}
     for row in result.final():
-        kind = "unseen" if row.role == "evaluator" else row.split
-        groups.setdefault(kind, []).append(row.accuracy)
+        groups.setdefault("unseen" if row.role == "evaluator" else row.split, []).append(row.accuracy)
     price = costs(result.reports)
-    bytes_round = price["bytes_up"] + price["bytes_down"]
-    return {kind: fmean(values) for kind, values in groups.items()} | {
-        "bytes": bytes_round,
-        "seconds": price["seconds"],
-    }
+    found = {split: fmean(values) for split, values in groups.items() if split in KINDS}
+    return found | {"bytes": price["bytes_up"] + price["bytes_down"], "seconds": price["seconds"]}
 
 
 def markdown(runs: Mapping[str, Any]) -> str:
-    """A row for each method: means over the data sets and the seeds for which all of them are finished."""
+    """A row for each method, the most accurate first: means over the data sets without scenes, and of the scenes."""
     rows = []
-    for method in METHODS.split(","):
-        by_seed: dict[str, list[dict[str, float]]] = {}
-        for key, result in runs.items():
-            if key.split()[0] == method and "test" in result:
-                by_seed.setdefault(key.split()[2], []).append(result)
-        finished = [result for results in by_seed.values() if len(results) == len(DATA) for result in results]
-        if not finished:
+    for method in dict.fromkeys(key.split()[0] for key in runs):
+        own = {tuple(key.split()[1:]): run for key, run in runs.items() if key.split()[0] == method and "test" in run}
+        single = [run for (data, _), run in own.items() if not DATA[data].scenes]
+        scenes = [run for (data, _), run in own.items() if DATA[data].scenes]
+        if not single:
             continue
 
-        def mean(kind: str, found: list[dict[str, float]] = finished) -> float | None:
-            values = [result[kind] for result in found if kind in result]
+        def mean(kind: str, found: Sequence[Mapping[str, float]]) -> float | None:
+            values = [run[kind] for run in found if kind in run]
             return fmean(values) if values else None
 
-        accuracies = [mean(kind) for kind in ("test", "unseen", "novel")]
-        rows.append(
-            [
-                f"`{method}`",
-                "yes" if method_class(method).can_protect() else "no",
-                str(len(finished)),
-                *("-" if value is None else f"{100 * value:.1f}" for value in accuracies),
-                size(mean("bytes") or 0),
-                f"{mean('seconds') or 0:.2f}",
-            ]
-        )
-    columns = ["method", "privacy", "runs", "accuracy", "unseen domain", "new classes", "bytes", "seconds"]
-    return table(columns, rows, texts=2)
+        accuracies = [mean(kind, single) for kind in KINDS] + [mean(kind, scenes) for kind in KINDS[:2]]
+        cells = ["-" if value is None else f"{100 * value:.1f}" for value in accuracies]
+        costs = [size(mean("bytes", single) or 0), f"{mean('seconds', single) or 0:.2f}"]
+        private = "yes" if method_class(method).can_protect() else "no"
+        rows.append((-(accuracies[0] or 0), [f"`{method}`", private, str(len(single)), *cells, *costs]))
+    columns = [
+        "method",
+        "privacy",
+        "runs",
+        "accuracy",
+        "unseen domain",
+        "new classes",
+        "scenes",
+        "unseen",
+        "bytes",
+        "s",
+    ]
+    return table(columns, [row for _, row in sorted(rows)], texts=2)
 
 
 def main() -> None:
     """Run what is missing, by seed, data set and method, and write the table."""
     command = parser(__doc__)
-    command.add_argument("--methods", default=METHODS, help="names by commas")
+    command.add_argument("--methods", help="names by commas; default: all")
     command.add_argument("--seeds", type=integers, default=[0, 1, 2])
     command.add_argument("--table", action="store_true", help="only write the table of the file")
     options = command.parse_args()
+    methods = options.methods.split(",") if options.methods else METHODS.own()
     runs: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
     with TemporaryDirectory(prefix="promptfed-which-") as features:
-        for seed in options.seeds if not options.table else ():
-            for method in options.methods.split(","):
-                for data in DATA:
-                    key = f"{method} {data} {seed}"
-                    if key not in runs:
-                        try:
-                            runs[key] = run(method, data, seed, Path(features))
-                        except CommandError as error:
-                            runs[key] = {"refused": str(error)}
-                        write(options.json, runs)
-                        print(key, runs[key], flush=True)
+        for seed, method, data in product(options.seeds, methods, DATA) if not options.table else ():
+            key = f"{method} {data} {seed}"
+            if key in runs:
+                continue
+            try:
+                runs[key] = run(method, data, seed, Path(features))
+            except CommandError as error:
+                runs[key] = {"refused": str(error)}
+            write(options.json, runs)
+            print(key, runs[key], flush=True)
     page = DOCS / "guides/compare-methods.md"
     page.write_text(fill_tables(page.read_text(), "which", {"": markdown(runs)}))
 

@@ -135,7 +135,8 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     """Reduce the source to its base or novel classes, then to one client's part, then to a few shots.
 
     ``validation=0.25``: this share of the training images of each class replaces the test images, which are not used
-    then; for choosing hyperparameters. ``validation_seed`` draws another share.
+    then; for choosing hyperparameters. ``validation_seed`` from 0 to 3 holds out one quarter after the other,
+    and from 4 to 7 in another order.
     ``test_on=all``: training images are test images too, for evaluators.
     ``min_per_class=5``: classes with fewer images are left out. ``template``: replaces the data set's template.
     ``corrupt=noise:2``: corrupts the test images. ``classes=novel&among=base``: images of novel classes are classified
@@ -238,16 +239,18 @@ def _hold_out(source: Source, options: Options) -> Source:
         if "validation_seed" in options.values:
             raise DataError(f"{options.uri}: validation_seed needs validation=, the share that is held out.")
         return source
-    seed = options.integer("validation_seed", options.split_seed) or 0
+    seed, turn = options.split_seed, 0
     if not 0 < share < 1:
         raise DataError(f"{options.uri}: validation={share:g} is not between 0 and 1.")
     if not len(source.train):
         raise DataError(f"{options.uri}: validation={share:g} holds out training images, and there are none.")
+    if (wanted := options.integer("validation_seed")) is not None:
+        seed, turn = divmod(wanted, max(1, round(1 / share)))
     if source.train.groups is not None:
         both = source.train.groups, source.train.labels
-        train, held_out = partition.whole_groups(*both, seed, options.uri, share)
+        train, held_out = partition.whole_groups(*both, seed, options.uri, share, turn)
     else:
-        train, held_out = partition.train_test(source.train.labels, seed, share)
+        train, held_out = partition.train_test(source.train.labels, seed, share, turn)
     return replace(source, train=source.train.select(train), test=source.train.select(held_out))
 
 
@@ -308,7 +311,7 @@ def _cut_client(source: Source, options: Options, known: Parts) -> Source:
     if client is None:
         raise DataError(f"{options.uri}: partition={kind} needs client=0 to {len(parts) - 1}.")
     if client >= len(parts):
-        raise DataError(f"{options.uri}: client={client} is not one of the {len(parts)} clients, counted from 0.")
+        raise DataError(f"{options.uri}: client={client} is not one of the {len(parts)} clients; count them from 0.")
     train, test = parts[client]
     part = replace(source, train=source.train.select(train), test=source.test.select(test))
     return _own_classes(part) if kind == "pathological" else part

@@ -193,9 +193,10 @@ def flipped(labels: Tensor, classes: int, share: float, seed: int) -> Tensor:
     return changed
 
 
-def train_test(labels: Tensor, seed: int, test_share: float = 0.2) -> tuple[Tensor, Tensor]:
+def train_test(labels: Tensor, seed: int, test_share: float = 0.2, turn: int = 0) -> tuple[Tensor, Tensor]:
     """Rows of train and test: a seeded share of each class, with at least one image in both.
 
+    Another ``turn`` of the same seed tests on the next images, until all have had theirs.
     With several labels per image, the only image of a class (as in `strata`) is a training image.
     """
     train, test = [], []
@@ -207,8 +208,8 @@ def train_test(labels: Tensor, seed: int, test_share: float = 0.2) -> tuple[Tens
             continue
         if len(rows) < 2:
             raise DataError(f"class {label} has one image, which cannot be both for training and for testing.")
-        rows = _rng(seed, "split", label).permutation(rows)
         cut = min(max(1, round(len(rows) * test_share)), len(rows) - 1)
+        rows = np.roll(_rng(seed, "split", label).permutation(rows), -cut * turn)
         test.append(rows[:cut])
         train.append(rows[cut:])
     return _sorted(train), _sorted(test)
@@ -219,9 +220,11 @@ def _sorted(parts: Sequence[np.ndarray]) -> Tensor:
 
 
 def whole_groups(
-    groups: Sequence[str], labels: Tensor, seed: int, uri: str, test_share: float = 0.2
+    groups: Sequence[str], labels: Tensor, seed: int, uri: str, test_share: float = 0.2, turn: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Rows of train and test without common groups: a seeded share of the groups, with at least one group in both.
+
+    ``turn`` as in `train_test`.
 
     Raises:
         DataError: there is only one group, or all images of a class are in test groups.
@@ -229,8 +232,8 @@ def whole_groups(
     names = sorted(set(groups))
     if len(names) < 2:
         raise DataError(f"{uri}: one group cannot be both for training and for testing; give two or more, or splits.")
-    order = _rng(seed, "groups").permutation(len(names))
     cut = min(max(1, round(len(names) * test_share)), len(names) - 1)
+    order = np.roll(_rng(seed, "groups").permutation(len(names)), -cut * turn)
     tested = {names[k] for k in order[:cut]}
     is_test = torch.tensor([group in tested for group in groups])
     train = (~is_test).nonzero()[:, 0]

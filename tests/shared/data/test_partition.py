@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from promptfed.shared.data import partition
+from promptfed.shared.data import open_source, partition
 from promptfed.shared.data.source import DataError
 
 SEEDS = st.integers(0, 10)
@@ -191,3 +191,17 @@ def test_another_seed_draws_other_dirichlet_shares(seed: int) -> None:
 
     assert mix(seed) == mix(seed)
     assert mix(seed) != mix(seed + 1)
+
+
+def test_turns_of_a_split_test_on_every_image_once() -> None:
+    labels = torch.arange(5).repeat_interleave(8)
+    tested = [partition.train_test(labels, 3, 0.25, turn) for turn in range(4)]
+    assert sorted(torch.cat([test for _, test in tested]).tolist()) == list(range(40))
+    assert all(sorted([*train.tolist(), *test.tolist()]) == list(range(40)) for train, test in tested)
+    groups = [f"p{row // 2}" for row in range(40)]
+    held_out = [partition.whole_groups(groups, labels, 3, "folder:x", 0.25, turn)[1] for turn in range(4)]
+    assert sorted(torch.cat(held_out).tolist()) == list(range(40))
+    for option, known in (("", 0), ("&validation_seed=0", 0), ("&validation_seed=2", 2)):
+        source = open_source(f"symbols:neon?topic=weather&per_class=8&validation=0.25{option}")
+        whole = open_source("symbols:neon?topic=weather&per_class=8").train.labels
+        assert source.test.labels.tolist() == whole[partition.train_test(whole, 0, 0.25, known)[1]].tolist()
