@@ -90,7 +90,7 @@ def run(method: str, data: str, seed: int, features: Path) -> dict[str, Any]:
         "seed": seed,
     }
     if setting.scenes:
-        spec["task"] = "multi_label"
+        spec |= {"task": "multi_label", "method": {"name": method, "label_space": "federation"}}
     others = {} if method in WITHOUT_TEXT else {"classes": "novel"}
     sites = [
         Site(f"site-{index}", own, tests={"novel": with_options(uri, others)} if others else {}, domain=domain)

@@ -249,8 +249,8 @@ class CoordinatorConnection:
                 self.line.heard()
                 if len(content) > limit:
                     raise BadAnswer(f"the answer to {request.method} {request.url.path} is larger than {limit} bytes")
-        except httpx.DecodingError as error:
-            raise BadAnswer(f"the answer to {request.method} {request.url.path} cannot be decoded: {error}") from None
+        except httpx.DecodingError:
+            raise BadAnswer(f"the answer to {request.method} {request.url.path} cannot be decoded") from None
         return bytes(content)
 
     def take_traffic(self, response: httpx.Response, content: bytes) -> None:

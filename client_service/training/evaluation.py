@@ -11,7 +11,14 @@ from torch import Tensor
 from promptfed.client_service.training.data import TEST, Cancelled, ClientData
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import SplitResult
-from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, Method, Mixes, Split
+from promptfed.shared.methods.core.interface.base import (
+    Classifier,
+    ClientContext,
+    Method,
+    MethodError,
+    Mixes,
+    Split,
+)
 from promptfed.shared.methods.core.interface.hooks import Retargets
 from promptfed.shared.methods.core.interface.insights import HasVariants
 from promptfed.shared.methods.core.several_labels import PresenceTemplates
@@ -229,12 +236,15 @@ def presences(classifier: Classifier, split: Split, cancelled: Cancelled = lambd
 
 
 def logits_of(classifier: Classifier, split: Split, cancelled: Cancelled) -> Iterator[Tensor]:
-    """The logits ``(B, C)`` of the split's images, in order."""
+    """The logits ``(B, C)`` of the split's images, in order. Raises MethodError if training has diverged."""
     with torch.no_grad():
         for rows in torch.split(torch.arange(len(split)), EVALUATION_BATCH):
             if cancelled():
                 raise TaskCancelled
-            yield classifier.logits(split, rows)
+            logits = classifier.logits(split, rows)
+            if not (logits < torch.inf).all():
+                raise MethodError("the classifier's answers are not finite: lower training.learning_rate")
+            yield logits
 
 
 def _template_key(context: ClientContext) -> str:

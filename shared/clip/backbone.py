@@ -20,6 +20,7 @@ from promptfed.shared.clip.towers.prefix import PrefixEncoder
 from promptfed.shared.clip.towers.starts import SharedStarts
 from promptfed.shared.clip.towers.text import TextTower, tracing
 from promptfed.shared.clip.towers.tokens import ClassPrompts, PromptTokenizer, make_class_prompts
+from promptfed.shared.service.reasons import why
 from promptfed.shared.tensors.transfer import sent_to
 
 TEXT_CHUNK = 256  # texts per pass without gradients
@@ -384,7 +385,7 @@ class Backbone:
         try:
             tokenizer = open_clip.get_tokenizer(self._source)
         except Exception as error:
-            raise BackboneError(f"The tokenizer of {self.model_name!r} cannot be loaded: {error}") from error
+            raise BackboneError(f"The tokenizer of {self.model_name!r} cannot be loaded: {why(error)}") from error
         return PromptTokenizer(tokenizer, self.context_length)
 
 

@@ -21,6 +21,7 @@ from promptfed.shared.data.options import Options, kept_names, only, with_classe
 from promptfed.shared.data.source import DataError, ImageDomain, Origin, Source, Split, in_words
 from promptfed.shared.data.splitting import divided
 from promptfed.shared.files import open_file
+from promptfed.shared.service import reasons
 
 TEMPLATE = "a photo of a {}."
 WORDS_FILE = "domain.txt"  # file in a folder that describes its images in words
@@ -353,7 +354,7 @@ def _domain(name: str | None, words_file: Path) -> ImageDomain | None:
             with open_file(words_file) as file:
                 return ImageDomain(declared, in_words(file.read().decode("utf-8-sig")))
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{words_file} cannot be read as text ({error}).") from None
+            raise DataError(f"{words_file} cannot be read: {reasons.why(error)}.") from None
         except DataError as error:
             raise DataError(f"{words_file}: {error}") from None
     if name is None:

@@ -13,6 +13,7 @@ from promptfed.shared.data.image_files import UNREADABLE, expect_numbers
 from promptfed.shared.data.options import UNKNOWN, Options
 from promptfed.shared.data.partition import train_test
 from promptfed.shared.data.source import DataError, Source, Split, refuse_special_files
+from promptfed.shared.service.reasons import why
 
 TEMPLATE = "a photo of a {}."
 OWN_OPTIONS = ("config", "image", "label", "train", "test")
@@ -94,7 +95,7 @@ def _split(dataset: Any, image: str, label: str, names: tuple[str, ...], options
             expect_numbers(decoded)
             return decoded.convert("RGB")
         except (*UNREADABLE, AttributeError) as error:
-            raise DataError(f"row {row}: column {image} holds no readable image ({error}).") from error
+            raise DataError(f"row {row}: column {image} holds no readable image ({why(error)}).") from error
 
     return Split(labels, read)
 

@@ -17,6 +17,7 @@ from promptfed.shared.data.image_files import UNREADABLE, expect_numbers
 from promptfed.shared.data.options import Options, with_classes
 from promptfed.shared.data.partition import train_test
 from promptfed.shared.data.source import DataError, Source, Split, refuse_special_files
+from promptfed.shared.service.reasons import why
 
 TEMPLATE = "a photo of a {}."
 # The templates of CoOp's experiments (Zhou et al., 2022, appendix A) that differ from the plain one.
@@ -102,7 +103,7 @@ def _split(name: str, dataset: Any) -> Split:
             expect_numbers(image)
             return image.convert("RGB")
         except (*UNREADABLE, Image.DecompressionBombError) as error:
-            raise DataError(f"image {row} of torchvision's {name} cannot be read ({error}).") from error
+            raise DataError(f"image {row} of torchvision's {name} cannot be read ({why(error)}).") from error
 
     return Split(_labels(name, dataset), read)
 

@@ -63,8 +63,8 @@ def _identity_in(out: Path) -> JsonObject | None:
             if name == BENCH_FILE:
                 return {key: said[key] for key in ("protocol", "setting", "spec", "m", "steps")}
             return {"protocol": said["protocol"]}  # of a version that kept no more
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CommandError(f"{path} cannot be read: give --out another folder ({error})", Exit.BAD_INPUT) from None
+        except (OSError, ValueError, KeyError, TypeError):
+            raise CommandError(f"{path} cannot be read: give --out another folder", Exit.BAD_INPUT) from None
     return None
 
 

@@ -155,6 +155,6 @@ class _Outcomes:
         for path in self.folder.glob("*.json"):
             try:
                 kept.append(_READER.validate_json(path.read_bytes()))
-            except (OSError, ValueError) as error:
-                raise CommandError(f"{path} cannot be read: remove it ({error})", Exit.BAD_INPUT) from None
+            except (OSError, ValueError):
+                raise CommandError(f"{path} cannot be read: remove it", Exit.BAD_INPUT) from None
         return [outcomes for outcomes in kept if outcomes.client in self.names]

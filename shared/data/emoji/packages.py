@@ -16,6 +16,7 @@ from promptfed.shared.data.emoji.render import SvgRenderer, fitted
 from promptfed.shared.data.emoji.styles import NAMES_PACKAGE, SIZE, Style, packages
 from promptfed.shared.data.emoji.things import Thing, spellings, squeezed
 from promptfed.shared.data.source import DataError
+from promptfed.shared.service.reasons import why
 
 SVG = (
     '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
@@ -183,4 +184,4 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read; unpack its package again ({error}).") from error
+        raise DataError(f"{path} cannot be read; unpack its package again ({why(error)}).") from error

@@ -81,9 +81,7 @@ def read(folder: Path) -> Drawn:
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(
-            f"{folder} holds no drawn emoji; make them with promptfed data emoji --out DIR ({error})."
-        ) from error
+        raise DataError(f"{folder} holds no drawn emoji; make them with promptfed data emoji --out DIR.") from error
     return Drawn(things, styles)
 
 

@@ -13,10 +13,14 @@ from torch import Tensor
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import make_settings
+from promptfed.client_service.training.evaluation import accuracy
+from promptfed.experiments.tuning.trials import has_diverged
+from promptfed.sdk.errors import CommandError
+from promptfed.sdk.errors import Exit as CommandExit
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source
 from promptfed.shared.methods import METHODS
-from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, Split
+from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, MethodError, Split
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.metrics import calibration_error, macro_f1
 from promptfed.shared.metrics.outcomes import Outcomes
@@ -97,6 +101,17 @@ def test_calibration_and_macro_f1_of_the_learned_classifier_go_with_its_accuracy
         assert found["splits"][split]["macro_f1"] == pytest.approx(
             macro_f1(answers.labels, answers.predicted), abs=5.1e-5
         )
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_classifier_that_has_diverged_is_told_in_words(wrong: float) -> None:
+    class Diverged:
+        def logits(self, split: Split, indices: Tensor) -> Tensor:
+            return torch.tensor([[1.0, wrong]]).expand(len(indices), 2)
+
+    with pytest.raises(MethodError, match="not finite: lower") as raised:
+        accuracy(Diverged(), made_up_source(names=["a", "b"]).test)
+    assert has_diverged(CommandError(f"client a could not evaluate round 1: {raised.value}", CommandExit.FAILED))
 
 
 def test_without_a_template_in_the_spec_each_data_source_has_its_own(
