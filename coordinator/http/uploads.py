@@ -116,7 +116,7 @@ class Uploads:
         finally:
             self._waiting_bytes -= in_memory
             self._leave(body, own)
-            if on_disk:
+            if on_disk or path.exists():  # a small body may have become a large update
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     @asynccontextmanager

@@ -112,6 +112,10 @@ async def accept_update(
 
 def _take_again(registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload) -> None:
     task = asked_task(registry.database, federation, client, task_id)
+    with registry.database.read() as session:
+        stored = session.scalar(select(UpdateRow.sha256).where(UpdateRow.task_id == task.id, UpdateRow.stored))
+    if stored is None or registry.blobs.is_intact(stored):
+        return
     mending.take_again(registry, federation.id, expanded(registry.blobs, federation, client, task, upload))
 
 

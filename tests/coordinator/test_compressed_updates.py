@@ -15,15 +15,16 @@ from promptfed.coordinator.operations.submissions import asked_task
 from promptfed.shared.spec.versions import PROTOCOL
 from promptfed.shared.tensors.compression import added, compressed, decompressed
 from promptfed.shared.tensors.torch_tensors import arrays_of, decode, tensors_of
-from promptfed.testing.clients import ScriptedClient, bearer, enrolment, spec, update_body
+from promptfed.testing.clients import SHAPE, ScriptedClient, bearer, enrolment, spec, update_body
 from tests.support.coordinators import InThread
+from tests.support.waiting import wait_for
 
 NAMES = ("a", "b", "c")
 KINDS = ["bf16", "int8", "topk(0.1)"]
 
 
-def began(coordinator: InThread, up: str, **changes: Any) -> tuple[str, list[ScriptedClient]]:
-    federation = coordinator.create(rounds=2, evaluation={"every": 2}, compression={"up": up}, **changes)
+def began(coordinator: InThread, up: str, rounds: int = 2, **changes: Any) -> tuple[str, list[ScriptedClient]]:
+    federation = coordinator.create(rounds=rounds, evaluation={"every": rounds}, compression={"up": up}, **changes)
     clients = coordinator.enrol(federation, *NAMES)
     coordinator.post(f"{federation}/start")
     for client in clients:
@@ -96,6 +97,40 @@ def test_hostile_changes_are_refused_and_honest_ones_taken_after_them(
     assert response.status_code == status, response.text
     assert why in response.json()["detail"]
     assert client.send(task, update_body(sent, task)).status_code == 201
+
+
+def test_an_accepted_change_is_known_after_its_payload_is_gone(coordinator: InThread) -> None:
+    """A client that was away sends it again: the state that it was made from is no longer kept."""
+    federation, clients = began(coordinator, "int8", rounds=4, retention="last_round")
+    sent = []
+    for round in (1, 2, 3):
+        for client in clients:
+            task = coordinator.task(client)
+            sent.append((client, task, update_body(tensors_of(made(client, task, "int8")[0]), task)))
+            assert client.send(*sent[-1][1:]).status_code == 201
+        coordinator.until(federation, round=round + 1)
+    client, task, body = sent[0]
+    wait_for("retirement", lambda: client.http.get(task["payload"]["url"], headers=client.headers).status_code != 200)
+    assert client.send(task, body).status_code == 200
+
+
+def test_a_small_body_of_a_large_change_becomes_a_file(coordinator: InThread) -> None:
+    """Its 66 KB stand for 8 MB, which are not to lie in memory, nor in a row of the database."""
+    changes = {"method": {"name": "promptfl", "m": 64}, "rounds": 1, "evaluation": {"every": 1}}
+    federation = coordinator.create(compression={"up": "topk(0.004)"}, **changes)
+    clients = coordinator.enrol(federation, *NAMES, backbone_shape={**SHAPE, "d_t": 32_768})
+    coordinator.post(f"{federation}/start")
+    tasks = coordinator.training(clients)
+    before = set(coordinator.registry.blobs.files())
+    body = update_body(tensors_of(made(clients[0], tasks[0], "topk(0.004)")[0]), tasks[0])
+    assert len(body) < 100_000
+    assert clients[0].send(tasks[0], body).status_code == 201
+    [stored] = set(coordinator.registry.blobs.files()) - before
+    assert coordinator.registry.blobs.path(stored).stat().st_size > 8_000_000
+    wrong = update_body(tensors_of(made(clients[1], tasks[1], "topk(0.004)")[0]), tasks[0])
+    assert clients[1].send(tasks[1], wrong).status_code == 422
+    assert clients[0].send(tasks[0], body).status_code == 200
+    assert not list(coordinator.registry.blobs.incoming.iterdir())
 
 
 def test_plain_updates_are_refused_where_compressed_ones_are_asked_for(coordinator: InThread) -> None:
