@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -20,7 +21,7 @@ from promptfed.shared.clip.towers.prefix import PrefixEncoder
 from promptfed.shared.clip.towers.starts import SharedStarts
 from promptfed.shared.clip.towers.text import TextTower, tracing
 from promptfed.shared.clip.towers.tokens import ClassPrompts, PromptTokenizer, make_class_prompts
-from promptfed.shared.service.reasons import why
+from promptfed.shared.clip.weights.tokenizers import tokenizer_of
 from promptfed.shared.tensors.transfer import sent_to
 
 TEXT_CHUNK = 256  # texts per pass without gradients
@@ -50,6 +51,9 @@ class Backbone:
 
     held_images: int | None = None
     """For how many images a training step holds activations at once, since its device was too small for more."""
+
+    tokenizer_folder: Path | None = None
+    """Where the weights came from, if the tokenizer may be there too."""
 
     starts: SharedStarts | None = None  # of many clients that train with this backbone in one process
 
@@ -380,12 +384,7 @@ class Backbone:
 
     @cached_property
     def _tokenizer(self) -> PromptTokenizer:
-        import open_clip
-
-        try:
-            tokenizer = open_clip.get_tokenizer(self._source)
-        except Exception as error:
-            raise BackboneError(f"The tokenizer of {self.model_name!r} cannot be loaded: {why(error)}") from error
+        tokenizer = tokenizer_of(self._source, self._config["text_cfg"], self.tokenizer_folder)
         return PromptTokenizer(tokenizer, self.context_length)
 
 

@@ -13,11 +13,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from promptfed.shared.clip import emoji, medsiglip, tiny
+from promptfed.shared.clip import emoji, published, tiny
 from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.building import check_runs, load_errors, seeded
 from promptfed.shared.clip.errors import BackboneError, near, one_line
 from promptfed.shared.clip.timm.timm_loading import load_timm
+from promptfed.shared.clip.towers.conch import ConchVision
 from promptfed.shared.clip.weights.hub import expect_at_hand, known_as
 from promptfed.shared.clip.weights.local_weights import load_into, weights_in
 from promptfed.shared.clip.weights.permissions import expect_permitted, expect_permitted_checkpoint
@@ -46,8 +47,9 @@ def load_backbone(
             `local-dir:path`, which include their weights, and `timm:name`, a plain vision transformer without text.
         pretrained: a tag of that model; `embedded`; None or "random" for random weights, always the same; with
             `allow_unregistered` also a checkpoint file.
-        weights_file: a file, or a folder with one, that replaces a download: of open_clip, or of transformers' CLIP or
-            SigLIP. For `hf-hub:owner/name` a folder with that repository's files.
+        weights_file: a file, or a folder with one, that replaces a download: of open_clip, of transformers' CLIP or
+            SigLIP, or of CONCH. A tokenizer in the folder is used too. For `hf-hub:owner/name` a folder with that
+            repository's files.
         precision: fp32, fp16 or bf16.
 
     Raises BackboneError if it cannot be loaded; the text gives the reason.
@@ -61,7 +63,10 @@ def load_backbone(
     own_weights = _own_weights(weights_file, model)  # before a model is built
     if model.startswith("timm:"):
         return load_timm(model, pretrained, precision=precision, device=device, allow_unregistered=allow_unregistered)
-    return _load_clip(model, pretrained, precision, device, allow_unregistered, own_weights)
+    backbone = _load_clip(model, pretrained, precision, device, allow_unregistered, own_weights)
+    if weights_file is not None and weights_file.expanduser().is_dir():
+        backbone.tokenizer_folder = weights_file.expanduser()
+    return backbone
 
 
 def _load_clip(
@@ -75,7 +80,7 @@ def _load_clip(
     """A model of open_clip."""
     import open_clip
 
-    medsiglip.register()
+    published.register()
     model, pretrained = known_as(model, pretrained)
     random = pretrained in (None, "random") and own_weights is None
     source: str | None = None
@@ -151,14 +156,14 @@ def published_preparation(model: str) -> dict[str, Any]:
     """What all published weights of a model agree on: SigLIP's normalisation holds for weights of one's own too."""
     from open_clip import get_pretrained_cfg, list_pretrained_tags_by_model
 
-    if model == medsiglip.MODEL:
-        return dict(medsiglip.PREPROCESSING)
-    published = [get_pretrained_cfg(model, tag) for tag in list_pretrained_tags_by_model(model)]
+    if model in published.PREPARATIONS:
+        return dict(published.PREPARATIONS[model])
+    known = [get_pretrained_cfg(model, tag) for tag in list_pretrained_tags_by_model(model)]
     keys = (*PREPROCESSING, "quick_gelu")
     return {
-        key: published[0][key]
-        for key in (keys if published else ())
-        if key in published[0] and all(other.get(key) == published[0][key] for other in published)
+        key: known[0][key]
+        for key in (keys if known else ())
+        if key in known[0] and all(other.get(key) == known[0][key] for other in known)
     }
 
 
@@ -237,11 +242,13 @@ def _create(
     device: str,
     options: dict[str, Any],
 ) -> Any:
-    with seeded(), _without_its_log():
+    with seeded(), _without_its_log(), published.known_text_models():
         built = open_clip.create_model(
             model, pretrained=weights, precision=precision, device=device, pretrained_text=False, **options
         )
-        medsiglip.fit(built)
+        published.fit(built)
+        if model == published.CONCH:
+            built.visual = ConchVision.of(built.visual, built.text.output_dim)
         if random and isinstance(built, open_clip.CoCa):
             # open_clip leaves the caption decoder's unused projection uninitialised: it would change the fingerprint.
             projection = built.text_decoder.text_projection

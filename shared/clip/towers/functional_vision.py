@@ -6,7 +6,7 @@ Notation: `B` images, `S` rows of each with [cls], `d` = d_v the tower's width.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from promptfed.shared.clip.towers import timm_blocks
 from promptfed.shared.clip.towers.blocks import is_standard_block
+from promptfed.shared.clip.towers.conch import ConchVision
 from promptfed.shared.clip.towers.functional import (
     BlockShape,
     Tower,
@@ -106,6 +107,9 @@ def vision_tower(visual: Any) -> VisionTower:
     from open_clip.timm_model import TimmModel
     from open_clip.transformer import VisionTransformer
 
+    if isinstance(visual, ConchVision):
+        tower = timm_tower(visual.trunk)
+        return replace(tower, pooling="attention", attention=visual.attend, frozen_projection=visual.project)
     if isinstance(visual, TimmModel):
         return timm_tower(visual.trunk, visual.head)
     expect("image", type(visual) is VisionTransformer, f"it is a {type(visual).__name__}")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.towers import timm_blocks
+from promptfed.shared.clip.towers.conch import ConchVision
 
 _ATTENDS = "it pools its patches by attention, before they reach the joint space"
 
@@ -23,6 +24,8 @@ def refusal_of(visual: Any) -> str | None:
 
     if isinstance(visual, ModifiedResNet):
         return None
+    if isinstance(visual, ConchVision):
+        return _ATTENDS
     if isinstance(visual, TimmModel):
         refusal = timm_blocks.refusal_of(visual.trunk)
         attends = getattr(visual.trunk, "attn_pool", None) is not None

@@ -5,6 +5,7 @@ PLAN and pFedPG use it. Notation: `B` images, `n` prompt tokens, `d` = d_v the t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.towers import timm_blocks
 from promptfed.shared.clip.towers.blocks import first_row, is_standard_block
+from promptfed.shared.clip.towers.conch import ConchVision
 
 Block = Callable[[Tensor], Tensor]
 
@@ -89,6 +91,8 @@ def vision_width(visual: Any) -> int:
 
 def pooled_width(visual: Any) -> int:
     """Width of the pooled feature before the projection: d_v, unless open_clip's pooling by attention changes it."""
+    if isinstance(visual, ConchVision):
+        return visual.d_e
     if getattr(visual, "attn_pool", None) is not None:
         return int(visual.output_dim)
     return vision_width(visual)
@@ -99,6 +103,8 @@ def prompted_tower(visual: Any) -> PromptedTower:
     refusal = refusal_of(visual)
     if refusal is not None:
         raise BackboneError(f"This backbone's image tower takes no visual prompts: {refusal}.")
+    if isinstance(visual, ConchVision):
+        return timm_tower(visual.trunk, visual.project, visual.attend)
     if hasattr(visual, "trunk"):
         return timm_tower(visual.trunk, lambda feature: visual.head(visual.trunk.head(feature)))
     blocks = list(visual.transformer.resblocks)
@@ -117,8 +123,14 @@ def prompted_tower(visual: Any) -> PromptedTower:
     )
 
 
-def timm_tower(trunk: Any, project: Callable[[Tensor], Tensor]) -> PromptedTower:
-    """A vision transformer of timm with prompts; the caller has asked `timm_blocks.refusal_of`."""
+def timm_tower(
+    trunk: Any, project: Callable[[Tensor], Tensor], attend: Callable[[Tensor], Tensor] | None = None
+) -> PromptedTower:
+    """A vision transformer of timm with prompts; the caller has asked `timm_blocks.refusal_of`.
+
+    ``attend``: pools the normed rows in place of timm's own pooling.
+    """
+    pool = attend or partial(trunk.forward_head, pre_logits=True)
     height, width = trunk.patch_embed.grid_size
     size = trunk.patch_embed.img_size
     return PromptedTower(
@@ -128,7 +140,7 @@ def timm_tower(trunk: Any, project: Callable[[Tensor], Tensor]) -> PromptedTower
         rows=lambda images: timm_blocks.rows_of(trunk, images),
         norm=getattr(trunk, "norm_pre", torch.nn.Identity()),
         blocks_for=lambda n: timm_blocks.blocks_for(trunk, n),
-        pool=lambda rows: trunk.forward_head(trunk.norm(rows), pre_logits=True),
+        pool=lambda rows: pool(trunk.norm(rows)),
         project=project,
     )
 

@@ -64,14 +64,14 @@ def expect_at_hand(model: str, tag: str) -> None:
         return
     repository, _, file = str(known.get("hf_hub") or "").rpartition("/")
     if repository:
-        if any(_is_cached(repository, name) for name in ([file] if file else [HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME])):
+        if any(is_cached(repository, name) for name in ([file] if file else [HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME])):
             return
-        address, bring = _endpoint(), f"hf download {repository} {file or HF_SAFE_WEIGHTS_NAME}"
+        address, bring = endpoint(), f"hf download {repository} {file or HF_SAFE_WEIGHTS_NAME}"
     else:
         if (Path("~/.cache/clip").expanduser() / os.path.basename(known["url"])).is_file():
             return
         address, bring = str(known["url"]), f"curl -LO {known['url']}"
-    why = _unreachable(address)
+    why = unreachable(address)
     if why is not None:
         text = f"The weights {tag!r} of {model} are not on this machine, and {urlsplit(address).netloc} {why}"
         how = (
@@ -80,17 +80,19 @@ def expect_at_hand(model: str, tag: str) -> None:
         raise BackboneError(f"{text}: {how}.")
 
 
-def _is_cached(repository: str, file: str) -> bool:
+def is_cached(repository: str, file: str) -> bool:
+    """Whether a file of the hub is on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(repository, file), str)
 
 
-def _endpoint() -> str:
+def endpoint() -> str:
+    """The hub's address."""
     return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 
 
-def _unreachable(address: str) -> str | None:
+def unreachable(address: str) -> str | None:
     """The reason why ``address`` does not answer; None if it does. Name resolution itself has no timeout."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return "is not asked (HF_HUB_OFFLINE)"

@@ -1,11 +1,11 @@
-"""Weights from a local file of open_clip, or of a CLIP or SigLIP model of the transformers library.
+"""Weights from a local file: of open_clip, of CONCH, or of a CLIP or SigLIP model of the transformers library.
 
 A federation identifies a backbone by its fingerprint, regardless of the origin of the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from promptfed.shared.clip.weights.permissions import CHECKPOINT_SUFFIXES
 IN_FOLDERS = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
 _OF_TRANSFORMERS = "text_model.embeddings.token_embedding.weight"
 _OF_CONCH = "visual.attn_pool_contrast.query"
-_TOLD = 3  # unfitting tensors that are listed; of further ones only the number
+_FOR_CAPTIONS = ("text_decoder.", "visual.attn_pool_caption.", "visual.ln_caption.")  # of CONCH, which nothing uses
+_TOLD = 8  # names of each kind that are listed; of further ones only the number
 
 
 def weights_in(path: Path) -> Path:
@@ -48,37 +49,66 @@ def load_into(model: Any, path: Path, name: str) -> None:
     Code in a file is never executed: it is read as safetensors or with ``weights_only``.
 
     Raises:
-        BackboneError: the file cannot be read, or holds the weights of another model.
+        BackboneError: the file cannot be read, or holds the weights of another model; the text lists what did not fit.
     """
     from open_clip.factory import load_checkpoint
 
+    tensors = _read(path)
     try:
-        tensors = load_file(path) if path.suffix == ".safetensors" else _torch_load(path)
-        if _OF_CONCH in tensors:
-            text = "its pooling and its tokenizer are code of its own, which open_clip does not have"
-            raise BackboneError(f"{path} has the weights of CONCH, which cannot be loaded: {text}.")
         if _OF_TRANSFORMERS in tensors:
-            model.load_state_dict(converted(tensors))
+            tensors, foreign = converted(tensors)
+            _load(model, tensors, foreign)
+        elif _OF_CONCH in tensors:
+            _load(model, {key: tensor for key, tensor in tensors.items() if not key.startswith(_FOR_CAPTIONS)})
         else:
             load_checkpoint(model, str(path), weights_only=True)
-    except BackboneError:
-        raise
+    except BackboneError as error:
+        raise BackboneError(f"The weights in {path} are not those of {name}: {error}.") from None
     except Exception as error:  # open_clip and torch raise many kinds of errors for a file of another model
-        raise BackboneError(f"The weights in {path} are not those of {name}: {_misfits(error)}.") from error
+        told = _misfits(model, tensors) or one_line(error)
+        raise BackboneError(f"The weights in {path} are not those of {name}: {told}.") from error
 
 
-def _torch_load(path: Path) -> Mapping[str, Any]:
+def _load(model: Any, tensors: Mapping[str, Any], foreign: Sequence[str] = ()) -> None:
+    """Load all tensors. Raises BackboneError with the names of those that do not fit; ``foreign``: further ones."""
+    told = _misfits(model, tensors, foreign)
+    if told:
+        raise BackboneError(told)
+    model.load_state_dict(tensors)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
     try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         advice = "save them as safetensors"
         raise BackboneError(f"{path} cannot be read as weights alone; {advice} ({one_line(error)}).") from error
+    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):  # of a training script
+        loaded = loaded["state_dict"]
     if not isinstance(loaded, Mapping):
         raise BackboneError(f"{path} holds no weights by name.")
-    return loaded
+    return {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
 
 
-def _misfits(error: Exception) -> str:
-    """The first few tensors of torch's error text, which lists all of them."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return one_line(Exception("; ".join(lines[1 : 1 + _TOLD]) if len(lines) > 1 else str(error)))
+def _misfits(model: Any, tensors: Mapping[str, Any], foreign: Sequence[str] = ()) -> str:
+    """The names of tensors that do not fit a model; empty if all fit."""
+    own = model.state_dict()
+    given = {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    shapes = [
+        f"{name} {list(given[name])} for {list(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in given and given[name] != tuple(tensor.shape)
+    ]
+    kinds = {
+        "missing": [name for name in own if name not in given],
+        "not of this model": [*foreign, *(name for name in given if name not in own)],
+        "of another shape": shapes,
+    }
+    return "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+    return ", ".join(names[:_TOLD]) + more

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from promptfed.shared.clip.errors import BackboneError, near
-
 _PROBE = "vision_model.head.probe"
 _PARTS = ("q_proj", "k_proj", "v_proj")  # open_clip stores these in one tensor, in this order
 _BLOCK = re.compile(r"(text|vision)_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
@@ -36,7 +34,6 @@ class _Layout:
     ``transposed``: linear maps without a bias, which open_clip stores the other way round.
     """
 
-    kind: str
     places: Mapping[str, str]
     towers: Mapping[str, _Tower]
     transposed: Mapping[str, str]
@@ -57,7 +54,6 @@ _TIMM_BLOCKS = {
     "mlp.fc2": "mlp.fc2",
 }
 _CLIP = _Layout(
-    kind="CLIP",
     places={
         r"text_model\.embeddings\.token_embedding\.weight": "token_embedding.weight",
         r"text_model\.embeddings\.position_embedding\.weight": "positional_embedding",
@@ -76,7 +72,6 @@ _CLIP = _Layout(
     transposed={"text_projection.weight": "text_projection", "visual_projection.weight": "visual.proj"},
 )
 _SIGLIP = _Layout(
-    kind="SigLIP",
     places={
         r"text_model\.embeddings\.token_embedding\.weight": "text.token_embedding.weight",
         r"text_model\.embeddings\.position_embedding\.weight": "text.positional_embedding",
@@ -100,12 +95,9 @@ _SIGLIP = _Layout(
 _POOL = re.compile(r"vision_model\.head\.attention\.in_proj_(weight|bias)")
 
 
-def converted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a CLIP or SigLIP model of transformers under open_clip's names.
-
-    Raises:
-        BackboneError: a tensor does not belong to such a model.
-    """
+def converted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights of a CLIP or SigLIP model of transformers under open_clip's names, and names that have no place."""
+    foreign: list[str] = []
     layout = _SIGLIP if _PROBE in tensors else _CLIP
     renamed: dict[str, Tensor] = {}
     split: dict[str, dict[str, Tensor]] = {}
@@ -128,20 +120,23 @@ def converted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             renamed[f"visual.trunk.attn_pool.q.{pool[1]}"] = tensor[:width].clone()
             renamed[f"visual.trunk.attn_pool.kv.{pool[1]}"] = tensor[width:].clone()
             continue
-        renamed[_place(layout, name)] = tensor.T.contiguous() if name in layout.transposed else tensor
+        there = _place(layout, name)
+        if there is None:
+            foreign.append(name)
+        else:
+            renamed[there] = tensor.T.contiguous() if name in layout.transposed else tensor
     for joined, parts in split.items():
-        renamed[joined] = torch.cat([parts[part] for part in _PARTS])
+        if len(parts) == len(_PARTS):
+            renamed[joined] = torch.cat([parts[part] for part in _PARTS])
     if layout is _SIGLIP:
-        renamed["visual.trunk.pos_embed"] = renamed["visual.trunk.pos_embed"][None]
-        renamed |= {name: renamed[name].reshape(()) for name in ("logit_scale", "logit_bias")}
-    return renamed
+        # open_clip has one more dimension in front of the positions, and none of the scale and the bias.
+        renamed |= {name: renamed[name][None] for name in ("visual.trunk.pos_embed",) if name in renamed}
+        renamed |= {name: renamed[name].reshape(()) for name in ("logit_scale", "logit_bias") if name in renamed}
+    return renamed, foreign
 
 
-def _place(layout: _Layout, name: str) -> str:
+def _place(layout: _Layout, name: str) -> str | None:
     if name in layout.transposed:
         return layout.transposed[name]
-    for pattern, there in layout.places.items():
-        match = re.fullmatch(pattern, name)
-        if match is not None:
-            return match.expand(there)
-    raise BackboneError(f"A {layout.kind} model of transformers has no tensor {name!r}{near(name, layout.transposed)}.")
+    matches = ((re.fullmatch(pattern, name), there) for pattern, there in layout.places.items())
+    return next((match.expand(there) for match, there in matches if match is not None), None)

@@ -227,7 +227,7 @@ def test_a_client_checks_the_same_and_joins_nothing(
 
 def test_weights_that_cannot_be_had_are_one_line_that_says_how_to_bring_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(hub, "_is_cached", lambda repository, file: False)
+    monkeypatch.setattr(hub, "is_cached", lambda repository, file: False)
     result = doctor("--model", "ViT-B-16", "--pretrained", "openai")
     assert result.exit_code == Exit.BAD_INPUT
     [line] = [line for line in result.output.splitlines() if line.startswith("fail  backbone")]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from open_clip.model import CLIP, _build_text_tower
 
+from promptfed.shared.clip import published
 from promptfed.shared.clip.building import seeded
 from promptfed.shared.clip.towers.functional_text import text_tower
 from promptfed.shared.clip.towers.hub_text import text_tower_of
@@ -30,78 +31,13 @@ WORDS = 60_000  # vocabularies up to this size are kept
 M = 4
 LARGE = re.compile(r"-[gHE]-|bigG|gopt|SO400M|xl-|XL|large|xxl|CLIPA")
 
-# The published config.json of each text model on the hub, but for the depth and the vocabulary.
-ROBERTA = {
-    "model_type": "roberta",
-    "hidden_size": 768,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 2,
-    "vocab_size": 50265,
-    "max_position_embeddings": 514,
-    "type_vocab_size": 1,
-    "layer_norm_eps": 1e-5,
-    "hidden_act": "gelu",
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
-MT5 = {
-    "model_type": "mt5",
-    "d_model": 768,
-    "d_ff": 2048,
-    "d_kv": 64,
-    "num_heads": 12,
-    "num_layers": 2,
-    "num_decoder_layers": 1,
-    "vocab_size": 1000,
-    "feed_forward_proj": "gated-gelu",
-    "is_encoder_decoder": True,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
-}
-NLLB = {
-    "model_type": "m2m_100",
-    "d_model": 1024,
-    "encoder_layers": 2,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 16,
-    "decoder_attention_heads": 16,
-    "encoder_ffn_dim": 4096,
-    "decoder_ffn_dim": 64,
-    "vocab_size": 1000,
-    "max_position_embeddings": 1024,
-    "activation_function": "relu",
-    "scale_embedding": True,
-    "is_encoder_decoder": True,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
-BIOMED_BERT = {
-    "model_type": "bert",
-    "hidden_size": 768,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 2,
-    "vocab_size": 30522,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-    "hidden_act": "gelu",
-    "pad_token_id": 0,
-}
-XLM = ROBERTA | {"model_type": "xlm-roberta", "vocab_size": 1000}
-ON_THE_HUB: dict[str, dict[str, Any]] = {
-    "roberta-base": ROBERTA,
-    "xlm-roberta-base": XLM,
-    "xlm-roberta-large": XLM | {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
-    "google/mt5-base": MT5,
-    "google/mt5-xl": MT5 | {"d_model": 2048, "d_ff": 5120, "num_heads": 32},
-    "facebook/nllb-200-distilled-600M": NLLB,
-    "facebook/nllb-200-distilled-1.3B": NLLB | {"encoder_ffn_dim": 8192},
-    "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract": BIOMED_BERT,
+# The published config.json of each text model on the hub, but for the depth and large vocabularies.
+ON_THE_HUB = {
+    name: config
+    | {key: 2 for key in ("num_hidden_layers", "num_layers", "encoder_layers") if key in config}
+    | {key: 1 for key in ("num_decoder_layers", "decoder_layers") if key in config}
+    | ({"vocab_size": 1000} if config["vocab_size"] > WORDS else {})
+    for name, config in published.text_models().items()
 }
 BIOMEDCLIP = {
     "embed_dim": 512,
