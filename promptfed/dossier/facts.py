@@ -73,6 +73,11 @@ def facts_of(record: Record) -> Facts:
 
 
 Made = dict[str, tuple[str, Value, str]]
+ELSEWHERE = frozenset(
+    "name method training aggregation participation admission retention secure_aggregation rounds class_names backbone "
+    "origin licence privacy class_descriptions".split()
+)
+"""Fields of the spec that have a fact of their own, or are too long for one."""
 
 
 def _federation(record: Record) -> Made:
@@ -91,6 +96,11 @@ def _federation(record: Record) -> Made:
         "training": ("Training at the sites", _settings(spec["training"]), "... spec.training"),
         "aggregation": ("Aggregation", _settings(spec["aggregation"]), "... spec.aggregation"),
         "participation": ("Participation", _settings(spec["participation"]), "... spec.participation"),
+        "settings": (
+            "Further settings",
+            [{"setting": key, "value": _settings(value)} for key, value in spec.items() if key not in ELSEWHERE],
+            "... spec",
+        ),
         "admission": ("Limits on updates", _settings(spec["admission"]), "... spec.admission"),
         "retention": ("Retention of updates", spec["retention"], "... spec.retention"),
         "secure": ("Secure sums", _settings(spec.get("secure_aggregation")), "... spec.secure_aggregation"),

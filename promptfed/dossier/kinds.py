@@ -34,6 +34,7 @@ HOW = (
     "training",
     "aggregation",
     "participation",
+    "settings",
     "rounds_planned",
     "rounds_done",
     "backbone",

@@ -27,6 +27,7 @@ from promptfed.coordinator.store.tables import (
     TaskRow,
     UpdateRow,
 )
+from promptfed.dossier.facts import ELSEWHERE
 from promptfed.dossier.kinds import FORMS
 from promptfed.dossier.rendering import BLANK, NOT_HELD
 from promptfed.sdk.errors import Exit
@@ -91,7 +92,8 @@ def protected(served: InThread) -> tuple[InThread, str]:
 @pytest.fixture(scope="module")
 def played(served: InThread) -> tuple[InThread, str]:
     """A finished federation in which a task has failed, a client has been withdrawn, and another forgotten."""
-    id = served.create(rounds=3, class_names=["circle", "square", "star"], participation={"quorum": 0.5})
+    more = {"participation": {"quorum": 0.5}, "keep_rounds": 2}
+    id = served.create(rounds=3, class_names=["circle", "square", "star"], **more)
     clients = served.enrol(id, "north", "south", "west", "quokka")
     served.post(f"{id}/start")
     served.post(f"{id}/clients/quokka/forgetting")
@@ -122,6 +124,9 @@ def test_each_fact_is_computed_again_from_the_tables(
         expected = expected_facts(session, id)
     expected["public_key"] = server.get("/v1/signing-key")["public_key"]
     spec = server.get(id)["spec"]
+    further = {row["setting"]: row["value"] for row in facts.pop("settings")}
+    assert further.get("keep_rounds") == ("2" if which == "played" else None)
+    assert further.keys() | ELSEWHERE >= spec.keys(), "no field of the spec is left out"
     for section in SPEC_SECTIONS:
         told = facts.pop(section)
         for leaf in leaves(spec[section]):
