@@ -73,10 +73,10 @@ def facts_of(record: Record) -> Facts:
 
 
 Made = dict[str, tuple[str, Value, str]]
-ELSEWHERE = frozenset(
-    "name method training aggregation participation admission retention secure_aggregation rounds class_names backbone "
-    "origin licence privacy class_descriptions".split()
-)
+ELSEWHERE = {
+    *("name", "method", "training", "aggregation", "participation", "admission", "retention", "secure_aggregation"),
+    *("rounds", "class_names", "backbone", "origin", "licence", "privacy", "class_descriptions"),
+}
 """Fields of the spec that have a fact of their own, or are too long for one."""
 
 

@@ -25,7 +25,8 @@ def continued(
     cannot be validated.
 
     Raises:
-        CommandError: it is no export, ``key`` has not signed it, or its state does not fit the given method.
+        CommandError: it is no export, ``key`` has not signed it, its state does not fit the given method, or its
+            training was protected and ``given`` does not say how this one is.
     """
     opened = open_export(folder, key)
     has, wanted = opened.card.method["name"], dict(given.get("method") or {}).get("name")
@@ -37,10 +38,22 @@ def continued(
     missing = opened.model.missing() if kind == "validation" else None
     if missing is not None:
         raise CommandError(f"the export in {folder} cannot be validated: {missing}", Exit.BAD_INPUT)
+    if kind == "training":
+        _expect_protection(opened, given)
     own = {"continues": opened.card.hashes.state, "origin": _origin(opened), "kind": kind}
     raw = merged(_spec(opened), dict(given)) | own
     _expect_fit(resolve(raw), opened.state)
     return raw, encode(opened.state)
+
+
+def _expect_protection(opened: OpenedExport, given: Mapping[str, Any]) -> None:
+    """Raise CommandError if protection, which a card does not hold as settings, would end unsaid."""
+    card = opened.card
+    without = {"privacy": (card.privacy, "{level: none}"), "secure_aggregation": (card.secure_aggregation, "null")}
+    for section, (had, none) in without.items():
+        if had is not None and section not in given:
+            text = f"the export in {opened.folder} was trained with {section}, and the spec says nothing of it"
+            raise CommandError(f"{text}: give {section}, or {section}: {none} to train without", Exit.BAD_INPUT)
 
 
 def _origin(opened: OpenedExport) -> dict[str, Any]:
@@ -59,6 +72,7 @@ def _spec(opened: OpenedExport) -> dict[str, Any]:
         "class_descriptions",
         "rounds",
         "training",
+        "loss",
         "seed",
         "licence",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from typer.testing import CliRunner, Result
 
 import promptfed
 from promptfed.cli.main import app
-from promptfed.sdk.errors import Exit
+from promptfed.export.continuing import continued
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.api.export_card import STATE_FILE
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from promptfed.testing.clients import drive
@@ -74,6 +76,25 @@ def test_what_does_not_fit_is_refused_and_nothing_is_created(exported: Path, tmp
             assert refused.exit_code in (Exit.BAD_INPUT, Exit.USAGE, Exit.REFUSED), refused.output
             assert text in refused.stderr
         assert server.get("/v1/federations")["federations"] == []
+
+
+def test_neither_loss_nor_protection_ends_unsaid(exported: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "protected"
+    shutil.copytree(exported, folder)
+    card = json.loads((folder / "card.json").read_text()) | {"loss": {"kind": "gce"}}
+    (folder / "card.json").write_text(json.dumps(card))
+    assert continued(folder, {})[0]["loss"]["kind"] == "gce"
+    summed = {"secure_aggregation": {"smallest_sum": 3, "threshold": 0.6}}
+    (folder / "card.json").write_text(json.dumps(card | summed))
+    with pytest.raises(CommandError, match="was trained with secure_aggregation, and the spec says nothing of it"):
+        continued(folder, {})
+    assert continued(folder, {"secure_aggregation": None})[0]["secure_aggregation"] is None
+    spent = dict.fromkeys(("epsilon_max", "epsilon_median", "delta", "clip", "noise_multiplier"))
+    private = {"level": "sample", "unit": "record", "clients": 2, "noise": "secret", "rounds_counted": 1}
+    (folder / "card.json").write_text(json.dumps(card | {"privacy": spent | private | {"evaluation": "withheld"}}))
+    with pytest.raises(CommandError, match=r"privacy: \{level: none\} to train without"):
+        continued(folder, {})
+    assert continued(folder, {"privacy": {"level": "none"}})[0]["privacy"] == {"level": "none"}
 
 
 def test_the_coordinator_takes_no_other_state(exported: Path, tmp_path: Path) -> None:
