@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -109,6 +110,29 @@ def run(method: str, data: str, seed: int, features: Path) -> dict[str, Any]:
     return found | {"bytes": price["bytes_up"] + price["bytes_down"], "seconds": price["seconds"]}
 
 
+def protected(method: str) -> str:
+    """The units that differential privacy can protect: single images, whole clients."""
+    units = {
+        "images": {"level": "sample", "clip": 0.3},
+        "clients": {"level": "client", "clip": 1, "accept_noise": True},
+    }
+    found = []
+    for unit, privacy in units.items():
+        spec = {
+            "name": "x",
+            "method": {"name": method},
+            "class_names": ["a", "b"],
+            "rounds": 1 if method in ONCE else 2,
+            "aggregation": {"weighting": "uniform"},
+            "participation": {"min_clients": 3},
+            "privacy": privacy | {"noise_multiplier": 1.0},
+        }
+        with suppress(CommandError):
+            resolve(spec)
+            found.append(unit)
+    return ", ".join(found) or "-"
+
+
 def markdown(runs: Mapping[str, Any]) -> str:
     """A row for each method, the most accurate first: means over the data sets without scenes, and of the scenes."""
     rows = []
@@ -126,8 +150,7 @@ def markdown(runs: Mapping[str, Any]) -> str:
         accuracies = [mean(kind, single) for kind in KINDS] + [mean(kind, scenes) for kind in KINDS[:2]]
         cells = ["-" if value is None else f"{100 * value:.1f}" for value in accuracies]
         costs = [size(mean("bytes", single) or 0), f"{mean('seconds', single) or 0:.2f}"]
-        private = "yes" if method_class(method).can_protect() else "no"
-        rows.append((-(accuracies[0] or 0), [f"`{method}`", private, str(len(single)), *cells, *costs]))
+        rows.append((-(accuracies[0] or 0), [f"`{method}`", protected(method), str(len(single)), *cells, *costs]))
     columns = [
         "method",
         "privacy",

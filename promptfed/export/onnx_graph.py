@@ -63,7 +63,8 @@ class Traceable(TorchFunctionMode):
         kwargs = kwargs or {}
         if function in (Tensor.nonzero, Tensor.all, Tensor.any) and len(args) == 1 and not kwargs:
             raise StepsDepend
-        if function in (torch.split, Tensor.split) and isinstance(args[1], int) and kwargs.get("dim", 0) == 0:
+        split = function in (torch.split, Tensor.split) and not isinstance(args[1], list | tuple)
+        if split and kwargs.get("dim", 0) == 0:
             return (args[0],)  # parts only bound the memory, and their number would be fixed
         if function is F.layer_norm:
             args = (args[0], tuple(int(size) for size in args[1]), *args[2:])

@@ -79,12 +79,15 @@ class AdaptiveClassifier:
         features = features[pf.sent_to(indices, features.device)]
         shares = self.shares_of(features)
         likeliest = shares.argmax(-1)
-        alone = shares.amax(-1) > 1 - ALONE
-        if self._method.hyper.mixture == "hard":
-            alone = torch.ones_like(alone)
         logits = self._backbone.logit_scale * torch.einsum("bd,bcd->bc", features, self._texts[likeliest])
+        if self._method.hyper.mixture == "hard":
+            return logits
         at_once = max(1, TEXTS // len(self._prompts))
-        for rows in torch.split((~alone).nonzero().squeeze(1), at_once):
+        if torch.jit.is_tracing():  # a graph, which has the same steps for all images, mixes the keys of each
+            blended = torch.ones_like(likeliest).cumsum(0) - 1
+        else:
+            blended = (shares.amax(-1) <= 1 - ALONE).nonzero().squeeze(1)
+        for rows in torch.split(blended, at_once):
             if not len(rows):
                 continue
             mixed = torch.einsum("bn,nmd->bmd", shares[rows], self._keys)

@@ -100,7 +100,7 @@ def _scaled(
     left, own, moving = kernel, v.clone(), torch.ones_like(used, dtype=torch.bool)
     look = 1 if kernel.device.type == "cpu" else LOOK
     for number in range(iterations - (0 if start_with_u else 1)):
-        if number % look == 0:
+        if number % look == 0 and not torch.jit.is_tracing():  # a graph has all steps; later ones change nothing
             if not bool(moving.any()):
                 break
             if not bool(moving.all()):

@@ -67,7 +67,6 @@ def test_logits_are_those_of_python(name: str, tmp_path: Path) -> None:
     [
         ("pfedpg", {"m": 2}, "classifies with what each client keeps to itself"),
         ("coop", {"m": 4}, "shares nothing"),
-        ("fedotp", {}, "takes other steps from image to image"),
     ],
 )
 def test_a_method_without_a_graph_is_refused(name: str, hyper: dict, text: str, tmp_path: Path) -> None:
@@ -75,6 +74,12 @@ def test_a_method_without_a_graph_is_refused(name: str, hyper: dict, text: str, 
         write_onnx(adapted(exports.backbone(), name, **hyper), NAMES, exports.backbone(), tmp_path / "model.onnx")
     assert refused.value.exit == Exit.BAD_INPUT
     assert not list(tmp_path.iterdir())
+
+
+def test_steps_that_depend_on_the_image_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.jit, "is_tracing", lambda: False)  # as of a method that does not think of graphs
+    with pytest.raises(CommandError, match="takes other steps from image to image"):
+        write_onnx(adapted(exports.backbone(), "fedotp"), NAMES, exports.backbone(), tmp_path / "model.onnx")
 
 
 def test_a_graph_that_answers_differently_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
