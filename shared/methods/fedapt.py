@@ -18,7 +18,7 @@ from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import namespace
-from promptfed.shared.tensors.lazy import F, no_grad, torch
+from promptfed.shared.tensors.lazy import F, into_graph, no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,7 @@ class AdaptiveClassifier:
         if self._method.hyper.mixture == "hard":
             return logits
         at_once = max(1, TEXTS // len(self._prompts))
-        if torch.jit.is_tracing():  # a graph, which has the same steps for all images, mixes the keys of each
+        if into_graph():  # mixes the keys of every image
             blended = torch.ones_like(likeliest).cumsum(0) - 1
         else:
             blended = (shares.amax(-1) <= 1 - ALONE).nonzero().squeeze(1)

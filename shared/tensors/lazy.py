@@ -10,7 +10,7 @@ from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-__all__ = ["F", "checkpointing", "no_grad", "torch"]
+__all__ = ["F", "checkpointing", "into_graph", "no_grad", "torch"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,6 +36,11 @@ else:
     torch = _Lazy("torch")
     F = _Lazy("torch.nn.functional")
     checkpointing = _Lazy("torch.utils.checkpoint")
+
+
+def into_graph() -> bool:
+    """Whether what is computed becomes a graph (ONNX), which has the same steps for all images."""
+    return bool(torch._C._get_tracing_state())
 
 
 def no_grad(function: Callable[P, R]) -> Callable[P, R]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from promptfed.shared.tensors.lazy import no_grad, torch
+from promptfed.shared.tensors.lazy import into_graph, no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +100,7 @@ def _scaled(
     left, own, moving = kernel, v.clone(), torch.ones_like(used, dtype=torch.bool)
     look = 1 if kernel.device.type == "cpu" else LOOK
     for number in range(iterations - (0 if start_with_u else 1)):
-        if number % look == 0 and not torch.jit.is_tracing():  # a graph has all steps; later ones change nothing
+        if number % look == 0 and not into_graph():  # which has all steps; later ones change nothing
             if not bool(moving.any()):
                 break
             if not bool(moving.all()):
