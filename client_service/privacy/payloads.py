@@ -241,9 +241,12 @@ def _start(
     try:
         with torch.no_grad():
             state = method.initial_state_with(backbone, context, initial_draws(config.seed))
-            return dict(method.payload(state, phase, own, context))
+            payload = dict(method.payload(state, phase, own, context))
     except (MethodError, BackboneError, KeyError, IndexError, ValueError, RuntimeError):
         return None  # it needs to know the other clients
+    if config.compression.down != "bf16":
+        return payload
+    return {name: one.bfloat16().float() if one.dtype == torch.float32 else one for name, one in payload.items()}
 
 
 def _rows(tensors: Tensors) -> dict[str, float]:

@@ -162,7 +162,7 @@ class SiteFacts:
 
 def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int, units: int | None = None) -> SiteFacts:
     """What the enrolment information says; ``units``: of training, where they are not the ``images``."""
-    privacy = info.privacy
+    privacy, asked = info.privacy, _asked(info, (units or images) if images else 0)
     return SiteFacts(
         coordinator=coordinator,
         federation=info.name,
@@ -170,13 +170,14 @@ def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int, uni
         role=role,
         unit=privacy.unit if privacy is not None else "record",
         epsilon=privacy.epsilon if privacy is not None and privacy.level == "client" else None,
-        **_asked(info, (units or images) if images else 0),
+        **(asked | {"common": asked["common"] and info.schedule is None}),
     )
 
 
 def facts_of_task(task: Task, enrolled: SiteFacts) -> SiteFacts:
     """What a task's own configuration asks, of a site that has ``enrolled`` for what was said then."""
-    return replace(enrolled, **_asked(task.config, enrolled.images))
+    asked = _asked(task.config, enrolled.images)
+    return replace(enrolled, **(asked | {"common": asked["common"] and enrolled.common}))
 
 
 def _asked(terms: TrainingTerms, units: int) -> dict[str, Any]:
@@ -295,7 +296,7 @@ def _witnesses(policy: Policy, facts: SiteFacts) -> str | None:
     wanted = policy.payload.witnesses if policy.payload is not None else 0
     if not wanted or facts.common or facts.sums is not None or facts.role != "trainer":
         return None
-    return f"payload.witnesses is {wanted}, and {facts.method} gives each client another payload"
+    return f"payload.witnesses is {wanted}, and this federation gives each client another payload"
 
 
 def _timed(policy: Policy, facts: SiteFacts) -> str | None:

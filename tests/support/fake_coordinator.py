@@ -59,6 +59,7 @@ class FakeCoordinator:
     seed: int = 7
     class_descriptions: dict[str, list[str]] | None = None
     compression: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] | None = None
     peers: list[dict[str, Any]] = field(default_factory=list)
     poll_seconds: float = 0.05  # that a question for a task is held while it is paused
     epoch: str = "first"  # of the coordinator's process
@@ -174,6 +175,7 @@ class FakeCoordinator:
                     "privacy": self.privacy,
                     "secure_aggregation": self.secure_aggregation,
                     "compression": self.compression,
+                    "schedule": self.schedule,
                 }
             )
             return Response(info.model_dump_json(), media_type="application/json")
