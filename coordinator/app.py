@@ -36,6 +36,7 @@ from promptfed.coordinator.api import (
 )
 from promptfed.coordinator.api import federations as federations_api
 from promptfed.coordinator.api.round_calls import RoundCalls
+from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import Scheduler
@@ -194,8 +195,8 @@ async def _answer(request: Request, error: Exception) -> JSONResponse:
     if client is not None and refusal.status < 500:
         id, name = client
         try:
-            await asyncio.to_thread(clients_operations.record_refusal, registry, id, name, refusal, request.url.path)
-        except (SQLAlchemyError, DatabaseAway) as failure:
+            await clients_operations.record_refusal(registry, id, name, refusal, request.url.path)
+        except (SQLAlchemyError, DatabaseAway, OSError, RegistryClosed, problems.Refusal) as failure:
             log.warning("a refusal could not be written down: %s", type(failure).__name__)
     return refusal.response(request.url.path)
 

@@ -9,8 +9,6 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
-from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation.flame import seed_of
 from promptfed.coordinator.aggregation.rules import Rule
@@ -20,7 +18,6 @@ from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer, 
 from promptfed.coordinator.aggregation.tensor_worker import WorkerDied
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.store.blobs import Blobs
-from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.shared.methods.core.checks.rule_checks import check_flame_noise
 from promptfed.shared.methods.core.interface.base import ClientUpdate, MethodError, NeedsBackbone, Phase, ServerContext
 from promptfed.shared.methods.core.interface.hooks import AdoptsStates, ChecksClients, ForgetsClients, GrowsWithClients
@@ -217,26 +214,6 @@ def _shape(spec: TensorSpec, tensor: Array | None, dims: Mapping[str, int]) -> S
     return tuple(
         dims.get(size, n) if isinstance(size, str) else size for size, n in zip(spec.shape, actual, strict=True)
     )
-
-
-def counted(session: Session, phase_id: int) -> list[Counted]:
-    """The counted updates of a phase, in order of client name."""
-    rows = session.execute(
-        select(TaskRow.client, TaskRow.weight, UpdateRow.sha256)
-        .join(UpdateRow, UpdateRow.task_id == TaskRow.id)
-        .where(TaskRow.phase_id == phase_id, TaskRow.counted)
-    )
-    return sorted((row[0], row[1] or 0.0, row[2]) for row in rows)
-
-
-def no_longer_kept(session: Session, phase_id: int) -> set[str]:
-    """The clients of a phase's counted updates that were removed, by retention or on request."""
-    rows = session.scalars(
-        select(TaskRow.client)
-        .join(UpdateRow, UpdateRow.task_id == TaskRow.id)
-        .where(TaskRow.phase_id == phase_id, TaskRow.counted, UpdateRow.stored.is_(False))
-    )
-    return set(rows)
 
 
 def updates_of(

@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
-from sqlalchemy import func, select
-from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation.changes import change_norm
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.problems import TooStale
 from promptfed.coordinator.store.blobs import Blobs
-from promptfed.coordinator.store.tables import PhaseRow, TaskRow
 from promptfed.shared.methods.core.interface.base import ClientUpdate
 from promptfed.shared.methods.core.sizes import change_limit
 from promptfed.shared.tensors import Array
@@ -48,19 +45,6 @@ def expect_fresh(federation: Federation, round: int) -> None:
     if schedule is not None and now < federation.rules.last_round:
         text = f"the state of this task is {now - round} rounds old; an update may be {schedule.max_staleness} late"
         raise TooStale(f"{text}: train on the next task", round=now)
-
-
-def late_updates(session: Session, federation: Federation, phase_id: int) -> dict[str, Late]:
-    """The counted updates of a phase that began at another state, by client: an earlier one, or a rounded one."""
-    is_rounded = federation.spec.compression.down == "bf16"
-    if federation.spec.schedule is None and not is_rounded:
-        return {}
-    staleness = PhaseRow.round - func.coalesce(TaskRow.began, PhaseRow.round)
-    query = select(TaskRow.client, TaskRow.payload_sha256, staleness)
-    query = query.join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
-    query = query.where(TaskRow.phase_id == phase_id, TaskRow.counted)
-    rows = session.execute(query if is_rounded else query.where(TaskRow.began.is_not(None)))
-    return {client: Late(str(sha256), late) for client, sha256, late in rows}
 
 
 def moved_on(

@@ -5,22 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from statistics import median_low
 
-from sqlalchemy import select
-from sqlalchemy.orm import Session
-
 from promptfed.coordinator.aggregation.global_state import Counted
-from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.shared.spec.budget import accumulated
 
 MOST_TIMES = 10.0
 """As how many times the median's sum of steps a client's counts in their mean at most: it says the number itself."""
-
-
-def local_steps(session: Session, phase_id: int) -> dict[str, int]:
-    """The steps of a phase's counted updates by client, where the spec has a budget."""
-    query = select(TaskRow.client, UpdateRow.steps).join(UpdateRow, UpdateRow.task_id == TaskRow.id)
-    rows = session.execute(query.where(TaskRow.phase_id == phase_id, TaskRow.counted, UpdateRow.steps.is_not(None)))
-    return {client: int(steps or 0) for client, steps in rows}
 
 
 def factors(updates: Iterable[Counted], steps: Mapping[str, int], momentum: float) -> dict[str, float]:

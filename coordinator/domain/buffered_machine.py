@@ -7,7 +7,8 @@ while no round was open.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from promptfed.coordinator.domain import facts
@@ -24,6 +25,7 @@ class BufferedMachine(Machine):
     """The steps in which asynchronous rounds differ from others."""
 
     _nobody_is_free = False  # known for the next look at the stage, which would go through all clients
+    _counted: tuple[Mapping[str, AskStatus], Counter[AskStatus]] | None = None  # of these very asks
 
     @property
     def _schedule(self) -> ScheduleSpec:
@@ -73,18 +75,18 @@ class BufferedMachine(Machine):
         if not self._nobody_is_free:
             stage = self._filled(stage)
         self._nobody_is_free = False
-        is_open, is_late = "open" in stage.asks.values(), now >= stage.deadline
+        is_late = now >= stage.deadline
         if stage.kind == "evaluate":
-            if (is_open or self.run.busy) and not is_late:
+            if ("open" in stage.asks.values() or self.run.busy) and not is_late:
                 return False
             self._close(stage, stage.sample_size)
             self._complete()
             return True
-        statuses = list(stage.asks.values())
-        answered, size = statuses.count("answered"), stage.sample_size
-        if answered + statuses.count("open") < size:
+        tally = self._tally(stage)
+        answered, size = tally["answered"], stage.sample_size
+        if answered + tally["open"] < size:
             size = self._size(stage)
-        if answered < size and is_open and not is_late:
+        if answered < size and tally["open"] and not is_late:
             return False
         if answered >= max(1, ceil_fraction(self.rules.quorum, size)):
             self._close(stage, answered)
@@ -148,9 +150,20 @@ class BufferedMachine(Machine):
 
     # Clients
 
+    def _tally(self, stage: Stage) -> Counter[AskStatus]:
+        """How many asks have each status: kept while answers come in, each of which would else count all anew."""
+        if self._counted is None or self._counted[0] is not stage.asks:
+            self._counted = stage.asks, Counter(stage.asks.values())
+        return self._counted[1]
+
     def _settle(self, name: str, status: AskStatus) -> None:
+        assert self.run.stage is not None
+        tally = self._tally(self.run.stage)
+        tally[self.run.stage.asks[name]] -= 1
+        tally[status] += 1
         super()._settle(name, status)
-        if self.run.stage is not None and self.run.stage.kind == "train":
+        self._counted = self.run.stage.asks, tally
+        if self.run.stage.kind == "train":
             self._forget(name)
 
     def _settle_open(self, name: str, status: AskStatus, now: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,10 +12,9 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import changes, global_state
+from promptfed.coordinator.aggregation.given import Given
 from promptfed.coordinator.aggregation.rules import Judged
-from promptfed.coordinator.aggregation.scaled_updates import Scaled, late_updates
 from promptfed.coordinator.aggregation.server_half import call
-from promptfed.coordinator.aggregation.unequal_steps import factors, local_steps
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ACCEPTED
 from promptfed.coordinator.engine import growth, private_jobs, secure_jobs
@@ -38,9 +37,7 @@ class Computed:
     summed: secure_jobs.Summed | None = None
 
 
-def computed(
-    registry: Registry, federation: Federation, state: Arrays, phase_id: int, updates: list[global_state.Counted]
-) -> Computed:
+def computed(registry: Registry, federation: Federation, state: Arrays, phase_id: int, given: Given) -> Computed:
     """The state after the closed phase, of its stored updates or its secure sum.
 
     Raises:
@@ -50,7 +47,7 @@ def computed(
     accepted = federation.run.reason == ACCEPTED
     changed: dict[str, float] = {}
     try:
-        result = _computed(registry, federation, state, phase_id, updates, changed)
+        result = _computed(registry, federation, state, phase_id, given, changed)
     except TensorError as error:
         if error.kind != "not-finite" or not changed:  # A method that has taken no update fails by itself.
             raise
@@ -65,7 +62,7 @@ def _computed(
     federation: Federation,
     state: Arrays,
     phase_id: int,
-    updates: list[global_state.Counted],
+    given: Given,
     changed: dict[str, float],
 ) -> Computed:
     """As ``computed``; ``changed`` receives the norm of each client's change, also where the state cannot be one."""
@@ -75,22 +72,19 @@ def _computed(
         return Computed(summed.after, summed.measured(), {}, [], summed)
     phase = federation.method_phase(run.round, run.step)
     if federation.spec.privacy.is_central:
-        return _computed_with_noise(registry, federation, state, phase_id, phase, updates)
+        return _computed_with_noise(registry, federation, state, phase_id, phase, given)
     context, rule = federation.context(), global_state.rule_of(federation, state, run.round, phase.name)
-    with registry.database.read() as session:
-        late = late_updates(session, federation, phase_id)
-        steps = local_steps(session, phase_id) if federation.spec.training.budget is not None else {}
-    scaled = Scaled(late, factors(updates, steps, federation.spec.training.momentum))
+    payload = lru_cache(maxsize=8)(lambda sha256: registry.blobs.tensors(sha256)[0])  # of most, the same
     with room(registry.blobs) as rule.room:
-        given = changes.measured(
-            global_state.stored_updates(registry.blobs, updates), _payloads(registry, phase_id), changed
-        )
-        stream = global_state.updates_of(registry.blobs, federation, state, phase, given, scaled, context)
+        stored = global_state.stored_updates(registry.blobs, given.updates)
+        measured = changes.measured(stored, lambda client: payload(given.payloads[client]), changed)
+        scaled = given.scaled(federation)
+        stream = global_state.updates_of(registry.blobs, federation, state, phase, measured, scaled, context)
         after, told = global_state.after_phase(federation, state, phase, stream, rule, context)
     measures = _measured(federation, state, phase, after, context)
     measures = Measured(measures.phase | told.phase | rule.measured, measures.clients | told.clients)
-    measured = {**_finite(measures), "changes": _finite_numbers(changed)}
-    return Computed(after, measured, rule.judged, [client for client, _, _ in updates])
+    report = {**_finite(measures), "changes": _finite_numbers(changed)}
+    return Computed(after, report, rule.judged, [client for client, _, _ in given.updates])
 
 
 def _computed_with_noise(
@@ -99,16 +93,18 @@ def _computed_with_noise(
     state: Arrays,
     phase_id: int,
     phase: Phase,
-    updates: list[global_state.Counted],
+    given: Given,
 ) -> Computed:
     with registry.database.read() as session:
         terms = private_jobs.terms_of(session, federation, session.get_one(PhaseRow, phase_id))
         before = private_jobs.released(session, federation)
-    stream, context = global_state.stored_updates(registry.blobs, updates), federation.context()
+    stream, context = global_state.stored_updates(registry.blobs, given.updates), federation.context()
     noised = private_jobs.noised(federation, state, phase, stream, terms, context)
     measures = _measured(federation, state, phase, noised.after, context)
     told = {"changes": noised.mean.lengths, "privacy": noised.measured(federation, before + 1, registry.noise.kind)}
-    return Computed(noised.after, {**_finite(measures), **told}, noised.judged(), [client for client, _, _ in updates])
+    return Computed(
+        noised.after, {**_finite(measures), **told}, noised.judged(), [client for client, _, _ in given.updates]
+    )
 
 
 def note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) -> None:
@@ -122,23 +118,6 @@ def note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) -
     for client, row in rows:
         if client in judged:
             row.judged = asdict(judged[client])
-
-
-def _payloads(registry: Registry, phase_id: int) -> Callable[[str], Arrays]:
-    """Returns a client's payload of the phase; some are cached, since most clients have the same."""
-    with registry.database.read() as session:
-        rows = session.execute(
-            select(TaskRow.client, TaskRow.payload_sha256).where(TaskRow.phase_id == phase_id, TaskRow.counted)
-        )
-        digests: dict[str, str | None] = {row.client: row.payload_sha256 for row in rows}
-    tensors = lru_cache(maxsize=8)(lambda sha256: registry.blobs.tensors(sha256)[0])
-
-    def payload_of(client: str) -> Arrays:
-        sha256 = digests[client]
-        assert sha256 is not None, "nobody answers what it was not given"
-        return tensors(sha256)
-
-    return payload_of
 
 
 def _measured(federation: Federation, before: Arrays, phase: Phase, after: Arrays, context: ServerContext) -> Measured:

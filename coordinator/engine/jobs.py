@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation import global_state
+from promptfed.coordinator.aggregation.given import given
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
@@ -169,10 +170,10 @@ def aggregate(registry: Registry, id: str) -> None:
         state = current_state(registry, session, id)
         phase = queries.phase_at(session, id, run.round, run.step)
         assert phase is not None, "the closed phase has begun"
-        updates = global_state.counted(session, phase.id)
+        counted = given(session, federation, phase.id)
     with registry.metrics.job_seconds.labels("aggregate").time():
         try:
-            computed = aggregates.computed(registry, federation, state, phase.id, updates)
+            computed = aggregates.computed(registry, federation, state, phase.id, counted)
         except SecureError as error:
             with registry.change(id) as change:
                 change.send(events.SumInvalid(f"{error.kind}: {error}"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from sqlalchemy.orm import Session
 
@@ -16,7 +16,7 @@ from promptfed.coordinator.engine import jobs, retention
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.tables import ClientRow, TokenRow
+from promptfed.coordinator.store.tables import TokenRow
 from promptfed.shared.messages import ENDED, DataCheckRequest
 
 
@@ -125,25 +125,30 @@ def reset(registry: Registry, id: str, client: str) -> None:
         change.note("client-reset", client=name)
 
 
-def record_refusal(registry: Registry, id: str, name: str, refusal: problems.Refusal, path: str) -> None:
+async def record_refusal(registry: Registry, id: str, name: str, refusal: problems.Refusal, path: str) -> None:
     """Count a client's refused request, and store the last one.
 
     Polls that are refused since the federation has ended are ignored: they would hide the last real refusal.
     """
     if isinstance(refusal, problems.Ended) and path.endswith("/task"):
         return
-    with registry.write(id) as session:
-        row = session.scalars(queries.clients(id).where(ClientRow.name == name)).one_or_none()
-        if row is None:
-            return
-        row.refusals += 1
-        row.last_refusal = {
-            "type": refusal.kind,
-            "status": refusal.status,
-            "detail": refusal.detail[:2000],
-            "path": path[:500],
-            "at": clock.now(),
-        }
+    about = {"type": refusal.kind, "status": refusal.status, "detail": refusal.detail[:2000], "path": path[:500]}
+    await registry.committer.submit(_Refused(id, name, about | {"at": clock.now()}))
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """A refusal that is stored together with the answers of others."""
+
+    federation: str
+    client: str
+    about: dict[str, object]
+    task_id: str | None = None
+
+    def enter(self, change: Change) -> bool:
+        """Count it."""
+        change.batch.refuse(self.federation, self.client, self.about)
+        return True
 
 
 def store_data_check(registry: Registry, id: str, name: str, told: DataCheckRequest) -> None:

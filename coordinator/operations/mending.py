@@ -171,8 +171,8 @@ def _made(registry: Registry, federation: Federation, digest: str) -> bytes | No
         row = session.scalars(queries.states(federation.id).where(StateRow.sha256 == digest)).first()
         steps = replay.steps_of(session, federation, row.round) if row is not None else []
     for step in steps:
-        if row is not None and step.state.id == row.id and not step.gone:
+        if row is not None and step.state.id == row.id and not step.given.gone:
             before = decode(registry.blobs.read(step.before.sha256))[0] if step.before is not None else {}
             rule = global_state.rule_of(federation, before, step.state.round, step.origin)
-            return encode(replay.computed(registry, federation, step, before, step.updates, rule))
+            return encode(replay.computed(registry, federation, step, before, step.given.updates, rule))
     return jobs.payload_again(registry, federation, digest)

@@ -7,7 +7,7 @@ hashes, the whole run does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,9 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.aggregation.changes import change_norm
+from promptfed.coordinator.aggregation.given import NOTHING, Given, given
 from promptfed.coordinator.aggregation.private_mean import NoiseTerms
 from promptfed.coordinator.aggregation.rules import Judged, Rule
-from promptfed.coordinator.aggregation.scaled_updates import Late, Scaled, late_updates
-from promptfed.coordinator.aggregation.unequal_steps import factors, local_steps
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import private_jobs, secure_jobs
 from promptfed.coordinator.engine.jobs import FORGOTTEN
@@ -64,8 +63,7 @@ class WhatIf:
 class CommittedStep:
     """One committed state, the state before it, and the clients that it knew.
 
-    ``gone``: clients of ``updates`` whose tensors are no longer kept. ``terms``: the terms of its noise. ``late``: the
-    updates from earlier states; ``steps``: of each client, where there is a budget.
+    ``given``: the counted updates. ``terms``: the terms of its noise.
     """
 
     origin: str
@@ -74,13 +72,10 @@ class CommittedStep:
     roster: tuple[str, ...]
     newcomers: tuple[str, ...]
     step: int = 0
-    updates: tuple[global_state.Counted, ...] = ()
-    gone: frozenset[str] = frozenset()
+    given: Given = NOTHING
     forgotten: str | None = None
     total: SumRow | None = None
     terms: NoiseTerms | None = None
-    late: Mapping[str, Late] = field(default_factory=dict)
-    steps: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,8 +109,8 @@ def replay(registry: Registry, federation: Federation, round: int, what_if: What
     with registry.database.read() as session:
         steps = steps_of(session, federation, round)
         if what_if:
-            steps = [step for step in steps if step.updates]
-    if any(step.gone - set(what_if.without) for step in steps):
+            steps = [step for step in steps if step.given.updates]
+    if any(step.given.gone - set(what_if.without) for step in steps):
         raise _gone(federation, round)
     return [_again(registry, federation, step, what_if) for step in steps]
 
@@ -201,12 +196,8 @@ def _step(
     if row.phase_id is None:
         return CommittedStep(row.origin, row, before, tuple(roster), tuple(newcomers[row.id]))
     phase = session.get_one(PhaseRow, row.phase_id)
-    updates = tuple(global_state.counted(session, row.phase_id))
-    gone = frozenset(global_state.no_longer_kept(session, row.phase_id))
-    total = session.get(SumRow, row.phase_id)
-    late, steps = late_updates(session, federation, row.phase_id), local_steps(session, row.phase_id)
-    about = row.origin, row, before, tuple(roster), (), phase.step, updates, gone
-    return CommittedStep(*about, total=total, late=late, steps=steps)
+    counted, total = given(session, federation, row.phase_id), session.get(SumRow, row.phase_id)
+    return CommittedStep(row.origin, row, before, tuple(roster), (), phase.step, counted, total=total)
 
 
 # Computation
@@ -215,7 +206,7 @@ def _step(
 def _again(registry: Registry, federation: Federation, step: CommittedStep, what_if: WhatIf) -> Replayed:
     before = _stored(registry, step.before) if step.before is not None else {}
     rule = global_state.rule_of(federation, before, step.state.round, step.origin, what_if.aggregation)
-    updates = _weighed(federation, step.updates, what_if)
+    updates = _weighed(federation, step.given.updates, what_if)
     made = computed(registry, federation, step, before, updates, rule)
     replayed_hash, committed = state_hash(made), _stored(registry, step.state)
     intact = step.before is None or state_hash(before) == step.before.state_hash
@@ -262,9 +253,8 @@ def computed(
         total = np.frombuffer(step.total.body, dtype="<i8").astype(np.int64)
         return secure_jobs.state_after(federation, before, phase, total, step.total.weight, context)[0]
     with room(registry.blobs) as rule.room:
-        given = global_state.stored_updates(registry.blobs, updates)
-        scaled = Scaled(step.late, factors(updates, step.steps, federation.spec.training.momentum))
-        moved = global_state.updates_of(registry.blobs, federation, before, phase, given, scaled, context)
+        stored, scaled = global_state.stored_updates(registry.blobs, updates), step.given.scaled(federation, updates)
+        moved = global_state.updates_of(registry.blobs, federation, before, phase, stored, scaled, context)
         return global_state.after_phase(federation, before, phase, moved, rule, context)[0]
 
 

@@ -9,13 +9,13 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar, cast
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from promptfed.coordinator.aggregation import global_state
+from promptfed.coordinator.aggregation.given import Given, given
 from promptfed.coordinator.aggregation.server_half import call
 from promptfed.coordinator.aggregation.tensor_worker import CannotCompute
 from promptfed.coordinator.domain.federation import Federation
@@ -54,7 +54,7 @@ class _CountedPhase:
     phase_id: int
     phase: str
     before: str | None
-    updates: tuple[global_state.Counted, ...]
+    given: Given
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Insights:
                 why = f"What is stored of round {plan.state.round} is damaged: {error}"
                 missing.append(schemas.Missing(what="similarity", why=why))
                 continue
-            clients = [client for client, _, _ in exchange.updates]
+            clients = [client for client, _, _ in exchange.given.updates]
             omitted = max(0, len(clients) - MOST_CLIENTS)
             similarities.append(
                 schemas.Similarity(phase=exchange.phase, clients=clients[:MOST_CLIENTS], omitted=omitted, cosines=rows)
@@ -190,10 +190,10 @@ def _exchanges(session: Session, federation: Federation, round: int) -> list[_Co
         if after is None:
             continue
         before = queries.last_state(session, federation.id, StateRow.round <= round, StateRow.id < after.id)
-        updates = global_state.counted(session, phase.id)
-        kept = before is not None and before.stored and not global_state.no_longer_kept(session, phase.id)
+        counted = given(session, federation, phase.id)
+        kept = before is not None and before.stored and not counted.gone
         digest = before.sha256 if before is not None and kept else None
-        exchanges.append(_CountedPhase(phase.id, phase.name, digest, tuple(updates)))
+        exchanges.append(_CountedPhase(phase.id, phase.name, digest, counted))
     return exchanges
 
 
@@ -216,8 +216,10 @@ def _learned(federation: Federation, state: Arrays) -> Arrays:
 def _cosines(registry: Registry, federation: Federation, exchange: _CountedPhase) -> list[list[float | None]]:
     if exchange.before is None:
         raise FileNotFoundError
-    places = registry.blobs.places([sha256 for _, _, sha256 in exchange.updates[:MOST_CLIENTS]])
-    return prompt_metrics.cosines(places, _state(registry, exchange.before))
+    shown, late = exchange.given.updates[:MOST_CLIENTS], exchange.given.late
+    state = lru_cache(maxsize=8)(partial(_state, registry))
+    starts = [state(late[client].payload_sha256 if client in late else exchange.before) for client, _, _ in shown]
+    return prompt_metrics.cosines(registry.blobs.places([sha256 for _, _, sha256 in shown]), starts)
 
 
 def _words_and_plane(

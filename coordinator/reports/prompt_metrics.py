@@ -52,8 +52,8 @@ def _distance(name: str, start: Mapping[str, Array], now: Mapping[str, Array]) -
     return norm({name: double(now[name]) - double(start[name])})
 
 
-def cosines(updates: Sequence[Source], before: Mapping[str, Array]) -> list[list[float | None]]:
-    """Cosines ``(K, K)`` between clients' changes: their updates minus the state ``before`` that they began with.
+def cosines(updates: Sequence[Source], starts: Sequence[Mapping[str, Array]]) -> list[list[float | None]]:
+    """Cosines ``(K, K)`` between clients' changes: each one's update minus the state that it began with.
 
     A tensor that the state does not have in the update's shape (such as pFedPG's ΔP) is a change by itself.
     Updates are safetensors, in files or as bytes, and read tensor by tensor. None beside a client that changed nothing.
@@ -64,17 +64,22 @@ def cosines(updates: Sequence[Source], before: Mapping[str, Array]) -> list[list
     sent = [decode_place(update)[0] for update in updates]
     for name in _float_names(sent):
         rows = [update[name].reshape(-1) for update in sent]
-        start = before.get(name)
-        begun = start.reshape(-1) if start is not None and start.size == rows[0].size else None
+        begun = [_flat(start.get(name), rows[0].size) for start in starts]
         for first in range(0, rows[0].size, COLUMNS):
             columns = slice(first, first + COLUMNS)
             part = double(np.stack([row[columns] for row in rows]))
-            if begun is not None:
-                part -= double(begun[columns])
+            for row, start in zip(part, begun, strict=True):
+                if start is not None:
+                    row -= start[columns]
             gram += part @ part.T
     lengths = np.sqrt(gram.diagonal())
     count = range(len(updates))
     return [[_cosine(float(gram[i, j]), float(lengths[i] * lengths[j])) for j in count] for i in count]
+
+
+def _flat(start: Array | None, size: int) -> Array | None:
+    """The entries of a tensor, if there are as many as in the update's."""
+    return start.reshape(-1) if start is not None and start.size == size else None
 
 
 def _cosine(product: float, lengths: float) -> float | None:

@@ -41,6 +41,11 @@ def _updated(table: type[Base], key: Any) -> Update:
 
 _TASKS = _updated(TaskRow, TaskRow.id)
 _TOKENS = _updated(TokenRow, TokenRow.digest)
+_REFUSED = (
+    update(ClientRow.__table__)  # type: ignore[arg-type]
+    .where(ClientRow.federation_id == bindparam("federation"), ClientRow.name == bindparam("client"))
+    .values(refusals=ClientRow.refusals + 1, last_refusal=bindparam("about"))
+)
 _PHASES = _updated(PhaseRow, PhaseRow.id)
 _FEDERATIONS = _updated(FederationRow, FederationRow.id)
 
@@ -87,6 +92,11 @@ class Batch:
         self._settled: list[Row] = []
         self._served: list[Row] = []
         self._counted: list[Row] = []
+        self._refused: list[Row] = []
+
+    def refuse(self, federation: str, client: str, about: Row) -> None:
+        """A request of this client was refused."""
+        self._refused.append({"federation": federation, "client": client, "about": about})
 
     def settle(self, task_id: str, status: str, at: str) -> None:
         """A task is over."""
@@ -131,6 +141,7 @@ class Batch:
         for statement, waiting in (
             (_inserted(ClientRow), self.clients),
             (_TOKENS, [{"key": digest, "used": times} for digest, times in self.tokens.items()]),
+            (_REFUSED, self._refused),
             (_inserted(AuditRow), self.audit),
             (_inserted(StateRow).inline(), self.states),  # nobody asks for the numbers of these
             (_inserted(TaskRow), list(self.tasks.values())),

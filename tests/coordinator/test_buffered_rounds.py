@@ -16,6 +16,7 @@ from promptfed.coordinator.store.blobs import digest_of
 from promptfed.shared.tensors.torch_tensors import decode
 from promptfed.testing.clients import ScriptedClient, drive, spec, update_body
 from tests.support.coordinators import InThread
+from tests.support.waiting import wait_for
 
 NAMES = ("a", "b", "c", "d")
 CENTRES = {"a": 1.0, "b": -2.0, "c": 3.0, "d": 0.5}
@@ -103,6 +104,10 @@ def test_states_are_those_of_fedbuff_written_out(coordinator: InThread, kind: st
     [phase] = report["phases"]
     late = {update["client"]: update["staleness"] for update in phase["updates"] if update["verdict"] == "counted"}
     assert late == {"a": 1, "d": 6}
+    [similarity] = coordinator.get(f"{federation}/insights?round=7")["similarity"]
+    rows = [np.concatenate([part.ravel() for part in change_of(*one).values()]) for one in (("a", w[5]), ("d", w[0]))]
+    expected = rows[0] @ rows[1] / np.linalg.norm(rows[0]) / np.linalg.norm(rows[1])
+    assert similarity["cosines"][0][1] == pytest.approx(expected, abs=1e-5)
     for round in (1, 7):
         replayed = coordinator.post(f"{federation}/rounds/{round}/replay", {})
         assert all(one["same"] for one in replayed["states"])
@@ -125,11 +130,14 @@ def test_who_is_too_late_is_told_so_and_gets_the_newest_state(coordinator: InThr
 
 def test_no_more_clients_train_at_a_time_than_the_spec_says(coordinator: InThread) -> None:
     clients = began(coordinator, schedule={"concurrency": 3})[1]
-    asked = {name for name, client in clients.items() if client.task(wait=0.5).status_code == 200}
-    assert len(asked) == 3
-    first = min(asked)
+
+    def asked() -> set[str]:
+        return {name for name, client in clients.items() if client.task().status_code == 200}
+
+    wait_for("three tasks", lambda: len(asked()) == 3)
+    first = min(busy := asked())
     answer(clients[first], coordinator.task(clients[first]))
-    (other,) = set(NAMES) - asked
+    (other,) = set(NAMES) - busy
     assert coordinator.task(clients[other])["round"] == 1
     assert clients[first].task().status_code == 204, "it has answered in this round"
 

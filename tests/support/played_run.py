@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from promptfed.coordinator.domain.events import Answered, Enrolled, Event, JobDone, Start, Tick
 from promptfed.coordinator.domain.facts import Fact
-from promptfed.coordinator.domain.machines import step
+from promptfed.coordinator.domain.machines import machine_of, step
 from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
 
 ONE = (PhasePlan("train"),)
@@ -31,18 +31,23 @@ def rules(phases: tuple[PhasePlan, ...] = ONE, **changes: object) -> Rules:
 
 
 class Play:
-    """A run that is played by hand; ``now`` is its clock."""
+    """A run that is played by hand; ``now`` is its clock. One machine that takes all events comes to the same run."""
 
     def __init__(self, rules: Rules, *names: str, evaluators: tuple[str, ...] = ()):
         self.rules, self.run, self.now = rules, Run(), 0.0
         self.facts: list[Fact] = []
+        self._machine = machine_of(rules, self.run)
         for name in names:
             self.send(Enrolled(name, "trainer"))
         for name in evaluators:
             self.send(Enrolled(name, "evaluator"))
 
     def send(self, event: Event) -> list[Fact]:
+        if self._machine.run != self.run or self._machine.rules is not self.rules:  # a test has changed it
+            self._machine = machine_of(self.rules, self.run)
         self.run, facts = step(self.rules, self.run, event)
+        assert self._machine.advance(event) == facts
+        assert self._machine.run == self.run
         self.facts += facts
         return list(facts)
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 from promptfed.coordinator.engine import committer
 from promptfed.coordinator.engine.committer import Committer, RegistryClosed
 from promptfed.coordinator.engine.recorder import Change, Changes
+from promptfed.coordinator.operations import clients as clients_operations
 from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.store.database import Database
 from promptfed.testing.clients import ScriptedClient, drive, update_body
@@ -95,6 +97,7 @@ def test_what_is_refused_inside_a_group_changes_nothing_for_its_neighbours(
     bodies = updates_of(clients, tasks)
     other = update_body({"context": torch.ones(4, 8)}, tasks[0])
     huge = update_body({"context": torch.full((4, 8), 1e6)}, tasks[2])
+    monkeypatch.setattr(clients_operations, "record_refusal", AsyncMock())  # entries too, of other groups
     sizes = commits(coordinator, monkeypatch)
     found = send_all(
         [a, a, a, b, c, d],
@@ -110,6 +113,20 @@ def test_what_is_refused_inside_a_group_changes_nothing_for_its_neighbours(
     assert sizes == [5]
     assert send_all([c], tasks[2:3], bodies[2:3]) == [(201, "")]
     coordinator.until(federation, phase="evaluation")
+
+
+@pytest.mark.both_databases
+def test_refusals_that_come_together_are_stored_together(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation, clients, tasks = open_first_phase(coordinator, *NAMES, rounds=1)
+    sizes = commits(coordinator, monkeypatch)
+    for _ in range(2):
+        found = send_all(clients, [*tasks[1:], tasks[0]], updates_of(clients, tasks), entries=4)
+        assert found == [(404, "not-found")] * 4
+    for view in coordinator.get(f"{federation}/clients")["clients"]:
+        assert (view["refusals"], view["last_refusal"]["type"]) == (2, "not-found")
+    assert sizes == [4, 4]
 
 
 @pytest.mark.both_databases

@@ -72,17 +72,18 @@ def test_cosines_are_those_of_what_clients_changed(
     written: list[Path], monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.setattr(prompt_metrics, "COLUMNS", columns)
-    for before in ({}, {"a": full(0.5, 5, 7), "b": full(-0.25, 11)}):
-        rows = changes(written, before)
+    befores: list[Arrays] = [{}, {"a": full(0.5, 5, 7), "b": full(-0.25, 11)}]
+    for starts in ([befores[0]] * len(written), [befores[number % 2] for number in range(len(written))]):
+        rows = np.concatenate([changes([path], before) for path, before in zip(written, starts, strict=True)])
         unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-        np.testing.assert_allclose(np.array(prompt_metrics.cosines(written, before)), unit @ unit.T, atol=1e-6)
+        np.testing.assert_allclose(np.array(prompt_metrics.cosines(written, starts)), unit @ unit.T, atol=1e-6)
 
 
 def test_a_client_that_changed_nothing_has_no_direction(tmp_path: Path) -> None:
     still, moved = tmp_path / "still", tmp_path / "moved"
     still.write_bytes(encode({"a": full(1.0, 3)}))
     moved.write_bytes(encode({"a": array([1.0, 2.0, 1.0])}))
-    assert prompt_metrics.cosines([still, moved], {"a": full(1.0, 3)}) == [[None, None], [None, 1.0]]
+    assert prompt_metrics.cosines([still, moved], [{"a": full(1.0, 3)}] * 2) == [[None, None], [None, 1.0]]
 
 
 def test_the_plane_is_that_of_the_first_two_principal_components() -> None:
