@@ -51,26 +51,27 @@ Curve = list[tuple[float, float]]
 class Trial:
     """One method and seed, with what all runs share."""
 
-    def __init__(self, method: str, seed: int, folder: Path, backbone: Backbone):
+    def __init__(
+        self, method: str, seed: int, folder: Path, backbone: Backbone, data: str = DATA, count: int = CLIENTS
+    ):
         self.method, self.seed, self.folder, self.backbone = method, seed, folder, backbone
         self.features, self.sources = FeatureCache(folder / "features"), SharedSources()
-        parts = f"{DATA}&partition=dirichlet&alpha=0.3&clients={CLIENTS}&partition_seed={seed}"
-        self.sites = [Site(f"site-{number:02d}", f"{parts}&client={number}") for number in range(CLIENTS)]
-        self.test = ClientData(self.sources.open(DATA, "evaluator"), backbone, self.features)
+        parts = f"{data}&partition=dirichlet&alpha=0.3&clients={count}&partition_seed={seed}"
+        self.sites = [Site(f"site-{number:02d}", f"{parts}&client={number}") for number in range(count)]
+        self.test = ClientData(self.sources.open(data, "evaluator"), backbone, self.features)
 
-    def run(self, name: str, rounds: int, schedule: Mapping[str, Any] | None) -> Curve:
-        """The accuracy of every state."""
+    def run(self, name: str, rounds: int, training: Mapping[str, Any], **sections: Any) -> Curve:
+        """The accuracy of every state of a federation with these further ``sections`` of its spec."""
         spec = {
             "name": "rounds",
             "method": {"name": self.method},
             "rounds": rounds,
             "class_names": list(self.test.class_names),
-            "training": {"epochs": 1, "batch_size": 8, "schedule": "constant", **METHODS[self.method]},
-            "participation": {"min_clients": CLIENTS},
+            "training": {"epochs": 1, "batch_size": 8, "schedule": "constant", **training},
             "evaluation": {"every": rounds},
             "retention": "all",
             "seed": self.seed,
-            **({} if schedule is None else {"schedule": schedule}),
+            **sections,
         }
         options = SimulationOptions(clock=Clock(speeds="lognormal", slowest=SLOWEST))
         shared: dict[str, Any] = {"features": self.features, "sources": self.sources, "options": options}
@@ -111,8 +112,10 @@ def compared(method: str, seed: int, backbone: Backbone) -> dict[str, Any]:
     """Both schedules' curves and times."""
     with TemporaryDirectory() as folder:
         trial = Trial(method, seed, Path(folder), backbone)
-        synchronous = trial.run("synchronous", ROUNDS, None)
-        buffered = trial.run("buffered", VERSIONS, {"kind": "buffered", "buffer": BUFFER})
+        everybody: dict[str, Any] = {"participation": {"min_clients": CLIENTS}}
+        synchronous = trial.run("synchronous", ROUNDS, METHODS[method], **everybody)
+        everybody["schedule"] = {"kind": "buffered", "buffer": BUFFER}
+        buffered = trial.run("buffered", VERSIONS, METHODS[method], **everybody)
     start, end = synchronous[0][1], synchronous[-1][1]
     level = start + SHARE * (end - start)
     times = {"synchronous": reached(synchronous, level), "buffered": reached(buffered, level)}

@@ -21,7 +21,7 @@ from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.choice import told_by
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.engine.recorder import Change, open_task
-from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.engine.registry import Registry, Took
 from promptfed.coordinator.operations import mending
 from promptfed.coordinator.operations.expansion import expanded
 from promptfed.coordinator.operations.spent_metrics import spent_metrics
@@ -103,7 +103,7 @@ async def accept_update(
         else:
             whole.keep(held)
         sent = (upload.sha256, upload.size, whole.sha256)
-        entry = _Update(federation.id, client, task_id, *sent, held, told)
+        entry = _Update(federation.id, client, task_id, *sent, held, told, registry.took)
         new = await registry.committer.submit(entry)
     if new:
         registry.metrics.bytes_up.inc(upload.size)
@@ -213,6 +213,7 @@ class _Update(Answer):
     stored: str
     held: Held
     told: dict[str, Any]
+    took: Took
 
     def store(self, change: Change, row: dict[str, Any]) -> None:
         change.keep(self.held)
@@ -224,7 +225,7 @@ class _Update(Answer):
         told = None
         if change.federation.spec.participation.choice in BY_LOSS:
             received = change.batch.updates[-1]["received_at"]
-            told = told_by(self.told["metrics"], task.round, clock.seconds_between(task.opened_at, received))
+            told = told_by(self.told["metrics"], task.round, self.took(task, received))
         return events.Answered(self.client.name, clock.monotonic(), told)
 
 

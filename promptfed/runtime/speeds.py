@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +18,8 @@ from promptfed.shared.service.reasons import why
 TRACE = "trace:"
 COLUMNS = ["client", "seconds"]
 
-Speeds = Mapping[str, Iterator[float]]
-"""For each client the seconds of one optimizer step, task by task, without end."""
+Speeds = Mapping[str, Sequence[float]]
+"""For each client the seconds of one optimizer step, of its tasks in turn."""
 
 
 def _known(speeds: str) -> str:
@@ -51,7 +50,7 @@ class Clock(BaseModel):
         width = float(np.ptp(draws))
         scale = math.log(self.slowest) / width if width else 0.0
         seconds = np.exp((draws - np.median(draws)) * scale)
-        return {name: cycle([float(value)]) for name, value in zip(clients, seconds, strict=True)}
+        return {name: [float(value)] for name, value in zip(clients, seconds, strict=True)}
 
 
 def _traced(path: Path, clients: Sequence[str]) -> Speeds:
@@ -73,7 +72,7 @@ def _traced(path: Path, clients: Sequence[str]) -> Speeds:
     for name in clients:
         if name not in told:
             raise CommandError(f"clock.speeds: {path} has no line for client {name}; add one", Exit.BAD_INPUT)
-    return {name: cycle(told[name]) for name in clients}
+    return {name: told[name] for name in clients}
 
 
 def _seconds(row: Sequence[str]) -> float | None:

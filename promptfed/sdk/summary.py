@@ -10,7 +10,7 @@ from datetime import datetime
 
 from pydantic import BaseModel
 
-from promptfed.shared.api.api_schemas import Awaited, ClientCounts
+from promptfed.shared.api.api_schemas import Awaited, ClientCounts, StageView
 
 
 class BackboneName(BaseModel):
@@ -90,6 +90,7 @@ class FederationSummary(BaseModel):
     spec: SpecSummary
     backbone: BackboneSummary
     clients: ClientCounts
+    stage: StageView | None = None
     answered: list[str]
     awaited: list[Awaited]
     choice: dict[str, str] = {}

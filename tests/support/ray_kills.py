@@ -67,11 +67,12 @@ class Nodes:
         self.cluster.remove_node(node, allow_graceful=False)
         self.add()
 
-    def crews(self) -> list[psutil.Process]:
-        """The processes of crews."""
-        running = [process for node in self.nodes for many in node.all_processes.values() for process in many]
+    def actors(self, process: str = CREW_PROCESS) -> list[psutil.Process]:
+        """The processes of an actor class, by default of crews; an actor without CPUs may be on the head."""
+        nodes = [*self.nodes, self.cluster.head_node]
+        running = [process for node in nodes for many in node.all_processes.values() for process in many]
         children = [child for each in running for child in _below(each.process.pid)]
-        return [child for child in children if child.name().startswith(CREW_PROCESS[:15])]
+        return [child for child in children if child.name().startswith(process[:15])]
 
 
 def _below(pid: int) -> list[psutil.Process]:
@@ -151,7 +152,7 @@ def killed(kills: Kills, seed: int, pause: tuple[float, float], run: Mapping[str
 
 def _kill_one(kills: Kills, nodes: Nodes, command: int, draw: random.Random) -> None:
     """Kill one of those that are left, once the crews are at work."""
-    crews, left = nodes.crews(), kills.left()
+    crews, left = nodes.actors(), kills.left()
     if not left or not crews:
         return
     kind = draw.choice(left)

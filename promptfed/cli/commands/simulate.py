@@ -29,7 +29,7 @@ from promptfed.cli.common import (
 )
 from promptfed.runtime.processes import interrupt_on_sigterm
 from promptfed.runtime.run_file import RunFile, read_run
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.errors import Exit
 from promptfed.sdk.files import new_folder, write_file
 from promptfed.sdk.output import console, note, print_json, say, table
 from promptfed.sdk.progress import Watcher, result_table
@@ -128,11 +128,8 @@ def _result(spec: FederationSpec, run: RunFile, cluster: Cluster, **options: Any
 
     if cluster.engine is None:
         return simulation.simulate(spec, run.sites, options=simulation.SimulationOptions(clock=run.clock), **options)
-    if run.clock is not None:
-        text = "--engine ray: clients of different crews have no common `clock`: leave out one of the two"
-        raise CommandError(text, Exit.BAD_INPUT)
     on_ray = OnRay(cluster.crews, cluster.address, cluster.gpus_per_crew, cluster.storage)
-    return simulate_on_ray(spec, run.sites, on_ray, **options | {"pool": options["pool"] or 1})
+    return simulate_on_ray(spec, run.sites, on_ray, clock=run.clock, **options | {"pool": options["pool"] or 1})
 
 
 def summaries(accuracies: Sequence[Accuracy]) -> list[RoleSummary]:

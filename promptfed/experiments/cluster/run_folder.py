@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from promptfed.runtime.services import Site
+from promptfed.runtime.speeds import Speeds
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared import machine
 from promptfed.shared.canonical import canonical_json
@@ -40,9 +41,10 @@ class RunFolder:
         shutil.rmtree(self.path / CLIENTS, ignore_errors=True)
 
 
-def identity(spec: FederationSpec, sites: Sequence[Site]) -> str:
+def identity(spec: FederationSpec, sites: Sequence[Site], speeds: Speeds | None = None) -> str:
     """The hash of everything that must be the same to continue a run."""
-    text = canonical_json([FORMAT, spec.model_dump(mode="json"), [asdict(site) for site in sites]])
+    parts = [FORMAT, spec.model_dump(mode="json"), [asdict(site) for site in sites]]
+    text = canonical_json(parts if speeds is None else [*parts, {name: list(told) for name, told in speeds.items()}])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from promptfed.client_service.training.data import in_domain
+from promptfed.client_service.training.trainer import BeforeTask
 from promptfed.experiments.simulation.features import SimulatedClient, fill, images_of
 from promptfed.experiments.simulation.processes import Processes
-from promptfed.experiments.simulation.virtual_time import VirtualClock
 from promptfed.runtime.run_file import check_trainers
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import described, open_backbone, resolve
@@ -45,7 +45,7 @@ class SimulationSetup:
 
     ``record`` receives each client's answers on a test set. If another process may continue, ``secret`` gives each
     client the same secret again, ``synced`` state survives the end of the machine, and ``patience`` is
-    `Settings.give_up_after`. With ``clock``, clients answer in virtual time.
+    `Settings.give_up_after`. Clients await ``before_task`` where they answer in virtual time.
     """
 
     spec: FederationSpec
@@ -59,7 +59,7 @@ class SimulationSetup:
     secret: Callable[[str], str] | None = None
     synced: bool = False
     patience: float = PATIENCE_SECONDS
-    clock: VirtualClock | None = None
+    before_task: BeforeTask | None = None
 
     @property
     def threads(self) -> int:
@@ -92,15 +92,18 @@ def prepare(
 def expect_reproducible(spec: FederationSpec, clock: bool) -> None:
     """Raise CommandError if the result would depend on how fast this machine is. ``clock``: time is virtual."""
     rules = spec.participation
-    if rules.over_select > 1 and not clock:
-        text = "participation.over_select: which answers come first depends on this machine in a simulation"
+    if clock:
+        return
+    why = None
+    if rules.over_select > 1:
+        why = "participation.over_select: which answers come first"
+    elif spec.training.budget is not None and spec.training.budget.seconds is not None:
+        why = "training.budget.seconds: how many steps fit"
+    elif rules.preferred_seconds is not None:
+        why = "participation.preferred_seconds: how long a client takes"
+    if why is not None:
+        text = f"{why} depends on this machine in a simulation"
         raise CommandError(f"{text}: give clients speeds (clock: {{speeds: lognormal}} in a run file)", Exit.BAD_INPUT)
-    if spec.training.budget is not None and spec.training.budget.seconds is not None and not clock:
-        text = "training.budget.seconds: how many steps fit depends on this machine in a simulation"
-        raise CommandError(f"{text}: give clients speeds (clock: {{speeds: lognormal}} in a run file)", Exit.BAD_INPUT)
-    if rules.preferred_seconds is not None:
-        text = "participation.preferred_seconds: the seconds of a simulated client are this machine's, not a site's"
-        raise CommandError(f"{text}: leave it out", Exit.BAD_INPUT)
 
 
 def expect_usable(sites: Sequence[Site], pool: int | None) -> None:

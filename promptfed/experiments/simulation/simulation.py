@@ -126,9 +126,10 @@ def simulate(
         try:
             with _starts_shared(backbone), computing_processes(pool, wanted, clients, backbone, cache) as processes:
                 clock = options.clock_of(clients, wanted.seed)
-                setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes, clock=clock)
+                setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes)
+                setup = setup if clock is None else replace(setup, before_task=clock.wait)
                 initial, swapped = options.initial or made, options.swap_prompts
-                run = _run(setup, initial, progress or (lambda snapshot: None), swapped, started)
+                run = _run(setup, clock, initial, progress or (lambda snapshot: None), swapped, started)
                 result = _in_a_thread(run)
         except OSError as error:
             raise CommandError(f"cannot work in {place}: {why(error)}", Exit.FAILED) from None
@@ -196,12 +197,18 @@ def _in_a_thread(run: Coroutine[Any, Any, FederationResult]) -> FederationResult
 
 
 async def _run(
-    setup: SimulationSetup, initial: bytes | None, progress: ProgressCallback, swap_prompts: bool, started: float
+    setup: SimulationSetup,
+    clock: VirtualClock | None,
+    initial: bytes | None,
+    progress: ProgressCallback,
+    swap_prompts: bool,
+    started: float,
 ) -> FederationResult:
     """The result. Its outcomes are only those with other clients' prompts."""
-    settings, clock = _coordinator_settings(setup), setup.clock
+    settings = _coordinator_settings(setup)
     app = create_app(settings)
     app.state.noise = SeededNoise(derive_seed(setup.spec.seed, "coordinator's noise"))
+    app.state.took = None if clock is None else clock.took
     async with lifespan(app), httpx.AsyncClient(transport=InProcess(app), base_url=URL, trust_env=False) as http:
         api = AsyncCoordinator(http, (settings.data_dir / OPERATOR_FILE).read_text().strip())
         federation = str((await api.run(operations.create(setup.spec, initial))).json["id"])

@@ -110,7 +110,7 @@ async def run_workers(
                 record=setup.record,
                 privacy=PrivacyParts(noise, Ledger(None), True, client.site.floor),
                 work=work,
-                before_task=None if setup.clock is None else setup.clock.wait,
+                before_task=setup.before_task,
             ),
             http=http,
             executor=executor,

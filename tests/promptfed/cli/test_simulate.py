@@ -38,6 +38,7 @@ clients:
     data: symbols:painting?topic=faces&per_class=4&test_per_class=2&partition=iid&clients={{count}}&client={{index}}
 """
 CLOCKED = RUN.format(rounds=2) + "clock: {speeds: lognormal}\n"
+PREFERRING = CLOCKED.replace("min_clients: 2", "min_clients: 2, choice: oort, preferred_seconds: 5")
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +121,7 @@ def test_many_clients_are_summed_up() -> None:
     [
         ("rounds: 2", (), "has no `clients`"),
         (RUN.format(rounds=0), (), "rounds: must be greater than or equal to 1"),
-        (CLOCKED, ("--engine", "ray"), "clients of different crews have no common `clock`: leave out one of the two"),
+        (PREFERRING, ("--engine", "ray"), "participation.preferred_seconds: the coordinator of crews"),
         (CLOCKED.replace("lognormal", "quick"), (), "clock.speeds"),
         (RUN.format(rounds=1).replace("painting", "nowhere"), (), "client site-0: symbols:nowhere"),
         (RUN.format(rounds=1), ("--clients", "1"), "min_clients wants 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,30 @@ def test_the_first_answers_of_an_over_selected_round_are_the_fastest_clients(
     assert results[0].virtual_seconds == (2.5, 5.0, 7.5)  # all are asked, and two answers are enough
     for report in results[0].round_reports[1:]:
         assert sorted(update.client for update in report.phases[0].updates) == ["a", "b"]
+
+
+def test_oort_goes_by_virtual_seconds(backbone: Backbone, features: FeatureCache, clock: Clock) -> None:
+    """n·√(Σ loss²/n) + √(0.1·ln R/L), times (T/t)² for who takes t > T seconds. Of five clients none is clipped."""
+    part = {"fraction": 0.6, "choice": "oort", "preferred_seconds": 3.0}
+    result = run(backbone, features, clock, participation=part)
+    images = {client.name: client.num_samples for client in result.clients}
+    told: dict[str, float] = {}
+    last: dict[str, int] = {}
+    checked = set()
+    for report in result.round_reports[1:]:
+        [phase] = report.phases
+        for name, reason in phase.choice.items():
+            if not reason.startswith("utility "):
+                continue
+            utility = images[name] * math.sqrt(told[name] / images[name])
+            utility += math.sqrt(0.1 * math.log(report.round) / last[name])
+            utility *= (3.0 / SECONDS[name]) ** 2 if SECONDS[name] > 3.0 else 1.0
+            assert reason == f"utility {utility:.4g}"
+            checked.add(name)
+        for update in phase.updates:
+            told[update.client], last[update.client] = update.metrics["squared_losses"], report.round
+    assert checked & {"c", "d", "e"}, "a slow one too"
+    assert checked & {"a", "b"}
 
 
 @pytest.mark.parametrize("part", [{"fraction": 0.4, "over_select": 2.0}, {"choice": "oort", "preferred_seconds": 5.0}])
