@@ -90,10 +90,9 @@ def _view(
 
 
 def _with_progress(registry: Registry, federation: Federation, awaited: Awaited) -> Awaited:
-    client, task = federation.clients.get(awaited.name), federation.tasks.get(awaited.name)
-    if client is None or task is None:
-        return awaited
-    return awaited.model_copy(update={"progress": registry.last_seen.progress(client.id, task.id)})
+    task = federation.tasks.get(awaited.name)
+    progress = None if task is None else registry.last_seen.progress(task.id)
+    return awaited.model_copy(update={"progress": progress})
 
 
 def _listed(session: Session, registry: Registry, federation: Federation, caller: OperatorCaller) -> FederationView:

@@ -73,8 +73,9 @@ async def get_task(
 
     With `carrying`, waits while that task is open. 409 as soon as it is closed, or the client's next task.
     """
-    if carrying is not None and progress is not None:
-        registry.last_seen.is_at(caller.client.id, carrying, progress)
+    open_now = caller.federation.tasks.get(caller.client.name)
+    if progress is not None and open_now is not None and open_now.id == carrying:
+        registry.last_seen.is_at(open_now.id, progress)
     task = await next_task(registry, caller, 0 if asked else wait_seconds, carrying)
     if task is not None:
         return Response(task, media_type="application/json")

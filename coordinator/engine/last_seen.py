@@ -18,6 +18,7 @@ from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import ClientRow, LeaseRow, TaskRow
 
 SEEN = update(ClientRow).where(ClientRow.id == bindparam("key")).values(last_seen=bindparam("moment"))
+PROGRESS_SECONDS = 60.0  # after which a client has said nothing of its task, though it does so every ten
 MORE = TaskRow.bytes_down + bindparam("size")
 SERVED = update(TaskRow).where(TaskRow.id == bindparam("key")).values(bytes_down=MORE)
 
@@ -35,19 +36,17 @@ class LastSeen:
         self._lock = threading.Lock()
         self._seen: dict[str, float] = {}  # seconds of the epoch
         self._bytes: Counter[str] = Counter()
-        self._progress: dict[str, tuple[str, float]] = {}  # task and the part of it that is done, by the client's id
+        self._progress: dict[str, tuple[float, float]] = {}  # by task: when it was told, and the part that is done
 
-    def is_at(self, client_id: str, task_id: str, done: float) -> None:
-        """Note what a client says of its task."""
-        self._progress[client_id] = (task_id, done)
+    def is_at(self, task_id: str, done: float) -> None:
+        """Note what a client says of its open task."""
+        with self._lock:
+            self._progress[task_id] = clock.monotonic(), done
 
-    def progress(self, client_id: str, task_id: str) -> float | None:
-        """The part of the open task ``task_id`` that is done, if the client has told it."""
-        told = self._progress.get(client_id)
-        if told is None or told[0] == task_id:
-            return told and told[1]
-        self._progress.pop(client_id, None)
-        return None
+    def progress(self, task_id: str) -> float | None:
+        """The part of the task that is done, if its client has told it lately."""
+        told = self._progress.get(task_id)
+        return told[1] if told is not None and clock.monotonic() - told[0] < PROGRESS_SECONDS else None
 
     def seen(self, client_id: str) -> None:
         """Note a client's request."""
@@ -60,8 +59,10 @@ class LastSeen:
             self._bytes[task_id] += size
 
     def flush(self) -> None:
-        """Write the collected figures."""
+        """Write the collected figures, and forget what was told long ago."""
         with self._lock:
+            lately = clock.monotonic() - PROGRESS_SECONDS
+            self._progress = {task_id: told for task_id, told in self._progress.items() if told[0] > lately}
             seen, served = self._seen, self._bytes
             self._seen, self._bytes = {}, Counter()
         if not seen and not served:

@@ -128,9 +128,9 @@ def reset(registry: Registry, id: str, client: str) -> None:
 async def record_refusal(registry: Registry, id: str, name: str, refusal: problems.Refusal, path: str) -> None:
     """Count a client's refused request, and store the last one.
 
-    Polls that are refused since the federation has ended are ignored: they would hide the last real refusal.
+    Polls that are refused since the federation or a task is over are ignored: they would hide the last real refusal.
     """
-    if isinstance(refusal, problems.Ended) and path.endswith("/task"):
+    if isinstance(refusal, problems.Ended | problems.PhaseClosed) and path.endswith("/task"):
         return
     about = {"type": refusal.kind, "status": refusal.status, "detail": refusal.detail[:2000], "path": path[:500]}
     await registry.committer.submit(_Refused(id, name, about | {"at": clock.now()}))

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from promptfed.coordinator.engine import last_seen
 from promptfed.testing.clients import ScriptedClient
 from tests.support.coordinators import InThread
 from tests.support.open_phases import kind, open_first_phase
@@ -54,6 +55,8 @@ def test_who_is_too_late_in_an_over_selected_round_is_told_at_once(coordinator: 
     [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
     assert phase["expired"] == ["c"]
     assert (answers[0].status_code, kind(answers[0])) == (409, "phase-closed")
+    views = coordinator.get(f"{federation}/clients")["clients"]
+    assert [view["last_refusal"] for view in views] == [None] * 3, "it is none: the client has asked for it"
 
 
 def test_the_end_of_the_federation_is_told_at_once(coordinator: InThread) -> None:
@@ -78,7 +81,7 @@ def test_a_task_that_its_answer_has_closed_and_the_next_one(coordinator: InThrea
     assert (told.status_code, told.json()["task_id"]) == (200, following["task_id"])
 
 
-def test_progress_is_shown_for_the_open_task_alone(coordinator: InThread) -> None:
+def test_progress_is_shown_for_the_open_task_alone(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     federation, (a, b), (first, second) = open_first_phase(coordinator, rounds=2)
 
     def shown() -> dict[str, float | None]:
@@ -91,6 +94,12 @@ def test_progress_is_shown_for_the_open_task_alone(coordinator: InThread) -> Non
     for wrong in ("1.5", "-1", "nan", "x"):
         assert carries(a, first, progress=wrong).status_code == 422
     assert shown() == {"a": 0.25, "b": None}
+    monkeypatch.setattr(last_seen, "PROGRESS_SECONDS", 0.0)
+    assert shown() == {"a": None, "b": None}, "it was told long ago"
+    coordinator.registry.last_seen.flush()
+    assert coordinator.registry.last_seen._progress == {}
+    monkeypatch.undo()
+    assert carries(a, first, progress=0.5).status_code == 204
     for client, task in ((a, first), (b, second)):
         client.answer(task).raise_for_status()
     coordinator.training([a, b])

@@ -1,8 +1,9 @@
 """One long request for all clients of a process instead of one long poll for each client.
 
 The federation's event stream names the clients that each phase asks. A client's poll waits here, without a connection,
-until the stream names the client; then it goes to the coordinator, which alone hands out tasks. Clients do not notice:
-this is the transport of their HTTP client.
+until the stream names the client; then it goes to the coordinator, which alone hands out tasks. So does the question of
+a client that carries out a task, until the stream says that the task is settled. Clients do not notice: this is the
+transport of their HTTP client.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Announcements:
         self._asked: set[str] = set()
         self._unsure = set(self._names)  # who is to look, whatever the events say
         self._waiting: dict[str, asyncio.Event] = {}
+        self._working: dict[str, asyncio.Event] = {}
         self.ended = False
 
     def tell(self, event: ServerEvent) -> None:
@@ -54,8 +56,11 @@ class Announcements:
         data = event.data
         if event.kind in ("phase-opened", "clients-asked"):
             self._call(data["asked"])
+        elif event.kind == "clients-carried":  # by asynchronous rounds, from a phase that is completed
+            self._call(data["clients"])
         elif event.kind == "task-settled":
             self._asked.discard(data["client"])
+            self._tell_working({data["client"]})
         elif event.kind == "phase-completed":
             self._asked.clear()
         elif event.kind in ("client-withdrawn", "client-reset"):
@@ -64,6 +69,7 @@ class Announcements:
             self.ended = data["state"] in ENDED
             if self.ended:
                 self.look(self._names)
+                self._tell_working(self._names)
 
     def look(self, names: Iterable[str] | None = None) -> None:
         """Let these clients (None: all) poll once."""
@@ -75,9 +81,7 @@ class Announcements:
         """The seconds for the client's poll at the coordinator; None if no event names it within ``seconds``."""
         if not self._due(name):
             named = self._waiting[name] = asyncio.Event()  # a client asks one thing at a time
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await named.wait()
+            await wait(named, seconds)
         if not self._due(name):
             return None
         self._unsure.discard(name)
@@ -86,6 +90,16 @@ class Announcements:
     def served(self, name: str) -> None:
         """The client has got its task."""
         self._asked.discard(name)
+
+    def settled(self, name: str) -> asyncio.Event:
+        """Set as soon as an event settles the task that the client carries out."""
+        over = self._working[name] = asyncio.Event()
+        return over
+
+    def _tell_working(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self._working:
+                self._working.pop(name).set()
 
     def _call(self, names: Iterable[str]) -> None:
         chosen = self._names & set(names)
@@ -100,6 +114,14 @@ class Announcements:
             event = self._waiting.pop(name, None)
             if event is not None:
                 event.set()
+
+
+async def wait(event: asyncio.Event, seconds: float) -> bool:
+    """Whether ``event`` is set within ``seconds``."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
 
 
 class SharedPoll(httpx.AsyncBaseTransport):
@@ -117,11 +139,22 @@ class SharedPoll(httpx.AsyncBaseTransport):
         """The coordinator's answer, or 204 to a poll of a client without a task."""
         name = self._names.get(request.headers.get("authorization", ""))
         seconds = _seconds(request)
+        if name is not None and "carrying" in request.url.params:
+            settled = self._asked.settled(name)
+            answer = await self._sent(_again(request, 0))
+            is_over = answer.status_code == 204 and await wait(settled, seconds)
+            return await self._sent(_again(request, 0)) if is_over else answer
         if name is not None and seconds > 0:
             there = await self._asked.wait(name, seconds)
             if there is None:
                 return httpx.Response(204, request=request)
             request = _again(request, there)
+        answer = await self._sent(request)
+        if name is not None and seconds > 0 and answer.status_code == 200:
+            self._asked.served(name)
+        return answer
+
+    async def _sent(self, request: httpx.Request) -> httpx.Response:
         async with self._turns:
             answer = await self._inner.handle_async_request(request)
             assert isinstance(answer.stream, httpx.AsyncByteStream)
@@ -129,8 +162,6 @@ class SharedPoll(httpx.AsyncBaseTransport):
                 body = b"".join([part async for part in answer.stream])  # the next turn has the connection
             finally:
                 await answer.aclose()
-        if name is not None and seconds > 0 and answer.status_code == 200:
-            self._asked.served(name)
         return httpx.Response(answer.status_code, headers=answer.headers, content=body, request=request)
 
     async def aclose(self) -> None:
@@ -139,8 +170,8 @@ class SharedPoll(httpx.AsyncBaseTransport):
 
 
 def _seconds(request: httpx.Request) -> float:
-    """The seconds that a poll may wait; 0 for other requests, as those of a client that carries out a task."""
-    if request.method != "GET" or not _POLL.fullmatch(request.url.path) or "carrying" in request.url.params:
+    """The seconds that a poll may wait; 0 for other requests."""
+    if request.method != "GET" or not _POLL.fullmatch(request.url.path):
         return 0.0
     return float(request.url.params.get("wait", "0"))
 

@@ -18,6 +18,7 @@ from promptfed.experiments.cluster.shared_poll import (
     events_of,
     following,
 )
+from tests.support.fake_coordinator import until
 from tests.support.waiting import PATIENCE
 
 POLL = "http://coordinator/v1/federations/f/task?wait=30"
@@ -88,6 +89,43 @@ def test_what_is_settled_is_asked_no_longer(over: ServerEvent) -> None:
     asked.tell(opened("north"))
     asked.tell(over)
     assert asyncio.run(asked.wait("north", 0.01)) is None
+
+
+def test_asynchronous_tasks_are_carried_into_the_next_phase() -> None:
+    asked = sure("north", "south")
+    asked.tell(opened("north"))
+    asked.tell(event("phase-completed", round=1))
+    asked.tell(opened("south"))
+    asked.tell(event("clients-carried", round=2, phase="p", kind="train", clients=["north"]))
+    assert asyncio.run(asked.wait("north", 0.01)) == SHORT_POLL
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        event("task-settled", client="north", status="expired"),
+        event("federation-state", state="cancelled", reason=None),
+    ],
+)
+def test_who_carries_out_a_task_waits_without_a_socket_until_it_is_settled(over: ServerEvent) -> None:
+    asked, questions = sure("north"), ["carrying=t&progress=0.25&wait=", "carrying=t&progress=0.75&wait="]
+    statuses = iter([204, 204, 409])
+    inner = Recorded(lambda request: httpx.Response(next(statuses)))
+    url = "http://coordinator/v1/federations/f/task?"
+
+    async def played() -> None:
+        async with httpx.AsyncClient(transport=SharedPoll(inner, asked, {"a" * 64: "north"})) as http:
+            assert await poll(http, url=f"{url}{questions[0]}0.01") == 204
+            asked.tell(event("task-settled", client="south", status="answered"))
+            assert [request.url.query.decode() for request in inner.requests] == [f"{questions[0]}0"]
+            waiting = asyncio.create_task(poll(http, url=f"{url}{questions[1]}{PATIENCE}"))
+            await until(lambda: len(inner.requests) == 2)
+            asked.tell(over)
+            assert await waiting == 409
+
+    asyncio.run(played())
+    assert len(inner.requests) == 3
+    assert asked._working == {}
 
 
 def test_at_the_end_all_look_however_often() -> None:
