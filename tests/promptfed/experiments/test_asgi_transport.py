@@ -82,6 +82,16 @@ def test_files_and_streams_come_whole(app: FastAPI) -> None:
     assert run(app, lambda http: http.get("/stream")).content == b"abc"
 
 
+def test_a_large_body_can_be_read_in_parts(app: FastAPI) -> None:
+    """As clients read a payload of a whole tower into a file."""
+
+    async def call(http: httpx.AsyncClient) -> bytes:
+        async with http.stream("GET", "/file") as answer:
+            return b"".join([part async for part in answer.aiter_raw()])
+
+    assert run(app, call) == bytes(range(256)) * 1000
+
+
 def test_what_breaks_is_a_500_or_breaks_off(app: FastAPI) -> None:
     assert run(app, lambda http: http.get("/broken")).status_code == 500
     with pytest.raises(httpx.RemoteProtocolError):
