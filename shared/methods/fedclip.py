@@ -49,9 +49,9 @@ def attended(adapter: Tensors, features: Tensor) -> Tensor:
     return F.normalize(attention * features, dim=-1)
 
 
-def attended_each(adapters: Sequence[Tensor], features: Tensor) -> Tensor:
+def attended_each(adapters: Tensors, features: Tensor) -> Tensor:
     """`attended` of each row of ``features (b, d_e)`` by an adapter of its own, ``adapters`` of ``(b, *shape)``."""
-    w1, b1, w2, b2 = adapters
+    w1, b1, w2, b2 = (adapters[spec.name] for spec in ADAPTER)
     hidden = torch.tanh(torch.einsum("bij,bj->bi", w1, features) + b1)
     attention = (torch.einsum("bij,bj->bi", w2, hidden) + b2).softmax(dim=-1)
     return F.normalize(attention * features, dim=-1)
@@ -124,8 +124,8 @@ class FedCLIP(pf.Method):
             return loss_of(logits, labels[some])
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
-            some = pf.sent_to(indices, device)
-            logits = context.backbone.logit_scale * attended_each(copies, features[some]) @ text.T
+            some, own = pf.sent_to(indices, device), dict(zip(adapter, copies, strict=True))
+            logits = context.backbone.logit_scale * attended_each(own, features[some]) @ text.T
             return loss_of.each(logits, labels[some])
 
         final = pf.train(context, list(adapter.values()), loss, objective=pf.Objective(units))

@@ -125,7 +125,7 @@ def size_of(tensors: Mapping[str, Any]) -> int:
 
 
 def decode(body: bytes) -> tuple[Arrays, object | None]:
-    """Tensors and metadata of safetensors bytes.
+    """Tensors, in order of name, and metadata of safetensors bytes.
 
     Raises:
         TensorError: ``not-safetensors`` for anything that is not a whole, well-formed safetensors file,
@@ -133,7 +133,8 @@ def decode(body: bytes) -> tuple[Arrays, object | None]:
     """
     _, metadata = _header(body[: 8 + MAX_HEADER_BYTES], len(body))
     try:
-        parts = safetensors.deserialize(body)  # type: ignore[no-untyped-call]
+        # The library gives them in another order each time.
+        parts = sorted(safetensors.deserialize(body), key=lambda part: part[0])  # type: ignore[no-untyped-call]
         arrays = {name: np.frombuffer(part["data"], _dtype(part["dtype"])) for name, part in parts}
         return {name: arrays[name].reshape(part["shape"]) for name, part in parts}, metadata
     except UNREADABLE as error:
@@ -150,7 +151,7 @@ def decode_file(path: Path) -> tuple[Arrays, object | None]:
         header, metadata = _header(file.read(8 + MAX_HEADER_BYTES), path.stat().st_size)
     try:
         with safe_open(path, framework="np") as checked:  # It checks that all offsets are sound.
-            names = list(checked.keys())
+            names = sorted(checked.keys())
         mapped = np.memmap(path, np.uint8, mode="c").view(np.ndarray)
         begin = path.stat().st_size - max((header[name]["data_offsets"][1] for name in names), default=0)
         return {name: _mapped(mapped, begin, header[name]) for name in names}, metadata

@@ -33,6 +33,15 @@ def test_encode_and_decode_agree() -> None:
     assert body == encode(dict(reversed(GOOD.items())), {"metrics": {"loss": 0.5}, "task_id": "t"})
 
 
+def test_tensors_are_read_in_order_of_name(tmp_path: Path) -> None:
+    """The noise of a protected task is drawn for them in order."""
+    names = list("qwertyuiop")
+    body = encode({name: torch.zeros(2) for name in names})
+    (tmp_path / "body").write_bytes(body)
+    for read, place in ((decode, body), (decode_file, tmp_path / "body")):
+        assert list(read(place)[0]) == sorted(names)
+
+
 def test_no_tensor_at_all_travels_too() -> None:
     assert decode(encode({}, {"task_id": "t"})) == ({}, {"task_id": "t"})
 

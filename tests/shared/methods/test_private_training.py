@@ -98,6 +98,19 @@ def test_without_clip_and_noise_a_full_batch_is_the_plain_one(
 
 
 @pytest.mark.parametrize("settings", COPIED, ids=lambda one: "-".join(str(value) for value in one.values()))
+def test_the_order_of_a_payload_s_tensors_does_not_matter(
+    settings: dict[str, Any], backbone: Backbone, make_context: Make
+) -> None:
+    context, start = make_context(6, epochs=1, batch_size=6, learning_rate=0.05), start_of(settings, backbone)
+    updates = [
+        make_method(settings).train(protected(context, Silent()), dict(sorted(start.items(), reverse=reverse)), {})
+        for reverse in (False, True)
+    ]
+    for name, value in updates[0].update.items():
+        assert torch.allclose(value, updates[1].update[name], rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("settings", COPIED, ids=lambda one: "-".join(str(value) for value in one.values()))
 def test_each_copy_is_moved_by_its_own_unit_alone(
     settings: dict[str, Any], backbone: Backbone, make_context: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
