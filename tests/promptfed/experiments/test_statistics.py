@@ -41,6 +41,7 @@ NAMES = list(open_source(DATA.format(0)).class_names)
 SUMMED = {"secure_aggregation": {"threshold": 0.7}, "aggregation": {"weighting": "uniform"}}
 NOISED = {"privacy": {"level": "sample", "clip": 1.0, "noise_multiplier": 1.0, "evaluation_epsilon": 2.0}}
 BALANCED = {"loss": {"balance": "logit_adjusted", "counts": "federation"}}
+BUDGET = {"training": {"learning_rate": 0.02, "batch_size": 4, "optimizer": "sgd", "budget": {"epochs": 2}}}
 CALIBRATED = {"calibration": {"share": 0.3, "bins": 10}}
 
 
@@ -82,7 +83,7 @@ def literal_scores(result: FederationResult, backbone: Backbone, features: Featu
     return counts
 
 
-@pytest.mark.parametrize("protected", [{}, SUMMED], ids=["plain", "summed"])
+@pytest.mark.parametrize("protected", [{}, SUMMED, BUDGET], ids=["plain", "summed", "budget"])
 def test_the_export_has_the_scores_of_all_held_out_images(
     protected: dict[str, Any], backbone: Backbone, features: FeatureCache
 ) -> None:
