@@ -65,7 +65,8 @@ def parameters(function: Function) -> int:
 
 
 def prose_words(text: str) -> int:
-    """Words outside of tables; code blocks count."""
+    """Words outside of tables and comments; code blocks count."""
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("|")]
     return sum(len(re.findall(r"\S+", line)) for line in lines)
 
