@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from textwrap import fill
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +14,7 @@ from rich.table import Table
 
 from promptfed.shared.plain_text import plain
 
+NUMBER = re.compile(r"([-+]?\d[\d.,]*( ?(%|[kMG]?B|s))?|-|)( \[.*\])?")
 console = Console(emoji=False)  # or `:x:` in a name is drawn as a picture
 messages = Console(stderr=True, emoji=False)
 
@@ -23,13 +26,21 @@ def print_json(value: Any) -> None:
 
 
 def table(title: str | None, columns: list[str], rows: list[list[str]]) -> Table:
-    """A table of plain text; names given by clients are never interpreted as markup."""
+    """A table of plain text; names given by clients are never interpreted as markup. Numbers are aligned right."""
     shown = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        shown.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        numbers = index > 0 and all(NUMBER.fullmatch(row[index]) for row in rows)
+        shown.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for row in rows:
         shown.add_row(*(escape(plain(cell, keep="\n")) for cell in row))
     return shown
+
+
+def listing(entries: list[tuple[str, str]]) -> None:
+    """Print names, each above an indented text, which wraps at the terminal's width; names stay whole, to be copied."""
+    for name, text in entries:
+        say(plain(name))
+        say(fill(plain(text), max(30, console.width), initial_indent="    ", subsequent_indent="    "))
 
 
 def say(text: object) -> None:

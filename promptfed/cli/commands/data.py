@@ -13,7 +13,7 @@ import typer
 from promptfed.cli.app import app, with_options
 from promptfed.cli.common import Json, Yes, confirm
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.output import console, print_json, say, table, tell
+from promptfed.sdk.output import console, listing, print_json, say, table, tell
 from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.service.reasons import why
@@ -36,14 +36,18 @@ SOURCES = {
     "digits": ("digits?domain=inverted", "1,797 handwritten digits", "embedded"),
     "emoji": ("emoji:flat", "521 things as three designers drew them, in seven styles", "embedded"),
     "emoji-scenes": ("emoji-scenes:flat", "scenes of one to five emoji, with several labels each", "embedded"),
-    "union": ("union:URI,URI", "several sources, percent-encoded", "as those"),
+    "union": ("union:URI,URI", "several sources as one, each percent-encoded", "any"),
     "folder": ("folder:/data/pets", "class folders of images", "yours"),
     "csv": ("csv:/data/table.csv", "a table of paths and labels, one or several for each image", "yours"),
     "dicom": ("dicom:/data/scans", "DICOM images, series or studies with a table of labels", "promptfed[medical]"),
     "dicomweb": ("dicomweb:https://pacs/dicom-web?labels=/data/labels.csv", "images of a PACS", "promptfed[medical]"),
     "wsi": ("wsi:/data/slides?tile=256", "tiles of whole slide images with a table of labels", "promptfed[medical]"),
     "nifti": ("nifti:/data/volumes", "slices of NIfTI volumes with a table of labels", "promptfed[medical]"),
-    "torchvision": ("torchvision:OxfordIIITPet?root=/data", "data sets that torchvision reads", "fetched before"),
+    "torchvision": (
+        "torchvision:OxfordIIITPet?root=/data",
+        "data sets that torchvision reads",
+        "yours, downloaded before",
+    ),
     "hf": ("hf:owner/name", "data sets of the Hugging Face library", "promptfed[hf]"),
 }
 
@@ -55,10 +59,7 @@ def sources(context: typer.Context, as_json: Json = False) -> None:
     if as_json:
         print_json([{"scheme": name, "example": uri, "holds": held} for name, (uri, held, _) in SOURCES.items()])
         return
-    rows = [[uri, held, where] for uri, held, where in SOURCES.values()]
-    listed = table(None, ["data URI", "what it holds", "where it comes from"], rows)
-    listed.columns[0].no_wrap = True  # a URI is to be copied
-    console.print(listed)
+    listing([(uri, f"{held} ({where})") for uri, held, where in SOURCES.values()])
 
 
 group.callback()(with_options(sources))

@@ -94,6 +94,9 @@ def list_federations(api: Api, as_json: Json = False) -> None:
     rows = [
         [view.name, str(view.spec.method["name"]), _state(view), f"{view.round}/{view.spec.rounds}"] for view in views
     ]
+    if not rows:
+        say("There is no federation: `promptfed federation create SPEC` makes one.")
+        return
     console.print(table(None, ["federation", "method", "state", "round"], rows))
     for view in views:
         if view.unreadable is not None:

@@ -9,7 +9,7 @@ import typer
 from promptfed.cli.app import app
 from promptfed.cli.common import Json
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.output import console, print_json, table
+from promptfed.sdk.output import console, listing, print_json, table
 from promptfed.shared.spec.spec import SpecError
 
 
@@ -25,8 +25,7 @@ def methods(
         if as_json:
             print_json(listed)
             return
-        rows = [[method["name"], _summary(method), _phases(method)] for method in listed]
-        console.print(table(None, ["method", "what it does", "phases"], rows))
+        listing([(method["name"], _summary(method)) for method in listed])
         return
     try:
         method = describe(name)
@@ -51,16 +50,12 @@ def _summary(method: dict[str, Any]) -> str:
     return f"{method['summary']} (from {package})" if package else str(method["summary"])
 
 
-def _phases(method: dict[str, Any]) -> str:
-    return ", ".join(phase["name"] for phase in method["phases"]) or "-"
-
-
 def _tensor(tensor: dict[str, Any]) -> str:
     return f"{tensor['name']} ({', '.join(map(str, tensor['shape']))}) {tensor['dtype']}"
 
 
 def _hyperparameters(method: dict[str, Any]) -> list[list[str]]:
     return [
-        [key, str(schema.get("default")), schema.get("description", "")]
+        [key, str(schema.get("default", "-")).replace("None", "none"), schema.get("description", "")]
         for key, schema in method["hyperparameters"].get("properties", {}).items()
     ]
