@@ -10,7 +10,7 @@ from datetime import datetime
 
 from pydantic import BaseModel
 
-from promptfed.shared.api.api_schemas import Awaited, ClientCounts, StageView
+from promptfed.shared.api.api_schemas import Awaited, ClientCounts
 
 
 class BackboneName(BaseModel):
@@ -24,6 +24,15 @@ class BackboneSummary(BaseModel):
 
     fingerprint: str | None
     confirmed: bool
+
+
+class StageSummary(BaseModel):
+    """What is open. A later version may have other kinds, and leave the rest out."""
+
+    kind: str
+    round: int = 0
+    phase: str = ""
+    closing: bool = False
 
 
 class SpecSummary(BaseModel):
@@ -90,7 +99,7 @@ class FederationSummary(BaseModel):
     spec: SpecSummary
     backbone: BackboneSummary
     clients: ClientCounts
-    stage: StageView | None = None
+    stage: StageSummary | None = None
     answered: list[str]
     awaited: list[Awaited]
     choice: dict[str, str] = {}
