@@ -139,10 +139,11 @@ def forest(figures: Sequence[PooledFigure]) -> Figure:
         if mean.prediction is not None:
             axes.plot([100 * end for end in mean.prediction], [last, last], color="black", linewidth=1)
         axes.fill(across, [last, last - 0.35, last, last + 0.35], color="black")
-        axes.set_yticks(range(last + 1), [*map(plain, each.sites), "mean, next site"], fontsize=7)
+        names = [*map(plain, each.sites), "mean, next site"]
+        axes.set_yticks(range(last + 1), names, fontsize=7, parse_math=False)  # a $ is no formula
         axes.set_ylim(last + 0.7, -0.7)
         title = POOLED.get(each.figure, each.figure) + (f" of {plain(each.class_name)}" if each.class_name else "")
-        axes.set_title(title, fontsize=8, loc="left")
+        axes.set_title(title, fontsize=8, loc="left", parse_math=False)
     panels[-1].set_xlabel("percent")
     picture.tight_layout()
     return picture

@@ -199,7 +199,7 @@ def _draw(matrix: NDArray[np.int64], names: Sequence[str]) -> Figure:
     axes.set_ylabel("class")
     if len(names) <= _NAMED:
         shown_names = [plain(name) for name in names]
-        axes.set_xticks(range(len(names)), shown_names, rotation=90, fontsize=7)
-        axes.set_yticks(range(len(names)), shown_names, fontsize=7)
+        axes.set_xticks(range(len(names)), shown_names, rotation=90, fontsize=7, parse_math=False)  # a $ is no formula
+        axes.set_yticks(range(len(names)), shown_names, fontsize=7, parse_math=False)
     figure.colorbar(shown, ax=axes, fraction=0.046, label="share of the class's images")
     return figure

@@ -8,17 +8,19 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
 import promptfed
 from promptfed.cli.main import app
-from promptfed.cli.scoring import confusion, scores
+from promptfed.cli.pooling import forest
+from promptfed.cli.scoring import _draw, confusion, scores
 from promptfed.export.hub import push, repository_of
 from promptfed.sdk.errors import Exit
 from promptfed.shared.metrics.clinical import Estimate
-from promptfed.shared.metrics.pooling import pool_estimates
+from promptfed.shared.metrics.pooling import pool_estimates, pooled_figure
 from tests.support import exports
 from tests.support.hub import running_hub
 from tests.support.own_images import SHAPES, picture, write_folder
@@ -147,6 +149,13 @@ def test_scores_of_several_sites_are_pooled(exported: Path, tmp_path: Path) -> N
         refused = command("pool", *given, "--out", tmp_path / "refused")
         assert refused.exit_code == Exit.BAD_INPUT
         assert text in refused.stderr.replace("\n", " ")
+
+
+def test_a_class_named_like_a_formula_is_drawn_as_text() -> None:
+    name, estimate = "cost $\\frac$", Estimate(value=0.8, low=0.7, high=0.9, se=0.2)
+    figure = pooled_figure("auroc", name, {"north": estimate, "$\\no$": estimate})
+    for drawn in (forest([figure]), _draw(np.eye(2, dtype=np.int64), [name, "b"])):
+        drawn.savefig(io.BytesIO())
 
 
 def test_figures_of_a_score_by_hand() -> None:
