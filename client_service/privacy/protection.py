@@ -178,7 +178,7 @@ class SiteProtection:
 
 def groups_of(privacy: PrivacySpec, train: Split) -> tuple[tuple[int, ...], ...] | None:
     """Of each group the images that stand for it, its first ``per_group`` in order of digest; None where units are
-    records. Groups are in order of name.
+    records. Groups are in the order in which they appear.
 
     Raises:
         ClientError: LEDGER where the data name no groups.
@@ -193,7 +193,7 @@ def groups_of(privacy: PrivacySpec, train: Split) -> tuple[tuple[int, ...], ...]
         members.setdefault(group, []).append(row)
     return tuple(
         tuple(sorted(rows, key=lambda row: (train.digest(row), row))[: privacy.per_group])
-        for _, rows in sorted(members.items())
+        for rows in members.values()
     )
 
 

@@ -35,7 +35,7 @@ except ImportError:
     raise CommandError("data check needs imagehash and cleanlab: install promptfed[medical]", Exit.BAD_INPUT) from None
 
 NAMED = 5  # findings of a kind that the terminal shows; the report has all
-_SKIPPING = ("folder", "csv", "dicom", "nifti")  # sources that can leave out what cannot be read
+_SKIPPING = ("folder", "csv", "dicom", "dicomweb", "nifti", "wsi")  # sources that can leave out what cannot be read
 
 
 @dataclass(frozen=True)

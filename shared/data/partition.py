@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,16 +23,16 @@ def halves(class_count: int) -> tuple[range, range]:
     return range(middle), range(middle, class_count)
 
 
-def by_domain(domains: Sequence[str]) -> dict[str, Tensor]:
-    """Rows of each domain in name order: one client for each domain."""
-    names = np.asarray(domains)
-    return {name: torch.from_numpy(np.flatnonzero(names == name)) for name in sorted(set(domains))}
-
-
 def grouped(groups: Sequence[str], labels: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The most frequent class (G,) of each group, by `strata`, and the rows of each; groups in the order of names."""
-    classes, members = strata(labels), by_domain(groups)
-    return torch.tensor([int(classes[rows].mode().values) for rows in members.values()]), list(members.values())
+    """The most frequent class (G,) of each group, by `strata`, and the rows of each; groups as they first appear.
+
+    Not in the order of names: the same images have other names of groups in other files.
+    """
+    classes, rows = strata(labels), defaultdict(list)
+    for row, group in enumerate(groups):
+        rows[group].append(row)
+    members = [torch.tensor(own) for own in rows.values()]
+    return torch.tensor([int(classes[own].mode().values) for own in members]), members
 
 
 def iid(count: int, clients: int, seed: int, things: str = "images") -> list[Tensor]:
@@ -222,14 +223,16 @@ def _sorted(parts: Sequence[np.ndarray]) -> Tensor:
 def whole_groups(
     groups: Sequence[str], labels: Tensor, seed: int, uri: str, test_share: float = 0.2, turn: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Rows of train and test without common groups: a seeded share of the groups, with at least one group in both.
+    """Rows of train and test without common groups: a seeded share of the groups as they first appear.
+
+    At least one group is in both.
 
     ``turn`` as in `train_test`.
 
     Raises:
         DataError: there is only one group, or all images of a class are in test groups.
     """
-    names = sorted(set(groups))
+    names = list(dict.fromkeys(groups))
     if len(names) < 2:
         raise DataError(f"{uri}: one group cannot be both for training and for testing; give two or more, or splits.")
     cut = min(max(1, round(len(names) * test_share)), len(names) - 1)

@@ -145,7 +145,16 @@ def joined(*parts: Split) -> Split:
         part, index = places[row]
         return part.digest(index)
 
-    whole = Split(torch.cat([part.labels for part in parts]), image, groups, digest=digest)
+    def origin(row: int) -> Origin:
+        part, index = places[row]
+        return part.origin(index)
+
+    def ahead(rows: Sequence[int]) -> None:
+        for part in {id(places[row][0]): places[row][0] for row in rows}.values():
+            part.expect([index for own, index in map(places.__getitem__, rows) if own is part])
+
+    labels = torch.cat([part.labels for part in parts])
+    whole = Split(labels, image, groups, digest=digest, ahead=ahead, origin=origin)
     shared = set.intersection(*(set(part.subgroups) for part in parts))
     whole.subgroups = {
         name: tuple(value for part in parts for value in part.subgroups[name]) for name in sorted(shared)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import permutations
 from urllib.parse import quote, unquote
 
 from promptfed.shared.data.options import Options
@@ -20,7 +21,7 @@ def open_union(body: str, options: Options, open_one: Callable[[str], Source]) -
     """Open the concatenated training images and the concatenated test images of all sources.
 
     Raises:
-        DataError: a part cannot be used, or the parts have different classes.
+        DataError: a part cannot be used, the parts have different classes, or a group would be trained and tested on.
     """
     options.check_names(())
     parts = [open_one(unquote(uri)) for uri in body.split(",") if uri]
@@ -30,5 +31,18 @@ def open_union(body: str, options: Options, open_one: Callable[[str], Source]) -
     for part in parts[1:]:
         if part.class_names != names:
             raise DataError(f"{options.uri}: {part.uri} has other classes than {parts[0].uri}.")
+    _check_groups(parts, options)
     train, test = joined(*(part.train for part in parts)), joined(*(part.test for part in parts))
-    return Source(options.uri, names, None, parts[0].template, train, test)
+    left_out = tuple(text for part in parts for text in part.left_out)
+    return Source(options.uri, names, None, parts[0].template, train, test, left_out=left_out)
+
+
+def _check_groups(parts: Sequence[Source], options: Options) -> None:
+    """Raise DataError if only some parts know their groups, or if one part trains on a group that another tests on."""
+    if len({split.groups is None for part in parts for split in (part.train, part.test)}) > 1:
+        raise DataError(f"{options.uri}: some sources have groups, such as patients, and others none; give all group=.")
+    for first, second in permutations(parts, 2):
+        both = sorted(set(first.train.groups or ()) & set(second.test.groups or ()))
+        if both and not options.names_only:
+            text = f"{first.uri} trains on the group {both[0]}, and {second.uri} tests on it"
+            raise DataError(f"{options.uri}: {text}; give the splits in both, or both as one folder or table.")

@@ -170,8 +170,10 @@ def mean_average_precision(labels: ArrayLike, scores: ArrayLike) -> float | None
 def precision_estimate(truth: NDArray[np.bool_], scores: Floats, groups: Sequence[str] | None = None) -> Estimate:
     """Average precision; the standard error is that of bootstrap draws that hold a positive."""
     value = float(average_precision(truth, scores, np.ones((1, len(truth))))[0])
-    _, place = np.unique(np.arange(len(truth)) if groups is None else np.asarray(groups), return_inverse=True)
-    units, draws, values = int(place.max()) + 1, np.random.default_rng(0), []
+    own = range(len(truth)) if groups is None else groups
+    number = {group: k for k, group in enumerate(dict.fromkeys(own))}  # not by names, which differ between files
+    place = np.array([number[group] for group in own])
+    units, draws, values = len(number), np.random.default_rng(0), []
     rows = max(1, _CELLS // len(truth))
     for start in range(0, DRAWS, rows):
         counts = draws.multinomial(units, [1 / units] * units, size=min(rows, DRAWS - start)).astype(float)

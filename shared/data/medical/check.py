@@ -214,7 +214,9 @@ def suspected_labels(labels: np.ndarray, features: np.ndarray, groups: Sequence[
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    units = np.array(groups if groups is not None else range(len(labels)))
+    own_group = groups if groups is not None else range(len(labels))
+    number = {group: k for k, group in enumerate(dict.fromkeys(own_group))}  # draws do not depend on names
+    units = np.array([number[group] for group in own_group])
     each = {label: len(set(units[labels == label])) for label in Counter(labels.tolist()) if label >= 0}
     judged = np.flatnonzero(np.isin(labels, [label for label, count in each.items() if count >= RARE]))
     classes, own = np.unique(labels[judged], return_inverse=True)

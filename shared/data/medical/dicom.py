@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,26 +32,29 @@ _IDS = {
     "accession": "AccessionNumber",
 }
 _PLACE = ("InstanceNumber", "ImagePositionPatient", "ImageOrientationPatient", "NumberOfFrames", "Rows")
-PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
 SHOWN = (
     *("Rows", "Columns", "NumberOfFrames", "SamplesPerPixel", "BitsAllocated", "BitsStored", "PixelRepresentation"),
     *("PhotometricInterpretation", "PlanarConfiguration", "PixelPaddingValue", "PresentationLUTShape"),
-    *("ModalityLUTSequence", "RescaleSlope", "RescaleIntercept", "RescaleType"),
+    *("ModalityLUTSequence", "RescaleSlope", "RescaleIntercept"),
     *("VOILUTSequence", "WindowCenter", "WindowWidth", "VOILUTFunction"),
     *("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"),
     *(f"{color}PaletteColorLookupTable{part}" for color in ("Red", "Green", "Blue") for part in ("Descriptor", "Data")),
     *(f"Segmented{color}PaletteColorLookupTableData" for color in ("Red", "Green", "Blue")),
 )
-_OF_FRAMES = {  # in functional groups: the sequence, and what of it counts for a frame
+OF_FRAMES = {  # in functional groups: the sequence, and what of it counts for a frame
     "PixelValueTransformationSequence": ("RescaleSlope", "RescaleIntercept"),
     "FrameVOILUTSequence": ("WindowCenter", "WindowWidth", "VOILUTFunction"),
 }
+FUNCTIONS = ("LINEAR", "LINEAR_EXACT", "SIGMOID")
 PACKAGES = {  # decoders that are not part of promptfed[medical], with their modules, by the transfer syntax
     "1.2.840.10008.1.2.4.57": ("python-gdcm", "gdcm"),
     "1.2.840.10008.1.2.4.70": ("python-gdcm", "gdcm"),
     "1.2.840.10008.1.2.4.80": ("pyjpegls", "jpeg_ls"),
     "1.2.840.10008.1.2.4.81": ("pyjpegls", "jpeg_ls"),
+    "1.2.840.10008.1.2.4.90": ("python-gdcm", "gdcm"),  # some JPEG 2000 alone
+    "1.2.840.10008.1.2.4.91": ("python-gdcm", "gdcm"),
 }
+_JPEG = ("1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.51", "1.2.840.10008.1.2.4.57", "1.2.840.10008.1.2.4.70")
 
 
 def is_named(name: str) -> bool:
@@ -108,20 +110,22 @@ def pixels(path: Path, place: int, settings: Mapping[str, Any]) -> np.ndarray:
     """
     with open_file(path) as file:
         header = _header(file, SHOWN)
+        check_size(header)
         syntax = _syntax(header)
-        _check_size(header)
-        try:
-            frame = _decoded(file, header, syntax, place)
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise Unreadable(_advice(syntax, error)) from error
+        frame = decoded(lambda: _decoded(file, header, syntax, place), syntax)
+    colored = colors(frame, header)
+    return _grey(frame, _of_frame(header, place), settings.get("window")) if colored is None else colored
+
+
+def colors(frame: np.ndarray, header: Dataset) -> np.ndarray | None:
+    """A frame's colors as RGB (H, W, 3) in 8 bits; None of a grey frame."""
     if header.get("SamplesPerPixel", 1) == 3:
-        return _eight_bits(frame, header)
+        eight: np.ndarray = (frame >> max(0, int(header.get("BitsStored") or 8) - 8)).astype(np.uint8)
+        return eight
     if header.get("PhotometricInterpretation") == "PALETTE COLOR":
-        colors: np.ndarray = apply_color_lut(frame, header)
-        return (colors >> 8).astype(np.uint8) if colors.dtype == np.uint16 else colors
-    return _grey(frame, _of_frame(header, place), settings.get("window"))
+        found: np.ndarray = apply_color_lut(frame, header)
+        return (found >> 8).astype(np.uint8) if found.dtype == np.uint16 else found
+    return None
 
 
 def _syntax(header: Dataset) -> UID:
@@ -132,7 +136,8 @@ def _syntax(header: Dataset) -> UID:
     return ImplicitVRLittleEndian if implicit else ExplicitVRLittleEndian if little else ExplicitVRBigEndian
 
 
-def _check_size(header: Dataset) -> None:
+def check_size(header: Dataset) -> None:
+    """Raise Unreadable if there are no pixels, or too many."""
     sides = [int(header.get(name) or 0) for name in ("Rows", "Columns")]
     size = sides[0] * sides[1] * int(header.get("SamplesPerPixel") or 1) * (int(header.get("BitsAllocated") or 8) // 8)
     if min(sides) < 1:
@@ -155,14 +160,27 @@ def _decoded(file: BinaryIO, header: Dataset, syntax: UID, place: int) -> np.nda
     return whole
 
 
+def decoded(decode: Callable[[], np.ndarray], syntax: UID) -> np.ndarray:
+    """What ``decode`` returns. Raises Unreadable if it cannot: the text names the package that could."""
+    try:
+        return decode()
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise Unreadable(_advice(syntax, error)) from error
+
+
 def _advice(syntax: UID, error: Exception) -> str:
+    if syntax.is_private or not syntax.is_transfer_syntax:  # its text may be anything
+        return "its pixels are in a private or unknown format; export it uncompressed"
     if not isinstance(error, (RuntimeError, NotImplementedError)) or not syntax.is_compressed:
         return "its pixels cannot be decoded; the file is damaged"
-    compressed = f"its pixels are compressed as {syntax.name if not syntax.is_private else 'a private format'}"
+    compressed = f"its pixels are compressed as {syntax.name}"
     package, module = PACKAGES.get(syntax, ("", ""))
     if package and importlib.util.find_spec(module) is None:
         return f"{compressed}; install {package}"
-    return f"{compressed} and cannot be decoded; decompress them, as in: dcmdjpeg FILE NEW"
+    tool = "DCMTK, as in: dcmdjpeg" if syntax in _JPEG else "GDCM, as in: gdcmconv --raw"
+    return f"{compressed} and cannot be decoded here; decompress them with {tool} FILE NEW"
 
 
 def _of_frame(header: Dataset, place: int) -> Dataset:
@@ -170,17 +188,12 @@ def _of_frame(header: Dataset, place: int) -> Dataset:
     shared, own = header.get("SharedFunctionalGroupsSequence"), header.get("PerFrameFunctionalGroupsSequence")
     groups = [*(shared or [])[:1], *(own or [])[place : place + 1]]
     for group in groups:
-        for sequence, keywords in _OF_FRAMES.items():
+        for sequence, keywords in OF_FRAMES.items():
             for item in (group.get(sequence) or [])[:1]:
                 for keyword in keywords:
                     if keyword in item:
                         header[keyword] = item[keyword]
     return header
-
-
-def _eight_bits(frame: np.ndarray, header: Dataset) -> np.ndarray:
-    """Colors in 8 bits."""
-    return (frame >> max(0, int(header.get("BitsStored") or 8) - 8)).astype(np.uint8)
 
 
 def _grey(frame: np.ndarray, header: Dataset, window: tuple[float, float] | None) -> np.ndarray:
@@ -193,7 +206,10 @@ def _grey(frame: np.ndarray, header: Dataset, window: tuple[float, float] | None
         shown = apply_voi(values, header) / (2.0 ** int(table.LUTDescriptor[2]) - 1)
     elif header.get("WindowCenter") is not None and header.get("WindowWidth") is not None:
         center, width = (float(np.atleast_1d(header[name].value)[0]) for name in ("WindowCenter", "WindowWidth"))
-        shown = windowed(values, center, width, str(header.get("VOILUTFunction") or "LINEAR").upper())
+        function = str(header.get("VOILUTFunction") or "LINEAR").upper()
+        if function not in FUNCTIONS:
+            raise Unreadable("its VOI LUT function is unknown; give a window with window=center,width")
+        shown = windowed(values, center, width, function)
     elif int(header.get("BitsStored") or 16) <= 8 and not header.get("PixelRepresentation") and values is frame:
         shown = values / (2.0 ** int(header.BitsStored) - 1)
     else:
@@ -202,35 +218,3 @@ def _grey(frame: np.ndarray, header: Dataset, window: tuple[float, float] | None
     dark = header.get("PhotometricInterpretation") == "MONOCHROME1" or header.get("PresentationLUTShape") == "INVERSE"
     shown_so: np.ndarray = 255 - grey if dark else grey
     return shown_so
-
-
-def keep_sequences(whole: Dataset, kept: Dataset) -> None:
-    """Put into ``kept`` what counts of the tables and functional groups of ``whole``, and nothing else of them."""
-    for sequence in ("ModalityLUTSequence", "VOILUTSequence"):
-        if whole.get(sequence):
-            setattr(kept, sequence, [_only(whole[sequence].value[0], ("LUTDescriptor", "LUTData"))])
-    for sequence in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"):
-        groups = []
-        for group in whole.get(sequence) or []:
-            own = Dataset()
-            for name, keywords in _OF_FRAMES.items():
-                for item in (group.get(name) or [])[:1]:
-                    setattr(own, name, [_only(item, keywords)])
-            groups.append(own)
-        if groups:
-            setattr(kept, sequence, groups)
-
-
-def _only(item: Dataset, keywords: Sequence[str]) -> Dataset:
-    kept = Dataset()
-    for keyword in keywords:
-        if keyword in item:
-            kept[keyword] = item[keyword]
-    return kept
-
-
-def as_bytes(data: Dataset) -> bytes:
-    """A DICOM file."""
-    stream = io.BytesIO()
-    data.save_as(stream, enforce_file_format=True)
-    return stream.getvalue()

@@ -18,11 +18,13 @@ from pydicom.uid import UID
 
 from promptfed.shared.data.medical import dicom
 from promptfed.shared.data.medical.pictures import MOST_FRAMES
+from promptfed.shared.data.medical.stripped import stripped
 from promptfed.shared.data.medical.unreadable import Unreadable
 from promptfed.shared.files import write_whole
+from promptfed.shared.service.reasons import why
 
 MOST_BYTES = 1 << 30  # of one answer
-SECONDS = 50.0  # for one answer, within what the parent allows
+SECONDS = 50.0  # for one answer
 PAGE = 500  # instances of one answer to a search
 _UIDS = ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID")
 
@@ -45,7 +47,7 @@ class _Session(requests.Session):  # type: ignore[misc]
         return response
 
 
-def facts(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+def facts(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """The instances of a search, ``{"found": [[study, series, sop], ...]}``; or one instance, fetched into ``path``.
 
     settings: ``url``, ``token`` (or None), and ``search``, values by keyword, or ``fetch``, the three UIDs.
@@ -87,22 +89,26 @@ def _found(client: Any, wanted: Mapping[str, str]) -> list[list[str]]:
             raise Unreadable("the PACS answers a search without end")
 
 
-def _fetched(client: Any, uids: list[str], path: Path) -> dict[str, Any]:
-    """The facts of an instance, of which ``path`` gets no more than the pixels need."""
+def _fetched(client: Any, uids: list[str], path: Path) -> dict[str, Any] | None:
+    """The facts of an instance, of which ``path`` gets the pixels; None of one without pixels, as `dicom.facts`.
+
+    ``{"unreadable": reason}`` of pixels that cannot be decoded.
+    """
     whole = client.retrieve_instance(*uids, media_types=(("application/dicom", "*"),))
     if [str(whole.get(name, "")) for name in _UIDS] != uids:
         raise Unreadable("the PACS answers with another image than the one that was asked for")
-    told = dicom.facts_of(whole, MOST_BYTES)
-    if told is None:
-        raise Unreadable("it is no image")
-    kept = Dataset()
-    for keyword in (*dicom.SHOWN, *dicom.PIXELS):
-        if keyword in whole and not keyword.endswith("Sequence"):
-            kept[keyword] = whole[keyword]
-    dicom.keep_sequences(whole, kept)
-    kept.file_meta = type(whole.file_meta)()
-    kept.file_meta.TransferSyntaxUID = whole.file_meta.TransferSyntaxUID
-    kept.SOPClassUID, kept.SOPInstanceUID = "1.2.840.10008.5.1.4.1.1.7", "2.25.1"  # of no image in particular
-    stream = dicom.as_bytes(kept)
-    write_whole(path, stream, mode=0o600)
+    try:
+        told = dicom.facts_of(whole, MOST_BYTES)
+        kept = None if told is None else stripped(whole, MOST_BYTES)
+    except Unreadable as error:
+        return {"unreadable": str(error)}
+    if kept is not None:
+        _write(path, kept)
     return told
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        write_whole(path, content, mode=0o600)
+    except OSError as error:
+        raise Unreadable(f"the index folder cannot be written: {why(error)}") from None

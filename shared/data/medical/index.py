@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ class Index:
                     continue
                 facts = None if answer.facts is None else self._keyed(answer.facts)
                 self._facts[file.id] = file.size, file.time, facts
-                lines.write(json.dumps(["f", *file[1:], facts]) + "\n")
+                lines.write(self._line(file.id))
         bad = {one.file.id for one in broken}
         read = ((file, self._facts[file.id][2]) for file in files if file.id not in bad)
         return [(file, facts) for file, facts in read if facts is not None], broken
@@ -115,13 +116,21 @@ class Index:
         assert facts is not None
         return facts
 
+    def knows(self, path: str) -> bool:
+        """Whether ``path`` is a file whose facts are stored."""
+        try:
+            about = (self.root / path).stat()
+        except OSError:
+            return False
+        return self._facts.get(self.keys.id("file", path), ())[:2] == (about.st_size, about.st_mtime_ns)
+
     def note(self, path: str, facts: Mapping[str, Any]) -> None:
         """Store the facts of a file that was just written without its identifiers."""
         about = (self.root / path).stat()
         file = Listed(path, self.keys.id("file", path), about.st_size, about.st_mtime_ns)
         self._facts[file.id] = file.size, file.time, self._keyed(facts)
         with self._file.open("a") as lines:
-            lines.write(json.dumps(["f", *file[1:], self._facts[file.id][2]]) + "\n")
+            lines.write(self._line(file.id))
 
     def _keyed(self, facts: Mapping[str, Any]) -> Facts:
         ids = {name: sys.intern(self.value(name, facts.get(name, ""))) for name in IDS}
@@ -177,14 +186,31 @@ class Index:
                 self._shown[name] = Shown(width, height, bytes.fromhex(digest))
             else:
                 size, time, facts = values
-                own = None if facts is None else Facts._make(v if type(v) is not str else sys.intern(v) for v in facts)
-                self._facts[name] = size, time, own
-        except (ValueError, TypeError):  # an empty line, or one that a crash cut off
+                self._facts[name] = size, time, None if facts is None else self._read(name, size, time, facts)
+        except (ValueError, TypeError, struct.error):  # an empty line, or one that a crash cut off
             return
 
+    def _line(self, name: str) -> str:
+        """The stored line of a file."""
+        size, time, facts = self._facts[name]
+        own = None
+        if facts is not None:
+            (bits,) = struct.unpack("<Q", struct.pack("<d", facts.order))
+            own = [*facts[:-1], bits ^ self._mask(name, size, time)]
+        return json.dumps(["f", name, size, time, own]) + "\n"
+
+    def _read(self, name: str, size: int, time: int, stored: Sequence[Any]) -> Facts:
+        *values, masked = stored
+        (order,) = struct.unpack("<d", struct.pack("<Q", masked ^ self._mask(name, size, time)))
+        return Facts._make([*(sys.intern(value) if type(value) is str else value for value in values), order])
+
+    def _mask(self, name: str, size: int, time: int) -> int:
+        """What hides a file's place in its series, which is a number of its header."""
+        return int(self.keys.id("order", name, size, time), 16)
+
     def _stored(self) -> Iterator[str]:
-        for name, known in self._facts.items():
-            yield json.dumps(["f", name, *known]) + "\n"
+        for name in self._facts:
+            yield self._line(name)
         for name, shown in self._shown.items():
             yield json.dumps(["p", name, shown.width, shown.height, shown.digest.hex()]) + "\n"
 

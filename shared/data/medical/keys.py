@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from promptfed.shared.data.errors import DataError
@@ -27,16 +29,23 @@ def kept_of_pacs(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"{PACS}*") if path.is_dir() and not path.is_symlink())
 
 
+@contextmanager
+def kept_in(folder: Path, uri: str) -> Iterator[None]:
+    """Raise DataError where the index cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        text = f"{uri}: the index cannot be kept in {folder}: {why(error)}; name a folder with index=FOLDER."
+        raise DataError(text) from None
+
+
 class Keys:
     """Ids under the secret in ``folder``, which is made where there is none."""
 
     def __init__(self, folder: Path, uri: str) -> None:
-        try:
+        with kept_in(folder, uri):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._key = _key(folder / KEY_FILE)
-        except OSError as error:
-            text = f"{uri}: the index cannot be kept in {folder}: {why(error)}; name a folder with index=FOLDER."
-            raise DataError(text) from None
 
     def id(self, *text: object) -> str:
         """An id of 16 hexadecimal digits; the first of ``text`` says of what kind of thing."""

@@ -13,12 +13,13 @@ from PIL import Image
 
 from promptfed.shared.data.folder import SKIP, TEMPLATE, skips
 from promptfed.shared.data.medical.index import Broken, Facts, Index, Item, Listed, Shown
-from promptfed.shared.data.medical.keys import Keys, home
+from promptfed.shared.data.medical.keys import Keys, home, kept_in
 from promptfed.shared.data.medical.readers import Answer, readers
 from promptfed.shared.data.medical.table import COLUMNS, PATH, Table, read_table, refuse
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError, Origin, Source, Split
 from promptfed.shared.data.splitting import divided
+from promptfed.shared.service.reasons import named, why
 
 OPTIONS = ("labels", "columns", "group", "index", SKIP)
 TABLE = "labels.csv"
@@ -60,11 +61,12 @@ def open_files(
     if options.names_only:
         return divided(Split(table.labels, _unread), table.splits, table.names, None, TEMPLATE, options)
     folder = home(options.text("index"))
-    index = Index(kind, root, folder, Keys(folder, options.uri), settings)
-    found, broken = index.facts(index.listed())
-    items, lines, missing = _items(table, index, found, units, pick)
-    del found  # of many files it takes much memory
-    shown, undecoded = index.shown(items)
+    with kept_in(folder, options.uri):
+        index = Index(kind, root, folder, Keys(folder, options.uri), settings)
+        found, broken = index.facts(_listed(index, options))
+        items, lines, missing = _items(table, index, found, units, pick)
+        del found  # of many files it takes much memory
+        shown, undecoded = index.shown(items)
     problems = _left_out(root, [*broken, *undecoded], missing, options)
     if not (kept := [row for row, size in enumerate(shown) if size is not None]):
         raise DataError(f"{options.uri}: no image can be read.", [text for _, text in problems])
@@ -79,6 +81,13 @@ def open_files(
     groups = _groups(table, index, images.items, rows)
     whole = Split(labels, images.read, groups, digest=images.digest, ahead=images.ahead, origin=origin)
     return divided(whole, splits, table.names, None, TEMPLATE, options, tuple(text for _, text in problems))
+
+
+def _listed(index: Index, options: Options) -> list[Listed]:
+    try:
+        return index.listed()
+    except OSError as error:
+        refuse(options, [(f"a folder under it cannot be listed: {why(error)}.", f"{named(error)}.")])
 
 
 def _left_out(root: Path, broken: Sequence[Broken], missing: Sequence[str], options: Options) -> list[tuple[str, str]]:
@@ -172,17 +181,13 @@ def _items(
 
 
 def _groups(table: Table, index: Index, items: Sequence[Item], lines: Sequence[int]) -> list[str]:
-    """The patient of each image: a number by first appearance, which orders them everywhere alike, and a keyed id."""
-    names: dict[str, str] = {}
-    groups = []
-    for item, line in zip(items, lines, strict=True):
-        own = index.facts_of(item.file)
-        given = index.value("patient", table.groups[line]) if table.groups is not None else ""
-        name = given or own.patient or own.study or item.file.id
-        if name not in names:
-            names[name] = f"{len(names):07d}-{name}"
-        groups.append(names[name])
-    return groups
+    """The patient of each image, a keyed id; the study or the file where none is known."""
+    given = [index.value("patient", name) for name in table.groups or [""] * len(table.values)]
+    facts = [index.facts_of(item.file) for item in items]
+    return [
+        given[line] or own.patient or own.study or item.file.id
+        for item, line, own in zip(items, lines, facts, strict=True)
+    ]
 
 
 class _Images:

@@ -41,10 +41,13 @@ def open_dicomweb(body: str, options: Options) -> Source:
     level = options.choice("level", ("image", "series", "study"), "image") or "image"
     frames = opening.checked_pick("frames", options)
     settings = _with_window(options)
+    options = replace(options, uri=re.sub(r"([?&]study)=[^&]*", r"\1=...", options.uri))  # in errors, and so in logs
     table = str(Path(options.text("labels") or "").expanduser().absolute()) if options.text("labels") else ""
     options = replace(options, values={**options.values, "labels": table}) if table else options
-    folder = "." if options.names_only else str(pacs.fetched(body, options, settings))
-    return opening.open_files("dicom", folder, options, settings, opening.by_level(level), frames, tuple(COLUMNS))
+    folder, left_out = (Path(), ()) if options.names_only else pacs.fetched(body, options, settings)
+    units = opening.by_level(level)
+    source = opening.open_files("dicom", str(folder), options, settings, units, frames, tuple(COLUMNS))
+    return replace(source, left_out=(*left_out, *source.left_out))
 
 
 def open_nifti(body: str, options: Options) -> Source:

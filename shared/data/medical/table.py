@@ -6,13 +6,14 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from promptfed.shared.data.label_table import LabelColumns, label_columns
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError
+from promptfed.shared.service.reasons import why
 
 COLUMNS = {
     "SOPInstanceUID": "sop",
@@ -57,6 +58,8 @@ def read_table(path: Path, keys: Sequence[str], options: Options, names: tuple[s
             rows = list(enumerate(reader, 2))
     except (UnicodeDecodeError, csv.Error):
         raise DataError(f"{options.uri}: {_TABLE} is not a CSV file in UTF-8.") from None
+    except OSError as error:
+        raise DataError(f"{options.uri}: {_TABLE} cannot be read: {why(error)}.") from None
     key = next((name for name in keys if name in columns), None)
     if key is None:
         raise DataError(f"{options.uri}: {_TABLE} has none of the columns {', '.join(keys)}, by which a file is found.")
@@ -118,7 +121,7 @@ def _one_label(rows: Sequence[tuple[int, Mapping[str, str | None]]]) -> tuple[tu
     return names, torch.tensor([places[label] for label in labels])
 
 
-def refuse(options: Options, problems: Sequence[tuple[str, str]], advice: str = "") -> None:
+def refuse(options: Options, problems: Sequence[tuple[str, str]], advice: str = "") -> NoReturn:
     """Raise DataError with (text without values, text for the owner's eyes) of each problem."""
     shown = 3
     more = f" And {len(problems) - shown} more." if len(problems) > shown else ""

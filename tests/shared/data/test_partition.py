@@ -151,11 +151,6 @@ def test_halves_refuses_one_class() -> None:
         partition.halves(1)
 
 
-def test_by_domain_is_one_client_a_domain() -> None:
-    parts = partition.by_domain(["b", "a", "b", "c"])
-    assert {k: v.tolist() for k, v in parts.items()} == {"a": [1], "b": [0, 2], "c": [3]}
-
-
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 8), SEEDS)
 def test_few_shot_takes_so_many_of_each_class(labels: list[int], shots: int, seed: int) -> None:
     target = torch.tensor(labels)

@@ -25,6 +25,12 @@ from promptfed.shared.data.registry import class_names_of
 from tests.support.ports import free_port
 
 pytest.importorskip("dicomweb_client", reason="DICOMweb: pip install '.[medical]'")
+from pydicom.dataset import Dataset
+from pydicom.encaps import encapsulate
+from pydicom.uid import JPEGLSLossless
+
+from promptfed.shared.data.medical import pacs
+from promptfed.shared.data.medical.pacs import LISTED
 from promptfed.shared.data.medical.phantoms import dataset, scan
 from tests.shared.data.medical.test_dicom import refused
 from tests.shared.data.medical.test_planted import contents, leaks, planted
@@ -91,10 +97,8 @@ def test_a_pacs_gives_the_same_data_as_its_files(
 def test_a_table_by_study_finds_all_its_images(tmp_path: Path, orthanc: str) -> None:
     for patient in ("s1", "s2"):
         for number in range(3):
-            data = dataset(scan("line", np.random.default_rng(number)), patient, number, study=f"1.2.3.{patient[1]}")
-            path = tmp_path / "one.dcm"
-            data.save_as(path, enforce_file_format=True)
-            httpx.post(f"{orthanc}/instances", content=path.read_bytes()).raise_for_status()
+            draws = np.random.default_rng(number)
+            sent(orthanc, dataset(scan("line", draws), patient, number, study=f"1.2.3.{patient[1]}"))
     (tmp_path / "labels.csv").write_text("StudyInstanceUID,label,split\n1.2.3.1,x,train\n1.2.3.2,x,test\n")
     source = open_source(f"dicomweb:{orthanc}/dicom-web?labels={tmp_path}/labels.csv&level=study&frames=all")
     assert (len(source.train), len(source.test)) == (3, 3)
@@ -103,10 +107,7 @@ def test_a_table_by_study_finds_all_its_images(tmp_path: Path, orthanc: str) -> 
 def test_a_study_limits_the_search_and_its_images_can_be_deleted(tmp_path: Path, own_index: Path, orthanc: str) -> None:
     """Two patients with an image in each of two studies, of whom the table knows only the PatientID."""
     for number, (patient, study) in enumerate((patient, study) for patient in ("both", "other") for study in "12"):
-        data = dataset(scan("line", np.random.default_rng(number)), patient, number, study=f"1.9.{study}")
-        path = tmp_path / "one.dcm"
-        data.save_as(path, enforce_file_format=True)
-        httpx.post(f"{orthanc}/instances", content=path.read_bytes()).raise_for_status()
+        sent(orthanc, dataset(scan("line", np.random.default_rng(number)), patient, number, study=f"1.9.{study}"))
     (tmp_path / "labels.csv").write_text("PatientID,label,split\nboth,x,train\nother,x,test\n")
     uri = f"dicomweb:{orthanc}/dicom-web?labels={tmp_path}/labels.csv"
     home = own_index / "promptfed" / "medical"
@@ -132,6 +133,68 @@ def test_a_study_limits_the_search_and_its_images_can_be_deleted(tmp_path: Path,
     assert nobody.exit_code == Exit.BAD_INPUT
     assert "would be deleted" in nobody.stderr
     assert len(list(home.glob("pacs-*/*.dcm"))) == 4
+
+
+def sent(orthanc: str, data: Dataset) -> str:
+    """Store an image; returns its UID."""
+    stream = io.BytesIO()
+    data.save_as(stream, enforce_file_format=True)
+    httpx.post(f"{orthanc}/instances", content=stream.getvalue()).raise_for_status()
+    return str(data.SOPInstanceUID)
+
+
+def test_a_report_in_a_study_is_passed_over_and_what_cannot_be_decoded_is_told(
+    tmp_path: Path, own_index: Path, orthanc: str
+) -> None:
+    for number, patient in enumerate(("r1", "r2")):
+        for place in range(2):
+            sent(orthanc, dataset(scan("line", np.random.default_rng(place)), patient, place, study=f"1.7.{number}"))
+    report = dataset(scan("line", np.random.default_rng(0)), "r1", 9, study="1.7.0")
+    for keyword in ("PixelData", "Rows", "Columns", "BitsAllocated", "BitsStored", "HighBit"):
+        delattr(report, keyword)
+    sent(orthanc, report)
+    (tmp_path / "labels.csv").write_text("StudyInstanceUID,label,split\n1.7.0,x,train\n1.7.1,x,test\n")
+    uri = f"dicomweb:{orthanc}/dicom-web?labels={tmp_path}/labels.csv"
+    assert (len(open_source(uri).train), len(open_source(uri).test)) == (2, 2)
+
+    other = dataset(np.zeros((8, 8), dtype=np.uint8), "r2", 3, study="1.7.9")
+    other.file_meta.TransferSyntaxUID = JPEGLSLossless
+    other.PixelData = encapsulate([b"\xff\xd8no image"])
+    other["PixelData"].VR = "OB"
+    sent(orthanc, other)
+    with (tmp_path / "labels.csv").open("a") as file:
+        file.write("1.7.9,x,train\n")
+    error = str(refused(uri))
+    assert "line 4: an image of the PACS: its pixels are compressed as JPEG-LS" in error
+    assert "on_unreadable=skip" in error
+    for _ in range(2):  # it is told at each start
+        source = open_source(f"{uri}&on_unreadable=skip")
+        assert (len(source.train), len(source.test)) == (2, 2)
+        assert sum("an image of the PACS" in text for text in source.left_out) == 1
+
+
+def test_an_image_whose_facts_were_lost_is_fetched_again(tmp_path: Path, own_index: Path, orthanc: str) -> None:
+    """A kill between an image and its line in the index leaves a file that nothing is known of."""
+    for patient in ("k1", "k2"):
+        sent(orthanc, dataset(scan("line", np.random.default_rng(0)), patient))
+    (tmp_path / "labels.csv").write_text("PatientID,label,split\nk1,x,train\nk2,x,test\n")
+    uri = f"dicomweb:{orthanc}/dicom-web?labels={tmp_path}/labels.csv"
+    first = open_source(uri)
+    home = own_index / "promptfed" / "medical"
+    for path in (*home.glob("*.jsonl"), *home.glob(f"pacs-*/{LISTED}")):
+        path.unlink()
+    again = open_source(uri)
+    assert (again.train.groups, again.test.groups) == (first.train.groups, first.test.groups)
+    assert len(set(again.train.groups + again.test.groups)) == 2
+
+
+def test_a_study_that_comes_later_is_found(tmp_path: Path, orthanc: str) -> None:
+    sent(orthanc, dataset(scan("line", np.random.default_rng(0)), "l1"))
+    (tmp_path / "labels.csv").write_text("PatientID,label,split\nl1,x,train\nl2,x,test\n")
+    uri = f"dicomweb:{orthanc}/dicom-web?labels={tmp_path}/labels.csv"
+    assert "line 3: no file that can be read has its PatientID" in str(refused(uri))
+    sent(orthanc, dataset(scan("line", np.random.default_rng(0)), "l2"))
+    assert len(open_source(uri).test) == 1
 
 
 class Hostile(ThreadingHTTPServer):
@@ -178,6 +241,10 @@ def flood(path: str) -> Answer:
     return 200, JSON, (b" " * (1 << 20) for _ in range(1 << 20))
 
 
+def drops(path: str) -> Answer:
+    return 200, JSON, (time.sleep(0.1) or b" " for _ in range(100_000))
+
+
 def redirect(path: str) -> Answer:
     return 302, {"Location": "http://127.0.0.1:1/"}, iter([])
 
@@ -208,6 +275,7 @@ def wrong_image(path: str) -> Answer:
     [
         (endless, "answers a search without end"),
         (flood, "too long"),
+        (drops, "takes more than"),
         (redirect, "the PACS redirects"),
         (others, "other images than those that were asked for"),
         (nonsense, "cannot be read|cannot be reached"),
@@ -215,7 +283,11 @@ def wrong_image(path: str) -> Answer:
         (failing, "answers with status 503"),
     ],
 )
-def test_a_hostile_pacs_ends_in_an_error(tmp_path: Path, answer: Callable[[str], Answer], says: str) -> None:
+def test_a_hostile_pacs_ends_in_an_error(
+    tmp_path: Path, answer: Callable[[str], Answer], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if answer is drops:
+        monkeypatch.setattr(pacs, "SECONDS", 5.0)
     (tmp_path / "labels.csv").write_text("SeriesInstanceUID,label\n1.2.3,x\n")
     server = Hostile(answer)
     try:
