@@ -192,8 +192,7 @@ def groups_of(privacy: PrivacySpec, train: Split) -> tuple[tuple[int, ...], ...]
     for row, group in enumerate(train.groups):
         members.setdefault(group, []).append(row)
     return tuple(
-        tuple(sorted(rows, key=lambda row: (train.digest(row), row))[: privacy.per_group])
-        for rows in members.values()
+        tuple(sorted(rows, key=lambda row: (train.digest(row), row))[: privacy.per_group]) for rows in members.values()
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+from collections import defaultdict
 from pathlib import Path
 
 import httpx
@@ -45,7 +46,14 @@ def planted(folder: Path) -> list[str]:
                 secret = f"QX{number}{place}{at:02d}ZK"
                 setattr(data, keyword, secret)
                 secrets.append(secret)
-            secrets += [f"PRIV{number}{place}ZK", f"OVER{number}{place}ZK", f"FILE{number}{place}ZK", f"DIRS{number}ZK"]
+            data.InstanceNumber = 1_947_110_039 + 100 * number + place
+            secrets += [
+                str(data.InstanceNumber),
+                f"PRIV{number}{place}ZK",
+                f"OVER{number}{place}ZK",
+                f"FILE{number}{place}ZK",
+                f"DIRS{number}ZK",
+            ]
             block = data.private_block(0x0011, "PLANTED", create=True)
             block.add_new(1, "LO", f"PRIV{number}{place}ZK")
             data.add_new(0x60000022, "LO", f"OVER{number}{place}ZK")
@@ -78,8 +86,19 @@ def written(secret: str) -> list[bytes]:
 
 
 def leaks(secrets: list[str], *places: bytes) -> list[str]:
-    whole = b"\n".join(places)
-    return [secret for secret in secrets if any(way in whole for way in written(secret))]
+    """The secrets that are somewhere in ``places``, in whatever way they are written."""
+    begins: dict[int, list[tuple[bytes, str]]] = defaultdict(list)  # by the first four bytes
+    for secret in secrets:
+        for way in written(secret):
+            begins[int.from_bytes(way[:4], "little")].append((way, secret))
+    whole, known = b"\n".join(places), np.array(list(begins), dtype=np.uint32)
+    found = set()
+    for shift in range(4):
+        windows = np.frombuffer(whole[shift : shift + (len(whole) - shift) // 4 * 4], dtype="<u4")
+        for row in np.flatnonzero(np.isin(windows, known)):
+            at = 4 * int(row) + shift
+            found |= {secret for way, secret in begins[int(windows[row])] if whole.startswith(way, at)}
+    return sorted(found)
 
 
 def contents(folder: Path) -> bytes:

@@ -14,6 +14,7 @@ from tests.shared.data.medical.test_dicom import DRAWS, decoded, packaged, save
 from tests.shared.data.medical.test_planted import leaks
 
 pydicom = pytest.importorskip("pydicom", reason="DICOM files: pip install '.[medical]'")
+from pydicom.dataset import Dataset  # noqa: E402
 from pydicom.encaps import encapsulate  # noqa: E402
 from pydicom.uid import JPEGBaseline8Bit  # noqa: E402
 
@@ -44,7 +45,7 @@ def test_packaged_files_are_shown_as_before(tmp_path: Path) -> None:
 SECRET = "QX4711ZK"
 
 
-def in_high_bits() -> pydicom.Dataset:
+def in_high_bits() -> Dataset:
     """Overlays of old files lie in the bits that pixels leave, and some writers put more behind the pixels."""
     values = DRAWS.integers(0, 4096, (16, 16)).astype(np.uint16)
     data = dataset(values | 0x5000, "p")
@@ -52,7 +53,7 @@ def in_high_bits() -> pydicom.Dataset:
     return data
 
 
-def in_a_comment() -> pydicom.Dataset:
+def in_a_comment() -> Dataset:
     values = DRAWS.integers(0, 256, (16, 16), dtype=np.uint8)
     data, stream = dataset(values, "p"), io.BytesIO()
     Image.fromarray(values).save(stream, "JPEG", comment=SECRET.encode(), quality=95)
@@ -61,12 +62,12 @@ def in_a_comment() -> pydicom.Dataset:
     return data
 
 
-def in_codes() -> pydicom.Dataset:
+def in_codes() -> Dataset:
     data = dataset(DRAWS.integers(0, 4096, (16, 16)).astype(np.uint16), "p")
     data.RescaleSlope, data.RescaleIntercept, data.RescaleType = 1, -1024, SECRET
     data.WindowCenter, data.WindowWidth, data.WindowCenterWidthExplanation = [40, 4711], [400, 4711], SECRET
     data.PresentationLUTShape = SECRET
-    item = pydicom.Dataset()
+    item = Dataset()
     item.LUTDescriptor, item.LUTExplanation = [16, 0, 8], SECRET
     item["LUTDescriptor"].VR = "US"
     item.add_new("LUTData", "OW", np.arange(16, dtype="<u2").tobytes() + SECRET.encode())
@@ -75,7 +76,7 @@ def in_codes() -> pydicom.Dataset:
 
 
 @pytest.mark.parametrize("planted", [in_high_bits, in_a_comment, in_codes])
-def test_what_lies_beside_the_pixels_is_gone(tmp_path: Path, planted: Callable[[], pydicom.Dataset]) -> None:
+def test_what_lies_beside_the_pixels_is_gone(tmp_path: Path, planted: Callable[[], Dataset]) -> None:
     path = save(planted(), tmp_path / "a.dcm")
     kept = stripped(pydicom.dcmread(path), MOST)
     assert leaks([SECRET], path.read_bytes()) == [SECRET]

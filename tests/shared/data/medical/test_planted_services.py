@@ -1,0 +1,236 @@
+"""Identifiers of patients stay at their sites in a whole federation of processes, in all that it writes and sends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+
+from tests.support.browser import browser as browser
+from tests.support.coordinators import InThread, in_thread
+from tests.support.loopback_server import LoopbackServer
+from tests.support.waiting import PATIENCE, wait_for
+
+pytest.importorskip("pydicom", reason="DICOM files: pip install '.[medical]'")
+from tests.shared.data.medical.test_planted import CLASSES, contents, leaks, planted
+
+pytestmark = pytest.mark.extended
+SYNTAX = "1.2.840.10008.4711.9"  # of no standard
+SITES = ("east", "west", "far", "judge", "late")
+
+
+class Tap(LoopbackServer):
+    """Passes bytes on both ways and keeps them."""
+
+    def __init__(self, upstream: str):
+        self.heard = bytearray()
+        super().__init__(upstream)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected = await self._connected()
+        if connected is not None:
+            above, below = connected
+            await asyncio.gather(self._pass(reader, below), self._pass(above, writer), return_exceptions=True)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while part := await reader.read(1 << 16):
+            self.heard += part
+            writer.write(part)
+            await writer.drain()
+        writer.close()
+
+
+class Sites:
+    """Folders of planted files, and all that anybody writes elsewhere: ``out``."""
+
+    def __init__(self, folder: Path, server: InThread, tap: Tap):
+        self.out, self.server, self.tap = folder / "out", server, tap
+        self.data = {name: folder / "data" / name for name in SITES}
+        self.secrets = sorted({secret for root in self.data.values() for secret in planted(root)})
+        for root in self.data.values():
+            broken(root)
+        self.environment = {
+            **os.environ,
+            **{f"XDG_{name}_HOME": str(self.out / name) for name in ("CACHE", "STATE", "CONFIG")},
+            "PROMPTFED_OPERATOR_TOKEN": (server.settings.data_dir / "operator.token").read_text().strip(),
+            "PROMPTFED_COORDINATOR": tap.url,
+        }
+        self.count = 0
+
+    def uri(self, site: str, skip: bool = True) -> str:
+        return f"dicom:{self.data[site]}" + "?on_unreadable=skip" * skip
+
+    def start(self, *line: str | Path) -> subprocess.Popen[bytes]:
+        """A command whose output is a log."""
+        self.count += 1
+        log = (self.out / "logs" / f"{self.count}-{line[0]}.log").open("w")
+        command = [sys.executable, "-m", "promptfed", *map(str, line)]
+        return subprocess.Popen(command, stdout=log, stderr=log, env=self.environment, cwd=self.out)
+
+    def run(self, *line: str | Path) -> int:
+        return self.start(*line).wait(PATIENCE)
+
+    def told(self) -> str:
+        """The last command's output."""
+        return next((self.out / "logs").glob(f"{self.count}-*.log")).read_text()
+
+    def done(self, *line: str | Path) -> str:
+        assert self.run(*line) == 0, self.told()
+        return self.told()
+
+
+def broken(root: Path) -> None:
+    """Make three files of a folder unreadable, each in another way."""
+    paths = sorted(root.rglob("*.dcm"))
+    paths[0].write_bytes(paths[0].read_bytes()[:-3000])
+    paths[3].write_bytes(b"QX no DICOM at all" * 40)
+    paths[6].write_bytes(paths[6].read_bytes().replace(b"1.2.840.10008.1.2.1\0", SYNTAX.encode(), 1))
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> Iterator[Sites]:
+    (tmp_path / "out" / "logs").mkdir(parents=True)
+    with in_thread(tmp_path / "out" / "coordinator") as server, Tap(server.url) as tap:
+        yield Sites(tmp_path, server, tap)
+
+
+def federation(sites: Sites) -> None:
+    """Three sites, one of them by files, train for two rounds and choose the better one."""
+    names = ", ".join(sorted(set(CLASSES[:3])))
+    spec = f"{{name: scans, method: {{name: promptfl, m: 2}}, rounds: 2, class_names: [{names}], start: when_ready, "
+    (sites.out / "scans.yaml").write_text(spec + "selection: {share: 0.3}, participation: {min_clients: 3}}")
+    sites.done("federation", "create", sites.out / "scans.yaml")
+    clients = []
+    for site in ("east", "west"):
+        invitation = json.loads(sites.done("federation", "invite", "scans", "--json"))["invitation"]
+        how = ("--state-dir", sites.out / site, "--log-format", "json" if site == "east" else "text", "--yes")
+        clients.append(sites.start("join", invitation, "--name", site, "--data", sites.uri(site), *how))
+    try:
+        until = time.monotonic() + 4 * PATIENCE
+        while any(client.poll() is None for client in clients) and time.monotonic() < until:
+            by_file(sites)
+        assert [client.poll() for client in clients] == [0, 0], contents(sites.out / "logs").decode()
+    finally:
+        for client in clients:
+            client.kill()
+
+
+def by_file(sites: Sites) -> None:
+    """One exchange of files with the site that has no network."""
+    tasks, answers = sites.out / "tasks", sites.out / "answers"
+    if sites.run("airlock", "take", "scans", "far", "--out", tasks, "--wait", "5") != 0:
+        return
+    answers.unlink(missing_ok=True)
+    sites.run(
+        "airlock",
+        "work",
+        tasks,
+        "--data",
+        sites.uri("far"),
+        "--state-dir",
+        sites.out / "far",
+        "--out",
+        answers,
+        "--yes",
+    )
+    if answers.exists():
+        sites.run("airlock", "give", "scans", answers)
+
+
+def read_everything(sites: Sites, browser: Browser) -> None:
+    """All that operators and owners can ask for, into files."""
+    sites.done("export", "scans", "--out", sites.out / "export")
+    for command in ("status", "clients", "rounds", "metrics", "audit"):
+        sites.run("federation", command, "scans", *(["--json"] if command in ("clients", "rounds") else []))
+    for kind in ("dpia", "ai-act-annex-iv", "hipaa"):
+        sites.done("dossier", "scans", "--kind", kind, "--format", "html", "--out", sites.out / f"{kind}.html")
+    for site in ("east", "far"):
+        sites.done("dossier", "--site", sites.out / site, "--out", sites.out / f"{site}.md")
+        sites.done("site-log", "show", sites.out / site, "--json")
+    sites.done("client", "--sent", "--state-dir", sites.out / "east")
+    page = browser.new_page()
+    page.goto(f"{sites.server.url}/")
+    (sites.out / "page.html").write_text(page.content())
+    path = f"/v1/federations/{sites.server.get('/v1/federations')['federations'][0]['id']}"
+    for route in (path, f"{path}/clients", f"{path}/rounds", f"{path}/card", "/metrics"):
+        answer = sites.server.http.get(route, headers=sites.server.operator)
+        (sites.out / re.sub(r"\W", "_", route)).write_bytes(answer.content)
+
+
+def validation(sites: Sites) -> None:
+    """A site tests the export."""
+    token = sites.out / "validation.token"
+    line = ("--sites", "1", "--name", "tested", "--token-out", token, "--out", sites.out / "validation")
+    operator = sites.start("validate", sites.out / "export", *line)
+    try:
+        wait_for("the token", token.exists)
+        where = ("--federation", "tested", "--enrolment-token-file", token, "--state-dir", sites.out / "judge")
+        sites.done("client", *where, "--name", "judge", "--role", "evaluator", "--data", sites.uri("judge"), "--yes")
+        assert operator.wait(PATIENCE) == 0
+    finally:
+        operator.kill()
+
+
+def errors(sites: Sites) -> None:
+    """Clients that cannot use their data; their errors are logs."""
+    root, table = sites.data["late"], sites.data["late"] / "labels.csv"
+    lines = table.read_text().splitlines()
+    uids = [line.split(",")[0] for line in lines[1:]]
+    patient = "QX0001ZK"
+    tables = {
+        "cut": "\n".join(lines).encode(),
+        "column": f"Name,label\n{patient},x".encode(),
+        "twice": "\n".join([*lines, lines[5]]).encode(),
+        "nobody": f"PatientID,label\n{patient},x\nQX9999ZK,y".encode(),
+        "split": (
+            "\n".join(["SOPInstanceUID,label,split", *(f"{uid},x,QX{k:02d}11ZK" for k, uid in enumerate(uids))])
+        ).encode(),
+        "several": f"SOPInstanceUID,mass\n{uids[0]},{patient}".encode(),
+        "latin": f"SOPInstanceUID,label\n{uids[0]},{patient}\xe9".encode("latin-1"),
+    }
+    for name, content in tables.items():
+        table.write_bytes(content)
+        where = ("--federation", "scans", "--name", name, "--state-dir", sites.out / f"late-{name}", "--yes")
+        assert sites.run("client", *where, "--data", sites.uri("late", skip=False)) not in (0, None), name
+        assert sites.told().strip()
+    table.write_text(f"PatientID,label\n{patient},x\n")
+    pacs = f"dicomweb:http://127.0.0.1:9/x?labels={table}&study={uids[1]}"
+    assert (
+        sites.run(
+            "client", "--federation", "scans", "--name", "pacs", "--state-dir", sites.out / "pacs", "--data", pacs
+        )
+        != 0
+    )
+    assert root.exists()
+
+
+def test_planted_identifiers_stay_at_their_sites(
+    sites: Sites, browser: Browser, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    assert len(leaks(sites.secrets, contents(sites.data["east"]))) > 500
+    federation(sites)
+    read_everything(sites, browser)
+    validation(sites)
+    errors(sites)
+    terminal = sites.data["east"] / "terminal"  # the owner's own
+    with terminal.open("w") as own:
+        report = ("--out", str(sites.data["east"] / "report.html"), "--yes")
+        line = ["data", "check", sites.uri("east"), "--share", str(sites.out / "east"), *report]
+        command = [sys.executable, "-m", "promptfed", *line]
+        assert subprocess.run(command, stdout=own, stderr=own, env=sites.environment, check=False).returncode == 0
+    shared = sites.done("federation", "clients", "scans", "--json")
+    assert '"data_check"' in shared
+    assert "FILE" in terminal.read_text()
+    everywhere = [contents(sites.out), bytes(sites.tap.heard), caplog.text.encode()]
+    assert min(map(len, everywhere)) > 10_000
+    assert leaks([SYNTAX, *sites.secrets], *everywhere) == []
