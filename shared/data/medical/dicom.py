@@ -51,8 +51,6 @@ PACKAGES = {  # decoders that are not part of promptfed[medical], with their mod
     "1.2.840.10008.1.2.4.70": ("python-gdcm", "gdcm"),
     "1.2.840.10008.1.2.4.80": ("pyjpegls", "jpeg_ls"),
     "1.2.840.10008.1.2.4.81": ("pyjpegls", "jpeg_ls"),
-    "1.2.840.10008.1.2.4.90": ("python-gdcm", "gdcm"),  # some JPEG 2000 alone
-    "1.2.840.10008.1.2.4.91": ("python-gdcm", "gdcm"),
 }
 _JPEG = ("1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.51", "1.2.840.10008.1.2.4.57", "1.2.840.10008.1.2.4.70")
 
