@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from PIL import Image
 
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data.sharing import SharedSources
+from tests.support.waiting import PATIENCE
 
 
 def write_image(path: Path, seed: int, suffix: str = "png") -> None:
@@ -316,3 +319,17 @@ def test_a_template_of_the_uri_stands_in_for_the_data_sets_own() -> None:
     assert open_source("digits").template != "the digit {}."
     with pytest.raises(DataError, match="exactly once"):
         open_source("digits?template=a digit")
+
+
+def test_libraries_of_hospitals_are_imported_by_their_sources_alone() -> None:
+    heavy = ["pydicom", "nibabel", "tiffslide", "dicomweb_client", "cleanlab", "imagehash"]
+    code = f"""
+import sys
+import promptfed.cli.main, promptfed.client_service.worker, promptfed.coordinator.app
+from promptfed.shared.data import open_source
+from promptfed.shared.data.union import union_uri
+open_source(union_uri(["symbols:sketch?only=sun,cloud&per_class=2&test_per_class=1"] * 2))
+print([name for name in {heavy} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    assert done.stdout == "[]\n"

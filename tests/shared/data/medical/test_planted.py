@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 import promptfed
 from promptfed.shared.data import DataError, open_source
-from tests.shared.data.medical.test_dicom import save, table
+from tests.shared.data.medical.test_dicom import refused, save, table
 
 pydicom = pytest.importorskip("pydicom", reason="DICOM files: pip install '.[medical]'")
 from promptfed.shared.data.medical.phantoms import CLASSES, dataset, scan  # noqa: E402
@@ -116,7 +117,7 @@ def test_planted_identifiers_stay_in_their_files(
 ) -> None:
     secrets = [*planted(tmp_path / "one"), *planted(tmp_path / "two")]
     texts = [secret for secret in secrets if secret.startswith("QX")]
-    assert leaks(texts, contents(tmp_path)) == texts
+    assert leaks(texts, contents(tmp_path)) == sorted(set(texts))
     wire: list[bytes] = []
     send = httpx.AsyncClient.send
 
@@ -156,3 +157,65 @@ def test_the_search_finds_what_is_there(place: int) -> None:
     for name in ("md5", "sha1", "sha256"):
         assert leaks([secret], hashlib.new(name, secret.encode()).hexdigest().encode()) == [secret]
     assert leaks([secret], b"nothing") == []
+
+
+def test_names_and_descriptions_of_volumes_and_slides_stay_in_their_files(
+    tmp_path: Path, own_index: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nibabel, tifffile = pytest.importorskip("nibabel"), pytest.importorskip("tifffile")
+    caplog.set_level(logging.DEBUG)
+    draws, secrets, told = np.random.default_rng(0), ["QXDESCZK", "QXNOTEZK", "QXBANDZK"], []
+    lines = {kind: ["path,label,PatientID"] for kind in ("nifti", "wsi")}
+    for kind in lines:
+        (tmp_path / kind).mkdir()
+    for number in range(6):
+        name = f"QX47{number}FILEZK"
+        secrets += [name, f"QX47{number}WHOZK"]
+        volume = nibabel.Nifti1Image(draws.integers(0, 256, (8, 8, 3), dtype=np.uint8), np.eye(4))
+        for field, secret in {"descrip": "QXDESCZK", "aux_file": "QXBANDZK", "intent_name": "QXNOTEZK"}.items():
+            volume.header[field] = secret.encode()
+        volume.header.extensions.append(nibabel.nifti1.Nifti1Extension("comment", b"QXNOTEZK"))
+        nibabel.save(volume, tmp_path / "nifti" / f"{name}.nii.gz")
+        lines["nifti"].append(f"{name}.nii.gz,{'xy'[number % 2]},QX47{number}WHOZK")
+        tissue = np.full((256, 256, 3), (200, 90, 160), dtype=np.uint8)
+        about = {"description": "QXDESCZK", "software": "QXNOTEZK", "metadata": {"name": "QXBANDZK"}}
+        tifffile.imwrite(tmp_path / "wsi" / f"{name}.tiff", tissue, tile=(128, 128), photometric="rgb", **about)
+        lines["wsi"].append(f"{name}.tiff,{'xy'[number % 2]},QX47{number}WHOZK")
+    for kind, rows in lines.items():
+        (tmp_path / kind / "labels.csv").write_text("\n".join(rows))
+        uri = f"{kind}:{tmp_path / kind}" + "?tile=128" * (kind == "wsi")
+        assert len(set(open_source(uri).train.groups or ())) > 1
+        last = sorted((tmp_path / kind).glob("QX*"))[-1]
+        last.write_bytes(last.read_bytes()[: 300 if kind == "wsi" else 40])
+        told.append(str(refused(uri)).encode())
+    assert leaks(secrets, contents(tmp_path / "nifti"), contents(tmp_path / "wsi"))
+    assert len(told) == 2
+    assert leaks(secrets, *told, caplog.text.encode(), contents(own_index)) == []
+
+
+def test_an_image_that_changes_while_it_is_used_is_named_by_its_id(tmp_path: Path) -> None:
+    secrets = planted(tmp_path / "one")
+    source = open_source(f"dicom:{tmp_path / 'one'}")
+    for path in (tmp_path / "one").rglob("*.dcm"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"file [0-9a-f]{16}: it is gone") as caught:
+        source.train.image(0)
+    assert leaks(secrets, str(caught.value).encode()) == []
+
+
+def test_a_folder_that_cannot_be_listed_is_named_to_its_owner_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = planted(tmp_path / "one")
+    scandir = os.scandir
+
+    def refusing(path: str | Path) -> object:
+        if "DIRS3ZK" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(DataError, match="cannot be listed: permission denied") as caught:
+        open_source(f"dicom:{tmp_path / 'one'}")
+    assert leaks(secrets, str(caught.value).encode()) == []
+    assert any("DIRS3ZK" in problem for problem in caught.value.problems)
