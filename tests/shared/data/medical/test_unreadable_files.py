@@ -70,6 +70,21 @@ def test_an_index_that_a_crash_cut_off_is_made_whole(tmp_path: Path, own_index: 
         assert [again.test.digest(row) for row in range(3)] == [first.test.digest(row) for row in range(3)]
 
 
+def test_the_index_has_no_number_of_a_header(tmp_path: Path, own_index: Path) -> None:
+    """The places of slices are masked by the secret, and read back."""
+    for patient in "ab":
+        for place in range(3):
+            data = dataset(
+                np.full((4, 4), 10 * place, dtype=np.uint8), patient, 1_947_110_039 - place, f"1.2.{ord(patient)}"
+            )
+            save(data, tmp_path / "a" / f"{patient}{place}.dcm")
+    (tmp_path / "a" / "labels.csv").write_text("PatientID,label,split\na,x,train\nb,x,test\n")
+    for _ in range(2):
+        source = open_source(f"dicom:{tmp_path / 'a'}?level=series&frames=all")
+        assert [np.asarray(source.train.image(row))[0, 0, 0] for row in range(3)] == [20, 10, 0]
+    assert b"19471100" not in b"".join(path.read_bytes() for path in own_index.rglob("*") if path.is_file())
+
+
 def hostile(folder: Path) -> dict[str, Path]:
     """Files that claim or unpack to what they do not have."""
     folder.mkdir()
@@ -112,11 +127,10 @@ def test_hostile_files_end_in_errors_within_bounds(tmp_path: Path) -> None:
     assert readers().submit(Request("check", "dicom", str(good))).result().error is None
 
 
-def test_a_file_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "SECONDS", 0.5)
+def test_a_file_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     slow = tmp_path / "slow_kind.py"
     slow.write_text("import time\ndef facts(path, settings):\n    time.sleep(60)\n")
-    request = Request("facts", "slow_kind", "x")
+    request = Request("facts", "slow_kind", "x", seconds=0.5)
     child = reading._Child()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     code = f"import sys; import promptfed.shared.data.medical as room; room.__path__.append({str(tmp_path)!r})\n"
