@@ -229,6 +229,7 @@ def forms(page: Page, server: InThread) -> Iterator[str]:
     yield "compare"
     page.evaluate("location.hash = '#/federations/absent'")
     page.get_by_role("alert").filter(has_text="no federation 'absent'").wait_for()
+    expect(page.get_by_role("heading", name="Accuracy")).to_be_hidden()  # nothing but the error
     yield "absent"
     page.evaluate("location.hash = '#/'")
     page.get_by_text("Choose a federation.").wait_for()

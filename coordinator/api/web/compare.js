@@ -3,7 +3,7 @@
 import { Plot } from "./charts.js";
 import { fill, h, panel, table } from "./dom.js";
 import { bytes, counted, duration, figure, gain, measure, percent } from "./format.js";
-import { badge } from "./list.js";
+import { badge, progress } from "./list.js";
 import { broken, resolvedFields, settingsOf, told } from "./schema.js";
 import { elapsed } from "./times.js";
 
@@ -65,7 +65,7 @@ export class Compare {
     const shown = [...this.all].reverse().filter((one) => `${one.name} ${one.spec.method.name} ${one.state}`.toLowerCase().includes(wanted));
     const item = (one) => {
       const box = h("input", { type: "checkbox", id: `take-${one.id}`, checked: this.#has(one), on: { change: (event) => this.#choose(one, event.currentTarget.checked) } });
-      return h("li", {}, box, h("label", { for: box.id }, h("b", {}, one.name), " ", h("small", {}, `${one.spec.method.name}, round ${one.round} of ${one.spec.rounds}`)), badge(one.state));
+      return h("li", {}, box, h("label", { for: box.id }, h("b", {}, one.name), " ", h("small", {}, `${one.spec.method.name}, ${progress(one)}`)), badge(one.state));
     };
     fill(this.choices, shown.length ? shown.map(item) : h("li", { class: "empty" }, "No federation is like that."));
   }

@@ -43,7 +43,9 @@ export class Federation {
     this.remarks = h("ul", { class: "remarks", "aria-label": "Remarks" });
     this.looksWrong = panel("Remarks", { hidden: true }, this.remarks);
     const pair = (...some) => h("div", { class: "pair" }, some.map((one) => one.element));
-    this.element = h("article", { class: "federation" }, this.problem, this.refusal, this.status.element, this.looksWrong, forest.element, accuracy.element, pair(losses, this.times), choices.element, arrivals.element, sums.element, privacy.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element);
+    this.body = h("div", { class: "federation", hidden: true }, this.status.element, this.looksWrong, forest.element, accuracy.element, pair(losses, this.times), choices.element, arrivals.element, sums.element, privacy.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element); // hidden until there is something to show
+    this.back = h("p", { class: "back" }, h("a", { href: "#/" }, "← All federations"));
+    this.element = h("article", { class: "federation" }, this.back, this.problem, this.refusal, this.body);
     this.abort = new AbortController();
     this.last = null;
     this.failures = 0;
@@ -211,6 +213,8 @@ export class Federation {
 
   #draw() {
     if (this.abort.signal.aborted) return;
+    this.body.hidden = false;
+    this.back.hidden = true; // the body has one
     document.title = `${this.model.view.name} · ${this.model.view.state} · promptfed`;
     for (const one of this.panels) one.update(this.model);
   }

@@ -12,6 +12,11 @@ export function badge(state) {
   return h("span", { class: "badge", "data-state": state }, state);
 }
 
+/** How far it has come, in words. */
+export function progress({ spec, round }) {
+  return spec.kind === "validation" ? "validation of an export" : `${round} of ${counted(spec.rounds, "round")}`;
+}
+
 export class List {
   constructor(api, failed) {
     this.api = api;
@@ -77,7 +82,7 @@ export class List {
   }
 
   #item(one) {
-    const { rounds, method, kind } = one.spec;
+    const { rounds, method } = one.spec;
     const current = one.id === this.chosen || one.name === this.chosen;
     const done = one.state === "finished" ? rounds : Math.max(0, one.round - (one.state === "running" ? 1 : 0));
     return h(
@@ -85,7 +90,7 @@ export class List {
       { href: `#/federations/${one.id}`, "aria-current": current ? "page" : null },
       h("span", { class: "name" }, one.name),
       badge(one.unreadable ? "unreadable" : one.state),
-      h("span", { class: "what" }, one.unreadable ?? (kind === "validation" ? "validation of an export" : `${method.name} · ${one.round} of ${counted(rounds, "round")}`)),
+      h("span", { class: "what" }, one.unreadable ?? `${method.name} · ${progress(one)}`),
       h("progress", { max: Math.max(1, rounds), value: done, "aria-label": `${one.name}: rounds completed` }),
     );
   }

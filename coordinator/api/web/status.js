@@ -101,7 +101,8 @@ export class Status {
   }
 
   #possible() {
-    return Object.keys(VERBS).filter((verb) => VERBS[verb].includes(this.view.state)).map((verb) => this.buttons[verb]);
+    const begun = Boolean(this.view.trials?.length); // the comparison of methods starts the rounds by itself
+    return Object.keys(VERBS).filter((verb) => VERBS[verb].includes(this.view.state) && !(verb === "start" && begun)).map((verb) => this.buttons[verb]);
   }
 
   #showButtons() {
