@@ -6,25 +6,26 @@ began: nothing where N is the first round that this client trained in, which is 
 
 from __future__ import annotations
 
-from promptfed.client_service.state.private_state import COMMITTED, PrivateState, TensorOrigin
+from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 
 BEFORE = "before-*.safetensors"
 
 
 def keep_round(state: PrivateState, round: int) -> None:
-    """Keep the committed private tensors as those of ``round``."""
-    path = state.folder / COMMITTED
-    if path.exists():
-        state.write_file(f"round-{round}.safetensors", path.read_bytes())
+    """Keep the committed private tensors as those of ``round``; before the first training these are none."""
+    state.commit_prepared(*state.committed(), f"round-{round}.safetensors", residual={})
 
 
 def select_round(state: PrivateState, round: int) -> None:
-    """Commit the private tensors that were kept of ``round``, and forget those of other rounds."""
-    kept = state.folder / f"round-{round}.safetensors"
-    if kept.exists():
-        state.write_file(COMMITTED, kept.read_bytes())
-    for path in state.folder.glob("round-*.safetensors"):
-        if path != kept:
+    """Commit the private tensors that were kept of ``round``, and forget those of other rounds.
+
+    A client that was away then takes those of the last round before; one that joined later has none.
+    """
+    kept = {int(path.stem.removeprefix("round-")): path for path in state.folder.glob("round-*.safetensors")}
+    last = max((number for number in kept if number <= round), default=None)
+    state.commit_prepared(*({}, TensorOrigin()) if last is None else state.committed(kept[last].name))
+    for number, path in kept.items():
+        if number != last:
             path.unlink(missing_ok=True)
 
 

@@ -86,6 +86,46 @@ def test_a_selection_does_not_hide_what_a_later_round_began_with(tmp_path: Path)
     state.close()
 
 
+def test_the_round_before_training_can_be_selected(tmp_path: Path) -> None:
+    """Its private tensors are none, and not those of the last round."""
+    state = PrivateState(tmp_path / "state")
+    keep_round(state, 0)
+    train(state, 1, 0)
+    keep_round(state, 1)
+    assert value(state) == 1.0
+    for _ in range(2):  # as after a kill
+        select_round(state, 0)
+        assert value(state) is None
+    state.close()
+
+
+@pytest.mark.parametrize(("selected", "left"), [(1, None), (2, 2.0), (3, 2.0), (4, 4.0)])
+def test_who_was_away_in_the_selected_round_takes_what_it_had(
+    tmp_path: Path, selected: int, left: float | None
+) -> None:
+    state = PrivateState(tmp_path / "state")
+    for round in (2, 4):  # it joined late, and was away in round 3
+        train(state, round, 0)
+        keep_round(state, round)
+    for _ in range(2):
+        select_round(state, selected)
+        assert value(state) == left
+    state.close()
+
+
+def test_a_kept_round_has_no_copy_of_what_compression_lost(tmp_path: Path) -> None:
+    state = PrivateState(tmp_path / "state")
+    lost = {"context": torch.ones(100_000)}
+    state.write_pending(b"update", {"v": torch.ones(2)}, TensorOrigin("task", 1, "train", "peers"), lost)
+    state.commit()
+    keep_round(state, 1)
+    assert (state.folder / "round-1.safetensors").stat().st_size < 1000
+    select_round(state, 1)
+    assert value(state) == 1.0
+    assert torch.equal(state.residual()["context"], lost["context"])
+    state.close()
+
+
 async def played(
     server: InThread, folder: Path, names: tuple[str, ...], keep: int, forget: str | None, **changes: Any
 ) -> tuple[list[str], list[tuple[str, Mapping[str, Any]]], Ledger]:
