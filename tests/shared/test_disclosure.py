@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from promptfed.shared.metrics import clinical
 from promptfed.shared.metrics.disclosure import FLOOR, Range, coded, coded_accuracy, coded_mean, share
 from promptfed.shared.metrics.site_figures import Answered, site_figures
-from tests.support.answers import answered, confusion_of
-from tests.support.attacker import Attacker, small_counts
+from tests.support.answers import answered, answered_several, confusion_of, tables_of
+from tests.support.attacker import Attacker, SeveralAttacker, small_counts, small_tables
 
 COUNTED = ("tp", "fn")  # every number below the floor stays possible, and of fp over all images; of other counts half
 
@@ -21,16 +22,28 @@ def attack(seed: int) -> int:
     draws = np.random.default_rng(seed)
     confusion = confusion_of(draws)
     attacker = Attacker(site_figures(answered(confusion, draws), FLOOR), confusion.shape[1])
-    tried = 0
-    for place, name, k in small_counts(confusion, FLOOR):
-        value = None if place is None or len(confusion) == 1 else str(place)
+    return narrowed(seed, attacker, len(confusion), small_counts(confusion, FLOOR))
+
+
+def attack_several(seed: int) -> int:
+    """The same of a site whose images have several labels."""
+    draws = np.random.default_rng(seed)
+    tables = tables_of(draws)
+    attacker = SeveralAttacker(site_figures(answered_several(tables, draws), FLOOR), tables.shape[1])
+    return narrowed(seed, attacker, len(tables), small_tables(tables, FLOOR))
+
+
+def narrowed(seed: int, attacker: Attacker, groups: int, small: Iterable[tuple[int | None, str, int]]) -> int:
+    """Expect that no small count can be narrowed; how many there are."""
+    goals, about = [], []
+    for place, name, k in small:
+        value = None if place is None or groups == 1 else str(place)
         if value is None or value in attacker.values:
-            low, high = attacker.bounds(value, name, k)
             least = 0 if name in COUNTED or (name == "fp" and value is None) else FLOOR / 2
-            assert low <= least + 1e-6, (seed, value, name, k, low, high)
-            assert high >= FLOOR - 1 - 1e-6, (seed, value, name, k, low, high)
-            tried += 1
-    return tried
+            goals.append((attacker.cells(value, name, k), least, FLOOR - 1))
+            about.append((value, name, k))
+    assert [(seed, *about[place]) for place in attacker.narrowed(goals)] == []
+    return len(goals)
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +54,15 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_count_below_the_floor_can_be_narrowed() -> None:
     assert sum(attack(seed) for seed in range(15)) > 100
+    assert sum(attack_several(seed) for seed in range(15)) > 100
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_ten_thousand_report_sets(part: int) -> None:
-    assert sum(attack(seed) for seed in range(1000 * part, 1000 * part + 1000)) > 5000
+    seeds = range(1000 * part, 1000 * part + 1000)
+    assert sum(attack(seed) for seed in seeds) > 5000
+    assert sum(attack_several(seed) for seed in seeds) > 5000
 
 
 def test_the_attacker_finds_counts_where_there_is_no_floor() -> None:

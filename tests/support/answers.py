@@ -35,3 +35,35 @@ def answered(confusion: np.ndarray, draws: np.random.Generator) -> Answered:
         scores=draws.dirichlet(np.ones(len(classes)), len(rows)),
         subgroups={"scanner": [str(group) for group in rows[:, 0]]} if len(confusion) > 1 else {},
     )
+
+
+def tables_of(draws: np.random.Generator) -> np.ndarray:
+    """Tables (subgroups, classes, 2, 2) of images with several labels: small, large, or of ranges' first and last."""
+    classes, groups = int(draws.integers(1, 6)), int(draws.integers(1, 4))
+    sizes = draws.poisson(float(draws.choice([4, 15, 40, 120])), groups)
+    sizes[0] += sizes.sum() == 0
+    if draws.random() < 0.5:
+        sizes = sizes // 10 * 10 + 9 * (draws.random(groups) < 0.5)
+        sizes[0] += 10 * (sizes.sum() == 0)
+    shares = draws.dirichlet([0.5, 0.5, 0.5, 1.5], (groups, classes))
+    each = [[draws.multinomial(size, share) for share in row] for size, row in zip(sizes, shares, strict=True)]
+    return np.array(each).reshape(groups, classes, 2, 2)
+
+
+def answered_several(tables: np.ndarray, draws: np.random.Generator) -> Answered:
+    """Answers with these tables, classes independent of one another; their scores are random."""
+    groups, classes = tables.shape[:2]
+    sizes = tables[:, 0].sum(axis=(1, 2))
+    drawn = [
+        np.stack([draws.permutation(np.repeat(np.arange(4), table.ravel())) for table in tables[group]], axis=1)
+        for group in range(groups)
+    ]
+    cells = np.concatenate(drawn)
+    return Answered(
+        names=[str(k) for k in range(classes)],
+        truth=cells >= 2,
+        decided=cells % 2 == 1,
+        scores=draws.random(cells.shape),
+        subgroups={"scanner": [str(group) for group in np.repeat(range(groups), sizes)]} if groups > 1 else {},
+        exclusive=False,
+    )

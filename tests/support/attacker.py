@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -12,6 +12,8 @@ from promptfed.shared.metrics.disclosure import UNKNOWN, Range, share
 from promptfed.shared.metrics.site_figures import GroupFigures, SiteFigures
 
 Row = tuple[np.ndarray, float, float]  # low ≤ coefficients·cells ≤ high
+Goal = Row  # coefficients·cells should be able to reach both ends
+TOLERANCE = 1e-6
 FRACTIONS = {"sensitivity": ("tp", "fn"), "specificity": ("tn", "fp"), "ppv": ("tp", "fp"), "npv": ("tn", "fn")}
 MOST = 3000  # images that the attacker thinks possible
 
@@ -22,10 +24,18 @@ class Attacker:
     def __init__(self, figures: SiteFigures, classes: int):
         self.floor, self.classes = figures.floor, classes
         self.values = [group.value for group in figures.groups if group.column is not None] or [None]
-        self.shape = (len(self.values), classes, classes)
-        self.rows: list[Row] = []
+        self.rows: list[Row] = self.known()
         for group in figures.groups:
             self.learn(group)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the cells."""
+        return len(self.values), self.classes, self.classes
+
+    def known(self) -> list[Row]:
+        """What holds of the cells before anything is told."""
+        return []
 
     def cells(self, value: str | None, name: str, k: int = 0) -> np.ndarray:
         """Which cells a count adds up."""
@@ -74,15 +84,79 @@ class Attacker:
 
     def bounds(self, value: str | None, name: str, k: int) -> tuple[float, float]:
         """Between which numbers a count must lie."""
-        above = [(-cells, -low) for cells, low, _ in self.rows] + [(cells, high) for cells, _, high in self.rows]
-        matrix, limits = (None, None) if not above else (np.array([a for a, _ in above]), [b for _, b in above])
         goal = self.cells(value, name, k)
-        ends = []
-        for side in (1, -1):
-            solved = linprog(side * goal, A_ub=matrix, b_ub=limits, bounds=(0, MOST), method="highs")
+        solve = self._solver()
+        return float(goal @ solve(goal)), float(goal @ solve(-goal))
+
+    def narrowed(self, goals: Sequence[Goal]) -> list[int]:
+        """The goals that cannot be as low or as high as they should.
+
+        A point that one program finds often serves other goals too, and those need no program of their own.
+        """
+        if not goals:
+            return []
+        solve = self._solver()
+        together = np.sum([cells for cells, _, _ in goals], axis=0)
+        points, found = [solve(together), solve(-together)], []
+        for place, (cells, low, high) in enumerate(goals):
+            for side, end in ((1, low), (-1, high)):
+                if all(side * (cells @ point - end) > TOLERANCE for point in points):
+                    points.append(solve(side * cells))
+                    if side * (cells @ points[-1] - end) > TOLERANCE:
+                        found.append(place)
+        return found
+
+    def _solver(self) -> Callable[[np.ndarray], np.ndarray]:
+        """Finds the possible cells that make a sum of them least."""
+        rows = np.array([cells for cells, _, _ in self.rows]).reshape(len(self.rows), -1)
+        limits = np.array([[-low, high] for _, low, high in self.rows]).reshape(-1, 2)
+        matrix, most = np.concatenate([-rows, rows]), np.concatenate([limits[:, 0], limits[:, 1]])
+
+        def solve(goal: np.ndarray) -> np.ndarray:
+            given = {"A_ub": matrix, "b_ub": most} if len(rows) else {}
+            solved = linprog(goal, bounds=(0, MOST), method="highs", **given)
             assert solved.status == 0, solved.message
-            ends.append(side * solved.fun)
-        return ends[0], ends[1]
+            found: np.ndarray = solved.x
+            return found
+
+        return solve
+
+
+class SeveralAttacker(Attacker):
+    """Knows that an image may have several classes; cells: (subgroup, class, whether it has it, the answer)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the cells."""
+        return len(self.values), self.classes, 2, 2
+
+    def known(self) -> list[Row]:
+        """The cells of each class add up to the same images."""
+        rows = []
+        for value, k in product(self.values, range(1, self.classes)):
+            equal = self.cells(value, "images", k) - self.cells(value, "images", 0)
+            rows.append((equal, 0.0, 0.0))
+        return rows
+
+    def cells(self, value: str | None, name: str, k: int = 0) -> np.ndarray:
+        """Which cells a count adds up."""
+        chosen = np.zeros(self.shape)
+        places = range(len(self.values)) if value is None else [self.values.index(value)]
+        has, said = {"tp": (1, 1), "fn": (1, 0), "fp": (0, 1), "tn": (0, 0)}.get(name, (1, slice(None)))
+        for place in places:
+            chosen[place, k, slice(None) if name == "images" else has, said] = 1
+        return chosen.ravel()
+
+
+def small_tables(tables: np.ndarray, floor: int) -> Iterator[tuple[int | None, str, int]]:
+    """As `small_counts`, of tables (G, C, 2, 2): subgroup, class, whether an image has it, the answer."""
+    parts: Sequence[tuple[int | None, np.ndarray]] = [(None, tables.sum(axis=0)), *enumerate(tables)]
+    for place, table in parts:
+        for k, ((tn, fp), (fn, tp)) in enumerate(table):
+            named = {"tp": tp, "fn": fn, "fp": fp, "tn": tn, "positives": tp + fn}
+            yield from ((place, name, k) for name, count in named.items() if count < floor)
+        if table[0].sum() < floor:
+            yield place, "images", 0
 
 
 def small_counts(confusion: np.ndarray, floor: int) -> Iterator[tuple[int | None, str, int]]:
