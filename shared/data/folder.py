@@ -16,7 +16,7 @@ import torch
 
 from promptfed.shared.data.errors import shortened
 from promptfed.shared.data.image_files import read_image
-from promptfed.shared.data.label_table import LabelColumns, label_columns
+from promptfed.shared.data.label_table import LabelColumns, label_columns, subgroup_columns, subgroup_of
 from promptfed.shared.data.options import Options, kept_names, only, with_classes
 from promptfed.shared.data.source import DataError, ImageDomain, Origin, Source, Split, in_words
 from promptfed.shared.data.splitting import divided
@@ -156,7 +156,7 @@ def open_csv(body: str, options: Options) -> Source:
     options.check_names(("domain", "group", "groups", "labels", "columns", SKIP))
     table = _existing(body, options, folder=False)
     domain, group = options.text("domain"), options.text("group")
-    subgroups = [name.strip() for name in (options.text("groups") or "").split(",") if name.strip()]
+    subgroups = subgroup_columns(options)
     columns, lines = _lines(table)
     several = label_columns(table, columns, {"path", "split", "domain", group or "path", *subgroups}, options)
     wanted = [*(["domain"] if domain is not None else []), *([group] if group is not None else []), *subgroups]
@@ -219,7 +219,7 @@ def _row_problems(
 
 def _csv_item(table: Path, row: dict[str, str], group: str | None, subgroups: Sequence[str]) -> _Item:
     split, own_group = row.get("split") or None, row[group] if group is not None else None
-    values = tuple((name, row[name] or "unknown") for name in subgroups)
+    values = tuple((name, subgroup_of(row, name)) for name in subgroups)
     return _Item(table.parent / row["path"], row.get("label") or "", split, own_group, values)
 
 

@@ -78,6 +78,16 @@ def label_columns(
     return LabelColumns(table, classes, False) if classes else None
 
 
+def subgroup_columns(options: Options) -> list[str]:
+    """The columns of subgroups, as ``groups=sex,scanner`` lists them."""
+    return [name.strip() for name in (options.text("groups") or "").split(",") if name.strip()]
+
+
+def subgroup_of(row: Mapping[str, str | None], column: str) -> str:
+    """The value of a line in a column of subgroups."""
+    return row.get(column) or "unknown"
+
+
 def _listed(cell: str) -> set[str]:
     return {name.strip() for name in cell.split(SEPARATOR) if name.strip()}
 

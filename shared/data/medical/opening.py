@@ -21,7 +21,7 @@ from promptfed.shared.data.source import DataError, Origin, Source, Split
 from promptfed.shared.data.splitting import divided
 from promptfed.shared.service.reasons import named, why
 
-OPTIONS = ("labels", "columns", "group", "index", SKIP)
+OPTIONS = ("labels", "columns", "group", "groups", "index", SKIP)
 TABLE = "labels.csv"
 AHEAD_BYTES = 64_000_000  # of decoded images that wait to be used
 
@@ -80,6 +80,7 @@ def open_files(
     labels = torch.tensor([item.place[2] - 1 for item in images.items]) if names else table.labels[rows]
     groups = _groups(table, index, images.items, rows)
     whole = Split(labels, images.read, groups, digest=images.digest, ahead=images.ahead, origin=origin)
+    whole.subgroups = {column: tuple(values[row] for row in rows) for column, values in table.subgroups.items()}
     return divided(whole, splits, table.names, None, TEMPLATE, options, tuple(text for _, text in problems))
 
 

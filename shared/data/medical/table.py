@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from promptfed.shared.data.label_table import LabelColumns, label_columns
+from promptfed.shared.data.label_table import LabelColumns, label_columns, subgroup_columns, subgroup_of
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError
 from promptfed.shared.service.reasons import why
@@ -30,7 +30,10 @@ _TABLE = "the table of labels"
 
 @dataclass(frozen=True)
 class Table:
-    """Lines of a table: ``values`` of the column ``key``, ``labels`` (N,) or (N, C), and their splits and groups."""
+    """Lines of a table: ``values`` of the column ``key``, ``labels`` (N,) or (N, C), and their splits and groups.
+
+    ``subgroups``: the value of each line by column, as in `csv:`.
+    """
 
     key: str
     values: tuple[str, ...]
@@ -39,6 +42,7 @@ class Table:
     labels: torch.Tensor
     splits: tuple[str | None, ...]
     groups: tuple[str, ...] | None
+    subgroups: Mapping[str, tuple[str, ...]]
 
 
 def read_table(path: Path, keys: Sequence[str], options: Options, names: tuple[str, ...] = ()) -> Table:
@@ -64,10 +68,11 @@ def read_table(path: Path, keys: Sequence[str], options: Options, names: tuple[s
     if key is None:
         raise DataError(f"{options.uri}: {_TABLE} has none of the columns {', '.join(keys)}, by which a file is found.")
     own = options.text("group") or next((name for name in ("PatientID",) if name in columns and name != key), None)
-    used = {*COLUMNS, PATH, "split", own or key}
+    subgroups = subgroup_columns(options)
+    used = {*COLUMNS, PATH, "split", own or key, *subgroups}
     several = None if names else label_columns(path, columns, used, _columns_only(options))
     labelled = ["label"] if several is None and not names else []
-    for needed in [own or key, *labelled]:
+    for needed in [own or key, *labelled, *subgroups]:
         if needed not in columns:
             raise DataError(f"{options.uri}: {_TABLE} has no column {needed}.")
     if not rows:
@@ -84,7 +89,8 @@ def read_table(path: Path, keys: Sequence[str], options: Options, names: tuple[s
         raise DataError(f"{options.uri}: {_TABLE} leaves some splits empty; give it for all lines or for none.")
     groups = tuple(str(row[own]) for _, row in rows) if own else None
     values = tuple(str(row[key]).strip() for _, row in rows)
-    return Table(key, values, tuple(number for number, _ in rows), names, labels, splits, groups)
+    by_column = {column: tuple(subgroup_of(row, column) for _, row in rows) for column in subgroups}
+    return Table(key, values, tuple(number for number, _ in rows), names, labels, splits, groups, by_column)
 
 
 def _problems(

@@ -258,6 +258,10 @@ def test_several_labels_and_mixed_up_tables(tmp_path: Path) -> None:
     uri = table(tmp_path, ["PatientID", "split", "mass", "edema"], ["a", "train", "1", ""], ["b", "test", "0", "1"])
     source = open_source(uri)
     assert (source.class_names, source.train.labels.tolist()) == (("mass", "edema"), [[1, -1]])
+    table(tmp_path, ["PatientID", "sex", "label"], ["a", "f", "x"], ["b", "", "y"])
+    split = open_source(f"{uri}?groups=sex", "evaluator").test
+    assert sorted(zip(split.labels.tolist(), split.subgroups["sex"], strict=True)) == [(0, "f"), (1, "unknown")]
+    assert "has no column age" in str(refused(f"{uri}?groups=age"))
     table(tmp_path, ["PatientID", "label"], ["a", "x"], ["a", "y"])
     assert "line 3: it has the same PatientID as line 2" in str(refused(uri))
     table(tmp_path, ["PatientID", "label"], ["a", "x"], ["nobody", "y"])
