@@ -93,5 +93,5 @@ def settings_of(method: Method) -> dict[str, Any]:
     task: dict[str, Any] = {TASK: MULTI_LABEL} if is_for_several_labels(method) else {}
     counted = statistics_of(method)
     if counted is not None:
-        task[STATISTICS] = counted.model_dump(exclude_defaults=True)
+        task[STATISTICS] = counted.model_dump(mode="json", exclude_defaults=True)
     return {"name": method.name, **method.hyper.model_dump(mode="json"), **task}

@@ -29,7 +29,7 @@ from promptfed.shared.methods.core.statistics import (
     counted_labels,
     statistics_of,
 )
-from promptfed.shared.metrics.conformal import score_bins
+from promptfed.shared.metrics.conformal import Histograms
 from promptfed.shared.metrics.disclosure import coded, leaves_room
 from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.tensors import Tensors
@@ -45,22 +45,12 @@ def class_counts(data: ClientData, names: tuple[str, ...], statistics: Statistic
     return np.asarray(counted_labels(data.split(TRAIN, names).labels, statistics))
 
 
-def score_counts(data: ClientData, classifier: Classifier, names: tuple[str, ...], statistics: Statistics) -> Counts:
-    """The held-out images whose score is in each bin, ``(1, bins)`` or by class; of each patient one image counts.
-
-    Images of one patient are not exchangeable with those of others.
-    """
-    counts = np.zeros((statistics.classes if statistics.by_class else 1, statistics.bins), dtype=np.int64)
+def score_counts(data: ClientData, classifier: Classifier, names: tuple[str, ...], layout: Histograms) -> Counts:
+    """The held-out images whose score is in each bin, ``(rows, bins)``; of each patient one image counts."""
     if CALIBRATION not in data.tests or not data.count(CALIBRATION):
-        return counts
-    split, groups = data.split(CALIBRATION, names), data.groups(CALIBRATION)
-    labels, told = np.asarray(split.labels), probabilities(classifier, split).numpy()
-    first = {group: row for row, group in reversed(list(enumerate(groups)))} if groups is not None else None
-    rows = np.arange(len(labels)) if first is None else np.array(sorted(first.values()))
-    rows = rows[labels[rows] >= 0]
-    bins = score_bins(1 - told[rows, labels[rows]], statistics.bins)
-    np.add.at(counts, (labels[rows] if statistics.by_class else np.zeros_like(bins), bins), 1)
-    return counts
+        return np.zeros((layout.rows, layout.bins), dtype=np.int64)
+    split, images = data.split(CALIBRATION, names), data.images_of(CALIBRATION)
+    return layout.counts(split.labels, probabilities(classifier, split), images.subgroups, images.groups)
 
 
 def above_floor(counts: Counts, floor: int) -> Counts:
@@ -121,7 +111,7 @@ def counted(
     else:
         with torch.no_grad():
             classifier = method.classifier(context, *tensors)
-        counts = score_counts(data, classifier, context.class_names, statistics)
+        counts = score_counts(data, classifier, context.class_names, statistics.histograms)
     if site is not None and cost is not None:
         spent = site.report(cost)
         counts = noisy(counts, cost.z, privacy.noise.stream(task.round, task.phase, context.client))

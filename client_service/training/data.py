@@ -27,6 +27,7 @@ from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.methods.core.statistics import CALIBRATION
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.plain_text import look_alikes
+from promptfed.shared.spec.calibration import CalibrationSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors.transfer import sent_to
 
@@ -189,13 +190,9 @@ class ClientData:
         groups = self._splits[which].groups
         return None if groups is None else len(set(groups))
 
-    def groups(self, which: str) -> tuple[str, ...] | None:
-        """The patient (group) of each image of a split; None where the data name none."""
-        return self._splits[which].groups
-
-    def test_images(self) -> Split:
-        """The client's own test images as they were opened, with their groups."""
-        return self._splits[TEST]
+    def images_of(self, which: str) -> Split:
+        """A split's images as they were opened, with their patients (groups) and subgroups."""
+        return self._splits[which]
 
     def features(self, which: str, bar: bool = False, *, raw: bool = False) -> Tensor:
         """``(N, d_e)`` of a split, normalised unless ``raw``.
@@ -271,6 +268,8 @@ def split_by(
     terms: TrainingTerms, source: Source, tests: Mapping[str, Source], role: Role
 ) -> tuple[Source, Mapping[str, Source]]:
     """The source and the further test sets of a client, by the federation's terms. Raises as `held_out`."""
+    if terms.calibration is not None and (role == "trainer" or terms.kind == "validation"):
+        _expect_column(terms.calibration, source)
     if role != "trainer":
         return source, tests
     if terms.calibration is not None:
@@ -284,6 +283,14 @@ def split_by(
     if not terms.held_out:
         return source, tests
     return held_out(source, terms.held_out, terms.seed), NO_TESTS
+
+
+def _expect_column(calibration: CalibrationSpec, source: Source) -> None:
+    """Raise ClientError where the data lack the column whose values are calibrated each by itself."""
+    column, part = calibration.column, source.train if len(source.train) else source.test
+    if column is not None and column not in part.subgroups:
+        text = f"the federation calibrates by the column {column}, which the data do not name"
+        raise ClientError(Exit.BAD_INPUT, f"{text}: add groups={column} to the data URI")
 
 
 def held_out(source: Source, share: float, seed: int) -> Source:

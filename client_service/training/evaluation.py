@@ -29,6 +29,7 @@ from promptfed.shared.metrics import calibration_error, macro_f1
 from promptfed.shared.metrics.clinical import mean_average_precision
 from promptfed.shared.metrics.outcomes import ZERO_SHOT, Outcomes, Record
 from promptfed.shared.metrics.site_figures import Answered, SiteFigures, site_figures
+from promptfed.shared.metrics.site_scores import site_scores
 from promptfed.shared.tensors import Tensors
 
 EVALUATION_BATCH = 256
@@ -112,11 +113,11 @@ class Evaluation:
         return splits, zero_shot
 
     def figures_of(self, classifier: Classifier, context: ClientContext, floor: int) -> SiteFigures:
-        """The figures of the client's own test images, by class and subgroup.
+        """The figures of the client's own test images, by class and subgroup, and its calibration scores if asked.
 
         Images of no class, and images with an unknown label, are left out.
         """
-        split, images = self.data.split(TEST, context.class_names), self.data.test_images()
+        split, images = self.data.split(TEST, context.class_names), self.data.images_of(TEST)
         labels, classes = split.labels, torch.arange(len(context.class_names))
         if labels.ndim == 2:
             told = presences(classifier, split)
@@ -134,7 +135,12 @@ class Evaluation:
             subgroups=images.subgroups,
             exclusive=labels.ndim == 1,
         )
-        return site_figures(answered.among(known.numpy()), floor)
+        answered = answered.among(known.numpy())
+        figures, asked = site_figures(answered, floor), context.terms.calibration
+        if asked is None:
+            return figures
+        scores = site_scores(answered, asked.histograms(context.class_names), figures)
+        return figures.model_copy(update={"scores": scores})
 
     def zero_shot_keys(self, own: ClientContext, template: str | None) -> dict[str, str]:
         """By test set: what the template's accuracy on it depends on, its images, its names and the template."""

@@ -10,6 +10,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from promptfed.cli.scoring import SCORE_FILE, ScoreFigures
 from promptfed.cli.scoring_presences import PresenceFigures
+from promptfed.cli.scoring_subgroups import SubgroupFigures
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import new_folder, write_file
 from promptfed.sdk.output import console, print_json, say, table
@@ -44,7 +45,8 @@ def run_pool(scores: Sequence[str], only: str | None, out: Path, as_json: bool) 
     by_site = read_scores(scores)
     report = pooled_report(by_site, only)
     with new_folder(out, "--out") as folder:
-        drawn = [each for each in report.figures if only is not None or each.figure in ("accuracy", "auroc")]
+        whole = [each for each in report.figures if each.column is None]
+        drawn = [each for each in whole if only is not None or each.figure in ("accuracy", "auroc")]
         picture = forest(drawn)
         write_file(folder / POOLED_FILE, (report.model_dump_json(indent=1) + "\n").encode())
         picture.savefig(folder / FOREST_FILE, dpi=150, bbox_inches="tight")
@@ -52,11 +54,11 @@ def run_pool(scores: Sequence[str], only: str | None, out: Path, as_json: bool) 
         print_json(report.model_dump())
         return
     rows = [
-        [each.class_name or "all", POOLED.get(each.figure, each.figure), *mean_cells(each.pooled)]
+        [subgroup_of(each), each.class_name or "all", POOLED.get(each.figure, each.figure), *mean_cells(each.pooled)]
         for each in report.figures
         if each.pooled is not None
     ]
-    heads = ["class", "figure", "sites", "mean, 95 %", "next site", "I²"]
+    heads = ["images", "class", "figure", "sites", "mean, 95 %", "next site", "I²"]
     console.print(table(f"{len(by_site)} sites, {sum(report.images.values())} images", heads, rows))
     say(f"Wrote {POOLED_FILE} and {FOREST_FILE} in {out}.")
 
@@ -90,18 +92,23 @@ def read_scores(scores: Sequence[str]) -> dict[str, SiteScores]:
 
 
 def pooled_report(by_site: Mapping[str, SiteScores], only: str | None = None) -> PooledReport:
-    """The accuracy over all classes, and the figures of each class (or of ``only`` one), pooled over the sites."""
+    """The accuracy over all classes, and the figures of each class (or of ``only`` one), pooled over the sites.
+
+    First of all images, then of each subgroup.
+    """
     names = list(dict.fromkeys(one.name for figures in by_site.values() for one in figures.classes))
     if only is not None and only not in names:
         raise CommandError(f"no site has images of the class {only}; they have {', '.join(names)}", Exit.BAD_INPUT)
-    found = {site: getattr(figures, "accuracy_interval", None) for site, figures in by_site.items()}
-    all_figures = [pooled_figure("accuracy", None, found)]
-    for name in names if only is None else [only]:
-        classes = {site: {one.name: one for one in figures.classes}.get(name) for site, figures in by_site.items()}
-        all_figures += [
-            pooled_figure(key, name, {site: getattr(one, key) if one else None for site, one in classes.items()})
-            for key in POOLED
-        ]
+    names = names if only is None else [only]
+    groups: dict[tuple[str | None, str | None], dict[str, SiteScores | SubgroupFigures]] = {(None, None): dict(by_site)}
+    for site, figures in by_site.items():
+        for group in figures.subgroups:
+            groups.setdefault((group.column, group.value), {})[site] = group
+    all_figures = [
+        each.model_copy(update={"column": column, "value": value})
+        for (column, value), of_sites in groups.items()
+        for each in _pooled(of_sites, names)
+    ]
     [state] = {figures.state for figures in by_site.values()}
     assert state is not None
     parts = [figures.calibration for figures in by_site.values() if isinstance(figures, ScoreFigures)]
@@ -112,6 +119,23 @@ def pooled_report(by_site: Mapping[str, SiteScores], only: str | None = None) ->
         figures=all_figures,
         calibration=added(known) if len(known) == len(by_site) else None,
     )
+
+
+def _pooled(by_site: Mapping[str, SiteScores | SubgroupFigures], names: Sequence[str]) -> list[PooledFigure]:
+    found = {site: getattr(figures, "accuracy_interval", None) for site, figures in by_site.items()}
+    pooled = [pooled_figure("accuracy", None, found)]
+    for name in names:
+        classes = {site: {one.name: one for one in figures.classes}.get(name) for site, figures in by_site.items()}
+        pooled += [
+            pooled_figure(key, name, {site: getattr(one, key) if one else None for site, one in classes.items()})
+            for key in POOLED
+        ]
+    return pooled
+
+
+def subgroup_of(figure: PooledFigure) -> str:
+    """The images that a figure is of, as scanner=old; all."""
+    return "all" if figure.column is None else f"{figure.column}={figure.value}"
 
 
 def mean_cells(pooled: Pooled) -> list[str]:

@@ -21,6 +21,12 @@ class SetOptions:
     ] = None
     calibration: Annotated[
         Path | None,
-        typer.Option(help="with --coverage: score.json or pooled.json; default: the export's own scores"),
+        typer.Option(
+            help="with --coverage: score.json, pooled.json or validation.json; default: the export's own scores"
+        ),
     ] = None
     by_class: Annotated[bool, typer.Option("--by-class", help="with --coverage: for each class by itself")] = False
+    group: Annotated[
+        str | None,
+        typer.Option(help="with --coverage: for images of this subgroup, as in scanner=old"),
+    ] = None

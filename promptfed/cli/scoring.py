@@ -16,6 +16,7 @@ from torch import Tensor
 
 from promptfed.cli.predicting import model_of_export
 from promptfed.cli.scoring_presences import presence_figures, show_presences
+from promptfed.cli.scoring_subgroups import SubgroupFigures, show_subgroups, subgroup_figures
 from promptfed.client_service.serving.prediction import Served
 from promptfed.client_service.training.data import TEST, ClientData
 from promptfed.client_service.training.evaluation import answers, probabilities
@@ -25,7 +26,7 @@ from promptfed.sdk.files import new_folder, write_file
 from promptfed.sdk.output import console, print_json, say, table
 from promptfed.sdk.text import percent
 from promptfed.shared.clip import FeatureCache
-from promptfed.shared.data import open_source
+from promptfed.shared.data import Split, open_source
 from promptfed.shared.metrics import BINS, calibration_error, class_accuracies, macro_f1
 from promptfed.shared.metrics.clinical import ClassFigures, Estimate, class_figures, interval_text, proportion
 from promptfed.shared.metrics.conformal import Calibration, calibration_of
@@ -58,19 +59,22 @@ def run_score(
     with new_folder(out, "--out") as folder, TemporaryDirectory(prefix="promptfed-score-") as features:
         split = ClientData(source, backbone, FeatureCache(Path(features))).split(TEST, names)
         _expect_kind(served, split.labels, uri)
+        state = state_hash(model.state)
         if served.several_labels:
-            several = presence_figures(served, split, names, source.test.groups, state_hash(model.state))
+            several = presence_figures(served, split, names, source.test, state)
             write_file(folder / SCORE_FILE, (several.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
             show_presences(several, uri, as_json)
             return
         told = probabilities(served.classifier, split)
         confidence, predicted = told.max(dim=-1)
         figures = scores(split.labels, predicted, confidence, names)
-        figures.state, figures.classes = (
-            state_hash(model.state),
-            by_class(split.labels, told, names, source.test.groups),
+        figures.state, figures.classes = state, by_class(split.labels, told, names, source.test.groups)
+        figures.subgroups = subgroup_figures(
+            source.test, lambda rows: _of_rows(split.labels, told, names, source.test, rows)
         )
-        figures.calibration = calibration_of(split.labels.numpy(), told.numpy(), names)
+        figures.calibration = calibration_of(
+            split.labels, told, names, patients=source.test.groups, subgroups=source.test.subgroups
+        )
         if served.template is not None:
             figures.zero_shot = scores(split.labels, *answers(served.template, split), names)
         matrix = confusion(split.labels, predicted, len(names))
@@ -104,6 +108,7 @@ def _show(figures: ScoreFigures, uri: str) -> None:
     console.print(table(f"{counted(figures.images, 'image')} of {uri}", ["", "zero-shot", "adapted"], rows))
     if len(figures.classes) <= SHOWN:
         console.print(_class_table(figures.classes))
+    show_subgroups(figures.subgroups)
 
 
 def _class_table(classes: Sequence[ClassFigures]) -> Table:
@@ -122,8 +127,8 @@ FIGURES = {
 class ScoreFigures(BaseModel):
     """Figures of one classifier on labelled images (fractions), with the template's if the backbone reads texts.
 
-    ``state``: the hash of the export's state. ``classes`` that have images, each against the rest. ``calibration``: the
-    scores of these images, for prediction sets.
+    ``state``: the hash of the export's state. ``classes`` that have images, each against the rest. ``subgroups``: the
+    same by value of each column of the data (`groups=`). ``calibration``: the scores, for prediction sets.
     """
 
     images: int
@@ -131,6 +136,7 @@ class ScoreFigures(BaseModel):
     accuracy_interval: Estimate | None = None
     state: str | None = None
     classes: list[ClassFigures] = []
+    subgroups: list[SubgroupFigures] = []
     ece: float
     macro_f1: float
     worst_class: str
@@ -168,6 +174,16 @@ def by_class(
         class_figures(names[k], (labels == k).numpy(), told[:, k].numpy(), (predicted == k).numpy(), groups)
         for k in torch.unique(labels).tolist()
     ]
+
+
+def _of_rows(
+    labels: Tensor, told: Tensor, names: Sequence[str], images: Split, rows: Sequence[int]
+) -> tuple[Estimate | None, list[ClassFigures]]:
+    """The accuracy and the figures by class of some images, which have a class."""
+    kept = torch.tensor([row for row in rows if labels[row] >= 0], dtype=torch.int64)
+    right = told[kept].argmax(dim=-1) == labels[kept]
+    groups = None if images.groups is None else [images.groups[row] for row in kept.tolist()]
+    return proportion(int(right.sum()), len(right)), by_class(labels[kept], told[kept], names, groups)
 
 
 def confusion(labels: Tensor, predicted: Tensor, classes: int) -> NDArray[np.int64]:

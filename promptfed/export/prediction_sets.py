@@ -12,8 +12,8 @@ from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.export.adapted_model import AdaptedModel
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.methods.core.statistics import CALIBRATION, SITES, UNIT, statistics_of
-from promptfed.shared.metrics.conformal import prediction_set
-from promptfed.shared.metrics.score_sums import ScoreSums
+from promptfed.shared.metrics.conformal import Calibration, prediction_set
+from promptfed.shared.metrics.score_sums import ScoreSums, UnknownGroup
 
 ALONE = "the export has no calibration scores: give --calibration FILE, or create the federation with `calibration`"
 
@@ -24,6 +24,35 @@ class PredictionSets:
 
     threshold: float
     thresholds: Mapping[str, float] | None
+
+    @classmethod
+    def of(
+        cls, scores: Calibration | ScoreSums, coverage: float, *, by_class: bool = False, group: str | None = None
+    ) -> PredictionSets:
+        """The sets by calibration scores.
+
+        Args:
+            scores: of the calibration images.
+            coverage: the probability with which a set holds the right class.
+            by_class: within each class.
+            group: within the images of a subgroup, as ``scanner=old``.
+
+        Raises:
+            CommandError: the scores are not counted by class, or not of this group.
+        """
+        column, equals, value = (group or "").partition("=")
+        if group is not None and not (column and equals):
+            raise CommandError(f"{group} names no subgroup: give COLUMN=VALUE, as in scanner=old", Exit.USAGE)
+        try:
+            own = scores.of((column, value) if group is not None else None)
+        except UnknownGroup as known:
+            text = f"there are no calibration scores of {group}; there are those of {known}"
+            raise CommandError(text, Exit.BAD_INPUT) from None
+        by_name = own.thresholds(coverage) if by_class else None
+        if by_class and by_name is None:
+            text = "the calibration scores are of all classes together: leave --by-class out, or set "
+            raise CommandError(f"{text}calibration.by_class: true where they are counted", Exit.BAD_INPUT)
+        return cls(own.threshold(coverage), by_name)
 
     def added(self, answer: dict[str, Any]) -> dict[str, Any]:
         """The answer with its ``set``, and whether the model ``abstains``: the set is empty, or holds all classes."""
@@ -44,39 +73,21 @@ class SetPredictor(Predictor):
         return self.sets.added(super().predict(content))
 
 
-def score_sums(model: AdaptedModel) -> ScoreSums | None:
-    """The calibration scores that the federation of ``model`` has counted; None if it counted none."""
-    statistics = statistics_of(model.make_method())
-    if statistics is None or not statistics.bins:
-        return None
-    counts = np.rint(np.asarray(model.state[CALIBRATION], dtype=np.float64) * UNIT).astype(np.int64)
-    sites, slack = np.rint(np.asarray(model.state[SITES], dtype=np.float64) * UNIT).astype(int).tolist()
-    return ScoreSums(counts, sites, slack, statistics.epsilon) if sites else None
-
-
-def own_sets(
-    model: AdaptedModel, names: Sequence[str], coverage: float, *, by_class: bool, own_names: bool
-) -> PredictionSets:
-    """The sets by the federation's own calibration scores.
-
-    Args:
-        model: what classifies.
-        names: the classes to choose among.
-        coverage: the probability with which a set holds the right class.
-        by_class: within each class.
-        own_names: ``names`` are those of the federation.
+def own_scores(model: AdaptedModel, names: Sequence[str], *, own_names: bool = True) -> ScoreSums:
+    """The calibration scores that the federation of ``model`` has counted, of its classes ``names``.
 
     Raises:
-        CommandError: it has no such scores, or is asked about other classes.
+        CommandError: it has counted none, or ``names`` are not its own (``own_names``).
     """
-    sums = score_sums(model)
-    if sums is None:
+    statistics = statistics_of(model.make_method())
+    if statistics is None or not statistics.bins:
         raise CommandError(ALONE, Exit.BAD_INPUT)
     if not own_names:
         text = "the export's calibration scores are of its own classes: leave --classes and --data out"
         raise CommandError(text, Exit.BAD_INPUT)
-    by_name = sums.thresholds(names, coverage) if by_class else None
-    if by_class and by_name is None:
-        text = "the export's calibration scores are of all classes together: leave --by-class out, or create the "
-        raise CommandError(f"{text}federation with calibration.by_class: true", Exit.BAD_INPUT)
-    return PredictionSets(sums.threshold(coverage), by_name)
+    counts = np.rint(np.asarray(model.state[CALIBRATION], dtype=np.float64) * UNIT).astype(np.int64)
+    sites, slack = np.rint(np.asarray(model.state[SITES], dtype=np.float64) * UNIT).astype(int).tolist()
+    if not sites:
+        raise CommandError(ALONE, Exit.BAD_INPUT)
+    classes = tuple(names) if statistics.by_class else ()
+    return ScoreSums(counts, sites, slack, statistics.epsilon, classes, statistics.column, statistics.values)

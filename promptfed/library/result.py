@@ -15,7 +15,7 @@ from promptfed.client_service.serving.prediction import BadImage, Predictor, Too
 from promptfed.experiments.figures.bench_metrics import figures
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of, weights_of
 from promptfed.export.export import ExportOptions, export, open_backbone_of
-from promptfed.export.prediction_sets import own_sets
+from promptfed.export.prediction_sets import PredictionSets, own_scores
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.remarks import remarks
@@ -156,11 +156,12 @@ class Result:
         *,
         coverage: float | None = None,
         by_class: bool = False,
+        group: str | None = None,
     ) -> Prediction:
         """Classify an image (a PIL image, a file, or its bytes) as an evaluator of the federation does.
 
         With a ``coverage`` the answer has a prediction set, by the federation's ``calibration``; ``by_class`` within
-        each class.
+        each class, ``group`` within the images of a subgroup, as ``scanner=old``.
 
         Raises:
             CommandError: it is no image, there are no class names, the method classifies with what each client keeps
@@ -175,7 +176,8 @@ class Result:
             raise CommandError(str(error), Exit.BAD_INPUT) from None
         if coverage is not None:
             own = names == class_names_of(self.taken)
-            answer = own_sets(self._model, names, coverage, by_class=by_class, own_names=own).added(answer)
+            scores = own_scores(self._model, names, own_names=own)
+            answer = PredictionSets.of(scores, coverage, by_class=by_class, group=group).added(answer)
         return Prediction.of(answer)
 
     def class_weights(self, class_names: Sequence[str] | None = None) -> Tensors | None:

@@ -216,7 +216,7 @@ def _added(spec: FederationSpec, raw: dict[str, Any]) -> dict[str, Any]:
     added: dict[str, Any] = {TASK: MULTI_LABEL} if spec.task == MULTI_LABEL else {}
     statistics = Statistics.of(spec)
     if statistics is not None:
-        return added | {STATISTICS: statistics.model_dump(exclude_defaults=True)}
+        return added | {STATISTICS: statistics.model_dump(mode="json", exclude_defaults=True)}
     kept = raw["method"].get(STATISTICS) if spec.continues is not None else None
     return added if kept is None else added | {STATISTICS: {**kept, "kept": True}}
 

@@ -34,21 +34,21 @@ class Estimate(BaseModel):
 
 
 class ClassFigures(BaseModel):
-    """Figures of one class against the rest; None where there are no positives or no negatives."""
+    """Figures of one class against the rest; None where there are no positives or no negatives, or no such answer."""
 
     name: str
     positives: int
     negatives: int
-    auroc: Estimate | None
-    average_precision: Estimate | None
-    sensitivity: Estimate | None
-    specificity: Estimate | None
-    ppv: Estimate | None
-    npv: Estimate | None
-    sensitivity_at_specificity_90: float | None
-    specificity_at_sensitivity_90: float | None
+    auroc: Estimate | None = None
+    average_precision: Estimate | None = None
+    sensitivity: Estimate | None = None
+    specificity: Estimate | None = None
+    ppv: Estimate | None = None
+    npv: Estimate | None = None
+    sensitivity_at_specificity_90: float | None = None
+    specificity_at_sensitivity_90: float | None = None
     f1: float
-    balanced_accuracy: float | None
+    balanced_accuracy: float | None = None
     brier: float
     ece: float
 

@@ -6,48 +6,118 @@ images are exchangeable: in any order they are equally likely (Vovk et al. 2005;
 among the images of that class, and the same holds within each class (Mondrian).
 
 A histogram knows a score only up to its bin. q is rounded up to the bin's upper edge, so that coverage never falls.
+Images of one patient are not exchangeable with those of others: of each patient one image counts.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel
 
+from promptfed.shared.metrics.score_sums import ScoreSums, UnknownGroup
+
 BINS = 1000
+Counts = NDArray[np.int64]
+ByClass = dict[str, dict[int, int]]
 
 
 class Calibration(BaseModel):
-    """How many calibration images of each class have a score in (k/`BINS`, (k + 1)/`BINS`], by class and k."""
+    """How many calibration images of each class have a score in (k/`BINS`, (k + 1)/`BINS`], by class and k.
 
-    by_class: dict[str, dict[int, int]]
+    ``by_group``: the same by column and value of the images' subgroups, such as a scanner.
+    """
+
+    by_class: ByClass
+    by_group: dict[str, dict[str, ByClass]] = {}
 
     @property
     def images(self) -> int:
         """The number of calibration images."""
         return sum(sum(bins.values()) for bins in self.by_class.values())
 
-    def threshold(self, coverage: float) -> float:
-        """q over all images; 1 (every class is in the set) if there are too few."""
-        return quantile(_sum(self.by_class.values()), coverage)
+    def of(self, group: tuple[str, str] | None) -> ScoreSums:
+        """The counts by class, of all images or of those with a value in a column. Raises UnknownGroup."""
+        bins_by_class = self.by_class
+        if group is not None:
+            column, value = group
+            if value not in self.by_group.get(column, {}):
+                raise UnknownGroup(f"{column}={at}" for column, values in self.by_group.items() for at in values)
+            bins_by_class = self.by_group[column][value]
+        counts = np.zeros((len(bins_by_class), BINS), dtype=np.int64)
+        for row, bins in enumerate(bins_by_class.values()):
+            counts[row, list(bins)] = list(bins.values())
+        return ScoreSums(counts, 1, classes=tuple(bins_by_class))
 
-    def thresholds(self, coverage: float) -> dict[str, float]:
-        """q of each class that has calibration images."""
-        return {name: quantile(bins, coverage) for name, bins in self.by_class.items() if bins}
+
+@dataclass(frozen=True)
+class Histograms:
+    """Which histograms of scores there are: a row for each of ``values`` of ``column``, and in it for each class.
+
+    ``classes`` 0: all classes are counted together. Without ``values``, all images.
+    """
+
+    bins: int
+    classes: int = 0
+    column: str | None = None
+    values: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return (len(self.values) or 1) * (self.classes or 1)
+
+    def counts(
+        self,
+        labels: ArrayLike,
+        probabilities: ArrayLike,
+        subgroups: Mapping[str, Sequence[str]],
+        patients: Sequence[str] | None = None,
+    ) -> Counts:
+        """The histograms ``(rows, bins)`` of labels (N,) under probabilities (N, C).
+
+        A label −1, and another value than `values`, do not count. Of each of ``patients (N,)`` the first image counts.
+        """
+        truth, told = np.asarray(labels), np.asarray(probabilities, dtype=float)
+        rows = np.where(truth >= 0, truth, -1) if self.classes else np.where(truth >= 0, 0, -1)
+        if self.values:
+            place = {value: k for k, value in enumerate(self.values)}
+            own = np.array([place.get(value, -1) for value in subgroups[self.column or ""]])
+            rows = np.where((rows < 0) | (own < 0), -1, own * (self.classes or 1) + rows)
+        kept = np.flatnonzero(rows >= 0)
+        if patients is not None:
+            first = {patients[row]: row for row in reversed(kept.tolist())}
+            kept = np.array(sorted(first.values()), dtype=np.int64)
+        counts = np.zeros((self.rows, self.bins), dtype=np.int64)
+        np.add.at(counts, (rows[kept], score_bins(1 - told[kept, truth[kept]], self.bins)), 1)
+        return counts
 
 
-def calibration_of(labels: ArrayLike, probabilities: ArrayLike, names: Sequence[str]) -> Calibration:
-    """The histogram of labels (N,), of which −1 does not count, and probabilities (N, C) of the classes ``names``."""
-    truth, told = np.asarray(labels), np.asarray(probabilities, dtype=float)
-    found: dict[str, dict[int, int]] = {}
-    for k, name in enumerate(names):
-        scores = 1 - told[truth == k, k]
-        bins, counts = np.unique(score_bins(scores, BINS), return_counts=True)
-        found[name] = dict(zip(bins.tolist(), counts.tolist(), strict=True))
-    return Calibration(by_class=found)
+def calibration_of(
+    labels: ArrayLike,
+    probabilities: ArrayLike,
+    names: Sequence[str],
+    *,
+    patients: Sequence[str] | None = None,
+    subgroups: Mapping[str, Sequence[str]] | None = None,
+) -> Calibration:
+    """The histograms of labels (N,) among ``names`` under probabilities (N, C), also by value of each subgroup."""
+    subgroups = subgroups or {}
+
+    def by_class(layout: Histograms) -> ByClass:
+        counts = layout.counts(labels, probabilities, subgroups, patients)
+        return {
+            name: {int(k): int(own[k]) for k in np.flatnonzero(own)} for name, own in zip(names, counts, strict=True)
+        }
+
+    by_group = {
+        column: {value: by_class(Histograms(BINS, len(names), column, (value,))) for value in sorted(set(values))}
+        for column, values in subgroups.items()
+    }
+    return Calibration(by_class=by_class(Histograms(BINS, len(names))), by_group=by_group)
 
 
 def score_bins(scores: ArrayLike, bins: int) -> NDArray[np.int64]:
@@ -56,23 +126,15 @@ def score_bins(scores: ArrayLike, bins: int) -> NDArray[np.int64]:
     return found
 
 
-def added(parts: Iterable[Calibration]) -> Calibration:
-    """The histogram of all sites' images together."""
-    names: dict[str, list[Mapping[int, int]]] = {}
-    for part in parts:
-        for name, bins in part.by_class.items():
-            names.setdefault(name, []).append(bins)
-    return Calibration(by_class={name: _sum(each) for name, each in names.items()})
-
-
-def quantile(bins: Mapping[int, int], coverage: float) -> float:
-    """The upper edge of the bin of the ⌈(n + 1)·coverage⌉-th smallest of n scores; 1 if there are fewer scores."""
-    wanted, reached = math.ceil((sum(bins.values()) + 1) * coverage), 0
-    for k in sorted(bins):
-        reached += bins[k]
-        if reached >= wanted:
-            return (k + 1) / BINS
-    return 1.0
+def added(parts: Sequence[Calibration]) -> Calibration:
+    """The histograms of all sites' images together."""
+    columns = dict.fromkeys(column for part in parts for column in part.by_group)
+    groups = {column: [part.by_group.get(column, {}) for part in parts] for column in columns}
+    by_group = {
+        column: {value: _added(own.get(value, {}) for own in of_parts) for value in sorted(set().union(*of_parts))}
+        for column, of_parts in groups.items()
+    }
+    return Calibration(by_class=_added(part.by_class for part in parts), by_group=by_group)
 
 
 def prediction_set(
@@ -87,9 +149,11 @@ def prediction_set(
     return sorted(inside, key=lambda name: -probabilities[name])
 
 
-def _sum(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    total: dict[int, int] = {}
-    for bins in parts:
-        for k, count in bins.items():
-            total[k] = total.get(k, 0) + count
-    return dict(sorted(total.items()))
+def _added(parts: Iterable[Mapping[str, Mapping[int, int]]]) -> ByClass:
+    total: ByClass = {}
+    for part in parts:
+        for name, bins in part.items():
+            own = total.setdefault(name, {})
+            for k, count in bins.items():
+                own[k] = own.get(k, 0) + count
+    return {name: dict(sorted(bins.items())) for name, bins in total.items()}

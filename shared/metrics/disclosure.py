@@ -138,10 +138,14 @@ class Answers:
     wrong: Range
 
 
-def leaves_room(ones: Iterable[Range], others: Iterable[Range], floor: int) -> bool:
+def leaves_room(ones: Sequence[Range], others: Sequence[Range], floor: int) -> bool:
     """Whether two sums that are known to be equal leave every part its whole range."""
-    one, other = total(ones), total(others)
-    return one.high - other.low >= floor - 1 and other.high - one.low >= floor - 1
+    return may_exceed(ones, others, floor) and may_exceed(others, ones, floor)
+
+
+def may_exceed(ones: Sequence[Range], others: Sequence[Range], floor: int) -> bool:
+    """Whether a sum that is known to be at least another one leaves every part of both its whole range."""
+    return total(ones).high - total(others).low >= floor - 1
 
 
 def exclusive_answers(confusion: Sequence[Sequence[Range]], right: Range, wrong: Range, floor: int) -> Answers:

@@ -8,8 +8,8 @@ Noise lowers it with a probability of `FAILURE` at most.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +17,20 @@ from numpy.typing import NDArray
 FAILURE = 1e-6
 
 
+class UnknownGroup(ValueError):
+    """There are no calibration scores of a group. The message names those that there are."""
+
+    def __init__(self, known: Iterable[str]):
+        super().__init__(", ".join(known) or "none")
+
+
 @dataclass(frozen=True)
 class ScoreSums:
     """The sum of the sites' histograms.
 
     Attributes:
-        counts: (rows, bins), one row for all classes, or one for each.
+        counts: (rows, bins), a row for each value of ``column``, and within it for each class where ``classes`` are
+            given; one row without both.
         sites: how many histograms are in the sum.
         slack: the most by which rounding at the sites has lowered a count of the sum.
         epsilon: of the discrete Laplace noise that each site has added to each of its counts; None: no noise.
@@ -32,16 +40,30 @@ class ScoreSums:
     sites: int
     slack: int = 0
     epsilon: float | None = None
+    classes: tuple[str, ...] = ()
+    column: str | None = None
+    values: tuple[str, ...] = ()
+
+    def of(self, group: tuple[str, str] | None) -> ScoreSums:
+        """The sums of the images with a value in a column; None: of all. Raises UnknownGroup."""
+        if group is None:
+            return self
+        column, value = group
+        if column != self.column or value not in self.values:
+            raise UnknownGroup(f"{self.column}={each}" for each in self.values)
+        own = np.split(self.counts, len(self.values))[self.values.index(value)]
+        return replace(self, counts=own, column=None, values=())
 
     def threshold(self, coverage: float) -> float:
         """The threshold for all classes; 1 where there are too few scores."""
         return self._threshold(self.counts, coverage)
 
-    def thresholds(self, names: Sequence[str], coverage: float) -> dict[str, float] | None:
-        """By class; None where the classes were counted together."""
-        if len(self.counts) != len(names):
+    def thresholds(self, coverage: float) -> dict[str, float] | None:
+        """By class; None where the classes were counted together. 1 (always in the set) without scores of a class."""
+        if not self.classes:
             return None
-        return {name: self._threshold(row[None], coverage) for name, row in zip(names, self.counts, strict=True)}
+        by_class = self.counts.reshape(-1, len(self.classes), self.counts.shape[1])
+        return {name: self._threshold(by_class[:, k], coverage) for k, name in enumerate(self.classes)}
 
     def _threshold(self, rows: NDArray[np.int64], coverage: float) -> float:
         below, bins = np.cumsum(rows.sum(axis=0)), int(rows.shape[1])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from promptfed.shared.metrics.conformal import quantile, score_bins
+from promptfed.shared.metrics.conformal import score_bins
 from promptfed.shared.metrics.score_sums import ScoreSums
 from promptfed.shared.privacy.noise import SeededNoise
 
@@ -32,8 +32,8 @@ def test_exact_sums_give_the_quantile_of_all_scores(coverage: float) -> None:
         rank = int(np.ceil((len(scores) + 1) * coverage))
         exact = scores[rank - 1] if rank <= len(scores) else 1.0
         assert exact <= found < exact + 1 / BINS + 1e-12 or found == 1.0
-        bins = {k: int(n) for k, n in enumerate(histogram(scores, 1000)) if n}
-        assert found >= quantile(bins, coverage) - 1e-12
+        finer = ScoreSums(histogram(scores, 1000)[None], 1)
+        assert found >= finer.threshold(coverage) - 1e-12
 
 
 @pytest.mark.parametrize("floor", [2, 10, 25])
@@ -100,8 +100,8 @@ def test_sets_cover_89_to_91_percent_over_200_splits(by_class: bool) -> None:
         held, new = order[:4500], order[4500:]
         sites = np.array_split(held, 7)
         rows = [np.stack([histogram(scores[site][labels[site] == k], 1000) for k in range(3)]) for site in sites]
-        sums = ScoreSums(np.sum(rows, axis=0), 7)
-        limits = sums.thresholds(names, 0.9) if by_class else dict.fromkeys(names, sums.threshold(0.9))
+        sums = ScoreSums(np.sum(rows, axis=0), 7, classes=tuple(names))
+        limits = sums.thresholds(0.9) if by_class else dict.fromkeys(names, sums.threshold(0.9))
         assert limits is not None
         inside = scores[new] <= np.array(list(limits.values()))[labels[new]]
         groups = [labels[new] == k for k in range(3)] if by_class else [np.ones(4500, dtype=bool)]

@@ -32,9 +32,17 @@ def answered(confusion: np.ndarray, draws: np.random.Generator) -> Answered:
         names=[str(k) for k in classes],
         truth=rows[:, 1:2] == classes,
         decided=rows[:, 2:3] == classes,
-        scores=draws.dirichlet(np.ones(len(classes)), len(rows)),
+        scores=_scores(rows[:, 2], draws.dirichlet(np.full(len(classes), draws.choice([0.3, 1.0])), len(rows))),
         subgroups={"scanner": [str(group) for group in rows[:, 0]]} if len(confusion) > 1 else {},
     )
+
+
+def _scores(answers: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """The scores with each image's highest one exchanged for that of its answer."""
+    every, likeliest = np.arange(len(scores)), scores.argmax(axis=1)
+    changed = scores.copy()
+    changed[every, answers], changed[every, likeliest] = scores[every, likeliest], scores[every, answers]
+    return changed
 
 
 def tables_of(draws: np.random.Generator) -> np.ndarray:

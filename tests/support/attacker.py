@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 from scipy.optimize import linprog
 
+from promptfed.shared.metrics.conformal import Histograms
 from promptfed.shared.metrics.disclosure import UNKNOWN, Range, share
 from promptfed.shared.metrics.site_figures import GroupFigures, SiteFigures
 
@@ -16,6 +17,32 @@ Goal = Row  # coefficients·cells should be able to reach both ends
 TOLERANCE = 1e-6
 FRACTIONS = {"sensitivity": ("tp", "fn"), "specificity": ("tn", "fp"), "ppv": ("tp", "fp"), "npv": ("tn", "fn")}
 MOST = 3000  # images that the attacker thinks possible
+
+
+def chosen_of(values: Sequence[str | None], classes: int, value: str | None, name: str, k: int) -> np.ndarray:
+    """Which cells (subgroup, class, answer) a count adds up."""
+    chosen = np.zeros((len(values), classes, classes))
+    part = chosen if value is None else chosen[values.index(value) : values.index(value) + 1]
+    rest = [c for c in range(classes) if c != k]
+    if name == "tp":
+        part[:, k, k] = 1
+    elif name == "fn":
+        part[:, k, rest] = 1
+    elif name == "fp":
+        part[:, rest, k] = 1
+    elif name == "tn":
+        for c, d in product(rest, rest):
+            part[:, c, d] = 1
+    elif name == "positives":
+        part[:, k, :] = 1
+    elif name == "images":
+        part[:] = 1
+    else:
+        for c in range(classes):
+            part[:, c, c] = 1
+        if name == "wrong":
+            part[:] = 1 - part
+    return chosen.ravel()
 
 
 class Attacker:
@@ -39,28 +66,7 @@ class Attacker:
 
     def cells(self, value: str | None, name: str, k: int = 0) -> np.ndarray:
         """Which cells a count adds up."""
-        chosen = np.zeros(self.shape)
-        part = chosen if value is None else chosen[self.values.index(value) : self.values.index(value) + 1]
-        rest = [c for c in range(self.classes) if c != k]
-        if name == "tp":
-            part[:, k, k] = 1
-        elif name == "fn":
-            part[:, k, rest] = 1
-        elif name == "fp":
-            part[:, rest, k] = 1
-        elif name == "tn":
-            for c, d in product(rest, rest):
-                part[:, c, d] = 1
-        elif name == "positives":
-            part[:, k, :] = 1
-        elif name == "images":
-            part[:] = 1
-        else:
-            for c in range(self.classes):
-                part[:, c, c] = 1
-            if name == "wrong":
-                part[:] = 1 - part
-        return chosen.ravel()
+        return chosen_of(self.values, self.classes, value, name, k)
 
     def learn(self, group: GroupFigures) -> None:
         """Take down every range of a group; all its fractions were computed from them."""
@@ -120,6 +126,45 @@ class Attacker:
             return found
 
         return solve
+
+
+class ScoresAttacker(Attacker):
+    """Knows the histograms of calibration scores too; cells: (subgroup, class, answer, bin)."""
+
+    def __init__(self, figures: SiteFigures, classes: int, layout: Histograms):
+        self.layout = layout
+        super().__init__(figures, classes)
+        for row, counts in enumerate(figures.scores or []):
+            for k, low in enumerate(counts):
+                self.rows.append((self.scored(row, k), low, low + self.floor - 1))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the cells."""
+        return len(self.values), self.classes, self.classes, self.layout.bins
+
+    def known(self) -> list[Row]:
+        """Whoever has a probability above a half is the answer, and the answer's is 1/C or more."""
+        ends = np.arange(self.layout.bins + 1) / self.layout.bins
+        impossible = np.zeros(self.shape)
+        for k, answer in product(range(self.classes), repeat=2):
+            none = ends[:-1] >= 1 - 1 / self.classes if k == answer else ends[1:] <= 0.5
+            impossible[:, k, answer, none] = 1
+        return [(impossible.ravel(), 0.0, 0.0)]
+
+    def cells(self, value: str | None, name: str, k: int = 0) -> np.ndarray:
+        """Which cells a count adds up."""
+        bins = self.layout.bins
+        return np.repeat(chosen_of(self.values, self.classes, value, name, k), bins)
+
+    def scored(self, row: int, k: int) -> np.ndarray:
+        """Which cells the count of a bin adds up."""
+        chosen = np.zeros(self.shape)
+        place, label = divmod(row, self.layout.classes or 1)
+        wanted = self.layout.values[place : place + 1] or self.values
+        groups = [self.values.index(value) for value in wanted if value in self.values]
+        chosen[np.ix_(groups, [label] if self.layout.classes else range(self.classes), range(self.classes), [k])] = 1
+        return chosen.ravel()
 
 
 class SeveralAttacker(Attacker):

@@ -8,12 +8,13 @@ import pytest
 
 from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread
-from tests.web.conftest import visit
+from tests.web.conftest import PATIENCE, visit
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 expect = pytest.importorskip("playwright.sync_api").expect
+expect.set_options(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("width", [1400, 420])

@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from promptfed.cli.validating import checked_report
+from promptfed.export.validation_reports import checked_report
 from promptfed.shared.metrics.disclosure import FLOOR
 from promptfed.shared.metrics.site_figures import site_figures
 from promptfed.testing.clients import ScriptedClient, drive, spec
 from tests.support.answers import answered
 from tests.support.coordinators import InThread
-from tests.web.conftest import visit
+from tests.web.conftest import PATIENCE, visit
 
 if TYPE_CHECKING:
     import httpx
     from playwright.sync_api import Browser
 
 expect = pytest.importorskip("playwright.sync_api").expect
+expect.set_options(timeout=PATIENCE)
 LONG = "north" + "x" * 40
 TABLES = {LONG: (80, 20, 30, 90), "south": (60, 9, 12, 70), "west": (44, 31, 25, 50)}
 
@@ -35,6 +36,8 @@ class Evaluator(ScriptedClient):
     def evaluate(self, task: dict[str, Any], accuracy: float | None = None) -> httpx.Response:
         confusion = np.array(TABLES[self.name]).reshape(1, 2, 2).repeat(2, axis=0)
         figures = site_figures(answered(confusion, np.random.default_rng(3)), FLOOR)
+        scores = [[40, 30, 0, 10]] if self.name == "west" else None
+        figures = figures.model_copy(update={"scores": scores})
         path = f"{self.path}/tasks/{task['task_id']}/evaluation"
         body = {"splits": {}, "figures": figures.model_dump(mode="json")}
         return self.http.put(path, json=body, headers=self.headers)
@@ -50,13 +53,14 @@ def validated(coordinator: InThread) -> str:
         f"/v1/federations/{federation}/prompts", headers=coordinator.operator | {"Accept": "application/octet-stream"}
     )
     raw |= {"kind": "validation", "continues": state.headers["etag"].strip('"')}
+    raw |= {"class_names": ["0", "1"], "calibration": {"bins": 4}}
     again = coordinator.post("/v1/federations", raw, status=201)["id"]
     path = f"/v1/federations/{again}/initial-state"
     assert coordinator.http.put(path, content=state.content, headers=coordinator.operator).status_code == 200
     token = coordinator.token(again)
     sites = [Evaluator(coordinator.http, again, name) for name in TABLES]
     for site in sites:
-        assert site.enrol(token, role="evaluator").status_code == 201
+        assert site.enrol(token, role="evaluator", class_names=["0", "1"]).status_code == 201
     coordinator.post(f"{again}/start")
     drive(list(sites))
     return again
@@ -72,6 +76,7 @@ def test_the_forest_plot_shows_sites_and_means(
     made.sign_in()
     panel = made.page.get_by_role("region", name="Validation", exact=True)
     expect(panel).to_contain_text("3 sites tested the state sha256:")
+    expect(panel).to_contain_text("The signed report has calibration scores of 1 site.")
     plots = panel.locator("table")
     expect(plots).to_have_count(3)  # accuracy, and the AUROC of two classes
     report = coordinator.get(f"{federation}/validation")["report"]

@@ -17,6 +17,9 @@ def validate(
     export: Annotated[
         Path | None, typer.Argument(help="folder that `promptfed export` has written; none: with --federation")
     ] = None,
+    spec: Annotated[
+        Path | None, typer.Argument(help="YAML with further fields of the federation, such as calibration")
+    ] = None,
     sites: Annotated[int, typer.Option(min=1, help="how many sites: it starts once so many have enrolled")] = 2,
     name: Annotated[
         str | None, typer.Option(help="the federation's name; default: the export's, and -validation")
@@ -37,4 +40,4 @@ def validate(
     """
     from promptfed.cli.validating import run_validate
 
-    run_validate(api, export, federation, name, sites, token_out, out, key, as_json)
+    run_validate(api, export, spec, federation, name, sites, token_out, out, key, as_json)

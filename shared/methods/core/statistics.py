@@ -28,6 +28,7 @@ from promptfed.shared.methods.core.interface.base import (
     Updates,
 )
 from promptfed.shared.methods.core.interface.disclosures import Disclosed
+from promptfed.shared.metrics.conformal import Histograms
 from promptfed.shared.privacy.accounting import Event
 from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import FederationSpec
@@ -50,8 +51,9 @@ SITES = "calibration_sites"
 class Statistics(BaseModel):
     """Which counts there are. In a resolved spec it is the part ``statistics`` of the method.
 
-    ``several``: classes are counted as present and as absent. ``bins`` 0: no calibration. ``epsilon``: of the noise on
-    each count. ``kept``: the state has the tensors of an export, and nothing is counted.
+    ``several``: classes are counted as present and as absent. ``bins`` 0: no calibration. ``column``, ``values``:
+    scores are counted for each value by itself. ``epsilon``: of the noise on each count. ``kept``: the state has the
+    tensors of an export, and nothing is counted.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -61,6 +63,8 @@ class Statistics(BaseModel):
     counts: bool = False
     bins: int = Field(0, ge=0, le=1000)
     by_class: bool = False
+    column: str | None = None
+    values: tuple[str, ...] = ()
     epsilon: float | None = Field(None, gt=0)
     kept: bool = False
 
@@ -68,16 +72,28 @@ class Statistics(BaseModel):
     def of(cls, spec: FederationSpec) -> Statistics | None:
         """What ``spec`` asks for; None for nothing, and without a common list of classes."""
         counts, asked = spec.loss.counts == "federation", spec.calibration
-        if spec.class_names is None or not (counts or asked):
+        if spec.class_names is None or not (counts or asked) or spec.validates:
             return None
+        scores: dict[str, Any] = {}
+        if asked is not None:
+            scores = {
+                "bins": asked.bins,
+                "by_class": asked.by_class,
+                "column": asked.column,
+                "values": tuple(asked.values),
+            }
         return cls(
             classes=len(spec.class_names),
             several=spec.task == "multi_label",
             counts=counts,
-            bins=asked.bins if asked is not None else 0,
-            by_class=asked is not None and asked.by_class,
             epsilon=spec.privacy.evaluation_epsilon if spec.privacy.protects_records else None,
+            **scores,
         )
+
+    @property
+    def histograms(self) -> Histograms:
+        """The rows of the scores."""
+        return Histograms(self.bins, self.classes if self.by_class else 0, self.column, self.values)
 
     @property
     def tensors(self) -> dict[str, tuple[TensorSpec, ...]]:
@@ -86,8 +102,7 @@ class Statistics(BaseModel):
         if self.counts:
             found[COUNTS] = (TensorSpec(COUNTS, (2 if self.several else 1, self.classes), shared_with_clients=False),)
         if self.bins:
-            rows = self.classes if self.by_class else 1
-            histogram = TensorSpec(CALIBRATION, (rows, self.bins), shared_with_clients=False)
+            histogram = TensorSpec(CALIBRATION, (self.histograms.rows, self.bins), shared_with_clients=False)
             found[CALIBRATION] = (histogram, TensorSpec(SITES, (2,), shared_with_clients=False))
         return found
 
@@ -107,7 +122,8 @@ class Statistics(BaseModel):
         if self.counts:
             told.append(Disclosed("sites", "how many training images of each class all clients have together"))
         if self.bins:
-            told.append(Disclosed("operator", "how many of its held-out images have which calibration score"))
+            each = f", for each {self.column}" if self.column is not None else ""
+            told.append(Disclosed("operator", f"how many of its held-out images have which calibration score{each}"))
         return tuple(told)
 
 

@@ -75,8 +75,8 @@ def test_answers_have_the_set_of_the_definition(
     kinds = set()
     for row in rows:
         answer = result.predict(images / row["image"]).probabilities
-        limits = calibration.thresholds(0.8) if by_class else None
-        inside = prediction_set(answer, calibration.threshold(0.8), limits)
+        limits = calibration.of(None).thresholds(0.8) if by_class else None
+        inside = prediction_set(answer, calibration.of(None).threshold(0.8), limits)
         wanted = "abstains" if len(inside) in (0, len(answer)) else "|".join(inside)
         assert row["set"] == wanted
         kinds.add(len(inside))

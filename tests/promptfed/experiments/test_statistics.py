@@ -21,8 +21,9 @@ from promptfed.client_service.training.evaluation import probabilities
 from promptfed.experiments.simulation import workers
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.export.adapted_model import AdaptedModel
-from promptfed.export.prediction_sets import own_sets, score_sums
+from promptfed.export.prediction_sets import PredictionSets, own_scores
 from promptfed.runtime.services import Site
+from promptfed.sdk.errors import CommandError
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.data import Source, open_source
@@ -30,9 +31,12 @@ from promptfed.shared.data.source import Split
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.interface.label_bias import LabelBias
 from promptfed.shared.methods.core.losses import ClassificationLoss
-from promptfed.shared.methods.core.statistics import COUNTS, UNIT, Statistics, statistics_of
+from promptfed.shared.methods.core.statistics import COUNTS, UNIT, statistics_of
+from promptfed.shared.metrics.conformal import Histograms, score_bins
+from promptfed.shared.metrics.score_sums import ScoreSums
 from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec import SpecError
+from tests.support.own_images import SHAPES, write_scanned
 from tests.support.visual_clients import client_context, small_backbone
 
 DATA = "symbols:painting?topic=weather&per_class=20&test_per_class=5&partition=iid&clients=4&client={}"
@@ -88,8 +92,7 @@ def test_the_export_has_the_scores_of_all_held_out_images(
     protected: dict[str, Any], backbone: Backbone, features: FeatureCache
 ) -> None:
     result = simulate(spec(**CALIBRATED, **protected), SITES, backbone=backbone, features=features)
-    sums = score_sums(AdaptedModel.of(result))
-    assert sums is not None
+    sums = own_scores(AdaptedModel.of(result), NAMES)
     assert (sums.sites, sums.slack, sums.epsilon) == (4, 0, None)
     assert sums.counts.tolist() == [literal_scores(result, backbone, features)]
     evaluated = result.reports[-1]["evaluation"]
@@ -124,8 +127,7 @@ def test_noisy_counts_are_charged_to_the_ledger(
         noisy = [event for event in spent if event.mechanism == "laplace"]
         assert [(event.z, event.count) for event in noisy] == [(2.0, 2), (2.0, 2)]  # class counts, and scores
         assert len(spent) == 4  # and two rounds of training
-    sums, exact = score_sums(AdaptedModel.of(result)), literal_scores(result, backbone, features)
-    assert sums is not None
+    sums, exact = own_scores(AdaptedModel.of(result), NAMES), literal_scores(result, backbone, features)
     assert sums.epsilon == 2.0
     assert sums.counts.tolist() != [exact]
     assert abs(int(sums.counts.sum()) - sum(exact)) < 60
@@ -144,7 +146,7 @@ def test_predict_and_serve_use_the_scores_of_the_federation(
     open_source(DATA.format(1)).test.image(0).save(tmp_path / "image.png")
     model = AdaptedModel.of(result.taken)
     for by_class in (False, True):
-        sets = own_sets(model, NAMES, 0.8, by_class=by_class, own_names=True)
+        sets = PredictionSets.of(own_scores(model, NAMES), 0.8, by_class=by_class)
         answer = result.predict(tmp_path / "image.png", coverage=0.8, by_class=by_class)
         limits = sets.thresholds or dict.fromkeys(NAMES, sets.threshold)
         inside = {name for name, p in answer.probabilities.items() if 1 - p <= limits[name]}
@@ -155,6 +157,53 @@ def test_predict_and_serve_use_the_scores_of_the_federation(
     assert "prediction set:" in told.output
     other = CliRunner().invoke(app, ["predict", str(tmp_path / "image.png"), *options, "--classes", "a,b"])
     assert "leave --classes and --data out" in str(other.exception) + other.output
+
+
+SCANNED = {"share": 0.4, "bins": 10, "by_class": True, "column": "scanner", "values": ["old", "new"]}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("protected", [{}, SUMMED], ids=["plain", "summed"])
+def test_scores_are_counted_by_a_column_of_the_data(
+    protected: dict[str, Any], backbone: Backbone, features: FeatureCache, tmp_path: Path
+) -> None:
+    """Each value, and within it each class, by itself; images of other values do not count."""
+    data = {
+        site: write_scanned(tmp_path / site, {"old": 10 + seed, "new": 7, "lent": 3}, seed)
+        for seed, site in enumerate(("a", "b", "c"))
+    }
+    options = {"rounds": 1, "class_names": list(SHAPES), "seed": 3, "backbone": backbone, "calibration": SCANNED}
+    result = promptfed.run({"name": "promptfl", "m": 4}, data, **options, **protected)
+    wanted = {value: np.zeros((len(SHAPES), 10), dtype=int) for value in ("old", "new")}
+    classifier = AdaptedModel.of(result.taken).serve(backbone, SHAPES).classifier
+    for uri in data.values():
+        source = held_out(open_source(uri), 0.4, 3)
+        split = ClientData(source, backbone, features).split("test", SHAPES)
+        told = probabilities(classifier, split)
+        for row, label in enumerate(split.labels.tolist()):
+            value = source.test.subgroups["scanner"][row]
+            if value in wanted:
+                wanted[value][label, int(score_bins([1 - float(told[row, label])], 10)[0])] += 1
+    sums = own_scores(AdaptedModel.of(result.taken), SHAPES)
+    image = open_source(data["a"]).test.image(0)
+    for value, counts in wanted.items():
+        own = sums.of(("scanner", value))
+        assert own.counts.tolist() == counts.tolist()
+        assert own.thresholds(0.8) == ScoreSums(counts, 3, classes=SHAPES).thresholds(0.8)
+        answer = result.predict(image, coverage=0.8, group=f"scanner={value}")
+        inside = {name for name, p in answer.probabilities.items() if 1 - p <= own.threshold(0.8)}
+        assert set(answer.set or ()) == (inside if len(inside) < len(SHAPES) else set())
+    old, new = (sums.of(("scanner", value)).thresholds(0.8) for value in ("old", "new"))
+    assert old != new
+    for group, text in (("scanner=lent", "there are those of scanner=old, scanner=new"), ("old", "give COLUMN=VALUE")):
+        with pytest.raises(CommandError, match=text):
+            result.predict(image, coverage=0.8, group=group)
+
+
+def test_a_site_without_the_column_is_refused(backbone: Backbone) -> None:
+    calibration = {"column": "scanner", "values": ["old"]}
+    with pytest.raises(CommandError, match=r"calibrates by the column scanner, .* add groups=scanner to the data URI"):
+        simulate(spec(calibration=calibration), SITES, backbone=backbone)
 
 
 @pytest.mark.extended
@@ -184,13 +233,12 @@ def test_below_a_floor_counts_are_multiples_and_one_image_of_a_patient_counts(
     patients = tuple(f"patient {row % 3}" for row in range(len(split)))
     grouped = replace(source, test=Split(split.labels, split.image, patients, digest=split.digest))
     data = ClientData(source, backbone, features, tests={"calibration": grouped})
-    statistics = Statistics(classes=len(NAMES), bins=10)
 
     class Even:
         def logits(self, split: Any, rows: Any) -> Any:
             return torch.zeros(len(rows), len(NAMES))
 
-    counts = score_counts(data, Even(), tuple(NAMES), statistics)
+    counts = score_counts(data, Even(), tuple(NAMES), Histograms(10))
     assert counts.tolist() == [[0] * 8 + [3, 0]]  # one of each patient, with the score 0.9
 
 
@@ -200,6 +248,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (CALIBRATED | {"class_names": None}, "needs class_names"),
     (CALIBRATED | {"task": "multi_label"}, "images with one label"),
     (CALIBRATED | {"method": {"name": "fedpgp"}}, "has its own classifier"),
+    ({"calibration": {"column": "scanner"}}, "column and values belong together"),
+    ({"calibration": {"column": "scanner", "values": ["old", "old"]}}, "names one value twice"),
     (CALIBRATED | {"selection": {}}, "holds out training images itself"),
     (CALIBRATED | SUMMED | {"aggregation": {"weighting": "samples"}}, "set aggregation.weighting: uniform"),
     (CALIBRATED | {"aggregation": {"server": {"optimizer": "adam"}}}, "leave one of them out"),

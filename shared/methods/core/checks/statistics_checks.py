@@ -29,14 +29,16 @@ def check_calibration(method: Method, spec: FederationSpec) -> None:
         raise MethodError("prediction sets are of images with one label: leave calibration out")
     if method.personal:
         raise MethodError(f"each client of {method.name} has its own classifier, and there is none to calibrate")
+    if spec.validates:
+        _expect_classes(spec, "calibration")
+        return
     if spec.selection is not None or spec.held_out:
         raise MethodError("calibration holds out training images itself: leave selection and held_out out")
     _check(method, spec, "calibration")
 
 
 def _check(method: Method, spec: FederationSpec, what: str) -> None:
-    if spec.class_names is None:
-        raise MethodError(f"{what} needs class_names, the federation's list of classes")
+    _expect_classes(spec, what)
     if spec.tuning is not None:
         raise MethodError(f"{what} counts in every trial anew: leave it out until tuning has chosen a method")
     if spec.privacy.protects_clients:
@@ -48,3 +50,8 @@ def _check(method: Method, spec: FederationSpec, what: str) -> None:
     if spec.secure_aggregation is not None and spec.aggregation.weighting != "uniform":
         raise MethodError(f"{what} counts every client alike: set aggregation.weighting: uniform")
     check_one_mean(method, spec.rounds, "count beside", "its state has no place for counts")
+
+
+def _expect_classes(spec: FederationSpec, what: str) -> None:
+    if spec.class_names is None:
+        raise MethodError(f"{what} needs class_names, the federation's list of classes")
