@@ -29,7 +29,8 @@ class LossSpec(Section):
     balance: Annotated[
         Literal["none", "logit_adjusted", "class_balanced"],
         Field(
-            description="by the numbers of training images of each class (`counts`). logit_adjusted: training "
+            description="by the numbers of training images of each class (`counts`); of a client without labels, by "
+            "those of its predictions. logit_adjusted: training "
             "adds adjustment·log(share of the class) to its logit (Menon et al. 2021; at 1 it is the balanced softmax "
             "of Ren et al. 2020), and of images with several labels adjustment·log(π/(1-π)) with the share π of images "
             "that have it; class_balanced: each image counts 1/(1 - beta^n) of a class with n images, scaled "

@@ -17,9 +17,11 @@ class ClassificationLoss:
     def __init__(self, context: ClientContext):
         self._spec, self._shift, self._weights = context.terms.loss, None, None
         self._unlabelled, self._bias = context.unlabelled, context.label_bias
-        if self._spec.balance == "none" or self._unlabelled:  # the sizes of classes without labels are unknown
-            return
+        if self._spec.balance == "none" or (self._unlabelled and context.protection is not None):
+            return  # predictions depend on records, and no noise covers how many there are of a class
         counts, device = _class_counts(context), context.backbone.device
+        if not counts.any():
+            return
         if self._bias is not None:
             present, known = counts[0], counts.sum(dim=0)
             share = (present + 0.5) / (known + 1)  # a class that no image has, or every image, keeps a finite shift
@@ -31,7 +33,7 @@ class ClassificationLoss:
             self._shift = self._spec.adjustment * torch.log(counts / counts.sum())
         else:
             inverse = 1 / (1 - torch.pow(self._spec.beta, counts))  # infinite without images, which no label has
-            self._weights = inverse / inverse[counts > 0].mean()
+            self._weights = torch.where(counts > 0, inverse / inverse[counts > 0].mean(), 0.0)
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The mean loss of ``logits (B, C)`` under ``labels (B,)``, or ``(B, C)`` where there may be several."""
@@ -70,13 +72,14 @@ class ClassificationLoss:
 def _class_counts(context: ClientContext) -> Tensor:
     """Training images by class ``(1, C)``, or present and absent ``(2, C)``: the client's own, or the federation's.
 
+    A client without labels has its predictions: those of common classes would train it to call every image one of them.
     Noise makes counts of the federation negative, and not every client was there to be counted: they are 1 at least.
     """
     names, labels = context.class_names, context.train.labels
-    if context.terms.loss.counts == "own":
+    if context.terms.loss.counts == "own" or context.unlabelled:
         if labels.ndim == 2:
             return torch.stack([(labels == 1).sum(dim=0), (labels == 0).sum(dim=0)])
-        return torch.bincount(labels, minlength=len(names))[None]
+        return torch.bincount(labels[labels >= 0], minlength=len(names))[None]
     assert context.class_counts is not None, "the payload has them"
     federation = list(context.terms.class_names or names)
     places = torch.tensor([federation.index(name) for name in names])

@@ -14,8 +14,10 @@ from torch import Tensor
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
 from promptfed.shared.methods.core.interface.base import ClientContext
+from promptfed.shared.methods.core.interface.protection import Protection
 from promptfed.shared.methods.core.losses import ClassificationLoss
 from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec import SpecError
@@ -121,7 +123,7 @@ def test_every_method_that_takes_losses_trains_by_them(backbone: Backbone, name:
 
 @pytest.mark.parametrize("name", UNLABELLED)
 def test_images_without_a_prediction_train_nothing(backbone: Backbone, name: str) -> None:
-    """Predicted labels train like others; what an image without one shows, and the balance, make no difference."""
+    """Predicted labels train like others; what an image without one shows makes no difference."""
 
     def unlabelled(context: ClientContext) -> ClientContext:
         return replace(context, unlabelled=True)
@@ -138,7 +140,31 @@ def test_images_without_a_prediction_train_nothing(backbone: Backbone, name: str
     guessed = trained(backbone, name, plain, some, unlabelled)
     assert apart(guessed, trained(backbone, name, plain)) > 1e-4
     assert apart(guessed, trained(backbone, name, plain, some, changed)) == 0
-    assert apart(guessed, trained(backbone, name, LossSpec(balance="class_balanced"), some, unlabelled)) == 0
+    assert apart(guessed, trained(backbone, name, LossSpec(balance="class_balanced"), some, unlabelled)) > 0
+
+
+@pytest.mark.parametrize("balance", ["logit_adjusted", "class_balanced"])
+def test_predictions_are_balanced_by_their_own_numbers(backbone: Backbone, balance: Any) -> None:
+    """As those of a client with these labels alone; under privacy, and without any prediction, not at all."""
+    some = LABELS.clone()
+    some[[1, 4]] = -1
+    logits = torch.randn(6, 3, generator=torch.Generator().manual_seed(4), requires_grad=True)
+    spec = LossSpec(balance=balance, beta=0.9)
+    guessing = replace(context_of(backbone, spec, some), unlabelled=True)
+    found = ClassificationLoss(guessing).each(logits, some)
+    known = some >= 0
+    wanted = ClassificationLoss(context_of(backbone, spec, some[known])).each(logits[known], some[known])
+    assert torch.equal(found[known], wanted)
+    assert not found[~known].any()
+    plain = ClassificationLoss(replace(context_of(backbone, LossSpec(), some), unlabelled=True)).each(logits, some)
+    assert float((found - plain).abs().max()) > 0.01
+    protection = Protection(1.0, 1.0, units=6, batch_size=6, epochs=1, stream=SeededNoise(1).stream(1, "train", "a"))
+    assert torch.equal(ClassificationLoss(replace(guessing, protection=protection)).each(logits, some), plain)
+    nothing = torch.full_like(some, -1)
+    none = ClassificationLoss(replace(context_of(backbone, spec, nothing), unlabelled=True)).each(logits, nothing)
+    [slope] = torch.autograd.grad(none.sum(), logits)
+    assert not none.any()
+    assert not slope.any()
 
 
 def test_methods_that_train_without_labels_take_losses_and_the_page_names_them() -> None:
