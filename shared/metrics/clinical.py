@@ -121,15 +121,15 @@ def auroc_estimate(truth: NDArray[np.bool_], scores: Floats) -> Estimate:
     return on_logit_scale(area, float(np.sqrt(variance)), min(m, n))
 
 
-def on_logit_scale(value: float, se: float, cases: int) -> Estimate:
-    """The estimate whose interval is symmetric in the logit; at 0 or 1 Wilson's interval of ``cases`` cases."""
+def on_logit_scale(value: float, se: float, cases: int, reach: float = Z) -> Estimate:
+    """The estimate whose interval is ±``reach`` standard errors of the logit; at 0 or 1 Wilson's of ``cases`` cases."""
     spread = value * (1 - value)
     if spread <= 0 or se <= 0:
         bound = proportion(round(value * cases), cases)
         assert bound is not None
         return Estimate(value=value, low=min(value, bound.low), high=max(value, bound.high))
     middle, scaled = math.log(value / (1 - value)), se / spread
-    low, high = (logistic(middle + side * Z * scaled) for side in (-1, 1))
+    low, high = (logistic(middle + side * reach * scaled) for side in (-1, 1))
     return Estimate(value=value, low=low, high=high, se=scaled)
 
 
@@ -168,7 +168,13 @@ def mean_average_precision(labels: ArrayLike, scores: ArrayLike) -> float | None
 
 
 def precision_estimate(truth: NDArray[np.bool_], scores: Floats, groups: Sequence[str] | None = None) -> Estimate:
-    """Average precision; the standard error is that of bootstrap draws that hold a positive."""
+    """Average precision; the standard error is that of bootstrap draws that hold a positive.
+
+    With few positives normal intervals are too narrow: with n images (or groups) that hold a positive, the standard
+    error is multiplied by √(n/(n − 1)), since draws vary less than samples, and the interval is that of Student's t.
+    """
+    from scipy import special
+
     value = float(average_precision(truth, scores, np.ones((1, len(truth))))[0])
     own = range(len(truth)) if groups is None else groups
     number = {group: k for k, group in enumerate(dict.fromkeys(own))}  # not by names, which differ between files
@@ -180,8 +186,9 @@ def precision_estimate(truth: NDArray[np.bool_], scores: Floats, groups: Sequenc
         weights = counts[:, place]
         weights = weights[(weights * truth).sum(axis=1) > 0]
         values.append(average_precision(truth, scores, weights))
-    drawn = np.concatenate(values)
-    return on_logit_scale(value, float(drawn.std(ddof=1)) if len(drawn) > 1 else 0.0, int(truth.sum()))
+    drawn, free = np.concatenate(values), max(1, len(np.unique(place[truth])) - 1)
+    se = float(drawn.std(ddof=1)) * math.sqrt((free + 1) / free) if len(drawn) > 1 else 0.0
+    return on_logit_scale(value, se, int(truth.sum()), float(special.stdtrit(free, 0.975)))
 
 
 def rate_at(wanted: Floats, others: Floats, share: float) -> float:
