@@ -173,6 +173,7 @@ def test_scores_are_counted_by_a_column_of_the_data(
         for seed, site in enumerate(("a", "b", "c"))
     }
     options = {"rounds": 1, "class_names": list(SHAPES), "seed": 3, "backbone": backbone, "calibration": SCANNED}
+    options |= {"participation": {"min_clients": 3}}
     result = promptfed.run({"name": "promptfl", "m": 4}, data, **options, **protected)
     wanted = {value: np.zeros((len(SHAPES), 10), dtype=int) for value in ("old", "new")}
     classifier = AdaptedModel.of(result.taken).serve(backbone, SHAPES).classifier
