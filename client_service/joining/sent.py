@@ -113,10 +113,12 @@ def sent_lines(folder: Path, log_format: Literal["text", "json"]) -> list[str]:
 
 def _described(line: Line) -> list[str]:
     """One message in words, or the questions of an hour."""
-    begin = f"{line['at'][:19].replace('T', ' ')}  {line['what']}"
+    at = line["at"][:19].replace("T", " ")
     if line["what"] == "questions":
-        asked = ", ".join(f"{count} for {name}" for name, count in line["asked"].items())
-        return [f"{begin} to {line['to']}, without a body: from now to the end of the hour; before: {asked}"]
+        asked = ", ".join(f"{count} for {name}" for name, count in line["asked"].items()) or "none"
+        text = f"{at}  requests without a body to {line['to']}, also later in this hour"
+        return [f"{text}; since the last such line: {asked}"]
+    begin = f"{at}  {line['what']}"
     where = f", round {line['round']}, {line['phase']}" if "round" in line else ""
     size = f", {line['bytes']:,} bytes, sha256 {line['sha256']}" if "bytes" in line else ""
     told = [f"{begin}{where} to {line['to']}{size}"]
