@@ -27,7 +27,10 @@ QKV = 3
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The settings of a tower's blocks that are not weights; all blocks of a tower share them."""
+    """The settings of a tower's blocks that are not weights; all blocks of a tower share them.
+
+    ``rotate``: the rotary embedding of queries and keys `(B, heads, S, d / heads)`.
+    """
 
     layers: int
     width: int
@@ -35,6 +38,7 @@ class BlockShape:
     mlp_width: int
     eps: float
     activation: nn.Module
+    rotate: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,10 @@ def _projected(
         for index in range(min(QKV, len(low_rank.a))):
             parts[index] = parts[index] + low_rank.branch(index, asking if index == 0 else normed)
     batch, size = normed.shape[0], d // shape.heads
-    return [part.reshape(batch, -1, shape.heads, size).transpose(1, 2) for part in parts]
+    query, key, value = (part.reshape(batch, -1, shape.heads, size).transpose(1, 2) for part in parts)
+    if shape.rotate is not None:
+        query, key = shape.rotate(query), shape.rotate(key)
+    return [query, key, value]
 
 
 @dataclass(frozen=True)
@@ -241,7 +248,8 @@ def open_clip_block(number: int, standard: Any) -> dict[str, Tensor]:
 
 def timm_block(number: int, standard: Any) -> dict[str, Tensor]:
     """The weights of one of timm's standard blocks, under open_clip's names."""
-    return _named(number, weights_of(standard, TIMM_PARTS), standard.ls1, standard.ls2)
+    scales = getattr(standard, "ls1", nn.Identity()), getattr(standard, "ls2", nn.Identity())
+    return _named(number, weights_of(standard, TIMM_PARTS), *scales)
 
 
 def _named(number: int, own: Mapping[str, Tensor | None], first: nn.Module, second: nn.Module) -> dict[str, Tensor]:

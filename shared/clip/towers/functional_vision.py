@@ -54,7 +54,7 @@ class VisionTower(Tower):
 
     @property
     def first_only(self) -> bool:
-        return self.pooling == "tok"
+        return self.pooling == "tok" and self.blocks_shape.rotate is None
 
     def rows(self, weights: Weights, images: Tensor) -> Tensor:
         """Rows `(B, S, d)` before the first block, of images `(B, 3, H, W)` of the tower's dtype and device."""
@@ -149,32 +149,18 @@ def timm_tower(model: Any, head: nn.Module | None = None) -> VisionTower:
 
     ``head``: what open_clip puts behind it.
     """
-    from timm.models.vision_transformer import Block, VisionTransformer
-
-    refusal = timm_blocks.refusal_of(model)
-    expect("image", refusal is None, refusal or "")
-    expect("image", isinstance(model, VisionTransformer), f"its blocks are those of {type(model).__name__}")
-    expect("image", model.reg_token is None, "it has register tokens")
-    attends = model.attn_pool is not None
-    expect("image", attends or model.global_pool in ("token", "avg"), f"it pools by {model.global_pool!r}")
-    plain = model.pos_embed is not None and not model.dynamic_img_size
+    _expect_timm(model)
     weights, stem = _timm_rows(model)
-    usual = stem is not None or not (model.no_embed_class and model.cls_token is not None)
-    expect("image", plain and usual, "its positions are unusual")
-    blocks = list(model.blocks)
-    for own in blocks:
-        standard = type(own) is Block and _is_plain_attention(own.attn) and isinstance(own.mlp.norm, nn.Identity)
-        expect("image", standard, "its blocks are not timm's standard ones")
-    expect_activation("image", blocks[0].mlp.act)
+    blocks, attends = list(model.blocks), model.attn_pool is not None
     norms = [norm for norm in (model.norm_pre, model.norm, model.fc_norm) if isinstance(norm, nn.LayerNorm)]
     eps = {norm.eps for norm in [*norms, *(norm for own in blocks for norm in (own.norm1, own.norm2))]}
     expect("image", len(eps) == 1, "its blocks differ from each other")
     norm_first = isinstance(model.norm, nn.LayerNorm)
-    first, last = blocks[0], "norm" if norm_first else "fc_norm"
+    mlp, heads = blocks[0].mlp, blocks[0].attn.num_heads
     shape = BlockShape(
-        len(blocks), model.embed_dim, first.attn.num_heads, first.mlp.fc1.out_features, eps.pop(), first.mlp.act
+        len(blocks), model.embed_dim, heads, mlp.fc1.out_features, eps.pop(), mlp.act, timm_blocks.rotation(model)
     )
-    weights |= weights_of(model, {"ln_post": last})
+    weights |= weights_of(model, {"ln_post": "norm" if norm_first else "fc_norm"})
     maps = [] if head is None else [map_ for map_ in (model.head, *head.children()) if not isinstance(map_, _NO_MAP)]
     linear = len(maps) == 1 and isinstance(maps[0], nn.Linear)
     if linear:
@@ -198,6 +184,23 @@ def timm_tower(model: Any, head: nn.Module | None = None) -> VisionTower:
     )
 
 
+def _expect_timm(model: Any) -> None:
+    """Raise BackboneError unless all parts of a model of timm are those that `VisionTower` computes."""
+    from timm.layers.patch_embed import PatchEmbed
+
+    refusal = timm_blocks.refusal_of(model)
+    expect("image", refusal is None, refusal or "")
+    expect("image", hasattr(model, "norm_pre"), f"its blocks are those of {type(model).__name__}")
+    expect("image", model.reg_token is None, "it has register tokens")
+    pools = model.attn_pool is not None or model.global_pool in ("token", "avg")
+    expect("image", pools, f"it pools by {model.global_pool!r}")
+    usual = type(model.patch_embed) is not PatchEmbed or not model.no_embed_class or model.cls_token is None
+    expect("image", model.pos_embed is not None and usual, "its positions are unusual")
+    standard = all(timm_blocks.is_standard(block) for block in model.blocks)
+    expect("image", standard, f"its blocks are not the standard ones of {type(model).__name__}")
+    expect_activation("image", model.blocks[0].mlp.act)
+
+
 def _timm_rows(model: Any) -> tuple[dict[str, Tensor], Part | None]:
     """The weights that make rows of images, or without them the frozen stem that does."""
     from timm.layers.patch_embed import PatchEmbed
@@ -210,11 +213,3 @@ def _timm_rows(model: Any) -> tuple[dict[str, Tensor], Part | None]:
     if model.pos_embed is not None:
         weights["positional_embedding"] = model.pos_embed[0].detach()
     return weights | weights_of(model, {"ln_pre": "norm_pre"}), None
-
-
-def _is_plain_attention(attention: Any) -> bool:
-    from timm.layers.attention import Attention
-
-    parts = (getattr(attention, name, None) for name in ("q_norm", "k_norm", "norm"))
-    plain = all(part is None or isinstance(part, nn.Identity) for part in parts)
-    return type(attention) is Attention and plain and getattr(attention, "gate", None) is None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def refusal_of(trunk: Any) -> str | None:
@@ -45,14 +45,57 @@ def rows_of(trunk: Any, images: Tensor) -> Tensor:
     return rows
 
 
+def is_standard(block: Any) -> bool:
+    """Whether a block has the parts of CLIP's: one projection of queries, keys and values, and a plain MLP."""
+    from timm.layers.attention import Attention, AttentionRope
+    from timm.layers.mlp import Mlp
+    from timm.models.eva import EvaBlock
+    from timm.models.vision_transformer import Block
+
+    attention = block.attn
+    if type(block) is EvaBlock:
+        kind = type(attention) is AttentionRope and block.gamma_1 is None and attention.num_kv_groups == 1
+    else:
+        kind = type(block) is Block and type(attention) is Attention
+    parts = [getattr(attention, name, None) for name in ("q_norm", "k_norm", "norm", "gate")] + [block.mlp.norm]
+    joined = isinstance(getattr(attention, "qkv", None), nn.Linear) and type(block.mlp) is Mlp
+    return kind and joined and all(part is None or isinstance(part, nn.Identity) for part in parts)
+
+
+def rotation(trunk: Any) -> Callable[[Tensor], Tensor] | None:
+    """The rotary embedding of queries and keys `(B, heads, S, d / heads)` of an image; None where there is none."""
+    from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+
+    embedding = rotary_of(trunk)
+    if embedding is None:
+        return None
+    kept, half = trunk.num_prefix_tokens, getattr(trunk.blocks[0].attn, "rotate_half", False)
+
+    def rotate(rows: Tensor) -> Tensor:
+        turned = apply_rot_embed_cat(rows[:, :, kept:], embedding, half=half)
+        return torch.cat([rows[:, :, :kept], turned], dim=2).type_as(rows)
+
+    return rotate
+
+
+def rotary_of(trunk: Any) -> Tensor | None:
+    """Sines and cosines for the patches; None where positions are not rotary."""
+    rope = getattr(trunk, "rope", None)
+    if rope is None:
+        return None
+    embedding: Tensor = (
+        rope.get_embed() if hasattr(rope, "feat_shape") else rope.get_embed(shape=trunk.patch_embed.grid_size)
+    )
+    return embedding
+
+
 def blocks_for(trunk: Any, n: int) -> Sequence[Callable[[Tensor], Tensor]]:
     """The tower's blocks for rows `(B, S + n, d)`, of which the last n are prompts."""
     if hasattr(trunk, "shared_rel_pos"):
         return [partial(_relative_block, block, trunk.shared_rel_pos) for block in trunk.blocks]
-    rope = getattr(trunk, "rope", None)
-    if rope is None:
+    embedding = rotary_of(trunk)
+    if embedding is None:
         return list(trunk.blocks)
-    embedding = rope.get_embed() if hasattr(rope, "feat_shape") else rope.get_embed(shape=trunk.patch_embed.grid_size)
     half = embedding.shape[-1] // 2
     still = torch.cat([embedding.new_zeros(n, half), embedding.new_ones(n, half)], dim=-1)  # sine 0 and cosine 1
     return [partial(block, rope=torch.cat([embedding, still])) for block in trunk.blocks]

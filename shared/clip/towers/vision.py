@@ -37,7 +37,7 @@ class PromptedTower:
     pool: Callable[[Tensor], Tensor]
     project: Callable[[Tensor], Tensor]
 
-    def encode(self, images: Tensor, prompts: Tensor, *, pooled: bool) -> Tensor:
+    def encode(self, images: Tensor, prompts: Tensor, pooled: bool) -> Tensor:
         """Features `(B, d_e)` of images `(B, 3, H, W)` with prompts `(depth, n, d)`; `pooled`: before the projection.
 
         The first prompts are added to [cls] and the patches after the positional embedding. BackboneError if the
