@@ -32,7 +32,7 @@ from promptfed.experiments.cluster.orphan import end_orphan
 from promptfed.experiments.cluster.ray_clock import ClockOf, clocks
 from promptfed.experiments.cluster.run_folder import RunFolder, identity, run_folder
 from promptfed.experiments.simulation.preparation import expect_reproducible, prepare
-from promptfed.experiments.simulation.simulation import ProgressCallback, ended_badly, expect_all_evaluated
+from promptfed.experiments.simulation.simulation import ProgressCallback, ended_badly, expect_all_evaluated, last_rounds
 from promptfed.runtime.processes import Processes, ProcessFailed
 from promptfed.runtime.services import COORDINATOR_FOLDER, LocalFederation, Site
 from promptfed.runtime.speeds import Clock
@@ -347,8 +347,7 @@ class Conductor:
         for snapshot in follow(self.local.api, federation, between=self._look, poll=POLL_SECONDS):
             self.progress(snapshot)
         if snapshot.state != "finished":
-            report = self.local.api.send(operations.get_round(federation, snapshot.round)).view
-            raise ended_badly(snapshot, report)
+            raise ended_badly(snapshot, self.local.api.send(last_rounds(federation, snapshot)).view.rounds)
 
     def _look(self) -> None:
         self.local.watch()

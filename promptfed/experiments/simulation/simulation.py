@@ -38,12 +38,12 @@ from promptfed.experiments.simulation.workers import AHEAD, RunningWorkers, run_
 from promptfed.runtime.services import Site
 from promptfed.runtime.speeds import Clock
 from promptfed.sdk import operations
-from promptfed.sdk.client import AsyncCoordinator
+from promptfed.sdk.client import AsyncCoordinator, Request
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import new_folder
 from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.api.report_schemas import RoundReport
+from promptfed.shared.api.report_schemas import RoundPage, RoundReport
 from promptfed.shared.clip import Backbone, FeatureCache, SharedStarts
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.metrics.outcomes import Outcomes
@@ -260,13 +260,19 @@ async def _follow(progress: ProgressCallback, api: AsyncCoordinator, federation:
         if snapshot.state == "finished":
             return
         if snapshot.over:
-            raise ended_badly(snapshot, (await api.send(operations.get_round(federation, snapshot.round))).view)
+            raise ended_badly(snapshot, (await api.send(last_rounds(federation, snapshot))).view.rounds)
         await clients.wait(POLL_SECONDS)
 
 
-def ended_badly(snapshot: Snapshot, report: RoundReport) -> CommandError:
+def last_rounds(federation: str, snapshot: Snapshot) -> Request[RoundPage]:
+    """Asks for the report of the last round; of a federation that ended before it began there is none."""
+    return operations.get_rounds(federation, after=str(snapshot.round - 1) if snapshot.round else None)
+
+
+def ended_badly(snapshot: Snapshot, reports: Sequence[RoundReport]) -> CommandError:
     """The error of a federation that did not finish, with the failures that clients reported in its last round."""
-    failed = [failure for phase in report.phases for failure in phase.failed]
+    last = [report for report in reports if report.round == snapshot.round]
+    failed = [failure for report in last for phase in report.phases for failure in phase.failed]
     text = "; ".join(f"client {failure.client}: {failure.type}: {failure.detail}" for failure in failed[:3])
     more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
     why = f": {text}{more}" if text else ""

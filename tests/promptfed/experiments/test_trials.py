@@ -59,6 +59,13 @@ def spec(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def test_trials_without_accuracies_say_why_there_is_no_federation(backbone: Backbone, features: FeatureCache) -> None:
+    """Under a floor of 10, a quarter of few images tells nothing."""
+    sites = [Site(site.name, site.data, floor=10) for site in SITES]
+    with pytest.raises(CommandError, match="no candidate could be compared: no accuracy was sent"):
+        simulate(spec(), sites, backbone=backbone, features=features)
+
+
 @pytest.mark.parametrize("pool", [1, 2])
 def test_the_candidate_that_learns_is_chosen(
     backbone: Backbone, features: FeatureCache, tmp_path: Path, pool: int
