@@ -101,10 +101,12 @@ async def play(
     return enrolled - started, ended - enrolled
 
 
-def measure(options: Sequence[str], size: int, count: int, buffer: int | None = None) -> dict[str, Any]:
+def measure(
+    options: Sequence[str], size: int, count: int, buffer: int | None = None, rounds: int | None = None
+) -> dict[str, Any]:
     """Measure ``count`` clients with updates of ``size`` KB at a coordinator with the command-line ``options``.
 
-    With a ``buffer`` as many updates come in asynchronous rounds.
+    With a ``buffer`` at least as many updates come in asynchronous rounds.
     """
     record = Record()
     with coordinator(*options) as process:
@@ -116,9 +118,10 @@ def measure(options: Sequence[str], size: int, count: int, buffer: int | None = 
             cpu.append(cpu_seconds_of(process.pid))
 
         async def burst() -> float:
-            rounds = ROUNDS[count] if buffer is None else ROUNDS[count] * count // buffer
+            number = ROUNDS[count] if rounds is None else rounds
+            number = number if buffer is None else number * count // buffer
             kept: dict[str, Any] = {"deadline": 600, "retention": "last_round", "buffer": buffer}
-            token = await operator.create(size, count, rounds, **kept)
+            token = await operator.create(size, count, number, **kept)
             clients = [LoadClient(operator.port, number, size, record) for number in range(count)]
             enrolling, _ = await play(operator, token, clients, WHOLE_SECONDS, note_cpu)
             await note_cpu()

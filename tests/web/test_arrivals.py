@@ -28,9 +28,13 @@ def test_arrivals_have_the_state_that_they_began_with_and_their_staleness(
     assert a.answer(coordinator.task(a)).status_code == 201
     assert late.answer(early).status_code == 201  # trained from state 0, and counts for state 2
 
+    carried = {"carrying": coordinator.task(b)["task_id"], "progress": 0.42}
+    b.http.get(f"{b.path}/task", params=carried, headers=b.headers).raise_for_status()
+
     page = visited.page
     page.goto(coordinator.url)
     visited.sign_in()
+    expect(page.get_by_text("awaited, 42 % done")).to_be_visible()
     second = page.get_by_role("region", name="Changes of state 2")
     columns = second.get_by_role("columnheader")
     expect(columns).to_have_text(["client", "trained from state", "staleness", "weight", "arrived"])

@@ -223,12 +223,12 @@ def _show_status(federation: FederationSummary) -> None:
         lines += _privacy_lines(federation.privacy)
     lines += [] if federation.selection is None else [federation.selection.describe()]
     lines += [f"trial {trial.describe()}" for trial in federation.trials]
-    awaited = [client.model_dump(mode="json") for client in federation.awaited]
-    why = {name: f" ({reason})" for name, reason in federation.choice.items()}
-    done = {one.name: f", {one.progress:.0%} done," for one in federation.awaited if one.progress is not None}
-    for one in awaited:
-        name = one["name"]
-        lines.append(f"waiting for {name}{why.get(name, '')}{done.get(name, '')} until {one['until']}")
+    for one in federation.awaited:
+        told = [f"asked in round {one.round}"] if one.round not in (None, federation.round) else []
+        told += [] if one.progress is None else [f"{one.progress:.0%} done"]
+        told += [federation.choice[one.name]] if one.name in federation.choice else []
+        about = f" ({', '.join(told)})" if told else ""
+        lines.append(f"waiting for {one.name}{about} until {one.until.isoformat()}")
     for line in lines:
         say(plain(line))
 

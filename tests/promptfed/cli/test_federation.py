@@ -207,8 +207,12 @@ def test_enrolment_tokens_are_minted_for_somebody_listed_and_taken_back(command:
 
 def test_start_pause_resume_and_prompts(command: Command, tmp_path: Path) -> None:
     command.create("running")
-    assert command.enrol("running", "hospital-a").status_code == 201
+    assert command.enrol("running", "hospital-a", secret="5e" * 32).status_code == 201
     assert "running" in command("start", "running").stdout
+    url, secret = f"{command.url}/v1/federations/running/task", {"Authorization": f"Bearer {'5e' * 32}"}
+    task = httpx.get(url, params={"wait": 30}, headers=secret, timeout=PATIENCE).json()
+    httpx.get(url, params={"carrying": task["task_id"], "progress": 0.42}, headers=secret, timeout=PATIENCE)
+    assert "waiting for hospital-a (42% done) until 20" in command("status", "running").stdout
     assert "paused" in command("pause", "running").stdout
     assert "running" in command("resume", "running").stdout
     out = tmp_path / "prompts.safetensors"
