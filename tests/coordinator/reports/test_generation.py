@@ -67,7 +67,7 @@ def test_before_the_start_there_is_no_generator(coordinator: InThread) -> None:
         ({"text_features": [[0.0] * 5] * 2}, "have 8 numbers; these have 5"),
         ({"text_features": [["x"] * 8] * 2}, "valid number"),
         ({"class_names": [], "text_features": []}, "at least 1 item"),
-        ({"class_names": ["", "b"]}, "at least 1 character"),
+        ({"class_names": ["", "b"]}, "must not be empty"),
         ({"template": "a photo of a {}"}, "Extra inputs"),
     ],
 )

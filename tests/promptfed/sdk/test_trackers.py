@@ -212,7 +212,7 @@ def test_mlflows_database(tmp_path: Path) -> None:
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "styles"
-    assert run.data.params["training.learning_rate"] == "0.1"
+    assert run.data.params["training.learning_rate"] == str(SPEC.training.learning_rate)
     history = client.get_metric_history(run.info.run_id, "accuracy/trainer/test:adapted")
     assert [(one.step, one.value) for one in history] == [(0, 0.5), (1, 0.6), (2, pytest.approx(0.7))]
     losses = client.get_metric_history(run.info.run_id, "loss/train")
