@@ -33,6 +33,7 @@ from promptfed.shared.messages import (
     Task,
 )
 from promptfed.shared.methods.core.interface.base import Method
+from promptfed.shared.methods.core.several_labels import is_for_several_labels
 from promptfed.shared.privacy.accounting import Event, default_delta
 from promptfed.shared.privacy.noise import Noise, NoiseStream
 from promptfed.shared.privacy.settings import PrivacySpec
@@ -77,7 +78,15 @@ def what_leaves(
     owner both say so. Under protection of records, those of fine-tuned classifiers, which were trained without noise,
     never leave. An evaluator trains nothing: what its own test set says is its owner's choice alone. ``handed_in``: who
     builds the worker chose plain for the owner.
+
+    Of several labels no figure leaves as a noisy count: one image may move a mean average precision by far more than
+    one right answer.
     """
+    leaving = _wished(info, method, role, policy, handed_in)
+    return "withheld" if leaving == "noisy" and is_for_several_labels(method) else leaving
+
+
+def _wished(info: EnrolmentInfo, method: Method, role: Role, policy: Policy | None, handed_in: bool) -> Leaving:
     own: Leaving | None = policy.metrics.accuracy if policy is not None else None
     protected = info.privacy is not None and info.privacy.protects_records
     guarded = info.privacy is not None or info.secure_aggregation is not None
@@ -151,11 +160,13 @@ class NoisyCounts:
     def drawn(self, task: Task, splits: Results, zero_shot: Results, keys: Mapping[str, str]) -> EvaluationRequest:
         """Noisy counts of ``splits``, and of ``zero_shot``, which are drawn once for each of ``keys`` (by split).
 
-        Withheld where the test images' budget has no room for them.
+        Withheld where there are none, or the test images' budget has no room for them.
         """
         last = self._last()
         known = last.zero_shot | (last.new if self._is_paid(last) else {})
         new = {keys[name]: result for name, result in zero_shot.items() if keys[name] not in known}
+        if not splits and not new:
+            return EvaluationRequest(splits={}, withheld=True)
         a = self.privacy.evaluation_epsilon
         event = Event("laplace", 1.0, a, len(splits) + len(new))
         try:

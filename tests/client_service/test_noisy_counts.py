@@ -157,6 +157,19 @@ def test_what_no_noise_makes_right_is_withheld(
     assert [one.split for one in Ledger(own.ledger_file).spends()] == ["train"]
 
 
+def test_a_test_set_below_the_floor_is_withheld(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, apart: Source, tmp_path: Path
+) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"version: 1\nmetrics: {{floor: {len(apart.test)}}}\nledger: {own.ledger_file}\n")
+    coordinator = noisy(make_coordinator, rounds=1)
+    settings = own.model_copy(update={"policy": policy})
+    assert asyncio.run(make_worker(coordinator, settings=settings, source=apart).run()) is Exit.OK
+    assert coordinator.failures == []
+    assert [(one["splits"], one["withheld"]) for one in coordinator.evaluations] == [({}, True)] * 2
+    assert [one.split for one in Ledger(own.ledger_file).spends()] == ["train"]
+
+
 def test_the_stricter_of_federation_and_owner_says_what_leaves() -> None:
     method, tuned = make_method({"name": "promptfl"}), make_method({"name": "promptfl_ft"})
 
@@ -181,5 +194,9 @@ def test_the_stricter_of_federation_and_owner_says_what_leaves() -> None:
     whole = [[leaves(one, owner, level="client") for one in ("plain", "withheld", None)] for owner in (None, "plain")]
     assert whole == [["withheld"] * 3, ["plain", "withheld", "withheld"]], "in the clear only where both say so"
     assert leaves("plain", None, handed_in=True) == "plain"
+    several = make_method({"name": "promptfl", "task": "multi_label"})
+    figures = [leaves(*one, method=several) for one in (("noisy", None), (None, "noisy"), ("plain", "plain"))]
+    assert figures == ["withheld", "withheld", "plain"], "a mean average precision is no count"
+    assert leaves(None, "noisy", method=several, role="evaluator") == "withheld"
     said = [[leaves(one, owner, role="evaluator") for one in asked] for owner in (None, "noisy", "plain")]
     assert said == [["withheld", "noisy", "withheld"], ["noisy"] * 3, ["plain"] * 3], "its own test set is its own"

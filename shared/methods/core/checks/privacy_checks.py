@@ -15,6 +15,11 @@ def check_privacy(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError if ``method`` or this version cannot provide the protection in ``spec.privacy``."""
     given = spec.privacy
     check_sampling(spec)
+    if given.evaluation == "noisy" and spec.task == "multi_label":
+        raise MethodError(
+            "noisy counts are of right answers, and with task: multi_label the figure is no count: take evaluation "
+            "withheld"
+        )
     if given.level == "none":
         # With secure sums the section determines the form in which accuracies leave a site.
         alone = PrivacySpec(evaluation=given.evaluation) if spec.secure_aggregation is not None else PrivacySpec()
