@@ -182,13 +182,13 @@ class WithStatistics(Method):
 
     def initial_state(self, context: ServerContext, draws: Draws) -> Tensors:
         """The sums are 0."""
-        return self._started(super().initial_state(context, draws), draws)
+        return self._with_sums(super().initial_state(context, draws), draws)
 
     def initial_state_with(self, backbone: Backbone, context: ServerContext, draws: Draws) -> Tensors:
         """The sums are 0."""
-        return self._started(super().initial_state_with(backbone, context, draws), draws)
+        return self._with_sums(super().initial_state_with(backbone, context, draws), draws)
 
-    def _started(self, state: Tensors, draws: Draws) -> Tensors:
+    def _with_sums(self, state: Tensors, draws: Draws) -> Tensors:
         zeros = {
             spec.name: draws.xp.zeros(spec.resolve({}), dtype=draws.xp.float32)
             for specs in self.statistics.tensors.values()

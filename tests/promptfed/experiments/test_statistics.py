@@ -25,15 +25,17 @@ from promptfed.export.prediction_sets import PredictionSets, own_scores
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, shape_of, tiny
 from promptfed.shared.data import Source, open_source
 from promptfed.shared.data.source import Split
-from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods import METHODS, make_method, method_for, resolve_spec
+from promptfed.shared.methods.core.interface.base import ServerContext
 from promptfed.shared.methods.core.interface.label_bias import LabelBias
 from promptfed.shared.methods.core.losses import ClassificationLoss
 from promptfed.shared.methods.core.statistics import COUNTS, UNIT, statistics_of
 from promptfed.shared.metrics.conformal import Histograms, score_bins
 from promptfed.shared.metrics.score_sums import ScoreSums
+from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec import SpecError
 from tests.support.own_images import SHAPES, write_scanned
@@ -267,6 +269,27 @@ def test_what_cannot_be_counted_is_refused_with_the_reason(changes: dict[str, An
     with pytest.raises(SpecError) as refused:
         resolve_spec(spec(**changes))
     assert reason in str(refused.value)
+
+
+def test_the_state_of_several_labels_has_counts_and_threshold(backbone: Backbone) -> None:
+    shape, tried = shape_of(backbone), 0
+    for name, kind in METHODS.items():
+        if not kind.can_take_several_labels():
+            continue
+        try:
+            resolved = resolve_spec(spec(method={"name": name}, task="multi_label", **SUMMED, **BALANCED))
+        except SpecError:
+            continue
+        method = method_for(resolved)
+        context = ServerContext(resolved.training, shape, tuple(NAMES), (), 3, 2)
+        for state in (
+            method.initial_state_with(backbone, context, initial_draws(3)),
+            method.initial_state(context, initial_draws(3)),
+        ):
+            assert state.keys() == {tensor.name for tensor in method.state_tensors()}, name
+            assert COUNTS in state
+        tried += 1
+    assert tried >= 5
 
 
 def test_a_resolved_spec_resolves_to_itself() -> None:
