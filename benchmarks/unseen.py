@@ -5,7 +5,8 @@
 One set has twelve letters in four fonts, thin or bold, on noise; the other ten shapes, filled or outlined. Three sites
 each draw in two colours. For each seed `choose` searches on held-out training images for 120 seconds of the
 processor, which a quiet machine spends in as many seconds. Its choice, the default and every method of `auto` at every
-rate of its grid then train for all rounds and are tested on the test images.
+rate of its grid then train for all rounds and are tested on the test images. Drawings of the seeds 0 to 2 were
+looked at while the search was made: they are no test of it.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def measure(name: str, seed: int, seconds: float, single: Sequence[str]) -> dict
 def main() -> None:
     """Measure every set and seed, write the file after each, and print a table."""
     command = parser(__doc__)
-    command.add_argument("--seeds", type=integers, default=[0, 1, 2])
+    command.add_argument("--seeds", type=integers, default=[3, 4, 5])
     command.add_argument("--seconds", type=float, default=120, help="processor seconds of each search")
     command.add_argument("--single", default=",".join(AUTO), help="methods that run by themselves at every rate")
     options = command.parse_args()
