@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from promptfed.cli.forest_plot import forest
 from promptfed.cli.scoring import SCORE_FILE, ScoreFigures
 from promptfed.cli.scoring_presences import PresenceFigures
 from promptfed.cli.scoring_subgroups import SubgroupFigures
@@ -18,7 +18,6 @@ from promptfed.shared.metrics.clinical import Estimate, interval_text
 from promptfed.shared.metrics.conformal import Calibration, added
 from promptfed.shared.metrics.pooling import Pooled, PooledFigure, pooled_figure
 from promptfed.shared.metrics.site_figures import POOLED
-from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import why
 
 POOLED_FILE, FOREST_FILE = "pooled.json", "forest.png"
@@ -47,7 +46,7 @@ def run_pool(scores: Sequence[str], only: str | None, out: Path, as_json: bool) 
     with new_folder(out, "--out") as folder:
         whole = [each for each in report.figures if each.column is None]
         drawn = [each for each in whole if only is not None or each.figure in ("accuracy", "auroc")]
-        picture = forest(drawn)
+        picture = forest(_known(drawn))
         write_file(folder / POOLED_FILE, (report.model_dump_json(indent=1) + "\n").encode())
         picture.savefig(folder / FOREST_FILE, dpi=150, bbox_inches="tight")
     if as_json:
@@ -138,36 +137,16 @@ def subgroup_of(figure: PooledFigure) -> str:
     return "all" if figure.column is None else f"{figure.column}={figure.value}"
 
 
+def _known(figures: Sequence[PooledFigure]) -> list[PooledFigure]:
+    """Those that two sites or more have. Raises CommandError if there are none."""
+    known = [each for each in figures if each.pooled is not None]
+    if not known:
+        raise CommandError("no figure is known at two sites: give sites with images of the same class", Exit.BAD_INPUT)
+    return known
+
+
 def mean_cells(pooled: Pooled) -> list[str]:
     """A mean's columns in a table: sites, mean with interval, the next site's range, I²."""
     mean = Estimate(value=pooled.mean, low=pooled.low, high=pooled.high)
     ahead = "-" if pooled.prediction is None else "{:.1f} to {:.1f}".format(*(100 * end for end in pooled.prediction))
     return [str(pooled.sites), interval_text(mean), ahead, f"{100 * pooled.i2:.0f} %"]
-
-
-def forest(figures: Sequence[PooledFigure]) -> Figure:
-    """A panel for each figure: the sites' intervals, the mean as a diamond, the next site's range as a line."""
-    shown = [each for each in figures if each.pooled is not None]
-    if not shown:
-        raise CommandError("no figure is known at two sites: give sites with images of the same class", Exit.BAD_INPUT)
-    rows = [len(each.sites) + 2 for each in shown]
-    picture = Figure(figsize=(6.4, 0.5 + 0.24 * sum(rows)))
-    panels = picture.subplots(len(shown), 1, squeeze=False, sharex=True, height_ratios=rows)[:, 0]
-    for axes, each in zip(panels, shown, strict=True):
-        assert each.pooled is not None
-        for row, estimate in enumerate(each.sites.values()):
-            axes.plot([100 * estimate.low, 100 * estimate.high], [row, row], color="tab:blue", linewidth=1)
-            axes.plot(100 * estimate.value, row, "s", color="tab:blue", markersize=4)
-        last, mean = len(each.sites), each.pooled
-        across = [100 * mean.low, 100 * mean.mean, 100 * mean.high, 100 * mean.mean]
-        if mean.prediction is not None:
-            axes.plot([100 * end for end in mean.prediction], [last, last], color="black", linewidth=1)
-        axes.fill(across, [last, last - 0.35, last, last + 0.35], color="black")
-        names = [*map(plain, each.sites), "mean, next site"]
-        axes.set_yticks(range(last + 1), names, fontsize=7, parse_math=False)  # a $ is no formula
-        axes.set_ylim(last + 0.7, -0.7)
-        title = POOLED.get(each.figure, each.figure) + (f" of {plain(each.class_name)}" if each.class_name else "")
-        axes.set_title(title, fontsize=8, loc="left", parse_math=False)
-    panels[-1].set_xlabel("percent")
-    picture.tight_layout()
-    return picture

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from promptfed.cli.pooling import FOREST_FILE, forest, mean_cells, subgroup_of
+from promptfed.cli.forest_plot import forest
+from promptfed.cli.pooling import FOREST_FILE, mean_cells, subgroup_of
 from promptfed.export.continuing import continued
 from promptfed.export.validation_reports import REPORT_FILE, checked_report, read_report
 from promptfed.sdk import operations
@@ -99,8 +100,12 @@ def write_report(report: ValidationReport, body: bytes, folder: Path) -> None:
     """Write the report's bytes, its CSV, and the forest plot where two sites share a figure."""
     write_file(folder / REPORT_FILE, body)
     write_file(folder / CSV_FILE, as_csv(report).encode())
-    drawn = [each for each in report.figures if each.column is None and each.figure in ("accuracy", "auroc")]
-    if any(each.pooled is not None for each in drawn):
+    drawn = [
+        each
+        for each in report.figures
+        if each.column is None and each.figure in ("accuracy", "auroc") and each.pooled is not None
+    ]
+    if drawn:
         forest(drawn).savefig(folder / FOREST_FILE, dpi=150, bbox_inches="tight")
 
 

@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 import promptfed
+from promptfed.cli.forest_plot import forest
 from promptfed.cli.main import app
-from promptfed.cli.pooling import forest
 from promptfed.cli.scoring import _draw, confusion, scores
 from promptfed.export.hub import push, repository_of
 from promptfed.sdk.errors import Exit

@@ -161,6 +161,7 @@ def test_sites_count_calibration_scores_by_class_and_scanner(
     [accuracy] = [each for each in of_old if each["figure"] == "accuracy"]
     for name in scanned:
         scored = json.loads((tmp_path / name / "score.json").read_text())
+        assert (tmp_path / name / "subgroups.png").stat().st_size > 1000
         [old] = [each for each in scored["subgroups"] if each["value"] == "old"]
         assert accuracy["sites"][name] == pytest.approx(old["accuracy_interval"])
         figures = signed.report.sites[name]
