@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 
 from promptfed.coordinator.domain.run_state import Rules, Run, Told
 from promptfed.shared.seeds import sampling_number, sampling_order
@@ -53,21 +54,28 @@ def _power_of_choice(rules: Rules, run: Run, order: Sequence[str], count: int) -
     """Cho et al. (2022), with each client's latest reported loss (rpow-d): the highest of d drawn candidates.
 
     Candidates are drawn without replacement, with probabilities in proportion to their numbers of images. A client
-    that has not reported a loss yet comes first.
+    that has not been asked yet comes first. One that was asked and has reported no loss counts as their mean.
     """
     assert rules.choice is not None
     images = {name: max(1, run.members[name].images) for name in order}
     drawn = weighted_draw(rules, run, images, ceil_fraction(rules.choice.candidates, count))
-    losses = {name: _loss(run.told.get(name)) for name in drawn}
+    known = {name: run.told[name].loss or 0.0 for name in drawn if name in run.told and run.told[name].loss is not None}
+    losses = _with_silent(known, run, drawn, math.inf)
     highest = sorted(drawn, key=lambda name: -losses[name])[:count]
     return {
-        name: f"loss {losses[name]:.4g}, of {len(drawn)} candidates" if name in run.told else "its loss is not known"
+        name: f"loss {losses[name]:.4g}, of {len(drawn)} candidates" if name in known else "its loss is not known"
         for name in highest
     }
 
 
-def _loss(told: Told | None) -> float:
-    return math.inf if told is None or told.loss is None else told.loss
+def _with_silent(known: dict[str, float], run: Run, names: Sequence[str], new: float | None) -> dict[str, float]:
+    """The ``known`` values and those of others: the mean of clients that were asked before, ``new`` of the rest.
+
+    A client that never answers, or whose owner keeps its losses, would else be asked in every round.
+    """
+    mean = fmean(known.values()) if known else new
+    others = {name: mean if name in run.asked else new for name in names if name not in known}
+    return known | {name: value for name, value in others.items() if value is not None}
 
 
 def _oort(rules: Rules, run: Run, order: Sequence[str], count: int) -> Reasons:
@@ -75,15 +83,15 @@ def _oort(rules: Rules, run: Run, order: Sequence[str], count: int) -> Reasons:
     assert rules.choice is not None
     known = {name: run.told[name] for name in order if name in run.told and run.told[name].squared is not None}
     images = {name: run.members[name].images for name in known}
-    utility = utilities(rules.choice, known, images, run.round)
+    utility = _with_silent(utilities(rules.choice, known, images, run.round), run, order, None)
     share = max(LEAST_EXPLORED, EXPLORED * DECAY ** (run.round - 1))
     explored = int(share * count + sampling_number(rules.draw, run.round, ""))  # rounded at random: its mean is exact
-    explored = min(len(order) - len(known), max(explored, count - len(known)))
+    explored = min(len(order) - len(utility), max(explored, count - len(utility)))
     exploited = count - explored
     best = sorted(utility.values(), reverse=True)[:exploited]
     pool = {name: value for name, value in utility.items() if best and value >= CUT_OFF * best[-1]}
     reasons = {name: f"utility {utility[name]:.4g}" for name in weighted_draw(rules, run, pool, exploited)}
-    new = [name for name in order if name not in known][:explored]
+    new = [name for name in order if name not in utility][:explored]
     return reasons | dict.fromkeys(new, "explored: its utility is not known")
 
 

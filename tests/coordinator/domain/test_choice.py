@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,23 @@ def test_power_of_choice_asks_the_highest_losses_of_the_candidates_that_are_draw
     unknown = {name: one for name, one in told.items() if name != "c07"}
     highest = sorted(unknown, key=lambda name: -losses[name])[:3]
     assert list(chosen(all_of_them, run_of(unknown, 2), NAMES, 4)) == ["c07", *highest]
+
+
+@pytest.mark.parametrize("choice", ["power_of_choice", "oort"])
+def test_who_was_asked_and_told_nothing_is_not_asked_in_every_round(choice: str) -> None:
+    """A client that never answers, or whose owner keeps losses, would keep its place for ever."""
+    told = {name: Told(1, 1.0 + place, 10.0 + place, 1.0) for place, name in enumerate(NAMES) if name != "c07"}
+    given_rules, asked, fresh = with_choice(choice=choice, candidates=5.0), 0, 0
+    for round in range(2, 42):
+        run = replace(run_of(told, round), asked=dict.fromkeys(NAMES, 1))
+        asked += "c07" in chosen(given_rules, run, NAMES, 4)
+        fresh += "c07" in chosen(given_rules, replace(run, asked={}), NAMES, 4)
+    assert asked == 0, "the mean is not among the highest"
+    assert fresh == 40
+    for silent in (NAMES, NAMES[1:]):  # all or all but one have told nothing
+        few = {name: one for name, one in told.items() if name not in silent}
+        run = replace(run_of(few, 2), asked=dict.fromkeys(NAMES, 1))
+        assert len(chosen(given_rules, run, NAMES, 4)) == 4
 
 
 def test_candidates_are_drawn_in_proportion_to_their_images() -> None:
