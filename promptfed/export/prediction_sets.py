@@ -46,7 +46,7 @@ class PredictionSets:
         try:
             own = scores.of((column, value) if group is not None else None)
         except UnknownGroup as known:
-            text = f"there are no calibration scores of {group}; there are those of {known}"
+            text = f"there are no calibration scores of {group}; subgroups that have some: {known}"
             raise CommandError(text, Exit.BAD_INPUT) from None
         by_name = own.thresholds(coverage) if by_class else None
         if by_class and by_name is None:

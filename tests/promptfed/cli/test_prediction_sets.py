@@ -97,6 +97,11 @@ def calibration_from(path: Path) -> Any:
     [
         (["--coverage", "0.9"], "the export has no calibration scores: give --calibration FILE"),
         (["--by-class"], "belong to --coverage"),
+        (["--group", "scanner=old"], "belong to --coverage"),
+        (
+            ["--coverage", "0.9", "--calibration", "{scores}", "--group", "scanner=old"],
+            "there are no calibration scores of scanner=old; subgroups that have some: none",
+        ),
         (["--coverage", "0.9", "--calibration", "absent.json"], "cannot read absent.json"),
         (["--coverage", "0.9", "--calibration", "{export}/card.json"], "holds no figures of an export"),
         (["--coverage", "0.9", "--calibration", "{other}"], "has the figures of another export"),
@@ -109,6 +114,7 @@ def test_what_cannot_be_used_is_said(
     figures = json.loads((folder / "one" / "score.json").read_text()) | {"state": "sha256:" + "0" * 64}
     (tmp_path / "other.json").write_text(json.dumps(figures))
     open_source(DATA.format(count=1)).test.image(0).save(tmp_path / "image.png")
-    given = [option.format(export=folder / "export", other=tmp_path / "other.json") for option in options]
+    files = {"export": folder / "export", "other": tmp_path / "other.json", "scores": folder / "one" / "score.json"}
+    given = [option.format(**files) for option in options]
     outcome = run("predict", str(tmp_path / "image.png"), "--export", str(folder / "export"), *given, code=1)
     assert text in str(outcome.exception) + outcome.output

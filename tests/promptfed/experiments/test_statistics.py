@@ -198,7 +198,10 @@ def test_scores_are_counted_by_a_column_of_the_data(
         assert set(answer.set or ()) == (inside if len(inside) < len(SHAPES) else set())
     old, new = (sums.of(("scanner", value)).thresholds(0.8) for value in ("old", "new"))
     assert old != new
-    for group, text in (("scanner=lent", "there are those of scanner=old, scanner=new"), ("old", "give COLUMN=VALUE")):
+    for group, text in (
+        ("scanner=lent", "subgroups that have some: scanner=old, scanner=new"),
+        ("old", "give COLUMN=VALUE"),
+    ):
         with pytest.raises(CommandError, match=text):
             result.predict(image, coverage=0.8, group=group)
 
