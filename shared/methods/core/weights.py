@@ -166,7 +166,7 @@ class WeightMethod(pf.Method):
 
     def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """One exchange per round: Δ down, the client's changes up."""
-        down = tuple(replace(spec, dtype=self.hyper.transport) for spec in self.travelling())
+        down = self._down()
         up = tuple(replace(spec, name=CHANGE + spec.name) for spec in down)
         return (pf.Phase("train", down=down, up=up, mean=bool(up)),)
 
@@ -205,7 +205,10 @@ class WeightMethod(pf.Method):
 
     def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """The same tensors in every phase and evaluation, so that one payload serves both."""
-        return next(phase.down for phase in self.phases(1, 1) if not phase.total)
+        return self._down()
+
+    def _down(self) -> tuple[TensorSpec, ...]:
+        return tuple(replace(spec, dtype=self.hyper.transport) for spec in self.travelling())
 
     def aggregate(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext

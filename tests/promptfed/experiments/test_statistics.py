@@ -274,6 +274,27 @@ def test_what_cannot_be_counted_is_refused_with_the_reason(changes: dict[str, An
     assert reason in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "counted", [CALIBRATED, BALANCED | SUMMED, CALIBRATED | SUMMED], ids=["scores", "counts", "summed"]
+)
+def test_every_method_counts_or_is_refused(counted: dict[str, Any]) -> None:
+    tried = []
+    for name in METHODS:
+        try:
+            resolved = resolve_spec(spec(method={"name": name}) | counted)
+        except SpecError:
+            continue
+        method = method_for(resolved)
+        plain = make_method({key: value for key, value in resolved.method.items() if key != "statistics"})
+        for round in (1, resolved.rounds):
+            names = [phase.name for phase in method.phases(round, resolved.rounds)]
+            own = [phase.name for phase in plain.phases(round, resolved.rounds)]
+            assert [name for name in names if name in own] == own, name
+            assert (round == 1) is (COUNTS in names) or "loss" not in counted
+        tried.append(name)
+    assert {"promptfl", "fedavg"} <= set(tried) or "loss" in counted
+
+
 def test_the_state_of_several_labels_has_counts_and_threshold(backbone: Backbone) -> None:
     shape, tried = shape_of(backbone), 0
     for name, kind in METHODS.items():
