@@ -94,7 +94,11 @@ class SiteFigures(BaseModel):
     groups: Annotated[list[GroupFigures], Field(min_length=1, max_length=1000)]
     scores: Annotated[
         list[Annotated[list[Annotated[int, Field(ge=0, le=1 << 40)]], Field(max_length=1000)]] | None,
-        Field(max_length=100_000, exclude_if=lambda scores: scores is None),
+        Field(
+            max_length=100_000,
+            exclude_if=lambda scores: scores is None,
+            json_schema_extra={"since": "0.3.0"},  # an earlier coordinator asks for none
+        ),
     ] = None
 
 
