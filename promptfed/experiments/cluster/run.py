@@ -120,7 +120,7 @@ def simulate_on_ray(
     started = time.monotonic()
     _check(on, len(sites), device)
     wanted, initial, _ = prepare(spec, sites, pool, None, allow_backbone)
-    expect_reproducible(wanted, clock is not None)
+    expect_reproducible(wanted, sites, clock is not None)
     if wanted.participation.preferred_seconds is not None:
         text = "participation.preferred_seconds: the coordinator of crews measures real seconds"
         raise CommandError(f"{text}: simulate in one process, or leave it out", Exit.BAD_INPUT)

@@ -89,7 +89,7 @@ def prepare(
     return *described(spec, backbone), backbone
 
 
-def expect_reproducible(spec: FederationSpec, clock: bool) -> None:
+def expect_reproducible(spec: FederationSpec, sites: Sequence[Site], clock: bool) -> None:
     """Raise CommandError if the result would depend on how fast this machine is. ``clock``: time is virtual."""
     rules = spec.participation
     if clock:
@@ -99,6 +99,8 @@ def expect_reproducible(spec: FederationSpec, clock: bool) -> None:
         why = "participation.over_select: which answers come first"
     elif spec.training.budget is not None and spec.training.budget.seconds is not None:
         why = "training.budget.seconds: how many steps fit"
+    elif spec.schedule is not None and spec.schedule.buffer < sum(site.role == "trainer" for site in sites):
+        why = "schedule: which answers fill the buffer"
     elif rules.preferred_seconds is not None:
         why = "participation.preferred_seconds: how long a client takes"
     if why is not None:

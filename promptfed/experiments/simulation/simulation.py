@@ -113,7 +113,7 @@ def simulate(
     with _torch_put_back(), new_folder(folder) as place:
         started = time.monotonic()
         wanted, made, backbone = prepare(spec, sites, pool, backbone, allow_backbone, device)
-        expect_reproducible(wanted, options.clock is not None)
+        expect_reproducible(wanted, sites, options.clock is not None)
         pool = pool or usual_pool(wanted.training.threads, backbone.device.type)
         cache = features if isinstance(features, FeatureCache) else FeatureCache(features or place / "features")
         shared = sources or SharedSources()

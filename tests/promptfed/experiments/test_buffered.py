@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from promptfed.experiments.simulation.simulation import simulate
+from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
 from promptfed.runtime.services import Site
+from promptfed.runtime.speeds import Clock
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 
@@ -32,7 +33,9 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> FeatureCache:
     return FeatureCache(tmp_path_factory.mktemp("features"))
 
 
-def run(folder: Path, backbone: Backbone, features: FeatureCache, method: str, **changes: Any) -> FederationResult:
+def run(
+    folder: Path, backbone: Backbone, features: FeatureCache, method: str, clock: Clock | None = None, **changes: Any
+) -> FederationResult:
     spec = {
         "name": "rounds",
         "method": {"name": method},
@@ -42,7 +45,8 @@ def run(folder: Path, backbone: Backbone, features: FeatureCache, method: str, *
         "seed": 5,
         **changes,
     }
-    return simulate(spec, SITES, folder=folder, backbone=backbone, features=features)
+    options = SimulationOptions(clock=clock)
+    return simulate(spec, SITES, folder=folder, backbone=backbone, features=features, options=options)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,8 @@ def test_a_buffer_of_all_clients_is_a_plain_round(
 
 def test_a_smaller_buffer_uses_every_client(backbone: Backbone, features: FeatureCache, tmp_path: Path) -> None:
     schedule = {"kind": "buffered", "buffer": 2}
-    result = run(tmp_path / "run", backbone, features, "fedpgp", rounds=6, evaluation={"every": 6}, schedule=schedule)
+    changes: dict[str, Any] = {"rounds": 6, "evaluation": {"every": 6}, "schedule": schedule}
+    result = run(tmp_path / "run", backbone, features, "fedpgp", Clock(speeds="lognormal", slowest=2), **changes)
     counted = [[one["client"] for one in report["phases"][0]["counted"]] for report in result.reports[1:]]
     assert [len(names) for names in counted] == [2] * 6
     assert {name for names in counted for name in names} == {site.name for site in SITES}

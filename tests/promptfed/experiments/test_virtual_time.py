@@ -150,9 +150,17 @@ def test_oort_goes_by_virtual_seconds(backbone: Backbone, features: FeatureCache
     assert checked & {"a", "b"}
 
 
-@pytest.mark.parametrize("part", [{"fraction": 0.4, "over_select": 2.0}, {"choice": "oort", "preferred_seconds": 5.0}])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("participation.over_select", {"participation": {"fraction": 0.4, "over_select": 2.0}}),
+        ("participation.preferred_seconds", {"participation": {"choice": "oort", "preferred_seconds": 5.0}}),
+        ("training.budget.seconds", {"training": {"budget": {"seconds": 5.0}}}),
+        ("schedule", {"schedule": {"kind": "buffered", "buffer": 4}}),
+    ],
+)
 def test_what_depends_on_this_machine_s_speed_is_refused(
-    backbone: Backbone, features: FeatureCache, part: dict[str, Any]
+    backbone: Backbone, features: FeatureCache, name: str, changes: dict[str, Any]
 ) -> None:
-    with pytest.raises(CommandError, match=f"participation.{list(part)[-1]}: .* this machine"):
-        run(backbone, features, None, participation=part)
+    with pytest.raises(CommandError, match=f"{name}: .* depends on this machine in a simulation: give clients speeds"):
+        run(backbone, features, None, **changes)
