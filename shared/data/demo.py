@@ -35,7 +35,7 @@ class Demo:
 
 # Gains on held-out training images, in points: fedtaskres 25.9, fedclipadapter 20.0, fedprolip 18.3, plan 16.8, fedlp
 # 14.8, fedclap 12.1, promptfl 9.4, fedclip 5.4 (`promptfed tune` with these methods on a run file of the same
-# federation; plan by itself with one seed, since it takes some seven times as long as promptfl).
+# federation). By themselves with one seed: plan, and fedlora 23.3, which take seven and ten times as long; fedtipf 17.6.
 # `others` is what `promptfed demo --method NAME --json` reports.
 DEMOS: dict[str, Demo] = {
     "symbols": Demo(
