@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ from promptfed.shared.data.medical.unreadable import Unreadable
 from promptfed.shared.files import open_file
 
 ENDINGS = (".nii", ".nii.gz")
+WHOLE = 1 << 29  # bytes of a volume that is kept unpacked
 AXES = {"sagittal": 0, "coronal": 1, "axial": 2}  # the direction that is sliced, of right, anterior and superior
+
+_last: list[tuple[Path, int, int]] = []  # the file of the last slice
 
 
 def facts(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -44,6 +49,23 @@ def _opened(path: Path) -> Any:
     return volume
 
 
+def _to_slice(path: Path) -> Any:
+    """The volume; a compressed one is unpacked as a whole when it is asked for again: slices come one after the other."""
+    volume, about = _opened(path), path.stat()
+    end = volume.dataobj.offset + int(np.prod(volume.shape, dtype=object)) * volume.get_data_dtype().itemsize
+    if path.suffix.lower() != ".gz" or end > WHOLE:
+        return volume
+    known = (path, about.st_size, about.st_mtime_ns)
+    again, _last[:] = known in _last, [known]
+    return _unpacked(type(volume), end, *known) if again else volume
+
+
+@lru_cache(maxsize=1)
+def _unpacked(kind: Any, end: int, path: Path, size: int, time: int) -> Any:
+    with gzip.open(path) as file:
+        return kind.from_bytes(file.read(end))
+
+
 def _largest_slice(shape: tuple[int, ...]) -> int:
     first, second = sorted(int(side) for side in shape[:3])[1:]
     return first * second
@@ -69,7 +91,7 @@ def pixels(path: Path, place: int, settings: Mapping[str, Any]) -> np.ndarray:
 
     settings: ``axis``; ``window``, a center and a width, or ``percentiles``, two of the slice's.
     """
-    volume = _opened(path)
+    volume = _to_slice(path)
     orientation = _orientation(volume)
     body = AXES[settings["axis"]]
     along = _axis_of(orientation, body)

@@ -11,8 +11,8 @@ MOST_FRAMES = 100_000
 
 
 def in_eight_bits(shown: np.ndarray) -> np.ndarray:
-    """0 to 1 as uint8."""
-    levels: np.ndarray = np.floor(np.clip(shown, 0, 1) * 255 + 0.5).astype(np.uint8)
+    """0 to 1 as uint8; what is no number is black."""
+    levels: np.ndarray = np.floor(np.clip(np.nan_to_num(shown), 0, 1) * 255 + 0.5).astype(np.uint8)
     return levels
 
 

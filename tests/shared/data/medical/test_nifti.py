@@ -51,6 +51,26 @@ def test_all_48_orientations_show_the_same(tmp_path: Path, codes: str) -> None:
             assert np.array_equal(pixels(path, place, {"axis": axis}), seen(axis, place))
 
 
+def test_a_compressed_volume_is_unpacked_once_and_read_anew_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = stored(tmp_path / "a.nii.gz", "LPS"), []
+    unpack = gzip.open
+    monkeypatch.setattr(gzip, "open", lambda file: (opened.append(file), unpack(file))[1])
+    for place in range(5):
+        assert np.array_equal(pixels(path, place, {"axis": "axial"}), seen("axial", place))
+    assert opened == [path]
+    stored(path, "LPS", 255 - VOLUME)
+    for _ in range(2):
+        assert np.array_equal(pixels(path, 1, {"axis": "axial"}), 255 - seen("axial", 1))
+
+
+def test_what_is_no_number_is_black(tmp_path: Path) -> None:
+    values = np.array([[[np.nan], [np.inf]], [[-20.0], [20.0]]], dtype=np.float32)
+    path = stored(tmp_path / "a.nii", "LAS", values)
+    assert pixels(path, 0, {"axis": "axial", "window": [0, 100]}).tolist() == [[180, 255], [77, 0]]
+
+
 def test_an_oblique_volume_has_the_closest_axes(tmp_path: Path) -> None:
     turn = 0.3
     affine = np.eye(4)

@@ -233,4 +233,5 @@ def test_planted_identifiers_stay_at_their_sites(
     assert "FILE" in terminal.read_text()
     everywhere = [contents(sites.out), bytes(sites.tap.heard), caplog.text.encode()]
     assert min(map(len, everywhere)) > 10_000
+    assert re.search(r"4 files or\s+lines\s+cannot\s+be\s+read", contents(sites.out / "logs").decode())
     assert leaks([SYNTAX, *sites.secrets], *everywhere) == []

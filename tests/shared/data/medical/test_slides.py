@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ pytest.importorskip("tiffslide", reason="slides: pip install '.[medical]'")
 import tifffile
 from PIL import Image
 
+from promptfed.shared.data.medical.readers import Request, readers
 from promptfed.shared.data.medical.slides import facts, pixels
 
 
@@ -139,3 +141,25 @@ def test_options_of_masks_are_checked(tmp_path: Path) -> None:
         (f"masks={tmp_path}/masks&mask_classes=a&mask_share=0", "mask_share=0"),
     ):
         assert says in str(refused(f"wsi:{tmp_path}?{options}"))
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        {"TileWidth": 65520, "TileLength": 65520},
+        {"TileWidth": 0, "TileLength": 0},
+        {"ImageWidth": 4_000_000_000, "ImageLength": 4_000_000_000},
+        {"SamplesPerPixel": 60_000},
+    ],
+)
+def test_hostile_slides_end_in_errors(tmp_path: Path, claims: dict[str, int]) -> None:
+    path = tmp_path / "a.tiff"
+    tissue = np.full((512, 512, 3), (200, 90, 160), dtype=np.uint8)
+    tifffile.imwrite(path, tissue, tile=(128, 128), photometric="rgb", compression="zlib")
+    with tifffile.TiffFile(path, mode="r+b") as file:
+        for name, value in claims.items():
+            file.pages[0].tags[name].overwrite(value)
+    request = Request("facts", "slides", str(path), 0, {"level": 0, "tile": 128, "tissue": 0.5})
+    answer = readers().submit(request).result()
+    assert answer.facts is None
+    assert re.search("needs more than 3 GB|the file is damaged|has no small level", answer.error or ""), answer.error
