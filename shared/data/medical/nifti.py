@@ -50,7 +50,7 @@ def _opened(path: Path) -> Any:
 
 
 def _to_slice(path: Path) -> Any:
-    """The volume; a compressed one is unpacked as a whole when it is asked for again: slices come one after the other."""
+    """The volume; a compressed one is unpacked as a whole when it is asked for again, as all its slices are."""
     volume, about = _opened(path), path.stat()
     end = volume.dataobj.offset + int(np.prod(volume.shape, dtype=object)) * volume.get_data_dtype().itemsize
     if path.suffix.lower() != ".gz" or end > WHOLE:

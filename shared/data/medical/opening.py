@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -192,7 +193,10 @@ def _groups(table: Table, index: Index, items: Sequence[Item], lines: Sequence[i
 
 
 class _Images:
-    """The images of a source. Those that are soon asked for are decoded ahead, up to `AHEAD_BYTES`."""
+    """The images of a source. Those that are soon asked for are decoded ahead, up to `AHEAD_BYTES`.
+
+    Threads that preprocess images read at the same time.
+    """
 
     def __init__(self, index: Index, items: Sequence[Item], shown: Sequence[Shown | None], uri: str) -> None:
         self.items = items
@@ -200,15 +204,18 @@ class _Images:
         self._shown = [size for size in shown if size is not None]
         self._ahead: dict[int, Future[Answer]] = {}
         self._wanted: deque[int] = deque()
+        self._turn = threading.Lock()
 
     def digest(self, row: int) -> str:
         return self._shown[row].digest.hex()
 
     def ahead(self, rows: Sequence[int]) -> None:
         """Have the images at ``rows`` decoded before they are read; those of earlier calls are forgotten."""
-        self._ahead = {row: waiting for row, waiting in self._ahead.items() if row in set(rows)}
-        self._wanted = deque(row for row in rows if row not in self._ahead)
-        self._fill()
+        known = set(rows)
+        with self._turn:
+            self._ahead = {row: waiting for row, waiting in self._ahead.items() if row in known}
+            self._wanted = deque(row for row in rows if row not in self._ahead)
+            self._fill()
 
     def _fill(self) -> None:
         room = AHEAD_BYTES - sum(self._bytes(row) for row in self._ahead)
@@ -218,10 +225,11 @@ class _Images:
             room -= self._bytes(row)
 
     def read(self, row: int) -> Image.Image:
-        if row in self._wanted:
-            self._wanted.remove(row)
-        waiting = self._ahead.pop(row, None) or self._submitted(row)
-        self._fill()
+        with self._turn:
+            if row in self._wanted:
+                self._wanted.remove(row)
+            waiting = self._ahead.pop(row, None) or self._submitted(row)
+            self._fill()
         answer = waiting.result()
         if answer.image is None or answer.digest != self.digest(row):
             why = answer.error or "it is not what it was when the data were opened; start again"

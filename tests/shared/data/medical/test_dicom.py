@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +26,9 @@ from pydicom.sequence import Sequence  # noqa: E402
 
 from promptfed.shared.data.medical import opening  # noqa: E402
 from promptfed.shared.data.medical.dicom import pixels, windowed  # noqa: E402
+from promptfed.shared.data.medical.index import Shown  # noqa: E402
 from promptfed.shared.data.medical.phantoms import dataset, scan, write_patients  # noqa: E402
-from promptfed.shared.data.medical.readers import Readers, Request, readers  # noqa: E402
+from promptfed.shared.data.medical.readers import Answer, Readers, Request, readers  # noqa: E402
 
 DRAWS = np.random.default_rng(5)
 
@@ -375,3 +378,20 @@ def test_images_are_decoded_ahead_within_a_bound_and_each_once(tmp_path: Path, m
         assert source.train.image(row).size == (64, 64)
         assert len(asked) == min(len(rows), row + 1 + 3)
     assert asked == [source.train.origin(row).path for row in rows]
+
+
+def test_threads_read_images_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They decode nothing here, and take turns as often as the interpreter lets them."""
+    count, done = 400, Future[Answer]()
+    done.set_result(Answer(digest="00", image=Image.new("RGB", (64, 64))))
+    monkeypatch.setattr(opening._Images, "_submitted", lambda self, row: done)
+    images = opening._Images(None, [], [Shown(64, 64, b"\0")] * count, "dicom:x")  # type: ignore[arg-type]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for _ in range(20):
+                images.ahead(range(count))
+                assert all(pool.map(images.read, range(count)))
+    finally:
+        sys.setswitchinterval(interval)
