@@ -78,7 +78,7 @@ class Split:
         ahead: Callable[[Sequence[int]], None] | None = None,
         origin: Callable[[int], Origin] | None = None,
     ) -> None:
-        """read: returns the RGB image at a row of ``labels``; digest: returns its `image_digest`.
+        """read: returns the RGB image at a row of ``labels``; digest: returns its `image_digest` without computing it.
 
         ahead: as `expect`, of rows of ``labels``; origin: the file of an image.
         """
@@ -90,7 +90,7 @@ class Split:
         self._read = read
         self._ahead = ahead
         self._origin = origin
-        self._digest = cache(digest or (lambda row: image_digest(read(row))))
+        self._digest = digest or cache(lambda row: image_digest(read(row)))
 
     def __len__(self) -> int:
         return len(self.labels)

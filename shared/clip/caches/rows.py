@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from promptfed.shared.files import write_whole
 
 READERS = min(8, machine.processors())  # threads that read images for a tower
 SHARD_SUFFIX = ".safetensors"
+BLOCK = 1024  # rows that are held in one tensor
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,29 @@ class CacheCost:
         return self.bytes <= self.free
 
 
+class _Held:
+    """Rows in memory by image digest, many in one tensor: a tensor for each would take more than its numbers."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+        self._blocks: list[Tensor] = []
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._places
+
+    def __getitem__(self, digest: str) -> Tensor:
+        block, row = divmod(self._places[digest], BLOCK)
+        return self._blocks[block][row]
+
+    def add(self, digest: str, row: Tensor) -> None:
+        """Hold a row that is not held yet."""
+        block, place = divmod(len(self._places), BLOCK)
+        if block == len(self._blocks):
+            self._blocks.append(row.new_empty(BLOCK, *row.shape))
+        self._blocks[block][place] = row
+        self._places[digest] = BLOCK * block + place
+
+
 @dataclass
 class _Folder:
     """The rows of one backbone that this process knows."""
@@ -52,7 +76,7 @@ class _Folder:
     path: Path
     files: dict[str, str] = field(default_factory=dict)  # image digest -> name of the file with its row
     seen: set[str] = field(default_factory=set)  # names of files
-    held: dict[str, Tensor] = field(default_factory=dict)  # rows in memory, by image digest
+    held: _Held = field(default_factory=_Held)
     slots: list[int] | None = None
 
     def see_new_files(self) -> None:
@@ -154,7 +178,8 @@ class RowCache(ABC):
             rows |= folder.read(_without(wanted, rows))
             rows |= self._compute(backbone, folder, split, _without(wanted, rows))  # deleted or damaged in the meantime
             if self.in_memory:
-                folder.held |= {digest: row.clone() for digest, row in rows.items() if digest not in folder.held}
+                for digest in _without(wanted, folder.held):
+                    folder.held.add(digest, rows[digest])
             if self._max_bytes is not None:
                 folder.touch(wanted)
             return torch.stack([rows[split.digest(index)].float() for index in indices])
@@ -267,5 +292,5 @@ def _by_digest(split: ImageSplit, indices: Sequence[int]) -> dict[str, int]:
     return {split.digest(index): index for index in indices}
 
 
-def _without(wanted: dict[str, int], known: dict[str, Tensor] | dict[str, str]) -> dict[str, int]:
+def _without(wanted: dict[str, int], known: Container[str]) -> dict[str, int]:
     return {digest: index for digest, index in wanted.items() if digest not in known}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -133,7 +134,7 @@ def _names(drawn: store.Drawn, styles: list[str], purpose: str, options: Options
         train = Split(
             labels(styles),
             lambda row: _refuse(shown[row]),
-            digest=lambda row: image_digest(drawn.image(*shown[row])),  # for the record of a run's data
+            digest=cache(lambda row: image_digest(drawn.image(*shown[row]))),  # for the record of a run's data
         )
     else:
         train = Split(labels(styles), lambda row: drawn.image(*shown[row]))

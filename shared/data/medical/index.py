@@ -156,6 +156,11 @@ class Index:
                 lines.write(json.dumps(["p", name, *answer.size, answer.digest]) + "\n")
         return [self._shown.get(self._name(item)) for item in items], broken
 
+    def release(self) -> None:
+        """Forget what is not needed once the images are known: of many files it takes much memory."""
+        self._facts.clear()
+        self._shown.clear()
+
     def request(self, do: str, item: Item) -> Request:
         """Have the pixels of an image read."""
         return Request(do, self.kind, str(self.root / item.file.path), item.place, self.settings)

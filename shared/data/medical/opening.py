@@ -55,9 +55,7 @@ def open_files(
     Raises:
         DataError: the table, files or options cannot be used. Only its ``problems`` name files.
     """
-    root = Path(body).expanduser()
-    if not body or not root.is_dir():
-        raise DataError(_no_folder(body, root, options))
+    root = _folder(body, options)
     table = read_table(root / (options.text("labels") or TABLE), keys, options, names)
     if options.names_only:
         return divided(Split(table.labels, _unread), table.splits, table.names, None, TEMPLATE, options)
@@ -80,6 +78,7 @@ def open_files(
 
     labels = torch.tensor([item.place[2] - 1 for item in images.items]) if names else table.labels[rows]
     groups = _groups(table, index, images.items, rows)
+    index.release()
     whole = Split(labels, images.read, groups, digest=images.digest, ahead=images.ahead, origin=origin)
     whole.subgroups = {column: tuple(values[row] for row in rows) for column, values in table.subgroups.items()}
     return divided(whole, splits, table.names, None, TEMPLATE, options, tuple(text for _, text in problems))
@@ -102,10 +101,14 @@ def _left_out(root: Path, broken: Sequence[Broken], missing: Sequence[str], opti
     return problems
 
 
-def _no_folder(body: str, root: Path, options: Options) -> str:
-    if body:
-        return f"{options.uri}: there is no folder {root}; check the path."
-    return f"{options.uri}: names no folder; write the path of one after the colon."
+def _folder(body: str, options: Options) -> Path:
+    """The folder that the URI names. Raises DataError."""
+    if not body:
+        raise DataError(f"{options.uri}: names no folder; write the path of one after the colon.")
+    root = Path(body).expanduser()
+    if not root.is_dir():
+        raise DataError(f"{options.uri}: there is no folder {root}; check the path.")
+    return root
 
 
 def _unread(row: int) -> Image.Image:
