@@ -20,7 +20,7 @@ ENDINGS = (".nii", ".nii.gz")
 WHOLE = 1 << 29  # bytes of a volume that is kept unpacked
 AXES = {"sagittal": 0, "coronal": 1, "axial": 2}  # the direction that is sliced, of right, anterior and superior
 
-_last: list[tuple[Path, int, int]] = []  # the file of the last slice
+_last: list[tuple[Path, int, int, int]] = []  # the file of the last slice
 
 
 def facts(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -55,15 +55,15 @@ def _to_slice(path: Path) -> Any:
     end = volume.dataobj.offset + int(np.prod(volume.shape, dtype=object)) * volume.get_data_dtype().itemsize
     if path.suffix.lower() != ".gz" or end > WHOLE:
         return volume
-    known = (path, about.st_size, about.st_mtime_ns)
+    known = (path, about.st_size, about.st_mtime_ns, end)
     again, _last[:] = known in _last, [known]
-    return _unpacked(type(volume), end, *known) if again else volume
+    return type(volume).from_bytes(_unpacked(*known)) if again else volume
 
 
 @lru_cache(maxsize=1)
-def _unpacked(kind: Any, end: int, path: Path, size: int, time: int) -> Any:
+def _unpacked(path: Path, size: int, time: int, end: int) -> bytes:
     with gzip.open(path) as file:
-        return kind.from_bytes(file.read(end))
+        return file.read(end)
 
 
 def _largest_slice(shape: tuple[int, ...]) -> int:
