@@ -170,6 +170,11 @@ def measure(kind: str, root: Path, seed: int = 0) -> dict[str, tuple[int, int, i
         name: {str(p) for one, p in zip(pictures, paths, strict=True) if name in one.kinds and not one.broken}
         for name in KINDS
     }
+    sides: dict[str, set[str]] = {}  # of patients, without unreadable images
+    for one in pictures:
+        sides.setdefault(one.patient, set()).update([] if one.broken else [one.split])
+    whole = {str(p) for one, p in zip(pictures, paths, strict=True) if len(sides[one.patient]) < 2}
+    truth["patient in both splits"] -= whole
     truth["unreadable"] = {str(path) for one, path in zip(pictures, paths, strict=True) if one.broken}
     checked = check(uri, BackboneSpec())
     return {name: _counts(truth[name], _found(checked, name)) for name in KINDS}

@@ -23,6 +23,7 @@ ALIKE = 0.97  # the least correlation of near duplicates' small copies
 RARE = 5  # images of a class
 FLAT = 2.0  # the standard deviation of grey levels of an image that shows something
 AREA, ASPECT = 4.0, 2.0  # times the median's, at which a size is odd
+DIVISIONS = 5  # of the images into folds, over which the probes' answers are means
 _CHUNK = 64
 
 KINDS = {
@@ -222,8 +223,11 @@ def suspected_labels(labels: np.ndarray, features: np.ndarray, groups: Sequence[
     classes, own = np.unique(labels[judged], return_inverse=True)
     if len(classes) < 2:
         return []
-    folds = StratifiedGroupKFold(RARE, shuffle=True, random_state=0)
     probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000))
-    told = cross_val_predict(probe, features[judged], own, groups=units[judged], cv=folds, method="predict_proba")
+    told = np.zeros((len(judged), len(classes)))
+    for seed in range(DIVISIONS):
+        folds = StratifiedGroupKFold(RARE, shuffle=True, random_state=seed)
+        given = features[judged], own
+        told += cross_val_predict(probe, *given, groups=units[judged], cv=folds, method="predict_proba") / DIVISIONS
     wrong = find_label_issues(own, told, filter_by="both", n_jobs=1)
     return [int(row) for row in judged[np.asarray(wrong)]]
