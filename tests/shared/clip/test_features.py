@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from promptfed.shared.clip import FeatureCache
+from promptfed.shared.clip.caches import rows
 from promptfed.shared.clip.caches.slots import BATCH, agreeing_slots
 from promptfed.shared.data import DataError
 from tests.support.equality import assert_values
@@ -86,6 +87,18 @@ def test_each_image_goes_through_the_tower_once(small: Any, tmp_path: Any) -> No
     again.features(backbone, split)
     assert again.images_computed == 0
     assert cache.features(backbone, split, indices=[]).shape == (0, backbone.d_e)
+
+
+def test_rows_that_are_held_in_blocks_are_those_of_the_files(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(rows, "BLOCK", 4)
+    backbone, split = small("small-vit"), Noise(10)
+    cache = FeatureCache(tmp_path)
+    whole = torch.cat([cache.features(backbone, split, indices=part) for part in ([7, 2, 9], [0, 1, 7, 3, 4, 5, 6, 8])])
+    for path in tmp_path.rglob("*.safetensors"):
+        path.unlink()
+    assert torch.equal(cache.features(backbone, split, indices=[7, 2, 9, 0, 1, 7, 3, 4, 5, 6, 8]), whole)
+    assert cache.images_computed == 10
+    assert torch.equal(FeatureCache(tmp_path / "other").features(backbone, split, indices=[7, 2, 9]), whole[:3])
 
 
 def test_other_weights_and_other_transforms_have_their_own_features(small: Any, tmp_path: Any) -> None:
