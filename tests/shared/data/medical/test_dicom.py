@@ -385,7 +385,7 @@ def test_threads_read_images_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -
     count, done = 400, Future[Answer]()
     done.set_result(Answer(digest="00", image=Image.new("RGB", (64, 64))))
     monkeypatch.setattr(opening._Images, "_submitted", lambda self, row: done)
-    images = opening._Images(None, [], [Shown(64, 64, b"\0")] * count, "dicom:x")  # type: ignore[arg-type]
+    images = opening._Images(None, [], [Shown(64, 64, b"\0")] * count, "dicom:x")
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
