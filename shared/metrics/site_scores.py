@@ -107,6 +107,7 @@ class _Told:
         ):
             least = lows[:, :, surely].sum(axis=2).astype(float)
             most = (lows + floor - 1)[:, :, ~surely_not].sum(axis=2).astype(float)
+            most[self.counts.sum(axis=(1, 2)) < self.sizes] = UNKNOWN  # not every image counts
             if not self._leaves_room(name, least, most):
                 return False
         return True

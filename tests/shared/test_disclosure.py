@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,6 +88,19 @@ def test_no_count_below_the_floor_can_be_narrowed() -> None:
     tried, told = map(sum, zip(*map(attack_scores, range(15)), strict=True))
     assert tried > 100
     assert told > 5
+
+
+def test_one_score_of_each_patient_leaves_beside_figures_of_all_images() -> None:
+    draws = np.random.default_rng(2)
+    told = answered(np.array([[[90, 25], [15, 80]], [[70, 35], [25, 60]]]), draws)
+    patients = tuple(f"{scanner} {row % 40}" for row, scanner in enumerate(told.subgroups["scanner"]))
+    told = replace(told, patients=patients)
+    layout = Histograms(4, column="scanner", values=("0", "1"))
+    scores = site_scores(told, layout, site_figures(told, FLOOR))
+    assert scores is not None
+    counts = layout.counts(told.truth.argmax(axis=1), told.scores, told.subgroups, patients)
+    assert counts.sum(axis=1).tolist() == [40, 40]
+    assert scores == (counts - counts % FLOOR).tolist()
 
 
 def test_without_their_conditions_scores_would_tell(monkeypatch: pytest.MonkeyPatch) -> None:
