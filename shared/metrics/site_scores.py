@@ -99,18 +99,28 @@ class _Told:
         """Whether the hits and the misses of each class in each subgroup can still be any number below the floor."""
         if not self.layout.values:
             return True
-        floor = self.figures.floor
-        lows = self.counts - self.counts % floor
-        for name, surely, surely_not in (
-            ("tp", self.surely_right, self.surely_wrong),
-            ("fn", self.surely_wrong, self.surely_right),
-        ):
-            least = lows[:, :, surely].sum(axis=2).astype(float)
-            most = (lows + floor - 1)[:, :, ~surely_not].sum(axis=2).astype(float)
-            most[self.counts.sum(axis=(1, 2)) < self.sizes] = UNKNOWN  # not every image counts
+        lows = self.counts - self.counts % self.figures.floor
+        highs = lows + self.figures.floor - 1
+        more = np.subtract(self.sizes, self.counts.sum(axis=(1, 2)))[:, None]  # images that do not count
+        sides = ("tp", self.surely_right, self.surely_wrong), ("fn", self.surely_wrong, self.surely_right)
+        for (name, surely, surely_not), (other, _, _) in zip(sides, sides[::-1], strict=True):
+            low, high = self._by_totals(other)
+            least = np.maximum(lows[:, :, surely].sum(axis=2), lows.sum(axis=2) - high)
+            most = np.minimum(highs[:, :, ~surely_not].sum(axis=2), highs.sum(axis=2) - low) + more
             if not self._leaves_room(name, least, most):
                 return False
         return True
+
+    def _by_totals(self, name: str) -> tuple[Floats, Floats]:
+        """The ends of hits or misses of each subgroup, ``(V, C or 1)``, by the figures and those of the whole site."""
+        low, high = self._ranges([self.figures.groups[0]], name)
+        own_low, own_high = self._ranges([*self.groups, *self.others], name)
+        within = np.minimum(own_high, high)
+        least = np.maximum(own_low, low - (within.sum(axis=0) - within))[: len(self.groups)]
+        most = np.minimum(own_high, high - (own_low.sum(axis=0) - own_low))[: len(self.groups)]
+        if self.layout.classes:
+            return least, most
+        return least.sum(axis=1, keepdims=True), most.sum(axis=1, keepdims=True)
 
     def _leaves_room(self, name: str, least: Floats, most: Floats) -> bool:
         """For hits or misses, of which each subgroup has ``least`` to ``most`` ``(V, C or 1)`` by its scores."""
@@ -121,8 +131,8 @@ class _Told:
         least, most = np.pad(least, more), np.pad(most, more, constant_values=UNKNOWN)
         most_each, least_each = np.minimum(own_high, most), np.maximum(own_low, least if by_class else 0)
         small = least_each < self.figures.floor
-        may_be_none = most_each.sum(axis=0) - most_each >= low
-        may_be_some = high - (least_each.sum(axis=0) - least_each) >= room
+        may_be_none = (least_each <= 0) & (most_each.sum(axis=0) - most_each >= low)
+        may_be_some = (most_each >= room) & (high - (least_each.sum(axis=0) - least_each) >= room)
         if not by_class:  # the other classes may take what the subgroup has at least, and leave what it may have
             within = np.minimum(own_high, high)
             may_be_none &= within.sum(axis=1, keepdims=True) - within >= least

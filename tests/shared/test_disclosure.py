@@ -88,6 +88,7 @@ def test_no_count_below_the_floor_can_be_narrowed() -> None:
     tried, told = map(sum, zip(*map(attack_scores, range(15)), strict=True))
     assert tried > 100
     assert told > 5
+    assert not attack_scores(3893)[1]  # scores of a class's images would bound the hits of one scanner
 
 
 def test_one_score_of_each_patient_leaves_beside_figures_of_all_images() -> None:
