@@ -17,21 +17,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load
 from sklearn.metrics import average_precision_score
 
 from benchmarks.harness import integers, machine, parser, table, write
+from promptfed.client_service.training.data import TEST, ClientData
+from promptfed.client_service.training.evaluation import probabilities
 from promptfed.experiments.figures.comparison import paired_bootstrap
 from promptfed.experiments.simulation.simulation import simulate
+from promptfed.export.adapted_model import AdaptedModel
 from promptfed.runtime.services import Site
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import FeatureCache, load_backbone
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.text_features import template_features
-from promptfed.shared.methods.fedtaskres import FedTaskRes
 
 SIGNS = "symbols:sketch?topic=signs&per_class=40&test_per_class=40"
+NEON = "symbols:neon?topic=signs&per_class=100&test_per_class=40"
+MORE_SIGNS = "symbols:sketch?topic=signs&per_class=80&test_per_class=40"
 SYMBOLS = "symbols:sketch?per_class=24&test_per_class=10"
 STYLED = "symbols:{style}?topic=signs&per_class=20&test_per_class=20"
 STYLES = ("photo", "sketch", "quickdraw", "neon", "chalk")
@@ -40,42 +41,34 @@ SCENES_CELL, SCENE_ROUNDS, SCENE_GRID = "tail 100:1, several labels", 15, (0.1, 
 SITES, ROUNDS = 5, 20
 HELD_OUT = "&validation=0.25"
 TAIL = 1 / 3  # share of the classes, the rarest ones, that count as the tail
-GRID = (0.01, 0.03, 0.1, 0.3)
-
+GRID = (0.01, 0.03, 0.1, 0.3, 1.0)
 Arm = Mapping[str, Any]  # data (options of the training sites), loss, unlabelled ("out", "used")
+USED: dict[str, list[Arm]] = {
+    "left out": [{"unlabelled": "out"}],
+    "used": [
+        {"unlabelled": "used", "loss": {"unlabelled_weight": w, "unlabelled_threshold": t, "balance": "logit_adjusted"}}
+        for w in (0.03, 0.1)
+        for t in (0.8, 0.95)
+    ],
+}
+BALANCES: dict[str, list[Arm]] = {
+    "cross-entropy": [{}],
+    "balanced": [
+        *({"loss": {"balance": "logit_adjusted", "adjustment": a}} for a in (0.5, 1.0)),
+        *({"loss": {"balance": "class_balanced", "beta": b}} for b in (0.9, 0.99)),
+    ],
+}
 CELLS: dict[str, tuple[str, tuple[str, ...], dict[str, list[Arm]]]] = {
     "40 % flipped": (
         SIGNS + "&flip=0.4",
         ("fedtaskres", "promptfl"),
         {"cross-entropy": [{}], "gce": [{"loss": {"kind": "gce", "q": q}} for q in (0.4, 0.7)]},
     ),
-    "one of five sites labelled": (
-        SYMBOLS,
-        ("fedtaskres", "fedclipadapter"),
-        {
-            "left out": [{"unlabelled": "out"}],
-            "used": [{"unlabelled": "used", "loss": {"unlabelled_weight": w}} for w in (0.03, 0.1)],
-        },
-    ),
-    "one of five sites labelled, a style each": (
-        STYLED,
-        ("promptfl", "fedclipadapter"),
-        {
-            "left out": [{"unlabelled": "out"}],
-            "used": [{"unlabelled": "used", "loss": {"unlabelled_weight": w}} for w in (0.1, 0.3)],
-        },
-    ),
-    "tail 100:1": (
-        SIGNS + "&tail=100",
-        ("fedtaskres",),
-        {
-            "cross-entropy": [{}],
-            "balanced": [
-                *({"loss": {"balance": "logit_adjusted", "adjustment": a}} for a in (0.5, 1.0)),
-                *({"loss": {"balance": "class_balanced", "beta": b}} for b in (0.9, 0.99)),
-            ],
-        },
-    ),
+    "one of five sites labelled": (SYMBOLS, ("fedtaskres", "fedclipadapter"), USED),
+    "one of five sites labelled, 13 classes": (MORE_SIGNS, ("fedtaskres", "fedclipadapter"), USED),
+    "one of five sites labelled, a style each": (STYLED, ("promptfl", "fedclipadapter"), USED),
+    "tail 100:1": (SIGNS + "&tail=100", ("fedtaskres",), BALANCES),
+    "tail 100:1, neon": (NEON + "&tail=100", ("fedtaskres", "fedclipadapter", "promptfl"), BALANCES),
 }
 
 
@@ -123,15 +116,11 @@ class Bench:
         return simulate(spec, sites, features=self.cache, sources=self.sources, backbone=self.backbone)
 
     def scores(self, result: FederationResult, data: str) -> tuple[np.ndarray, np.ndarray]:
-        """Probabilities (N, C) of FedTaskRes for the test images, and their labels (N,)."""
+        """Probabilities (N, C) of the final state for the test images, and their labels (N,)."""
         source = self.sources.open(data)
-        method = make_method({"name": "fedtaskres"})
-        assert isinstance(method, FedTaskRes)
-        text = template_features(self.backbone, source.template, source.class_names)
-        weights = method.class_weights(text, load(result.body)["residual"])
-        features = self.cache.features(self.backbone, source.test)
-        logits = self.backbone.logit_scale * features @ weights.T
-        return torch.softmax(logits.double(), dim=1).detach().numpy(), source.test.labels.numpy()
+        split = ClientData(source, self.backbone, self.cache).split(TEST, source.class_names)
+        classifier = AdaptedModel.of(result).serve(self.backbone, source.class_names).classifier
+        return probabilities(classifier, split).numpy(), split.labels.numpy()
 
     def tail_of_scenes(self, arm: Arm, rate: float, seed: int, purpose: str) -> float:
         """Mean average precision of the three rarest kinds in scenes with several labels, of FedTaskRes."""
