@@ -50,12 +50,8 @@ class Backbone:
     has_text = True
     """Whether there is a text tower at all: without one there is no zero-shot prediction."""
 
-    held_images: int | None = None
-    """For how many images a training step holds activations at once, since its device was too small for more."""
-
-    tokenizer_folder: Path | None = None
-    """Where the weights came from, if the tokenizer may be there too."""
-
+    held_images: int | None = None  # whose activations a step holds at once on a device without room for more
+    tokenizer_folder: Path | None = None  # with the weights, where the tokenizer may be too
     starts: SharedStarts | None = None  # of many clients that train with this backbone in one process
 
     def __init__(
@@ -315,6 +311,7 @@ class Backbone:
         normalize: bool,
     ) -> Tensor:
         dtype, device = self._text.dtype, self.device
+        self._text.spare_memory = self.held_images is not None
         flat = context.to(device, dtype).flatten(0, len(lead) - 1) if lead else context.to(device, dtype).unsqueeze(0)
         if deep is not None:
             deep = self._flat_deep(deep, prompts, lead).to(device, dtype)

@@ -59,13 +59,7 @@ class PrefixEncoder:
             # The context's rows are dropped where nothing reads them: in the last block, and before new deep rows.
             goes_on = number != final and number >= depth
             layout = Layout(block.attn.num_heads, prompts.context_length, constants.buckets, goes_on, number == final)
-            query, key_value = _queries_keys_values(block, number, layout, context, own, constants)
-            attended = PrefixAttention.apply(query, key_value, constants.lead[number], layout)
-            if goes_on:
-                rows = add_branches(block, torch.cat([context, own], dim=1), attended)
-                context, own = torch.split(rows, [layout.m, own.shape[1]], dim=1)
-            else:
-                own = add_branches(block, constants.end_rows(own) if layout.ends else own, attended)
+            context, own = tower.sparing(_block, block, number, layout, context, own, constants)
         return tower.project(own).index_select(1, constants.places)
 
     def _constants(self, prompts: ClassPrompts) -> _Constants:
@@ -106,6 +100,19 @@ class PrefixEncoder:
             if size:
                 lead = block(lead, attn_mask=mask)
         return keys_values
+
+
+def _block(
+    block: Any, number: int, layout: Layout, context: Tensor, own: Tensor, constants: _Constants
+) -> tuple[Tensor, Tensor]:
+    """The rows of the context and the classes' own tokens after block `number`."""
+    query, key_value = _queries_keys_values(block, number, layout, context, own, constants)
+    attended: Tensor = PrefixAttention.apply(query, key_value, constants.lead[number], layout)
+    if not layout.context:
+        return context, add_branches(block, constants.end_rows(own) if layout.ends else own, attended)
+    rows = add_branches(block, torch.cat([context, own], dim=1), attended)
+    context, own = torch.split(rows, [layout.m, own.shape[1]], dim=1)
+    return context, own
 
 
 def _queries_keys_values(

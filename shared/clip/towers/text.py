@@ -3,18 +3,22 @@
 Notation: `N` contexts in a batch, `C` classes, `m` context tokens, `L` text positions, `d` = d_t the tower's width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.towers.blocks import is_standard_block
 from promptfed.shared.clip.towers.tokens import ClassPrompts
 
 Path = Literal["prefix", "short", "plain"]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,9 @@ class Placed:
 
 class TextTower:
     """A view of the text tower of a `CLIP`, `CustomTextCLIP` or `CoCa` model of open_clip, without its own weights."""
+
+    spare_memory = False
+    """Whether activations within blocks are not kept for the backward pass."""
 
     def __init__(self, model: Any) -> None:
         self.context_length = int(getattr(model, "context_length", 0))
@@ -86,6 +93,17 @@ class TextTower:
         """Raise BackboneError if the tower cannot take prompts."""
         if self.flags.refusal is not None:
             raise BackboneError(f"This backbone's text tower takes no prompts: {self.flags.refusal}.")
+
+    @property
+    def embedding(self) -> Tensor:
+        """Token embeddings `(V, d)`."""
+        weight: Tensor = self._holder.token_embedding.weight
+        return weight
+
+    @property
+    def end_token(self) -> int | None:
+        """The token whose row is pooled; None where it is the largest one, or the row does not depend on tokens."""
+        return _eos_id(self._holder, self._inner) if self.pool_type == "eos" else None
 
     @property
     def pool_type(self) -> str:
@@ -185,8 +203,15 @@ class TextTower:
                 fresh = deep[:, number - 1]
                 fresh = fresh.repeat_interleave(rows.shape[0] // fresh.shape[0], dim=0)
                 rows = torch.cat([rows[:, :start], fresh, rows[:, stop:]], dim=1)
-            rows = block(rows, attn_mask=mask)
+            rows = self.sparing(partial(block, attn_mask=mask), rows)
         return rows
+
+    def sparing(self, step: Callable[..., Result], *given: Any) -> Result:
+        """``step(*given)``; with `spare_memory` its activations are computed again in the backward pass."""
+        if not self.spare_memory or not torch.is_grad_enabled():
+            return step(*given)
+        result: Result = checkpoint(step, *given, use_reentrant=False)
+        return result
 
     def _pool(self, rows: Tensor, ids: Tensor) -> Tensor:
         kind = self.pool_type

@@ -19,7 +19,7 @@ from promptfed.shared.methods.core.interface.base import ClientContext, MethodEr
 from promptfed.shared.methods.core.training import UNREAD, batches, leaf, train
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.tensors.torch_draws import TorchDraws
-from tests.support.equality import assert_values
+from tests.support.equality import assert_gradients, assert_values
 from tests.support.far_device import FAR, FarSplit, Waits
 from tests.support.visual_clients import client_context, filled, server_context, small_backbone
 
@@ -202,3 +202,24 @@ def test_the_first_step_without_a_finite_loss_is_named(backbone: Backbone, bad: 
     with pytest.raises(MethodError, match=f"not finite in step {bad} of round 1: lower"):
         train(context, [point], spoilt)
     assert len(steps) < bad + UNREAD
+
+
+@pytest.mark.parametrize("path", ["prefix", "short", "plain"])
+def test_a_small_device_holds_less_of_texts(backbone: Backbone, path: Any) -> None:
+    """What the backward pass keeps of a text pass shrinks, and the gradient stays."""
+    prompts, told = backbone.class_prompts(("sun", "chess knight", "umbrella"), 4), []
+    start = torch.randn(4, backbone.d_t, generator=torch.Generator().manual_seed(1))
+    for backbone.held_images in (None, 1):
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        leaf = start.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            features = backbone.encode_prompts(leaf, prompts, path=path)
+        told.append((features, torch.autograd.grad(features[0].sum(), leaf)[0], sum(kept.values())))
+    assert_values(told[1][0], told[0][0])
+    assert_gradients(told[1][1], told[0][1])
+    assert told[1][2] < told[0][2]
