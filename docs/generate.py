@@ -9,8 +9,8 @@ import inspect
 import json
 import os
 import re
+import string
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -332,36 +332,51 @@ def _kinds(parent: type[Refusal]) -> Iterable[type[Refusal]]:
 
 
 def backbones() -> str:
-    """Families of backbones: sizes, preparation, speed, and which methods run with them."""
+    """Families of backbones: how their authors use them, speed and memory, and which methods run with them."""
     numbers = json.loads((FOLDER.parents[1] / "benchmarks" / "families.json").read_text(encoding="utf-8"))
-    families = [one for one in numbers["families"] if "failed" not in one["facts"]]
-    columns = ["family", "model", "template", "million weights", "pixels", "range", "features, s", "text step, s"]
-    rows = [_family(one) for one in families]
-    refused: dict[str, dict[str, str]] = {}
-    for one in families:
-        for method, reason in one["facts"]["refused"].items():
-            refused.setdefault(method, {})[one["name"]] = reason.removeprefix(f"{method} ").partition(":")[0]
-    groups: dict[tuple[str, str], list[str]] = {}
-    for method, reasons in sorted(refused.items()):
-        usual = Counter(reasons.values()).most_common(1)[0][0]
-        groups.setdefault((", ".join(reasons), usual), []).append(method)
-    lists = [[", ".join(map(code, names)), these, cell(why)] for (these, why), names in groups.items()]
-    about, between = BACKBONES
-    tables_ = (
-        _table([*columns, "image step, s", "peak, MiB"], rows),
-        _table(["methods", "refused with", "because"], lists),
-    )
-    return "\n\n".join([about, tables_[0], between, tables_[1]]) + "\n"
+    families = numbers["families"]
+    columns = ["family", "model", "template", "pixels", "values", "resizing", "million weights"]
+    uses = _table(columns, (_use(one) for one in families))
+    parts = {"features": "features", "text_step": "text step", "image_step": "image step"}
+    columns = ["family", *(f"{title}, s" for title in parts.values()), *(f"{title}, MiB" for title in parts.values())]
+    rows = (_costs(one, parts) for one in families)
+    groups, why = _refused(families)
+    about, measured, between = BACKBONES
+    verdicts = [[one["name"], *(letters.get(one["name"], "yes") for letters in groups.values())] for one in families]
+    methods = _table(["family", *(", ".join(map(code, names)) for names in groups)], verdicts)
+    reasons = "\n".join(f"- {letter}: {cell(reason)}" for reason, letter in why.items())
+    return "\n\n".join([about, uses, measured, _table(columns, rows), between, methods, reasons]) + "\n"
 
 
-def _family(one: dict[str, Any]) -> list[str]:
+def _costs(one: dict[str, Any], parts: Iterable[str]) -> list[str]:
+    seconds, memory = one["facts"]["seconds"], one["facts"]["memory_mib"]
+    times = [f"{seconds[part]:.3g}" if part in seconds else "" for part in parts]
+    return [one["name"], *times, *(f"{memory[part]:,}" if part in memory else "" for part in parts)]
+
+
+def _use(one: dict[str, Any]) -> list[str]:
     facts, prepared = one["facts"], one["facts"]["preparation"]
     size = prepared["size"] if isinstance(prepared["size"], int) else prepared["size"][0]
     values = "-1 to 1" if prepared["mean"][0] == 0.5 else "CLIP's mean and deviation"
-    timed = [str(facts["seconds"].get(part, "")) for part in ("features", "text_step", "image_step")]
-    peak = str(max(facts["memory_mib"].values(), default=""))
-    sizes = [f"{facts['parameters'] / 1e6:.0f}", str(size), values]
-    return [one["name"], code(one["model"]), cell(one["template"]), *sizes, *timed, peak]
+    values = "0 to 1" if prepared["mean"][0] == 0 else values
+    resizing = "squashed" if prepared.get("resize_mode") == "squash" else "cut to a square"
+    shown = [str(size), values, f"{resizing}, {prepared.get('interpolation', 'bicubic')}"]
+    return [one["name"], code(one["model"]), cell(one["template"]), *shown, f"{facts['parameters'] / 1e6:.0f}"]
+
+
+def _refused(families: list[dict[str, Any]]) -> tuple[dict[tuple[str, ...], dict[str, str]], dict[str, str]]:
+    """By groups of methods with the same verdicts a letter for each family that is refused; and letters of reasons."""
+    letters: dict[str, str] = {}
+    verdicts: dict[str, dict[str, str]] = {}
+    for one in families:
+        for method, reason in one["facts"]["refused"].items():
+            told = reason.removeprefix(method).lstrip(": ").rstrip(".")
+            letter = letters.setdefault(told, string.ascii_lowercase[len(letters)])
+            verdicts.setdefault(method, {})[one["name"]] = letter
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for method, found in sorted(verdicts.items()):
+        groups.setdefault(tuple(found.items()), []).append(method)
+    return {tuple(names): dict(found) for found, names in groups.items()}, letters
 
 
 def _table(columns: list[str], rows: Iterable[list[str]]) -> str:
@@ -372,12 +387,17 @@ def _table(columns: list[str], rows: Iterable[list[str]]) -> str:
 BACKBONES = (
     """# Families of backbones
 
-`promptfed doctor --backbone NAME` says for any model what your machine can do with it. This is one model of each
-family, with random weights, on one core of a shared machine (`python -m benchmarks.families`): the features of four
-images, a step that trains 16 context vectors before ten names, and one that trains four image prompts on four images.
-An empty cell: the tower takes no such prompts, or its tokenizer was not at hand.
-[How to give weights](../explanation/backbone.md#weights-from-a-file).""",
-    "All methods run with each of them, but for:",
+`promptfed doctor --backbone NAME` says for any model what your machine can do with it. This page has one model of each
+family. [How to give weights](../explanation/backbone.md#weights-from-a-file).""",
+    """## Speed and memory
+
+With random weights, in seconds of one core with AVX-512 (`python -m benchmarks.families`): the features of four images,
+a step that trains 16 context vectors before ten names, and one that trains four image prompts on four images. Memory is
+the peak of the process so far. An empty cell: the tower takes no such prompts.""",
+    """## Methods
+
+All methods run with each family, but for these; a letter stands for the reason. A test runs each method with a narrow
+model of each family.""",
 )
 PAGES: dict[str, Callable[[], str]] = {
     "spec.md": spec,

@@ -12,9 +12,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from promptfed.shared import machine
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
 
 PICTURES, CLASSES, CONTEXT = 4, 10, 16  # of a step that is timed
 TIMES = 3  # of which the fastest counts; the first one warms up
@@ -26,7 +29,8 @@ class BackboneFacts:
 
     ``seconds``: of a pass over `PICTURES` images (``features``), and of steps that train a context of `CONTEXT` vectors
     before `CLASSES` names (``text_step``) or as many image prompts as pictures (``image_step``). ``memory_mib``: the
-    peak after each: of the process, or on a GPU of its tensors. ``without``: why a part was not timed.
+    peak after each: of the process, or on a GPU of its tensors. ``without``: why a part was not timed. ``tokenizer``:
+    why invented tokens were read.
     """
 
     model: str
@@ -39,6 +43,7 @@ class BackboneFacts:
     seconds: dict[str, float] = field(default_factory=dict)
     memory_mib: dict[str, int] = field(default_factory=dict)
     without: dict[str, str] = field(default_factory=dict)
+    tokenizer: str | None = None
 
 
 def examine(model: str, pretrained: str | None = None, device: str = "cpu", seconds: float = 120.0) -> BackboneFacts:
@@ -75,6 +80,7 @@ def measure(model: str, pretrained: str, device: str, tell: Callable[[BackboneFa
     import torch
 
     from promptfed.shared.clip import BackboneError, load_backbone, shape_of
+    from promptfed.shared.clip.stand_in import stand_in
 
     torch.set_num_threads(1)
     facts = BackboneFacts(model)
@@ -86,7 +92,8 @@ def measure(model: str, pretrained: str, device: str, tell: Callable[[BackboneFa
     facts.preparation = _preparation(model, backbone.open_clip_config["preprocess_cfg"])
     shape = shape_of(backbone)
     facts.shape = {key: value for key, value in shape.model_dump().items() if value is not None}
-    facts.methods, facts.refused = methods_for(facts.shape)
+    facts.tokenizer = stand_in(backbone)
+    facts.methods, facts.refused = methods_for(backbone)
     tell(facts)
     images = torch.zeros(PICTURES, 3, *backbone.image_size)
     for part, step in (
@@ -102,21 +109,24 @@ def measure(model: str, pretrained: str, device: str, tell: Callable[[BackboneFa
         tell(facts)
 
 
-def methods_for(shape: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """The methods that run with a backbone of ``shape``, and of the others the reason."""
+def methods_for(backbone: Backbone) -> tuple[list[str], dict[str, str]]:
+    """The methods that run with a backbone, and of the others the reason, as coordinator and client give it."""
+    from promptfed.shared.clip import BackboneError, shape_of
     from promptfed.shared.methods import METHODS
     from promptfed.shared.methods.core.interface.base import MethodError, ServerContext
-    from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
+    from promptfed.shared.spec.spec import TrainingSpec
 
-    context = ServerContext(TrainingSpec(), BackboneShape(**shape), ("cat", "dog"), (), seed=0, rounds=1)
+    names = ("cat", "dog")
+    context = ServerContext(TrainingSpec(), shape_of(backbone), names, (), seed=0, rounds=1)
     able, refused = [], {}
     for name, kind in METHODS.items():
         method = kind(kind.Hyper())
         try:
             method.check_backbone(context.shape)
             method.dims(context)
+            method.check_texts(backbone, names, "a photo of a {}.")
             able.append(name)
-        except MethodError as error:
+        except (MethodError, BackboneError) as error:
             refused[name] = str(error)
     return able, refused
 
@@ -132,13 +142,14 @@ def _preparation(model: str, configured: dict[str, Any]) -> dict[str, Any]:
 def _fastest(step: Callable[[], object], device: str) -> float:
     import torch
 
-    taken = []
+    # On a CPU the seconds of this process alone: other work on the machine does not count.
+    clock, taken = (time.process_time if device == "cpu" else time.perf_counter), []
     for _ in range(TIMES):
-        begun = time.perf_counter()
+        begun = clock()
         step()
         if device != "cpu":
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - begun)
+        taken.append(clock() - begun)
     return round(min(taken), 4)
 
 

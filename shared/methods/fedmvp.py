@@ -149,7 +149,8 @@ class PromptedImages:
 def expect_class_token(tower: VisionTower) -> None:
     """Raise MethodError where prompts beside the patches would be pooled with them."""
     if tower.pooling != "tok" or "class_embedding" not in tower.weights:
-        raise pf.MethodError("fedmvp needs an image tower that pools a class token; this backbone's does not")
+        text = "needs an image tower of plain patches that pools a class token; this backbone's is none"
+        raise pf.MethodError(f"fedmvp {text}")
 
 
 class ClassTexts:

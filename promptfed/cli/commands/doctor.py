@@ -112,6 +112,8 @@ def _tell_of(model: str, device: str, seconds: float, as_json: bool) -> None:
         if part in facts.seconds:
             told = f"{facts.seconds[part]:.3g} s; {facts.memory_mib[part]:,} MiB at most so far"
         say(f"{TIMED[part]}: {told}")
+    if facts.tokenizer is not None:
+        say(f"invented tokens were read: {facts.tokenizer}")
     say(f"{len(facts.methods)} methods run: {', '.join(facts.methods)}")
     for name, reason in facts.refused.items():
         say(f"{name} does not: {reason}")

@@ -42,26 +42,35 @@ class HubTextTower(TextTower):
 
     @property
     def width(self) -> int:
-        return int(self._embedding.weight.shape[1])
+        return int(self.embedding.shape[1])
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self._embedding.weight.dtype
+        dtype: torch.dtype = self.embedding.dtype
         return dtype
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self._embedding.weight.device
+        device: torch.device = self.embedding.device
         return device
 
     @property
-    def _embedding(self) -> Any:
+    def embedding(self) -> Tensor:
+        weight: Tensor = self._words.weight
+        return weight
+
+    @property
+    def end_token(self) -> int | None:
+        return None if self._inner.config.eos_token_id is None else int(self._inner.config.eos_token_id)
+
+    @property
+    def _words(self) -> Any:
         return self._inner.transformer.get_input_embeddings()
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings without positions, `(..., d)` for ids `(...)`."""
         self.require()
-        rows: Tensor = self._embedding(ids.to(self.device))
+        rows: Tensor = self._words(ids.to(self.device))
         return rows
 
     def pooled_position(self, ids: Tensor) -> Tensor:

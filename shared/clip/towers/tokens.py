@@ -44,7 +44,7 @@ class PromptTokenizer:
         self._length = length
         self._simple = not hasattr(tokenizer, "tokenizer")  # open_clip wraps the tokenizers of transformers
         if self._simple:
-            self._pad = 0
+            self._pad = int(getattr(tokenizer, "pad_token_id", 0))
             self._lead = int(tokenizer.sot_token_id)
         else:
             inner = tokenizer.tokenizer

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.families import FAMILIES
 from promptfed.cli.main import app
 from promptfed.runtime import backbones
 from promptfed.runtime.backbones import PARTS, examine, methods_for
@@ -66,9 +67,12 @@ def test_a_part_that_does_not_work_is_left_out_with_its_reason(
 
 
 @pytest.mark.parametrize("lacking", [("d_v", "patch_tokens"), ("d_t", "text_layers", "context_length")])
-def test_refused_methods_have_their_own_reason(backbone: Backbone, lacking: tuple[str, ...]) -> None:
-    shape = shape_of(backbone).model_dump() | dict.fromkeys(lacking)
-    able, refused = methods_for(shape)
+def test_refused_methods_have_their_own_reason(
+    backbone: Backbone, lacking: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = shape_of(backbone).model_copy(update=dict.fromkeys(lacking))
+    monkeypatch.setattr("promptfed.shared.clip.shape.shape_of", lambda backbone: shape)
+    able, refused = methods_for(backbone)
     assert ("promptfl" in able) is ("d_t" not in lacking)
     assert "plan" in refused
     assert not set(able) & set(refused)
@@ -77,15 +81,34 @@ def test_refused_methods_have_their_own_reason(backbone: Backbone, lacking: tupl
         kind = make_method({"name": name})
         if kind.needs.vision_transformer and "d_v" in lacking:
             with pytest.raises(MethodError) as caught:
-                kind.check_backbone(shape_of(backbone).model_copy(update=dict.fromkeys(lacking)))
+                kind.check_backbone(shape)
             assert reason == str(caught.value)
 
 
-def test_the_page_s_methods_are_those_of_this_version() -> None:
-    """benchmarks/families.json keeps each family's sizes; what runs with them is the code's to say."""
+def test_what_a_client_would_refuse_is_refused_too(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Backbone) -> None:
+        raise BackboneError("its blocks are unusual")
+
+    monkeypatch.setattr(Backbone, "vision_tower", refuse)
+    _, refused = methods_for(backbone)
+    assert refused["pfedmma"] == "its blocks are unusual"
+
+
+def test_a_tokenizer_that_is_not_at_hand_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(source: str) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("open_clip.get_tokenizer", absent)
+    told: list[backbones.BackboneFacts] = []
+    backbones.measure(tiny.MODEL, "embedded", "cpu", told.append)
+    assert "no network" in str(told[-1].tokenizer)
+    assert set(told[-1].seconds) == set(PARTS)
+    assert set(told[-1].methods) == set(METHODS)
+
+
+def test_the_page_has_each_family_and_each_method() -> None:
+    """tests/shared/methods/test_families.py compares the lists with what runs."""
     families = json.loads((ROOT / "benchmarks" / "families.json").read_text())["families"]
-    measured = [one["facts"] for one in families if "failed" not in one["facts"]]
-    assert len(measured) >= 10
-    for facts in measured:
-        able, refused = methods_for(facts["shape"])
-        assert (able, refused) == (facts["methods"], facts["refused"]), facts["model"]
+    assert [one["model"] for one in families] == [family.model for family in FAMILIES]
+    for one in families:
+        assert set(one["facts"]["methods"]) | set(one["facts"]["refused"]) == set(METHODS), one["model"]
