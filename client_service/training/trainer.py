@@ -128,9 +128,8 @@ class TaskWork:
             start = start_of(method, self.backbone, task, own)
             self.rules.payloads.expect_plausible(task, tensors, start, explained=not self.hides_failures)
         trained: list[int] = []
-        protection = self._protection(task, context)
-        context = replace(context, count_trained=trained.append, protection=protection)
-        context = replace(context, budget=budget_of(task, self.state, started))
+        protection, budget = self._protection(task, context), budget_of(task, self.state, started)
+        context = replace(context, count_trained=trained.append, protection=protection, budget=budget)
         with unexplained(self.hides_failures), torch_settings(context):
             private, peers = self._prepared(method, context, task.config.peers)
             if self.data.unlabelled:
@@ -144,15 +143,9 @@ class TaskWork:
         measured = {**result.metrics, **squared, "train_seconds": seconds, "trained_parameters": sum(trained)}
         if protection is not None:
             measured = {"steps": protection.event.count, "trained_parameters": sum(trained)}
-        # With secure sums no number goes with the change: these are for its owner's own log.
-        summed = self.agreement.consent.terms.secure_aggregation is not None
-        whole = task.config.privacy is not None and protection is None and not summed
-        if whole or (self.rules.policy is not None and not self.rules.policy.metrics.training):
-            measured = {"trained_parameters": sum(trained)}  # noise for whole clients covers no loss
-        metrics = measured if summed else self._agreed_metrics(without_shares(measured, method, self.privacy.floor))
-        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        site = self.protection
-        spent = site.report(protection.event) if site is not None and protection is not None else None
+        leaving = self._leaving(measured, method, task.config.privacy is not None and protection is None)
+        finite = {name: float(value) for name, value in leaving.items() if math.isfinite(value)}
+        spent = None if protection is None or self.protection is None else self.protection.report(protection.event)
         if self.rules.payloads is not None:
             with unexplained(self.hides_failures):
                 self.rules.payloads.note(task, tensors, update)
@@ -236,6 +229,14 @@ class TaskWork:
     def _check(self, tensors: Tensors, method: Method, phase: Phase | None, config: TaskConfig) -> None:
         names = tuple(config.class_names) if config.class_names else None
         check_payload(tensors, method, phase, known_sizes(method, shape_of(self.backbone), names))
+
+    def _leaving(self, measured: dict[str, float], method: Method, covered: bool) -> dict[str, float]:
+        """The numbers of a training task that leave; none but the size where noise for whole clients covers it."""
+        if self.agreement.consent.terms.secure_aggregation is not None:
+            return measured  # none goes with the change: they are for the owner's own log
+        if covered or (self.rules.policy is not None and not self.rules.policy.metrics.training):
+            measured = {"trained_parameters": measured["trained_parameters"]}
+        return self._agreed_metrics(without_shares(measured, method, self.privacy.floor))
 
     def _agreed_metrics(self, measured: dict[str, float]) -> dict[str, float]:
         """The numbers that the method declares and the owner has agreed to; others are not sent."""

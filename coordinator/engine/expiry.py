@@ -15,7 +15,8 @@ from sqlalchemy import bindparam, update
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import EnrolmentToken
-from promptfed.coordinator.engine.registry import Operator, Registry
+from promptfed.coordinator.engine.operator_tokens import Operator
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.tables import OperatorRow, TokenRow
 
 Token = TypeVar("Token", Operator, EnrolmentToken)

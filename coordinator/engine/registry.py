@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import datetime
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -28,6 +27,7 @@ from promptfed.coordinator.engine import json_logs, recovery
 from promptfed.coordinator.engine.committer import Committer, RegistryClosed
 from promptfed.coordinator.engine.last_seen import LastSeen
 from promptfed.coordinator.engine.metrics import Metrics
+from promptfed.coordinator.engine.operator_tokens import Operator, operator_of
 from promptfed.coordinator.engine.recorder import Change, Changes
 from promptfed.coordinator.engine.wakeups import Wakeups
 from promptfed.coordinator.problems import FederationMoving, MethodAbsent, NotFound, Unreadable
@@ -38,7 +38,6 @@ from promptfed.coordinator.store.deltas import Deltas
 from promptfed.coordinator.store.leases import Fenced, Leases
 from promptfed.coordinator.store.tables import DELETING, FederationRow, OperatorRow
 from promptfed.coordinator.store.writable import Writable
-from promptfed.shared.api.access_schemas import OperatorRole
 from promptfed.shared.messages import ENDED
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 
@@ -49,26 +48,6 @@ Took = Callable[[OpenTask, str], float | None]
 """The seconds from asking for a task to its answer, which was received at that time."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Operator:
-    """An operator's token: whose it is, the role, until when.
-
-    ``expired``: it was seen to have expired, whatever the clock says now.
-    """
-
-    id: str
-    name: str
-    role: OperatorRole
-    expires: datetime
-    expired: bool = False
-
-
-def operator_of(row: OperatorRow) -> Operator:
-    """A token's row as it is held in memory."""
-    expires = clock.parse(row.expires_at)
-    return Operator(row.id, row.name, cast(OperatorRole, row.role), expires, row.expired_at is not None)
 
 
 class Registry:

@@ -19,7 +19,8 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.engine.committer import RegistryClosed
-from promptfed.coordinator.engine.registry import Registry, operator_of
+from promptfed.coordinator.engine.operator_tokens import operator_of
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.shares import deal, may_move, surplus
 from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.store.backend import DatabaseAway

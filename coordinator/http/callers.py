@@ -13,7 +13,8 @@ from starlette.requests import HTTPConnection
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine.expiry import has_expired
-from promptfed.coordinator.engine.registry import Operator, Registry
+from promptfed.coordinator.engine.operator_tokens import Operator
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.auth_throttle import AuthThrottle
 from promptfed.coordinator.http.certificates import check_certificate
 from promptfed.coordinator.http.oidc import Issuer

@@ -10,7 +10,8 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.engine import audit
-from promptfed.coordinator.engine.registry import EVENTS, Operator, Registry
+from promptfed.coordinator.engine.operator_tokens import Operator
+from promptfed.coordinator.engine.registry import EVENTS, Registry
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import OperatorRow
 from promptfed.coordinator.store.tokens import digest, new_token

@@ -128,9 +128,8 @@ def simulate(
                 clock = options.clock_of(clients, wanted.seed)
                 setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes)
                 setup = setup if clock is None else replace(setup, before_task=clock.wait)
-                initial, swapped = options.initial or made, options.swap_prompts
-                run = _run(setup, clock, initial, progress or (lambda snapshot: None), swapped, started)
-                result = _in_a_thread(run)
+                told = progress or (lambda snapshot: None)
+                result = _in_a_thread(_run(setup, clock, options.initial or made, told, options.swap_prompts, started))
         except OSError as error:
             raise CommandError(f"cannot work in {place}: {why(error)}", Exit.FAILED) from None
         return replace(result, outcomes=(*(latest[key] for key in sorted(latest)), *result.outcomes))
