@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -94,6 +95,10 @@ class HeldImages:
 def readers() -> ThreadPoolExecutor:
     """The process's threads that decode and preprocess images."""
     return ThreadPoolExecutor(READERS, "images")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=readers.cache_clear)  # a fork has none of its parent's threads
 
 
 class ReadAhead:

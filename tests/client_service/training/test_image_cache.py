@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import threading
 from pathlib import Path
 
@@ -121,6 +122,17 @@ def test_an_image_that_cannot_be_read_is_told_when_it_is_asked_for() -> None:
     ahead.begin([7])
     with pytest.raises(DataError, match="image 7 is damaged"):
         ahead.take([7])
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system cannot fork")
+def test_a_fork_reads_with_threads_of_its_own() -> None:
+    ahead = ReadAhead(lambda row: torch.full((3, 2, 2), float(row)), lambda row: None)
+    ahead.take([0, 1])
+    fork = multiprocessing.get_context("fork").Process(target=ahead.take, args=([2, 3],))
+    fork.start()
+    fork.join(PATIENCE)
+    fork.kill()
+    assert fork.exitcode == 0
 
 
 def test_held_images_need_no_thread() -> None:
