@@ -59,16 +59,15 @@ def open_files(
     table = read_table(root / (options.text("labels") or TABLE), keys, options, names)
     if options.names_only:
         return divided(Split(table.labels, _unread), table.splits, table.names, None, TEMPLATE, options)
-    folder = home(options.text("index"))
-    with kept_in(folder, options.uri):
+    with kept_in(folder := home(options.text("index")), options.uri):
         index = Index(kind, root, folder, Keys(folder, options.uri), settings)
         found, broken = index.facts(_listed(index, options))
         items, lines, missing = _items(table, index, found, units, pick)
         del found  # of many files it takes much memory
         shown, undecoded = index.shown(items)
-    problems = _left_out(root, [*broken, *undecoded], missing, options)
+    told = tuple(local for _, local in _left_out(root, [*broken, *undecoded], missing, options))
     if not (kept := [row for row, size in enumerate(shown) if size is not None]):
-        raise DataError(f"{options.uri}: no image can be read.", [text for _, text in problems])
+        raise DataError(f"{options.uri}: no image can be read.", told)
     images = _Images(index, [items[row] for row in kept], [shown[row] for row in kept], options.uri)
     rows = [lines[row] for row in kept]
     splits = [table.splits[row] for row in rows]
@@ -81,7 +80,7 @@ def open_files(
     index.release()
     whole = Split(labels, images.read, groups, digest=images.digest, ahead=images.ahead, origin=origin)
     whole.subgroups = {column: tuple(values[row] for row in rows) for column, values in table.subgroups.items()}
-    return divided(whole, splits, table.names, None, TEMPLATE, options, tuple(text for _, text in problems))
+    return divided(whole, splits, table.names, None, TEMPLATE, options, told)
 
 
 def _listed(index: Index, options: Options) -> list[Listed]:
