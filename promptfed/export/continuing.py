@@ -41,7 +41,7 @@ def continued(
     if kind == "training":
         _expect_protection(opened, given)
     own = {"continues": opened.card.hashes.state, "origin": _origin(opened), "kind": kind}
-    raw = merged(_spec(opened), dict(given)) | own
+    raw = merged(_spec(opened, kind), dict(given)) | own
     _expect_fit(resolve(raw), opened.state)
     return raw, encode(opened.state)
 
@@ -62,7 +62,7 @@ def _origin(opened: OpenedExport) -> dict[str, Any]:
     return origin.model_dump(mode="json")
 
 
-def _spec(opened: OpenedExport) -> dict[str, Any]:
+def _spec(opened: OpenedExport, kind: Kind) -> dict[str, Any]:
     card = opened.card
     fields = {
         "method",
@@ -77,6 +77,9 @@ def _spec(opened: OpenedExport) -> dict[str, Any]:
         "licence",
     }
     known = card.model_dump(mode="json", include=fields, exclude_none=True, exclude_unset=True)
+    if kind == "validation":  # nobody trains
+        known.pop("loss", None)
+        known.get("training", {}).pop("budget", None)
     task = {TASK: card.method[TASK]} if TASK in card.method else {}
     return {"name": card.federation.name} | known | task
 

@@ -97,6 +97,20 @@ def test_neither_loss_nor_protection_ends_unsaid(exported: Path, tmp_path: Path)
     assert continued(folder, {"privacy": {"level": "none"}})[0]["privacy"] == {"level": "none"}
 
 
+def test_a_validation_says_nothing_of_training(exported: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "balanced"
+    shutil.copytree(exported, folder)
+    card = json.loads((folder / "card.json").read_text())
+    card |= {"loss": {"kind": "gce"}, "training": card["training"] | {"budget": {"steps": 5}}}
+    (folder / "card.json").write_text(json.dumps(card))
+    raw, _ = continued(folder, {}, kind="validation")
+    assert "loss" not in raw
+    assert "budget" not in raw["training"]
+    assert continued(folder, {})[0]["training"]["budget"] == {"steps": 5}
+    with pytest.raises(CommandError, match="leave loss out"):
+        continued(folder, {"loss": {"kind": "gce"}}, kind="validation")
+
+
 def test_the_coordinator_takes_no_other_state(exported: Path, tmp_path: Path) -> None:
     state, _ = decode((exported / STATE_FILE).read_bytes())
     other = encode({name: tensor + 1 for name, tensor in state.items()})
