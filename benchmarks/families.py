@@ -52,8 +52,8 @@ FAMILIES = (
 PREPARATION = {"mean": [0.48145466, 0.4578275, 0.40821073], "std": [0.26862954, 0.26130258, 0.27577711]}
 
 
-def biomedclip(folder: Path) -> str:
-    """A folder with BiomedCLIP's configuration and random weights; open_clip's name for it."""
+def biomedclip(folder: Path, pixels: int = 224) -> str:
+    """A folder with BiomedCLIP's configuration and random weights, for ``pixels``; open_clip's name for it."""
     import open_clip
     import torch
 
@@ -66,7 +66,7 @@ def biomedclip(folder: Path) -> str:
     text |= {"hf_pooler_type": "cls_last_hidden_state_pooler"}
     model = {
         "embed_dim": 512,
-        "vision_cfg": vision | {"timm_proj": "linear", "image_size": 224},
+        "vision_cfg": vision | {"timm_proj": "linear", "image_size": pixels},
         "text_cfg": text | {"context_length": 256},
     }
     about = {"model_cfg": model, "preprocess_cfg": PREPARATION}

@@ -82,7 +82,7 @@ def small_family(model: str, folder: Path, precision: str = "fp32") -> Backbone:
     """A narrow backbone of a family, by its model's name, with weights that differ from zero."""
     torch.set_num_threads(1)
     with narrow(model):
-        name = biomedclip(folder) if model == BIOMEDCLIP else model
+        name = biomedclip(folder, VISION["image_size"]) if model == BIOMEDCLIP else model
         backbone = load_backbone(name, None, precision=precision, allow_unregistered=True)
         stand_in(backbone)
     draws = torch.Generator().manual_seed(7)
