@@ -29,6 +29,7 @@ from promptfed.shared.files import write_whole
 READERS = min(8, machine.processors())  # threads that read images for a tower
 SHARD_SUFFIX = ".safetensors"
 BLOCK = 1024  # rows that are held in one tensor
+PART = 1 << 14  # rows that are tensors of their own at the same time, each of which takes more than its numbers
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class CacheCost:
 
 
 class _Held:
-    """Rows in memory by image digest, many in one tensor: a tensor for each would take more than its numbers."""
+    """Rows in memory by image digest, many in one tensor."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
@@ -100,7 +101,8 @@ class _Folder:
         """The cached rows of ``digests``. Rows whose file is gone are left out and removed from the index."""
         by_file: dict[str, list[str]] = {}
         for digest in digests:
-            by_file.setdefault(self.files[digest], []).append(digest)
+            if digest in self.files:
+                by_file.setdefault(self.files[digest], []).append(digest)
         rows: dict[str, Tensor] = {}
         for name, wanted in by_file.items():
             try:
@@ -170,19 +172,25 @@ class RowCache(ABC):
         """Rows `(B, *shape)` float32 on the CPU of the images at ``indices``, in that order."""
         if not len(indices):
             return torch.zeros(0, *self.shape(backbone))
+        whole = torch.empty(len(indices), *self.shape(backbone))
         with self._lock:
             folder = self._folder(backbone)
-            wanted = _by_digest(split, indices)
-            rows = {digest: folder.held[digest] for digest in wanted if digest in folder.held}
-            rows |= self._compute(backbone, folder, split, self._missing(folder, _without(wanted, rows)))
-            rows |= folder.read(_without(wanted, rows))
-            rows |= self._compute(backbone, folder, split, _without(wanted, rows))  # deleted or damaged in the meantime
-            if self.in_memory:
-                for digest in _without(wanted, folder.held):
-                    folder.held.add(digest, rows[digest])
-            if self._max_bytes is not None:
-                folder.touch(wanted)
-            return torch.stack([rows[split.digest(index)].float() for index in indices])
+            missing = self._missing(folder, _without(_by_digest(split, indices), folder.held))
+            computed = self._compute(backbone, folder, split, missing)
+            for start in range(0, len(indices), PART):
+                part = indices[start : start + PART]
+                wanted = _by_digest(split, part)
+                rows = {digest: folder.held[digest] for digest in wanted if digest in folder.held}
+                rows |= {digest: computed[digest] for digest in _without(wanted, rows) if digest in computed}
+                rows |= folder.read(_without(wanted, rows))
+                rows |= self._compute(backbone, folder, split, _without(wanted, rows))  # deleted or damaged meanwhile
+                if self.in_memory:
+                    for digest in _without(wanted, folder.held):
+                        folder.held.add(digest, rows[digest])
+                if self._max_bytes is not None:
+                    folder.touch(wanted)
+                whole[start : start + PART] = torch.stack([rows[split.digest(index)] for index in part])
+        return whole
 
     def fill(self, backbone: Backbone, split: ImageSplit, indices: Sequence[int]) -> None:
         """Compute the missing rows of the images at ``indices``. Does nothing if rows are not kept."""

@@ -91,6 +91,7 @@ def test_each_image_goes_through_the_tower_once(small: Any, tmp_path: Any) -> No
 
 def test_rows_that_are_held_in_blocks_are_those_of_the_files(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(rows, "BLOCK", 4)
+    monkeypatch.setattr(rows, "PART", 3)
     backbone, split = small("small-vit"), Noise(10)
     cache = FeatureCache(tmp_path)
     whole = torch.cat([cache.features(backbone, split, indices=part) for part in ([7, 2, 9], [0, 1, 7, 3, 4, 5, 6, 8])])
@@ -98,7 +99,14 @@ def test_rows_that_are_held_in_blocks_are_those_of_the_files(small: Any, tmp_pat
         path.unlink()
     assert torch.equal(cache.features(backbone, split, indices=[7, 2, 9, 0, 1, 7, 3, 4, 5, 6, 8]), whole)
     assert cache.images_computed == 10
-    assert torch.equal(FeatureCache(tmp_path / "other").features(backbone, split, indices=[7, 2, 9]), whole[:3])
+    other = FeatureCache(tmp_path / "other")
+    assert torch.equal(other.features(backbone, split), cache.features(backbone, split))
+    again = FeatureCache(tmp_path / "other")
+    again.features(backbone, split, indices=[0])
+    for path in tmp_path.rglob("*.safetensors"):
+        path.unlink()
+    assert torch.equal(again.features(backbone, split), cache.features(backbone, split))
+    assert again.images_computed == 9
 
 
 def test_other_weights_and_other_transforms_have_their_own_features(small: Any, tmp_path: Any) -> None:
