@@ -41,7 +41,8 @@ SCENES_CELL, SCENE_ROUNDS, SCENE_GRID = "tail 100:1, several labels", 15, (0.1, 
 SITES, ROUNDS = 5, 20
 HELD_OUT = "&validation=0.25"
 TAIL = 1 / 3  # share of the classes, the rarest ones, that count as the tail
-GRID = (0.01, 0.03, 0.1, 0.3, 1.0)
+GRID = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+
 Arm = Mapping[str, Any]  # data (options of the training sites), loss, unlabelled ("out", "used")
 USED: dict[str, list[Arm]] = {
     "left out": [{"unlabelled": "out"}],
