@@ -144,7 +144,7 @@ class Index:
         """Size and digest of each image, each decoded once; None for images that cannot be decoded."""
         names = ((self._name(item), item) for item in items)  # computed twice, since all of them take memory
         new = list({name: item for name, item in names if name not in self._shown}.items())
-        requests = (self.request("check", item) for _, item in new)
+        requests = (self.request("check", item.file.path, item.place) for _, item in new)
         broken = []
         with self._file.open("a") as lines:
             answers = zip(new, readers().each(requests), strict=True)
@@ -161,9 +161,9 @@ class Index:
         self._facts.clear()
         self._shown.clear()
 
-    def request(self, do: str, item: Item) -> Request:
+    def request(self, do: str, path: str, place: Any) -> Request:
         """Have the pixels of an image read."""
-        return Request(do, self.kind, str(self.root / item.file.path), item.place, self.settings)
+        return Request(do, self.kind, str(self.root / path), place, self.settings)
 
     def _name(self, item: Item) -> str:
         return self.keys.id("pixels", *item.file[1:], f"[{json.dumps(item.place)}, {self._settings}]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ from promptfed.shared.service.reasons import named, why
 
 OPTIONS = ("labels", "columns", "group", "groups", "index", SKIP)
 TABLE = "labels.csv"
+DIGEST = 32  # bytes of an image's digest
 AHEAD_BYTES = 64_000_000  # of decoded images that wait to be used
 
 Found = Sequence[tuple[Listed, Facts]]
@@ -68,15 +70,16 @@ def open_files(
     told = tuple(local for _, local in _left_out(root, [*broken, *undecoded], missing, options))
     if not (kept := [row for row, size in enumerate(shown) if size is not None]):
         raise DataError(f"{options.uri}: no image can be read.", told)
-    images = _Images(index, [items[row] for row in kept], [shown[row] for row in kept], options.uri)
+    items = [items[row] for row in kept]
+    images = _Images(index, items, [shown[row] for row in kept], options.uri)
     rows = [lines[row] for row in kept]
     splits = [table.splits[row] for row in rows]
 
     def origin(row: int) -> Origin:
-        return Origin(str(root / images.items[row].file.path), splits[row])
+        return Origin(str(root / images.paths[row]), splits[row])
 
-    labels = torch.tensor([item.place[2] - 1 for item in images.items]) if names else table.labels[rows]
-    groups = _groups(table, index, images.items, rows)
+    labels = torch.tensor([item.place[2] - 1 for item in items]) if names else table.labels[rows]
+    groups = _groups(table, index, items, rows)
     index.release()
     whole = Split(labels, images.read, groups, digest=images.digest, ahead=images.ahead, origin=origin)
     whole.subgroups = {column: tuple(values[row] for row in rows) for column, values in table.subgroups.items()}
@@ -197,19 +200,22 @@ def _groups(table: Table, index: Index, items: Sequence[Item], lines: Sequence[i
 class _Images:
     """The images of a source. Those that are soon asked for are decoded ahead, up to `AHEAD_BYTES`.
 
-    Threads that preprocess images read at the same time.
+    Threads that preprocess images read at the same time. Of each image little is kept, since there may be very many.
     """
 
     def __init__(self, index: Index, items: Sequence[Item], shown: Sequence[Shown | None], uri: str) -> None:
-        self.items = items
+        self.paths = [item.file.path for item in items]
+        self._places = [item.place for item in items]
         self._index, self._uri = index, uri
-        self._shown = [size for size in shown if size is not None]
+        known = [size for size in shown if size is not None]
+        self._digests = b"".join(size.digest for size in known)
+        self._sizes = array("q", (3 * size.width * size.height for size in known))
         self._ahead: dict[int, Future[Answer]] = {}
         self._wanted: deque[int] = deque()
         self._turn = threading.Lock()
 
     def digest(self, row: int) -> str:
-        return self._shown[row].digest.hex()
+        return self._digests[DIGEST * row : DIGEST * (row + 1)].hex()
 
     def ahead(self, rows: Sequence[int]) -> None:
         """Have the images at ``rows`` decoded before they are read; those of earlier calls are forgotten."""
@@ -220,11 +226,11 @@ class _Images:
             self._fill()
 
     def _fill(self) -> None:
-        room = AHEAD_BYTES - sum(self._bytes(row) for row in self._ahead)
-        while self._wanted and (room >= self._bytes(self._wanted[0]) or not self._ahead):
+        room = AHEAD_BYTES - sum(self._sizes[row] for row in self._ahead)
+        while self._wanted and (room >= self._sizes[self._wanted[0]] or not self._ahead):
             row = self._wanted.popleft()
             self._ahead[row] = self._submitted(row)
-            room -= self._bytes(row)
+            room -= self._sizes[row]
 
     def read(self, row: int) -> Image.Image:
         with self._turn:
@@ -235,11 +241,8 @@ class _Images:
         answer = waiting.result()
         if answer.image is None or answer.digest != self.digest(row):
             why = answer.error or "it is not what it was when the data were opened; start again"
-            raise DataError(f"{self._uri}: file {self.items[row].file.id}: {why}.")
+            raise DataError(f"{self._uri}: file {self._index.keys.id('file', self.paths[row])}: {why}.")
         return answer.image
 
-    def _bytes(self, row: int) -> int:
-        return 3 * self._shown[row].width * self._shown[row].height
-
     def _submitted(self, row: int) -> Future[Answer]:
-        return readers().submit(self._index.request("pixels", self.items[row]))
+        return readers().submit(self._index.request("pixels", self.paths[row], self._places[row]))

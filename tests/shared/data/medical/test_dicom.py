@@ -383,9 +383,9 @@ def test_images_are_decoded_ahead_within_a_bound_and_each_once(tmp_path: Path, m
 def test_threads_read_images_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """They decode nothing here, and take turns as often as the interpreter lets them."""
     count, done = 400, Future[Answer]()
-    done.set_result(Answer(digest="00", image=Image.new("RGB", (64, 64))))
+    done.set_result(Answer(digest="00" * 32, image=Image.new("RGB", (64, 64))))
     monkeypatch.setattr(opening._Images, "_submitted", lambda self, row: done)
-    images = opening._Images(None, [], [Shown(64, 64, b"\0")] * count, "dicom:x")
+    images = opening._Images(None, [], [Shown(64, 64, bytes(32))] * count, "dicom:x")
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
