@@ -340,7 +340,9 @@ def _in_process(options: argparse.Namespace, name: str, model: str) -> dict[str,
         out = Path(folder) / "figures.json"
         command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--model", model, "--json", str(out)]
         command += ["--device", options.device, *(["--smoke"] if options.smoke else [])]
-        seconds = options.seconds or BUDGETS[name] + STARTING
+        budget = options.seconds or BUDGETS[name]
+        command += ["--seconds", str(budget)]
+        seconds = budget + STARTING
         figures: dict[str, Any] = {}
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)  # noqa: S603 (ourselves)
