@@ -7,6 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,17 @@ def open_files(
     images = _Images(index, items, [shown[row] for row in kept], options.uri)
     rows = [lines[row] for row in kept]
     splits = [table.splits[row] for row in rows]
-
-    def origin(row: int) -> Origin:
-        return Origin(str(root / images.paths[row]), splits[row])
-
+    origin = partial(_origin, root, images.paths, splits)
     labels = torch.tensor([item.place[2] - 1 for item in items]) if names else table.labels[rows]
     groups = _groups(table, index, items, rows)
     index.release()
     whole = Split(labels, images.read, groups, digest=images.digest, ahead=images.ahead, origin=origin)
     whole.subgroups = {column: tuple(values[row] for row in rows) for column, values in table.subgroups.items()}
     return divided(whole, splits, table.names, None, TEMPLATE, options, told)
+
+
+def _origin(root: Path, paths: Sequence[str], splits: Sequence[str | None], row: int) -> Origin:
+    return Origin(str(root / paths[row]), splits[row])
 
 
 def _listed(index: Index, options: Options) -> list[Listed]:
