@@ -52,6 +52,7 @@ from promptfed.sdk.text import whole_numbers
 from promptfed.shared.spec.spec import AllowedBackbones
 
 EVALUATIONS = 10  # of a federation beside the first: a curve, for a tenth of what evaluating each round may cost
+MISSING = ("there is no folder", ", or is not whole")  # in errors of data that a preset looks for
 
 # Options that each kind of run uses, by their parameters, besides those that all use.
 _RAY = frozenset({"address", "gpus_per_cell"})
@@ -375,11 +376,7 @@ def run_preset(
         try:
             run_and_show(bench, own, as_json, preset.figures(panel))
         except CommandError as error:
-            if (
-                Path(root).is_dir()
-                and "there is no folder" not in str(error)
-                and " cannot be opened in " not in str(error)
-            ):
+            if Path(root).is_dir() and not any(text in str(error) for text in MISSING):
                 raise
             raise CommandError(f"{error} ({preset.wanted(root)})", error.exit) from None
     if preset.notes and not as_json:
