@@ -149,6 +149,7 @@ def test_the_images_install_files_whose_hashes_are_known(image: str) -> None:
     assert "pip install --require-hashes" in used
 
 
+@pytest.mark.extended
 def test_the_build_makes_a_bill_of_materials(tmp_path: Path) -> None:
     pytest.importorskip("cyclonedx_py", reason="bill of materials: pip install '.[build]'")
     out = tmp_path / "coordinator.cdx.json"

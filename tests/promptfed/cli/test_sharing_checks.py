@@ -65,6 +65,7 @@ def owners_counts(uri: str) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.extended
 def test_counts_reach_the_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)

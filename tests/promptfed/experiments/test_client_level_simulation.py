@@ -26,6 +26,7 @@ SPEC = {
 }
 
 
+@pytest.mark.extended
 def test_no_loss_and_no_accuracy_of_a_protected_client_leaves_it_unless_somebody_asks(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     spec = SPEC | {"rounds": 1, "participation": {"min_clients": 3}}

@@ -101,6 +101,7 @@ def test_the_export_has_the_scores_of_all_held_out_images(
     assert not any("calibration" in client["splits"] for client in evaluated["clients"].values())
 
 
+@pytest.mark.extended
 def test_class_counts_are_the_sum_and_every_client_trains_with_them(backbone: Backbone, features: FeatureCache) -> None:
     result = simulate(spec(**CALIBRATED, **SUMMED, **BALANCED), SITES, backbone=backbone, features=features)
     wanted = torch.bincount(torch.cat([source.train.labels for source in held()]), minlength=len(NAMES))

@@ -26,6 +26,7 @@ def backbone() -> Backbone:
     return load_backbone(tiny.MODEL, tiny.PRETRAINED)
 
 
+@pytest.mark.extended
 def test_the_command_tells_what_a_backbone_is_and_what_it_takes(backbone: Backbone) -> None:
     done = CliRunner().invoke(app, ["doctor", "--backbone", tiny.MODEL, "--device", "cpu", "--json"])
     assert done.exit_code == 0, done.output
@@ -41,6 +42,7 @@ def test_the_command_tells_what_a_backbone_is_and_what_it_takes(backbone: Backbo
     assert f"{len(METHODS)} methods run: coop, " in shown
 
 
+@pytest.mark.extended
 def test_an_unknown_backbone_is_named_in_one_line() -> None:
     done = CliRunner().invoke(app, ["doctor", "--backbone", "ViT-B-61", "--device", "cpu"])
     assert done.exit_code == Exit.BACKBONE

@@ -321,6 +321,7 @@ def test_a_template_of_the_uri_stands_in_for_the_data_sets_own() -> None:
         open_source("digits?template=a digit")
 
 
+@pytest.mark.extended
 def test_libraries_of_hospitals_are_imported_by_their_sources_alone() -> None:
     heavy = ["pydicom", "nibabel", "tiffslide", "dicomweb_client", "cleanlab", "imagehash"]
     code = f"""
