@@ -88,6 +88,7 @@ def modules_besides(distributions: set[str]) -> set[str]:
     }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("service", "absent"),
     [

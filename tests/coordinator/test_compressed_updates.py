@@ -99,6 +99,7 @@ def test_hostile_changes_are_refused_and_honest_ones_taken_after_them(
     assert client.send(task, update_body(sent, task)).status_code == 201
 
 
+@pytest.mark.extended
 def test_an_accepted_change_is_known_after_its_payload_is_gone(coordinator: InThread) -> None:
     """A client that was away sends it again: the state that it was made from is no longer kept."""
     federation, clients = began(coordinator, "int8", rounds=4, retention="last_round")

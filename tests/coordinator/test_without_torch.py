@@ -47,6 +47,7 @@ def coordinator(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subp
     process.communicate()
 
 
+@pytest.mark.extended
 def test_a_whole_federation_needs_no_torch(coordinator: subprocess.Popen[str], tmp_path: Path) -> None:
     end = time.monotonic() + PATIENCE
     while not (tmp_path / "url").exists():

@@ -49,6 +49,7 @@ def url_of(federation: str, task: dict[str, Any]) -> str:
     return f"/v1/federations/{federation}/tasks/{task['task_id']}/update"
 
 
+@pytest.mark.extended
 def test_many_generated_updates_are_refused_and_change_nothing(tmp_path: Path) -> None:
     with in_thread(tmp_path / "data") as coordinator:
         federation, (a, _), (task, _) = open_first_phase(coordinator, admission=LIMITS)

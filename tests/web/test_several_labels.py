@@ -17,6 +17,7 @@ expect = pytest.importorskip("playwright.sync_api").expect
 expect.set_options(timeout=PATIENCE)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("width", [1400, 420])
 def test_titles_say_mean_average_precision(browser: Browser, coordinator: InThread, width: int) -> None:
     names = ["sun", "cloud", "rain"]

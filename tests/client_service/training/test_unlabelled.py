@@ -68,6 +68,7 @@ def test_labels_of_the_site_are_never_read(caplog: pytest.LogCaptureFixture) -> 
     assert federation(method, f"{DATA}&unlabelled=true", loss={"unlabelled_threshold": 0.9}) != trained
 
 
+@pytest.mark.extended
 def test_unlabelled_clients_train_with_privacy() -> None:
     privacy = {"level": "sample", "noise_multiplier": 1.0, "clip": 0.1, "delta": 1e-3}
     method = {"name": "fedtaskres"}

@@ -56,6 +56,7 @@ def test_free_memory_between_what_is_in_use_goes_back() -> None:
     assert sum(len(piece) for piece in kept) == 1_000_000
 
 
+@pytest.mark.extended
 def test_the_coordinator_gives_it_back_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = threading.Event()
     monkeypatch.setattr(scheduler, "TRIM_SECONDS", 0.01)

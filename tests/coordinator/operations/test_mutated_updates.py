@@ -38,6 +38,7 @@ def mutate(body: bytes, steps: list[tuple[str, int, int]]) -> bytes:
     return bytes(content)
 
 
+@pytest.mark.extended
 def test_mutated_updates_are_refused_or_good_and_never_break_anything(tmp_path_factory: pytest.TempPathFactory) -> None:
     with in_thread(tmp_path_factory.mktemp("fuzz") / "data") as coordinator:
         federation, (a, _), (task, _) = open_first_phase(coordinator)

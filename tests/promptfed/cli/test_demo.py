@@ -103,6 +103,7 @@ def test_emoji_of_three_designers_come_to_a_result(tmp_path: Path) -> None:
     check_result(json.loads(out.splitlines()[-1]), "emoji", "promptfl", 2)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_stops_everything(sent: int, tmp_path: Path) -> None:
     folder = tmp_path / "demo"

@@ -89,6 +89,7 @@ def literal_scores(result: FederationResult, backbone: Backbone, features: Featu
     return counts
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("protected", [{}, SUMMED, BUDGET], ids=["plain", "summed", "budget"])
 def test_the_export_has_the_scores_of_all_held_out_images(
     protected: dict[str, Any], backbone: Backbone, features: FeatureCache

@@ -65,6 +65,7 @@ def test_without_sampling_the_closed_form(z: float, steps: int, delta: float, ex
     assert normal.cdf(a - b) - math.exp(epsilon) * normal.cdf(-a - b) == pytest.approx(delta, rel=2e-3)
 
 
+@pytest.mark.extended
 def test_two_federations_on_one_ledger_cost_less_than_their_sum_and_the_same_in_any_order() -> None:
     first, second = Event("gaussian", 0.04, 1, 625), Event("gaussian", 0.2, 2, 125)
     alone = epsilon_of([first], 1e-4)
