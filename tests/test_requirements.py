@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -107,6 +110,24 @@ def test_a_service_imports_with_what_its_image_installs(service: str, absent: se
         [sys.executable, "-c", SCRIPT, f"promptfed.{service}", *sorted(hidden)], capture_output=True, text=True
     )
     assert done.stdout == "imported\n", done.stderr
+
+
+@pytest.mark.extended
+def test_the_command_imports_from_what_its_image_copies(tmp_path: Path) -> None:
+    for line in re.findall(r"^COPY (\S+) (promptfed/\S*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE):
+        source, target = ROOT / line[0], tmp_path / line[1]
+        target.parent.mkdir(exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            target.mkdir(exist_ok=True)
+            shutil.copy(source, target)
+    # An editable installation finds what is missing here.
+    code = "import sys; sys.meta_path = [one for one in sys.meta_path if 'editable' not in one.__module__]"
+    code = f"{code}; import promptfed, promptfed.cli.main; print(*promptfed.__path__)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.split()[:1] == [str(tmp_path / "promptfed")], done.stderr
 
 
 def test_the_constraints_fix_every_version_that_the_tests_run_with() -> None:
