@@ -1,4 +1,4 @@
-"""The figures of the code base: ``make figures``. Size, limits on functions and modules, entries, documents."""
+"""The size of the code base and of its documents: ``make figures``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ import io
 import re
 import subprocess
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_FUNCTION, MOST_MODULE, MOST_PARAMETERS = 50, 400, 12
-ENTRIES = {"client_service": 15, "shared": 18, "promptfed/experiments": 8}
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -53,72 +49,23 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
     return lines
 
 
-def functions(tree: ast.Module) -> Iterator[Function]:
-    return (node for node in ast.walk(tree) if isinstance(node, Function))
-
-
-def parameters(function: Function) -> int:
-    """Parameters that a caller can give, ``self`` and ``cls`` left out."""
-    given = function.args
-    names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-    return len([name for name in names if name not in ("self", "cls")])
-
-
-def prose_words(text: str) -> int:
-    """Words outside of tables and comments; code blocks count."""
+def words(text: str, tables: bool = True) -> int:
+    """Words outside of comments, with or without tables; code blocks count."""
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("|")]
+    lines = [line for line in text.splitlines() if tables or not line.lstrip().startswith("|")]
     return sum(len(re.findall(r"\S+", line)) for line in lines)
 
 
-def _python() -> None:
-    product = [path for path in tracked("*.py") if path.relative_to(ROOT).parts[0] not in ("tests", "docs")]
-    counted = {path: code_lines(path.read_text()) for path in product}
-    print(f"lines of code outside tests: {sum(counted.values()):,} in {len(counted)} modules")
-    for folder in ("coordinator", "client_service", "shared", "promptfed", "benchmarks"):
-        own = sum(count for path, count in counted.items() if path.is_relative_to(ROOT / folder))
-        print(f"  {folder}: {own:,}")
-    tests = sum(code_lines(path.read_text()) for path in tracked("tests/*.py"))
-    print(f"lines of code in tests: {tests:,}")
-    long_modules = [path for path in product if len(path.read_text().splitlines()) > MOST_MODULE]
-    long_functions, many = [], []
-    for path in product:
-        for function in functions(ast.parse(path.read_text())):
-            where = f"{path.relative_to(ROOT)}:{function.lineno} {function.name}"
-            if (function.end_lineno or function.lineno) - function.lineno + 1 > MOST_FUNCTION:
-                long_functions.append(where)
-            if parameters(function) > MOST_PARAMETERS:
-                many.append(f"{where} ({parameters(function)})")
-    _listed(f"modules over {MOST_MODULE} lines", [str(path.relative_to(ROOT)) for path in long_modules])
-    _listed(f"functions over {MOST_FUNCTION} lines", long_functions)
-    _listed(f"parameter lists over {MOST_PARAMETERS}", many)
-
-
-def _listed(title: str, lines: list[str]) -> None:
-    print(f"{title}: {len(lines)}")
-    for line in lines:
-        print(f"  {line}")
-
-
-def _entries() -> None:
-    for folder, most in ENTRIES.items():
-        names = {path.relative_to(ROOT / folder).parts[0] for path in tracked(f"{folder}/*")}
-        print(f"entries in {folder}/: {len(names)} (at most {most})")
-
-
-def _documents() -> None:
-    pages = {path: prose_words(path.read_text()) for path in tracked("*.md")}
-    print(f"words in Markdown outside tables: {sum(pages.values()):,}")
-    for folder in ("docs/tutorials", "docs/guides", "docs/reference", "docs/explanation", "docs/results"):
-        print(f"  {folder}: {sum(n for path, n in pages.items() if path.is_relative_to(ROOT / folder)):,}")
-    print(f"lines of README.md: {len((ROOT / 'README.md').read_text().splitlines())}")
-
-
 def main() -> None:
-    """Print all figures."""
-    _python()
-    _entries()
-    _documents()
+    """Print the totals."""
+    counted = {path: code_lines(path.read_text()) for path in tracked("*.py")}
+    tests = {path: count for path, count in counted.items() if path.is_relative_to(ROOT / "tests")}
+    product = {path: count for path, count in counted.items() if path not in tests}
+    print(f"lines of code outside tests: {sum(product.values()):,} in {len(product)} modules")
+    print(f"lines of code in tests: {sum(tests.values()):,} in {len(tests)} modules")
+    pages = [path.read_text() for path in tracked("*.md")]
+    print(f"words in Markdown outside tables: {sum(words(page, tables=False) for page in pages):,}")
+    print(f"words in Markdown with tables: {sum(words(page) for page in pages):,}")
 
 
 if __name__ == "__main__":

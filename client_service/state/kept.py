@@ -11,13 +11,17 @@ from promptfed.shared.messages import Role, TaskConfig
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this client is to the coordinator. ``secret`` (256 bits, hex) is its bearer token."""
+    """Who this client is to the coordinator. ``secret`` (256 bits, hex) is its bearer token.
+
+    ``form``: of the files in its state folder; 0: of promptfed before 0.4.0.
+    """
 
     name: str
     role: Role
     secret: str
     federation_id: str | None = None
     client_id: str | None = None
+    form: int = 0
 
 
 @dataclass(frozen=True)

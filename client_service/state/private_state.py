@@ -49,6 +49,8 @@ COMMITTED = "committed.safetensors"
 PAYLOADS = "payloads"
 TRIALS = "trials"
 RESIDUAL = "residual#"  # before the names of tensors that compression keeps beside the private ones
+FORM = 1  # of the files here; a folder of promptfed before 0.4.0 says none
+READS_OLDER = "7368013d"  # the last commit that reads folders of promptfed before 0.4.0
 LARGE = 16 << 20  # bytes from which a payload is mapped and not read
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 Kept = TypeVar("Kept")
@@ -102,11 +104,17 @@ class PrivateState:
         """The identity that the folder holds, or a new one (with ``secret``), on disk before it is returned.
 
         Raises:
-            ClientError: STATE where the folder belongs to another name or role.
+            ClientError: STATE where the folder belongs to another name or role, or is of another version's form.
         """
         identity = self.read_as("identity.json", Identity)
         if identity is None:
-            return self._write_identity(Identity(name, role, secret or secrets.token_hex(32)))
+            return self._write_identity(Identity(name, role, secret or secrets.token_hex(32), form=FORM))
+        if identity.form != FORM:
+            text = (
+                f"the state folder {self.folder} was written by another version of promptfed, which this one does not"
+            )
+            older = f"go on with commit {READS_OLDER}" if identity.form < FORM else "go on with that version"
+            raise ClientError(Exit.STATE, f"{text} read: {older}, or give another --state-dir and enrol anew")
         if (identity.name, identity.role) != (name, role):
             text = f"the state folder {self.folder} belongs to the {identity.role} {identity.name!r}"
             raise ClientError(Exit.STATE, f"{text}, not to the {role} {name!r}: give another --state-dir")

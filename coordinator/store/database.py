@@ -21,7 +21,7 @@ from promptfed.coordinator.store.tables import Base
 log = logging.getLogger("promptfed.coordinator")
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-UPGRADES_OLDER = "c15711a"  # the last commit with the migrations from before release 0.1.0
+READS_OLDER = "7368013d"  # the last commit that reads the tables of releases before 0.4.0
 TRY_AGAIN_SECONDS = 0.5
 CLOSE_SECONDS = 1.0
 
@@ -105,11 +105,11 @@ class Database:
         self._expect_not_before(found)
 
     def _expect_not_before(self, found: str | None) -> None:
-        oldest = _forms()[0]
-        if found is not None and found < oldest:
+        if found is not None and found < _forms()[0]:
             raise CannotOpen(
-                f"the tables at {self.backend.place} have the form {found} of a version before 0.1.0, and can be "
-                f"upgraded from {oldest} on: start promptfed of commit {UPGRADES_OLDER} on them once, then this version"
+                f"the tables at {self.backend.place} have the form {found} of promptfed before 0.4.0, which this "
+                f"version does not read: start commit {READS_OLDER} on them, export each result, and continue from the "
+                "exports in a new store (docs/guides/operate.md, upgrade)"
             )
 
     def expect_this_version(self) -> None:

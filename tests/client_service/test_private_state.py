@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Callable
@@ -192,6 +193,19 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes) -> N
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ClientError, match=f"{name} is damaged"):
         state.identity("a", "trainer"), state.committed(), state.serving(), state.enrolment()
+
+
+def test_a_folder_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    state = PrivateState(tmp_path)
+    state.identity("a", "trainer", secret="5" * 64)
+    known = json.loads((tmp_path / "identity.json").read_bytes())
+    older = {key: value for key, value in known.items() if key != "form"}  # as 0.3.0 wrote it
+    for told, remedy in ((older, "go on with commit 7368013d"), (known | {"form": 2}, "go on with that version")):
+        (tmp_path / "identity.json").write_text(json.dumps(told))
+        with pytest.raises(ClientError, match=remedy) as refusal:
+            state.identity("a", "trainer")
+        assert refusal.value.exit is Exit.STATE
+        assert json.loads((tmp_path / "identity.json").read_bytes()) == told
 
 
 def test_a_damaged_update_is_never_sent(tmp_path: Path) -> None:

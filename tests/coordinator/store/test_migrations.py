@@ -1,9 +1,8 @@
-"""The tables' form: new stores have the newest one, stores of release 0.1.0 are upgraded, older ones are refused."""
+"""The tables' form: new stores have the newest one, later migrations run on stores of 0.4.0, older ones are refused."""
 
 from __future__ import annotations
 
 import shutil
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,45 +19,38 @@ from promptfed.coordinator.store.sqlite import SQLite
 from promptfed.coordinator.store.tables import Base
 from tests.support.postgres import PostgresServer
 
-HERE = Path(__file__).parent
 LATER = '''"""A later form"""
 from alembic import op
-revision = "0026"
-down_revision = "0025"
+revision = "0027"
+down_revision = "0026"
 def upgrade() -> None:
-    op.execute("CREATE TABLE made_by_0026 (id INTEGER)")
+    op.execute("CREATE TABLE made_by_0027 (id INTEGER)")
 '''
-Make = Callable[[str | None], Backend]
+Make = Callable[[], Backend]
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """Makes a database from a file of SQL statements, or an empty one."""
+    """Makes an empty database."""
 
-    def of_sqlite(file: str | None) -> Backend:
-        if file is not None:
-            with sqlite3.connect(tmp_path / "db.sqlite3") as connection:
-                connection.executescript((HERE / f"{file}_sqlite.sql").read_text())
-            connection.close()
-        return SQLite(tmp_path / "db.sqlite3")
-
-    def of_postgresql(file: str | None) -> Backend:
+    def of_postgresql() -> Backend:
         server: PostgresServer = request.getfixturevalue("postgres")
-        url = server.database()
-        if file is not None:
-            server.execute((HERE / f"{file}_postgresql.sql").read_text(), url.rsplit("/", 1)[1])
-        return PostgreSQL(url)
+        return PostgreSQL(server.database())
 
-    return of_sqlite if request.param == "sqlite" else of_postgresql
+    return (lambda: SQLite(tmp_path / "db.sqlite3")) if request.param == "sqlite" else of_postgresql
 
 
 @pytest.fixture
-def with_0026(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The product as it will be with one migration more."""
-    folder = tmp_path / "migrations"
-    shutil.copytree(module.MIGRATIONS, folder)
-    (folder / "versions" / "0026_later.py").write_text(LATER)
-    monkeypatch.setattr(module, "MIGRATIONS", folder)
+def add_0027(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes the product what it will be with one migration more."""
+
+    def add() -> None:
+        folder = tmp_path / "migrations"
+        shutil.copytree(module.MIGRATIONS, folder)
+        (folder / "versions" / "0027_later.py").write_text(LATER)
+        monkeypatch.setattr(module, "MIGRATIONS", folder)
+
+    return add
 
 
 def form(database: Database) -> object:
@@ -72,9 +64,9 @@ def differences(database: Database) -> list[object]:
         return list(compare_metadata(context, Base.metadata))
 
 
-def has_table_of_0026(database: Database) -> bool:
+def has_table_of_0027(database: Database) -> bool:
     with database.read() as session:
-        return inspect(session.connection()).has_table("made_by_0026")
+        return inspect(session.connection()).has_table("made_by_0027")
 
 
 def uncompressed_columns(database: Database) -> list[str]:
@@ -84,9 +76,9 @@ def uncompressed_columns(database: Database) -> list[str]:
 
 
 def test_a_new_store_has_the_newest_form(make: Make) -> None:
-    database = Database(make(None))
+    database = Database(make())
     database.migrate()
-    assert form(database) == "0025"
+    assert form(database) == "0026"
     assert differences(database) == []
     if isinstance(database.backend, PostgreSQL):
         assert uncompressed_columns(database) == ["content"]
@@ -95,51 +87,44 @@ def test_a_new_store_has_the_newest_form(make: Make) -> None:
     database.close()
 
 
-def test_a_store_of_the_seventeen_migrations_is_upgraded(make: Make) -> None:
-    database = Database(make("form_0017"))
+@pytest.mark.parametrize("old", ["0001", "0017", "0025"])
+def test_an_older_store_is_refused_and_told_what_reads_it(make: Make, old: str) -> None:
+    database = Database(make())
     database.migrate()
-    database.expect_this_version()
-    assert form(database) == "0025"
-    assert differences(database) == []
-    if isinstance(database.backend, PostgreSQL):
-        assert uncompressed_columns(database) == ["content"]
-    database.close()
-
-
-@pytest.mark.parametrize("old", ["0001", "0016"])
-def test_an_older_store_is_refused_and_told_what_upgrades_it(make: Make, old: str) -> None:
-    database = Database(make("form_0017"))
     with database.write() as session:
         session.execute(text(f"UPDATE alembic_version SET version_num = '{old}'"))
     for refuse in (database.migrate, database.expect_this_version):
         with pytest.raises(CannotOpen) as refused:
             refuse()
         told = str(refused.value)
-        assert f"have the form {old} of a version before 0.1.0" in told
-        assert "start promptfed of commit c15711a on them once" in told
+        assert f"have the form {old} of promptfed before 0.4.0" in told
+        assert "start commit 7368013d on them, export each result, and continue from the exports" in told
         assert "\n" not in told
     assert form(database) == old
     database.close()
 
 
-def test_a_later_migration_runs_on_stores_of_before(make: Make, with_0026: None) -> None:
-    database = Database(make("form_0017"))
-    with pytest.raises(CannotOpen, match="have the form 0017 instead of 0026"):
+def test_a_later_migration_runs_on_stores_of_before(make: Make, add_0027: Callable[[], None]) -> None:
+    database = Database(make())
+    database.migrate()
+    add_0027()
+    with pytest.raises(CannotOpen, match="have the form 0026 instead of 0027"):
         database.expect_this_version()
     database.migrate()
-    assert (form(database), has_table_of_0026(database)) == ("0026", True)
+    assert (form(database), has_table_of_0027(database)) == ("0027", True)
     database.close()
 
 
-def test_a_later_migration_does_not_run_on_a_new_store(make: Make, with_0026: None) -> None:
-    database = Database(make(None))
+def test_a_later_migration_does_not_run_on_a_new_store(make: Make, add_0027: Callable[[], None]) -> None:
+    add_0027()
+    database = Database(make())
     database.migrate()
-    assert (form(database), has_table_of_0026(database)) == ("0026", False)
+    assert (form(database), has_table_of_0027(database)) == ("0027", False)
     database.close()
 
 
 def test_tables_of_another_program_are_left_alone(make: Make) -> None:
-    database = Database(make(None))
+    database = Database(make())
     with database.write() as session:
         session.execute(text("CREATE TABLE clients (id INTEGER)"))
     with pytest.raises(CannotOpen, match="the tables cannot be made"):

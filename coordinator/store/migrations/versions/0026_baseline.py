@@ -1,8 +1,8 @@
-"""The tables of release 0.1.0, from which later migrations start."""
+"""The tables of release 0.4.0, from which later migrations start."""
 
 from __future__ import annotations
 
-revision = "0017"
+revision = "0026"
 down_revision = None
 branch_labels = None
 depends_on = None
