@@ -64,12 +64,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedotp": {},
     "promptfolio": {},
     "pfedmoap": {"gate_learning_rate": 1000.0},
-    "fedpha": {},
     "promptfl_per": {},
     "promptfl_amp": {},
     "pfedprompt": {"train_with_memory": True},
-    "fedprograd": {},
-    "fedplot": {},
 }
 STILL = {"pfedmoap": {"gate_learning_rate": 1e-30}}  # together with RATE_OF_STANDING: a step that changes nothing
 # These biases are added to all keys, experts or classes equally, so that no softmax depends on them.

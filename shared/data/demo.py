@@ -33,10 +33,9 @@ class Demo:
         return {"epochs": 1, "batch_size": self.batch_size, "schedule": "cosine", **rate}
 
 
-# Gains on held-out training images, in points: fedtaskres 25.9, fedclipadapter 20.0, fedprolip 18.3, plan 16.8,
-# fedlp 14.8, fedclap 12.1, promptfl 9.4, fedclip 5.4 (`promptfed tune` with these methods on a run file of the same
-# federation). By themselves with one seed: plan, and fedlora 23.3, which take seven and ten times as long; fedtipf
-# 17.6.
+# Gains on held-out training images, in points: fedtaskres 25.9, fedclipadapter 20.0, plan 16.8, fedlp 14.8, promptfl
+# 9.4, fedclip 5.4 (`promptfed tune` with these methods on a run file of the same federation). By themselves with one
+# seed: plan, and fedlora 23.3, which take seven and ten times as long.
 # `others` is what `promptfed demo --method NAME --json` reports.
 DEMOS: dict[str, Demo] = {
     "symbols": Demo(

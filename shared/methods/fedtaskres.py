@@ -9,7 +9,7 @@ Source: Yu et al., "Task Residual for Tuning Vision-Language Models", CVPR 2023 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -19,9 +19,6 @@ from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Penalty = Callable[[Sequence["Tensor"]], "Tensor"]
-"""A term of the loss, of the residuals ``(C, d_e)`` as the only entry of a list."""
 
 RESIDUAL = TensorSpec("residual", ("classes", "d_e"))
 
@@ -76,23 +73,17 @@ class FedTaskRes(pf.Method):
         """(R1) ``(..., C, d_e)`` normalised t_k + α·x_k of ``text (C, d_e)`` and residuals ``(..., C, d_e)``."""
         return F.normalize(text + self.hyper.alpha * residual, dim=-1)
 
-    def penalty(self, context: pf.ClientContext, text: Tensor) -> Penalty | None:
-        """A term of the loss beside the cross-entropy; None: there is none."""
-        return None
-
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of CE(τ⁻¹·I·w_k) over the residuals, at the rate η/√d_e."""
         device, scale = context.backbone.device, context.backbone.logit_scale
         residual = pf.leaf(payload[RESIDUAL.name], context.backbone)
         features, labels = context.train.features(), context.train.labels.to(device)
         text = pf.template_features(context.backbone, context.template, context.class_names)
-        penalty = self.penalty(context, text)
         loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
             rows = pf.sent_to(indices, device)
-            value = loss_of(scale * features[rows] @ self.class_weights(text, residual).T, labels[rows])
-            return value if penalty is None else value + penalty([residual])
+            return loss_of(scale * features[rows] @ self.class_weights(text, residual).T, labels[rows])
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
             rows = pf.sent_to(indices, device)
@@ -101,7 +92,7 @@ class FedTaskRes(pf.Method):
             return loss_of.each(logits, labels[rows])
 
         group = pf.Group([residual], relative_rate(context, text.shape[1]))
-        final = pf.train(context, [], loss, groups=[group], objective=pf.Objective(units, penalty))
+        final = pf.train(context, [], loss, groups=[group], objective=pf.Objective(units))
         return pf.TrainResult({RESIDUAL.name: residual}, metrics={"loss": final})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextFeatureClassifier:

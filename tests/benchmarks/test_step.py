@@ -14,7 +14,7 @@ from benchmarks.step import MOST_DEVIATION, OPTIONS, RATE_OF_COMPARISON, WITHOUT
 from promptfed.shared.clip import tiny
 
 CLASSES, BATCH = 3, 4
-FIRST = ("promptfl", "pfedmoap", "fedplot")  # a group of parameters of its own, patch features
+FIRST = ("promptfl", "pfedmoap", "fedotp")  # a group of parameters of its own, patch features
 
 
 def task_of(name: str, folder: Path) -> Task:

@@ -131,7 +131,7 @@ def test_only_clients_that_meet_the_requirements_train_and_the_others_evaluate(c
         ({"participation": {"over_select": 2.0, "min_clients": 3}, "secure_aggregation": {}}, "secure sum needs"),
         ({"participation": {"over_select": 2.0}, "schedule": {"kind": "buffered", "buffer": 2}}, "asynchronous"),
         ({"participation": {"choice": "all_available", "fraction": 0.5}}, "every client"),
-        ({"participation": {"choice": "power_of_choice"}, "method": {"name": "tip_adapter"}}, "reports none"),
+        ({"participation": {"choice": "power_of_choice"}, "method": {"name": "zero_shot"}}, "reports none"),
         ({"participation": {"choice": "oort"}, "method": {"name": "fast_pt"}}, "train without"),
         ({"participation": {"choice": "oort"}, "method": {"name": "promptfl_ft"}}, "trained first"),
     ],

@@ -69,25 +69,18 @@ TOWER = {"trainable": "last_k", "k": 1}
 METHODS: dict[str, dict[str, Any]] = {
     "coop": TEXT,
     "diprompt": {"m": 2},
-    "dpfpl": TEXT,
     "fast_pt": TEXT,
     "fedapt": {"m": 2},
     "fedavg": {"trainable": "all"},
     "fedbabu": {"trainable": "norms"},
     "fedclip": {},
     "fedcocoop": TEXT | {"reduction": 2},
-    "fedgda": {},
     "fedkgcoop": TEXT,
     "fedlora": {"r": 2},
     "fedmaple": {"m": 2},
-    "fedmgp": {"m": 2, "groups": 3, "shared": 2},
-    "fedmvp": {"m": 2, "r": 2, "lora_from": 2},
     "fedotp": TEXT,
     "fedpgp": TEXT,
-    "fedpha": TEXT | {"ratio": 0.5},
-    "fedplot": {"m": 2, "prompts": 2},
     "fedpr": {"m": 2},
-    "fedprograd": TEXT,
     "fedprox": {"trainable": "biases"},
     "fedrep": TOWER,
     "fedrod": {"trainable": "norms"},
@@ -95,7 +88,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedvpt": TEXT,
     "fedvpt_deep": {"m": 2},
     "perfedavg": {"trainable": "norms"},
-    "pfedmma": {"r": 4},
     "pfedmoap": TEXT,
     "pfedpg": {"m": 2, "inner_width": 4},
     "pfedprompt": TEXT,
@@ -108,10 +100,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "promptfolio": TEXT,
     "singleset_full": {"trainable": "norms"},
     "singleset_vpt": {"m": 2},
-    "tip_adapter": {},
     "zero_shot": {},
 }
-SUPPLIED = ("fedmgp",)  # their initial states are made of words
 RULES: dict[str, dict[str, Any]] = {
     "median": {"rule": "median"},
     "trimmed_mean": {"rule": "trimmed_mean"},
@@ -135,11 +125,7 @@ PROMPTFL: dict[str, Any] = {"name": "promptfl", "m": 8}
 
 
 def _cases() -> list[Case]:
-    once = {"rounds": 1}
-    cases = [
-        Case(name, {"name": name, **given}, supplied=name in SUPPLIED, changes=once if name == "fedgda" else {})
-        for name, given in METHODS.items()
-    ]
+    cases = [Case(name, {"name": name, **given}) for name, given in METHODS.items()]
     cases += [
         Case(f"rule-{name}", PROMPTFL, "Bacde", shape=WIDE, outlier=True, changes={"aggregation": given})
         for name, given in RULES.items()

@@ -27,15 +27,14 @@ AUTO = (
     "fedtaskres",
     "fedclipadapter",
     "fedlp",
-    "fedtipf",
-    "fedgda",
-    "fedclap",
     "fedclip",
     "fedpgp",
     "promptfl",
-    "fedprolip",
+    "promptfolio",
+    "pfedprompt",
+    "fedlora",
 )
-"""Those that gain most in benchmarks/defaults.json for their time; but for the last, images pass the tower once."""
+"""Those that gain most in the sweep of defaults for their time; but for the last, images pass the tower once."""
 LAST = 4  # candidates of the last rung
 MOST_RATE = 1000.0  # that a spec may hold
 

@@ -1,4 +1,4 @@
-"""Base of methods in which each client trains a private context and a shared one (FedOTP, PromptFolio, FedPHA).
+"""Base of methods in which each client trains a private context and a shared one (FedOTP, PromptFolio, Prompt+PER).
 
 Both are trained on the client's images. The shared context is sent and averaged; the private one stays. The methods
 differ in the loss and in the classifier.

@@ -29,8 +29,6 @@ log = logging.getLogger("promptfed.training")
 UNREAD = 16  # steps after which losses are read from the device
 
 Loss = Callable[["Tensor"], "Tensor"]
-Gradients = Callable[["Tensor"], tuple["Tensor", Sequence["Tensor"]]]
-"""From indices ``(B,)`` the loss and a gradient for each trained tensor, which need not be the loss's own."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +38,6 @@ class Group:
     parameters: Sequence[Tensor]
     learning_rate: float
     constant: bool = False
-
-
-@dataclass(frozen=True)
-class Reparameterisation:
-    """Tensors that replace the trained ones in the gradient computation, renewed before each step.
-
-    tensors: leaves that the loss reads. renew: sets them from the current trained tensors; it must not read anything
-    else that depends on data. gradients: maps the gradients of ``tensors`` to one gradient for each trained tensor.
-    """
-
-    tensors: Sequence[Tensor]
-    renew: Callable[[], None]
-    gradients: Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 class TaskCancelled(Exception):
@@ -137,53 +122,10 @@ def train(
     return _minimise(context, parameters, backward, epochs, groups)
 
 
-def train_by(context: ClientContext, parameters: Sequence[Tensor], gradients: Gradients) -> float:
-    """As `train`, with the method's own gradients; momentum and weight decay act on these.
-
-    Raises:
-        MethodError: the client has no training images, or the loss is no longer finite.
-        TaskCancelled: the task was withdrawn meanwhile.
-    """
-
-    def backward(indices: Tensor) -> Tensor:
-        value, given = gradients(indices)
-        for parameter, gradient in zip(parameters, given, strict=True):
-            parameter.grad = gradient
-        return value
-
-    return _minimise(context, parameters, backward, None, ())
-
-
-def train_through(
-    context: ClientContext, parameters: Sequence[Tensor], loss: Loss, objective: Objective, through: Reparameterisation
-) -> float:
-    """As `train`, with gradients of ``through.tensors``, which ``through.gradients`` maps to those of ``parameters``.
-
-    If the task is protected, the gradients of ``through.tensors`` are private. They are clipped and noised before
-    ``through.gradients``, which is then post-processing.
-
-    Raises:
-        UnprotectedError: the task is protected, and this would be trained without.
-        MethodError: the client has no training images, or the loss is no longer finite.
-        TaskCancelled: the task was withdrawn meanwhile.
-    """
-    if context.protection is not None:
-        return _protected(context, parameters, loss, objective, None, (), through)
-
-    def gradients(indices: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        through.renew()
-        value = loss(indices)
-        return value, through.gradients(torch.autograd.grad(value, list(through.tensors)))
-
-    return train_by(context, parameters, gradients)
-
-
 def _minimise(
     context: ClientContext, parameters: Sequence[Tensor], backward: Loss, epochs: int | None, groups: Sequence[Group]
 ) -> float:
     """The loop; ``backward(indices (B,))`` leaves the gradients with the parameters and returns the loss."""
-    if context.protection is not None:
-        raise UnprotectedError("this method's own gradients have no protected form")
     training, count = context.training, len(context.train)
     optimizer, _ = _optimizer(context, parameters, groups)
     draws = generator(context.seed, context.round, context.phase, context.client, "batches")
@@ -284,15 +226,13 @@ def _protected(
     objective: Objective | None,
     epochs: int | None,
     groups: Sequence[Group],
-    through: Reparameterisation | None = None,
 ) -> float:
     """The same loop with private gradients. Nothing else in it depends on data, so it does not check the loss."""
     assert context.protection is not None
     if epochs is not None:
         raise UnprotectedError("a training loop of other epochs than the spec's was not accounted for")
-    optimizer, everything = _optimizer(context, parameters, groups)
+    optimizer, tensors = _optimizer(context, parameters, groups)
     count, classes = len(context.train), len(context.class_names)
-    tensors = everything if through is None else through.tensors
     if context.label_bias is not None and context.label_bias.trains:
         tensors = [*tensors, context.label_bias.leaf]
         objective = None if objective is None else context.label_bias.among(objective)
@@ -300,13 +240,7 @@ def _protected(
     for _ in range(gradients.event.count):
         if context.cancelled():
             raise TaskCancelled
-        if through is not None:
-            through.renew()
         gradients.step()
-        if through is not None:
-            own = through.gradients([tensor.grad for tensor in tensors if tensor.grad is not None])
-            for parameter, gradient in zip(everything, own, strict=True):
-                parameter.grad = gradient
         optimizer.step()
         if context.label_bias is not None and context.label_bias.trains:
             context.label_bias.step()

@@ -1,4 +1,4 @@
-"""Entropic optimal transport between an image's patches and a class's prompts: FedOTP's, and PLOT's.
+"""Entropic optimal transport between an image's patches and a class's prompts, as in FedOTP.
 
 Notation: ``M`` patches, ``N`` prompts, one problem for each image and class, S the similarities ``(..., M, N)``, ε the
 weight of the entropy, T the plan. Every problem stops by itself, so that none depends on what stands beside it.

@@ -77,8 +77,8 @@ def test_unlabelled_clients_train_with_privacy() -> None:
 
 
 def test_methods_that_read_labels_otherwise_refuse_by_name() -> None:
-    with pytest.raises(CommandError, match=r"fedclap does not train without labels: .* one of fedclip, "):
-        federation({"name": "fedclap"}, f"{DATA}&unlabelled=true")
+    with pytest.raises(CommandError, match=r"fedcocoop does not train without labels: .* one of fedclip, "):
+        federation({"name": "fedcocoop"}, f"{DATA}&unlabelled=true")
 
 
 def test_the_owner_is_told() -> None:

@@ -43,7 +43,7 @@ class Given:
         if method not in self.best:
             raise CommandError(f"there is no method {method!r}", Exit.BAD_INPUT)
         spec = {"name": "x", "method": {"name": method}, "rounds": 8, "class_names": NAMES}
-        return resolve_spec(spec | ({"rounds": 1} if method == "fedgda" else {}))
+        return resolve_spec(spec)
 
     def run(self, candidate: Candidate, rounds: int, seed: int) -> Trial:
         self.seconds += rounds
@@ -137,12 +137,12 @@ def test_a_method_that_sends_too_much_is_left_out() -> None:
 
 
 def test_a_method_without_a_rate_is_tried_once_in_a_rung() -> None:
-    runs = Given({"promptfl": 0.5, "fedgda": 0.8}, {"promptfl": 0.1})
-    chosen = choose(runs, Plan(("fedgda",), seconds=1e6), clock=runs.clock)
-    assert chosen.winner.method == "fedgda"
+    runs = Given({"promptfl": 0.5, "fedlp": 0.8}, {"promptfl": 0.1})
+    chosen = choose(runs, Plan(("fedlp",), seconds=1e6), clock=runs.clock)
+    assert chosen.winner.method == "fedlp"
     assert not chosen.at_edge
     assert (
-        len({candidate.rate for candidate, rounds, _ in runs.ran if candidate.method == "fedgda" and rounds == 8}) == 1
+        len({candidate.rate for candidate, rounds, _ in runs.ran if candidate.method == "fedlp" and rounds == 8}) == 1
     )
 
 

@@ -54,7 +54,7 @@ def test_an_entry_that_makes_no_spec_is_named(text: str, path: str) -> None:
 
 
 def test_a_mapping_stands_in_braces() -> None:
-    first, second = parse_entries("fedpha:local_lengths={a: 4, b: 32}:m=8:rounds=3,promptfl")
-    assert first.method == {"name": "fedpha", "local_lengths": {"a": 4, "b": 32}, "m": 8}
+    first, second = parse_entries("fedpgp:lengths={a: 4, b: 32}:m=8:rounds=3,promptfl")
+    assert first.method == {"name": "fedpgp", "lengths": {"a": 4, "b": 32}, "m": 8}
     assert first.changes == {"rounds": 3}
     assert second.method == {"name": "promptfl"}

@@ -103,11 +103,8 @@ def assert_same(simulated: FederationResult, real: FederationResult) -> None:
         pytest.param("promptfl_amp", {}, SITES, marks=pytest.mark.slow),
         pytest.param("pfedprompt", {}, SITES, marks=pytest.mark.slow),
         pytest.param("fedotp", {}, SITES, marks=pytest.mark.slow),  # private state, patch features
-        pytest.param("fedplot", {}, SITES, marks=pytest.mark.slow),
         pytest.param("promptfolio", {}, SITES, marks=pytest.mark.slow),
         pytest.param("promptfl_per", {}, SITES, marks=pytest.mark.slow),
-        pytest.param("fedpha", {"local_lengths": {"north": 4, "south": 20}}, SITES, marks=pytest.mark.slow),
-        pytest.param("fedprograd", {}, SITES, marks=pytest.mark.slow),
         pytest.param("fast_pt", {"merge_domains": True}, SITES, marks=pytest.mark.slow),  # is told its peers' domains
     ],
 )

@@ -147,11 +147,11 @@ clients:
 @pytest.mark.extended
 def test_methods_for_several_labels_are_chosen_by_mean_average_precision(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(SCENES)
-    tune = ("tune", str(tmp_path / "run.yaml"), "--methods", "fedtaskres,fedgda", "--seeds", "1", "--rates", "0.2")
+    tune = ("tune", str(tmp_path / "run.yaml"), "--methods", "fedtaskres,fedlp", "--seeds", "1", "--rates", "0.2")
     code, output = invoke(*tune, "--out", str(tmp_path / "tuned.yaml"), "--json")
     assert code == 0, output
     found = json.loads(output.splitlines()[-1])
-    assert "does not train on images with several labels" in found["refused"]["fedgda"]
+    assert "does not train on images with several labels" in found["refused"]["fedlp"]
     run = read_run(tmp_path / "run.yaml")
     sites = held_out_sites(run.sites, 0.25, 1)
     told = {}

@@ -29,7 +29,6 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.methods.fast_pt.domains import domain_key
-from promptfed.shared.methods.fedmvp import ClassTexts, FedMVPHyper
 from promptfed.shared.metrics.clinical import interval_text, proportion
 from promptfed.shared.metrics.pooling import pool_estimates
 from promptfed.shared.tensors.torch_tensors import decode
@@ -377,19 +376,3 @@ def test_the_mixture_of_domains_is_told(coordinator: InThread, backbone: Backbon
     expected = {keys[key]: float(share) for key, share in zip(state["domains"].tolist(), shares, strict=True)}
     assert {one["name"]: one["share"] for one in told} == pytest.approx(expected, abs=1e-5)
     assert ours(exports.finished_result(coordinator, "promptfl"), backbone)["domains"] is None
-
-
-def test_an_export_classifies_with_the_federations_class_descriptions(
-    coordinator: InThread, backbone: Backbone, tmp_path: Path
-) -> None:
-    described = {"anchor": ["a heavy iron hook on a chain"], "sun": ["a bright disc", "a circle with rays"]}
-    spec = {"name": "fedmvp", "method": {"name": "fedmvp"}, "class_names": NAMES, "class_descriptions": described}
-    exports.start_federation(coordinator, backbone, spec)
-    found = exports.finished_result(coordinator, "fedmvp")
-    export(found, tmp_path / "out", ExportOptions(), backbone)
-    model, names = read_export(tmp_path / "out")
-    texts = [text for name in NAMES for text in described.get(name, [f"a photo of a {name}."])]
-    for adapted in (AdaptedModel.of(found), model):
-        context = adapted.serve(backbone, names or ()).context
-        assert dict(context.class_descriptions) == described
-        assert torch.equal(ClassTexts(context, FedMVPHyper(), {}).attributes, backbone.encode_text(texts))

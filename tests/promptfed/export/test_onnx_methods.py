@@ -21,7 +21,7 @@ from tests.support import exports
 from tests.support.adapted import NAMES, adapted
 from tests.support.own_images import SHAPES, write_folder
 
-CLIENTS_OWN = ("coop", "fedbabu", "fedrep", "fedtipf", "pfedpg", "singleset_full", "singleset_vpt", "tip_adapter")
+CLIENTS_OWN = ("coop", "fedbabu", "fedrep", "pfedpg", "singleset_full", "singleset_vpt")
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fast_pt", {"mixture": "soft"}),
     ("fedclip", {"features": "normalized"}),

@@ -93,7 +93,7 @@ def test_what_a_client_would_refuse_is_refused_too(backbone: Backbone, monkeypat
 
     monkeypatch.setattr(Backbone, "vision_tower", refuse)
     _, refused = methods_for(backbone)
-    assert refused["pfedmma"] == "its blocks are unusual"
+    assert refused["fedmaple"] == "its blocks are unusual"
 
 
 def test_a_tokenizer_that_is_not_at_hand_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from tests import ROOT
 from tests.support.families import MODELS, small_family
 
 FEW = ("ViT-B-16-SigLIP", "EVA02-B-16")  # of the second tier
-SHORT = {"fedmgp": 2}  # contexts of other lengths
 DATA = "symbols:{}?topic=faces&per_class=2&test_per_class=1"
 
 
@@ -29,7 +28,7 @@ def on_the_page() -> dict[str, dict[str, list[str]]]:
 
 def assert_runs(name: str, backbone: Backbone) -> None:
     """One round of two clients, and the evaluation."""
-    options: dict[str, Any] = {"m": SHORT.get(name, 5)} if "m" in METHODS[name].Hyper.model_fields else {}
+    options: dict[str, Any] = {"m": 5} if "m" in METHODS[name].Hyper.model_fields else {}
     spec = {
         "name": "family",
         "method": {"name": name} | options,

@@ -34,7 +34,6 @@ METHODS: list[dict[str, Any]] = [
     {"name": "fedbabu", **LAST},
     {"name": "fedrod", **LAST},
     {"name": "perfedavg", **LAST, "head": "linear"},
-    {"name": "pfedmma", "k": 1},
     {"name": "fedlora", "blocks": "last_k", "k": 1, "dropout": 0.0},
 ]
 
@@ -131,7 +130,6 @@ def test_it_is_refused_where_nothing_could_be_kept(backbone: Backbone, tmp_path:
     refused = [
         ({"name": "fedavg"}, {}, "take trainable: last_k"),
         ({"name": "fedlora"}, {}, "take blocks: last_k"),
-        ({"name": "pfedmma", "towers": "text"}, {}, "take towers: text without it"),
         ({"name": "fedavg", **LAST}, {"augmentation": "crop_flip"}, "leave one of them out"),
     ]
     for method, training, text in refused:

@@ -1,4 +1,4 @@
-"""FedOTP and FedPLOT against their equations written out, patch by patch, class by class and image by image."""
+"""FedOTP against its equations written out, patch by patch, class by class and image by image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from promptfed.shared.methods.core.patch_texts import PatchTextLogits
 from promptfed.shared.methods.core.private_context import LOCAL
 from promptfed.shared.methods.core.transport import balanced, unbalanced
 from promptfed.shared.methods.fedotp import FedOTP
-from promptfed.shared.methods.fedplot import FedPLOT
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors
@@ -50,12 +49,6 @@ def patched(context: ClientContext, patches: int = PATCHES) -> ClientContext:
 def otp(**hyper: Any) -> FedOTP:
     made = make_method({"name": "fedotp", "m": M} | hyper)
     assert isinstance(made, FedOTP)
-    return made
-
-
-def plot(**hyper: Any) -> FedPLOT:
-    made = make_method({"name": "fedplot", "m": M} | hyper)
-    assert isinstance(made, FedPLOT)
     return made
 
 
@@ -170,39 +163,16 @@ def test_an_image_alone_and_among_others(backbone: Backbone, make_context: Make)
         assert float((alone[0] - together[row]).abs().max()) <= 1e-6
 
 
-@pytest.mark.parametrize("options", [{}, {"prompts": 1}, {"transport": "average"}, {"pooled_weight": 1.0}], ids=str)
-def test_fedplots_training_equals_the_equations(
-    options: dict[str, Any], backbone: Backbone, make_context: Make
-) -> None:
-    context = patched(make_context(5, epochs=1, batch_size=3, learning_rate=0.05))
-    tried = plot(**options)
-    start = tried.initial_state_with(backbone, server_context(), initial_draws(3))
-
-    def loss(tensors: Tensors, rows: Tensor) -> Tensor:
-        contexts = list(tensors["contexts"])
-        each = [
-            literal.cross_entropy(
-                literal_logits(context, contexts, row, tried.hyper, tried.hyper.transport),
-                int(context.train.labels[row]),
-            )
-            for row in rows.tolist()
-        ]
-        return torch.stack(each).mean()
-
-    found = tried.train(context, start, {})
-    assert_moved_equally(found.update, literal_training(context, start, loss, 0.05), start)
-
-
 def test_the_pooled_logit_averages_texts_at_their_own_lengths(backbone: Backbone, make_context: Make) -> None:
     """As PLOT does: ⟨f, normalise(mean_n z̃^n)⟩ of raw texts z̃, whose lengths weigh them; the plan sees directions."""
     context, draws = patched(make_context(4)), torch.Generator().manual_seed(4)
     raw = torch.randn(2, len(NAMES), context.backbone.d_e, generator=draws) * torch.tensor([1.0, 5.0]).view(2, 1, 1)
     rows, unit = torch.arange(4), F.normalize(raw, dim=-1)
     found, without = (
-        PatchTextLogits(7.0, replace(plot().plans, pooled_weight=weight))(context.train, rows, raw)
+        PatchTextLogits(7.0, replace(otp().plans, pooled_weight=weight))(context.train, rows, raw)
         for weight in (0.3, 0.0)
     )
-    torch.testing.assert_close(without, PatchTextLogits(7.0, plot().plans)(context.train, rows, unit))
+    torch.testing.assert_close(without, PatchTextLogits(7.0, otp().plans)(context.train, rows, unit))
     for image in range(4):
         for name in range(len(NAMES)):
             mean = (raw[0, name] + raw[1, name]) / 2
@@ -215,33 +185,10 @@ def server_context(**shape: Any) -> ServerContext:
     return ServerContext(TrainingSpec(), BackboneShape(**given), NAMES, (), 3, 4)
 
 
-def test_two_shared_contexts_are_fedotps_balanced_transport(backbone: Backbone, make_context: Make) -> None:
-    context, rows = patched(make_context(), 49), torch.arange(5)
-    two = torch.randn(2, M, backbone.d_t, generator=torch.Generator().manual_seed(2)) * 0.05
-    ours = plot(prompts=2).classifier(context, {"contexts": two}, {}).logits(context.train, rows)
-    theirs = otp(transport="balanced", threshold=1e-2)
-    found = theirs.classifier(context, {"global_context": two[0]}, {LOCAL: two[1]}).logits(context.train, rows)
-    assert float((ours - found).abs().max()) <= 1e-5 * float(ours.abs().max())
-
-
-def test_equal_starts_are_refused(backbone: Backbone) -> None:
-    state = plot().initial_state(server_context(), initial_draws(3))["contexts"]
-    assert tuple(state.shape) == (4, M, 512)
-    assert len({tuple(one.flatten()[:5].tolist()) for one in state}) == 4
-    with_words = plot(m=6, context_init="a photo of a")
-    made = with_words.initial_state_with(backbone, server_context(), initial_draws(3))["contexts"]
-    assert torch.equal(made[0, 2:], made[3, 2:])
-    assert not torch.equal(made[0, :2], made[3, :2])
-    with pytest.raises(MethodError, match="would stay equal for ever: raise m, use fewer words, or prompts: 1"):
-        plot(context_init="a photo of a").initial_state_with(backbone, server_context(), initial_draws(3))
-    alone = plot(context_init="a photo of a", prompts=1)
-    assert alone.initial_state_with(backbone, server_context(), initial_draws(3))["contexts"].shape[0] == 1
-
-
 @pytest.mark.parametrize(
     ("tried", "sent"),
-    [(otp(m=16), 32_768), (otp(m=4), 8_192), (plot(m=16), 131_072)],
-    ids=["fedotp-16", "fedotp-4", "fedplot-16"],
+    [(otp(m=16), 32_768), (otp(m=4), 8_192)],
+    ids=["fedotp-16", "fedotp-4"],
 )
 def test_what_travels(tried: Method, sent: int) -> None:
     (phase,) = tried.phases(1, 4)
@@ -253,9 +200,8 @@ def test_what_travels(tried: Method, sent: int) -> None:
     assert [spec.name for spec in tried.state_tensors()] == list(state)
 
 
-@pytest.mark.parametrize("name", ["fedotp", "fedplot"])
-def test_towers_without_patches_are_refused(name: str) -> None:
-    tried = make_method({"name": name})
+def test_towers_without_patches_are_refused() -> None:
+    tried = otp()
     tried.check_backbone(server_context().shape)
     with pytest.raises(MethodError, match="needs the features of an image's patches; this backbone's image tower"):
         tried.check_backbone(server_context(patch_tokens=None).shape)
@@ -269,7 +215,6 @@ def test_defaults_and_refusals() -> None:
     assert given == {
         "m": 16, "gamma": 0.8, "epsilon": 0.1, "iterations": 100, "threshold": 1e-3, "transport": "unbalanced",
     }  # fmt: skip
-    assert resolve_spec({"name": "x", "method": {"name": "fedplot"}}).method["prompts"] == 4
     for options in ({"epsilon": 0.001}, {"gamma": 0.0}, {"gamma": 1.1}, {"transport": "sliced"}):
         with pytest.raises(SpecError, match=f"method.{next(iter(options))}"):
             resolve_spec({"name": "x", "method": {"name": "fedotp"} | options})

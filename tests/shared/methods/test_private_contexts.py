@@ -1,4 +1,4 @@
-"""PromptFolio, Prompt+PER and FedPHA against their equations written out, one class and one image at a time."""
+"""PromptFolio and Prompt+PER against their equations written out, one class and one image at a time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import fedpha, make_method, promptfolio, resolve_spec
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, MethodError, ServerContext
-from promptfed.shared.methods.core.interface.hooks import take_own_options
+from promptfed.shared.methods import make_method, promptfolio, resolve_spec
+from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, ServerContext
 from promptfed.shared.methods.core.interface.insights import HasVariants
 from promptfed.shared.methods.core.private_context import LOCAL, PrivateContextMethod
 from promptfed.shared.seeds import initial_draws
@@ -25,13 +24,11 @@ from tests.support import literal
 
 Make = Callable[..., ClientContext]
 M = 4
-EACH = ("promptfolio", "promptfl_per", "fedpha")
-PHA = {"ratio": 0.5}  # so that m = 4 has two directions to remove
+EACH = ("promptfolio", "promptfl_per")
 
 
 def method(name: str, **hyper: Any) -> PrivateContextMethod:
-    given = {"name": name, "m": M} | (PHA if name == "fedpha" else {}) | hyper
-    made = make_method(given)
+    made = make_method({"name": name, "m": M} | hyper)
     assert isinstance(made, PrivateContextMethod)
     return made
 
@@ -76,42 +73,9 @@ def per_loss(context: ClientContext) -> Loss:
     return loss
 
 
-def literal_projection(shared: Tensor, local: Tensor, k: int, kind: str) -> Tensor:
-    """(4.1) by the whole singular value decomposition, with the projection as a matrix ``(d_t, d_t)``."""
-    _, _, vt = torch.linalg.svd(shared.detach().double(), full_matrices=False)
-    if kind == "complement":
-        matrix = torch.eye(shared.shape[1], dtype=torch.float64) - sum(torch.outer(v, v) for v in vt[:k])
-    else:
-        matrix = sum((torch.outer(v, v) for v in vt[k:]), torch.zeros(shared.shape[1], shared.shape[1]).double())
-    return local @ matrix.to(local.dtype)
-
-
-def pha_loss(context: ClientContext, hyper: fedpha.FedPHAHyper, k: int) -> Loss:
-    """(4.2) with loops over classes and entries."""
-
-    def loss(tensors: Tensors, rows: Tensor) -> Tensor:
-        shared, local = tensors["global_context"], tensors[LOCAL]
-        z_local = texts(context.backbone, local, context.class_names)
-        z_shared = texts(context.backbone, shared, context.class_names)
-        z_other = texts(context.backbone, literal_projection(shared, local, k, hyper.projection), context.class_names)
-        value = entropy_of(context, z_local, rows)
-        if hyper.global_loss:
-            value = value + entropy_of(context, z_shared, rows)
-        squares = [(a[i] - b[i]) ** 2 for a, b in zip(z_local, z_other, strict=True) for i in range(len(a))]
-        pushed = [
-            torch.clamp(hyper.alpha - (a - b).square().sum().sqrt(), min=0)
-            for a, b in zip(z_local, z_shared, strict=True)
-        ]
-        return value + hyper.pull * sum(squares) / len(squares) + hyper.push * sum(pushed) / len(pushed)
-
-    return loss
-
-
 def literally(tried: PrivateContextMethod, context: ClientContext) -> Loss:
     if isinstance(tried, promptfolio.PromptFolio):
         return folio_loss(context, tried.hyper.theta)
-    if isinstance(tried, fedpha.FedPHA):
-        return pha_loss(context, tried.hyper, k=tried.hyper.m // 2)
     return per_loss(context)
 
 
@@ -120,10 +84,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("promptfolio", {"theta": 0.8}),
     ("promptfl_per", {}),
     ("promptfl_per", {"shared_tokens": 3}),
-    ("fedpha", {}),
-    ("fedpha", {"projection": "span", "pull": 40.0, "push": 3.0}),
-    ("fedpha", {"local_lengths": {"hospital-a": 7, "hospital-b": 2}, "pull": 40.0, "alpha": 0.9}),
-    ("fedpha", {"global_loss": False}),
 ]
 
 
@@ -144,7 +104,7 @@ def test_training_equals_the_equations(
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("promptfolio", {}), ("promptfl_per", {}), ("fedpha", {"m": 10, "ratio": 0.5, "pull": 40.0})],
+    [("promptfolio", {}), ("promptfl_per", {})],
     ids=str,
 )
 def test_gradients_and_loss_equal_the_equations_at_77_tokens(
@@ -206,7 +166,7 @@ def test_a_share_of_nothing_is_promptfl_and_of_all_trains_the_private_one_alone(
 
 @pytest.mark.parametrize("name", EACH)
 def test_all_clients_start_from_one_private_context(name: str, make_context: Make) -> None:
-    context, tried = make_context(), method(name, m=16, **({"ratio": 0.8} if name == "fedpha" else {}))
+    context, tried = make_context(), method(name, m=16)
     first = tried.local_context(context, {})
     assert torch.equal(first, tried.local_context(replace(context, client="hospital-b"), {}))
     assert float(first.std()) == pytest.approx(0.02, rel=0.05)
@@ -236,7 +196,7 @@ def test_who_classifies_with_what(name: str, backbone: Backbone, make_context: M
             joined = texts(backbone, torch.cat([shared, local]), NAMES) if name == "promptfl_per" else []
         if name == "promptfolio":
             return logits([0.6 * a + 0.4 * b for a, b in zip(alone, own, strict=True)])
-        return logits(own if name == "fedpha" else joined)
+        return logits(joined)
 
     trained = {LOCAL: torch.randn(start[LOCAL].shape, generator=torch.Generator().manual_seed(9)) * 0.1}
     assert isinstance(tried, HasVariants)
@@ -254,7 +214,7 @@ def test_who_classifies_with_what(name: str, backbone: Backbone, make_context: M
 
 @pytest.mark.parametrize("name", EACH)
 def test_only_the_shared_context_is_state_and_travels(name: str) -> None:
-    tried = method(name, m=16, **({"ratio": 0.8} if name == "fedpha" else {}))
+    tried = method(name, m=16)
     shape = BackboneShape(d_t=512, d_e=512, context_length=77)
     server = ServerContext(TrainingSpec(), shape, NAMES, (), 3, 4)
     length = 8 if name == "promptfl_per" else 16
@@ -289,9 +249,6 @@ def test_the_mean_touches_the_shared_rows_alone(make_context: Make) -> None:
         ({"name": "promptfolio", "theta": 1.1}, "method.theta"),
         ({"name": "promptfl_per", "m": 4, "shared_tokens": 4}, "of m = 4 context vectors 4 would be shared"),
         ({"name": "promptfl_per", "m": 1}, "of m = 1 context vectors 0 would be shared"),
-        ({"name": "fedpha", "m": 4}, "ratio 0.8 of m = 4 removes no direction: lower ratio or raise m"),
-        ({"name": "fedpha", "local_lengths": {"a": 65}}, "method.local_lengths.a"),
-        ({"name": "fedpha", "alpha": 3.0}, "method.alpha"),
     ],
     ids=str,
 )
@@ -299,90 +256,14 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError) as caught:
         resolve_spec({"name": "x", "method": options})
     assert said in str(caught.value)
-    assert resolve_spec({"name": "x", "method": {"name": "fedpha", "m": 4, "pull": 0.0}}).method["pull"] == 0
 
 
 @pytest.mark.parametrize(
     ("name", "rounds", "epochs", "batch", "rate"),
-    [("promptfolio", 10, 5, 16, 0.002), ("fedpha", 50, 1, 32, 0.001), ("promptfl_per", 10, 1, 32, 0.002)],
+    [("promptfolio", 10, 5, 16, 0.002), ("promptfl_per", 10, 1, 32, 0.002)],
 )
 def test_defaults(name: str, rounds: int, epochs: int, batch: int, rate: float) -> None:
     spec = resolve_spec({"name": "x", "method": {"name": name}, "backbone": {"model": "ViT-B-16"}})
     training = spec.training
     assert (spec.rounds, training.epochs, training.batch_size, training.learning_rate) == (rounds, epochs, batch, rate)
     assert spec.method["m"] == 16
-
-
-# FedPHA's own
-
-
-@pytest.mark.parametrize(("kind", "wanted"), [("complement", [[0.0, 2, 3, 4]]), ("span", [[0.0, 2, 0, 0]])])
-def test_the_projection(kind: str, wanted: list[list[float]]) -> None:
-    shared = torch.tensor([[3.0, 0, 0, 0], [0, 1, 0, 0]])
-    basis = fedpha.directions(shared, fedpha.removed(2, 0.5), kind)
-    found = fedpha.project(torch.tensor([[1.0, 2, 3, 4]]), basis, kind)
-    assert torch.allclose(found, torch.tensor(wanted), atol=1e-6)
-
-
-def test_the_projection_of_a_context_of_lower_rank() -> None:
-    """Two equal vectors have one direction; a context of zeros has none, and nothing is removed."""
-    twice = torch.tensor([[0.0, 2, 0], [0, 2, 0]])
-    local = torch.tensor([[1.0, 2, 3]])
-    assert torch.allclose(
-        fedpha.project(local, fedpha.directions(twice, 2, "complement"), "complement"),
-        torch.tensor([[1.0, 0, 3]]),
-        atol=1e-6,
-    )
-    assert torch.equal(
-        fedpha.project(local, fedpha.directions(torch.zeros(2, 3), 1, "complement"), "complement"), local
-    )
-
-
-def test_how_many_directions_are_removed() -> None:
-    assert fedpha.removed(10, 0.8) == 2  # in binary 10·(1 − 0.8) is a little less
-    assert [fedpha.removed(16, ratio) for ratio in (0.8, 1.0, 0.0)] == [3, 0, 16]
-
-
-@pytest.mark.parametrize("length", [4, 9])
-def test_a_length_of_ones_own_reads_its_own_end_token(length: int, backbone: Backbone, make_context: Make) -> None:
-    tried, context = method("fedpha"), make_context()
-    take_own_options(tried, {"m_local": str(length)})
-    local = tried.local_context(context, {})
-    assert len(local) == length
-    weights = tried.personal_classifier(context, torch.zeros(M, backbone.d_t), local).weights()["class_weights"]
-    with torch.no_grad():
-        wanted = torch.stack(texts(backbone, local, NAMES))
-    assert float((weights - wanted).abs().max()) <= 1e-5
-
-
-def test_whose_length_counts(make_context: Make) -> None:
-    tried, context = method("fedpha", local_lengths={"hospital-a": 7}), make_context()
-    assert tried.local_length(context) == 7
-    assert tried.local_length(replace(context, client="other")) == M
-    take_own_options(tried, {"m_local": "9"})
-    assert tried.local_length(context) == 9
-    for given, said in (({"m_local": "65"}, "m_local: must be less"), ({"n": "1"}, "it has m_local")):
-        with pytest.raises(MethodError, match=said):
-            take_own_options(tried, given)
-    with pytest.raises(MethodError, match="promptfolio has no option 'm_local' of a client's own: it has none"):
-        take_own_options(method("promptfolio"), {"m_local": "9"})
-
-
-def test_another_length_than_the_stored_one_is_refused(make_context: Make) -> None:
-    tried, context = method("fedpha"), make_context()
-    stored = {LOCAL: torch.zeros(9, 24)}
-    with pytest.raises(
-        MethodError, match=r"has 9 vectors, and m_local is 4 now: give m_local 9 again, or .*--reset-private"
-    ):
-        tried.local_context(context, stored)
-
-
-def test_lengths_must_fit_the_text_positions(backbone: Backbone) -> None:
-    shape = BackboneShape(d_t=24, d_e=8, context_length=18)
-    server = ServerContext(TrainingSpec(), shape, NAMES, (), 3, 4)
-    with pytest.raises(MethodError, match="a context of m = 16 vectors leaves no room"):
-        method("fedpha", local_lengths={"a": 16}).dims(server)
-    tried = method("fedpha")
-    take_own_options(tried, {"m_local": "64"})
-    with pytest.raises(ValueError, match="shorten the name or the context"):
-        tried.check_texts(backbone, NAMES, "a photo of a {}.")

@@ -18,7 +18,7 @@ from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface.base import ClientContext, ServerContext
 from promptfed.shared.methods.core.interface.protection import Objective, Protection, UnprotectedError
 from promptfed.shared.methods.core.private_training import PrivateGradients, clipped
-from promptfed.shared.methods.core.training import make_optimizer, train, train_by
+from promptfed.shared.methods.core.training import make_optimizer, train
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.noise import NoiseStream, SeededNoise
 from promptfed.shared.seeds import initial_draws
@@ -40,15 +40,11 @@ TEXT = [
     {"name": "fedclip"},
     {"name": "fedtaskres"},
     {"name": "fedclipadapter", "sides": "both"},
-    {"name": "fedclap", "constraint": "constant"},
     {"name": "fedtpg", "m": M},
     {"name": "promptfolio", "m": M},
-    {"name": "fedpha", "m": M},
     {"name": "promptfl_per", "m": M},
-    {"name": "dpfpl", "m": M, "b": 2},
-    {"name": "dpfpl", "m": M, "b": 2, "factorise": "every_task"},
 ]
-COPIED = [*TEXT[:12], *TEXT[-2:]]  # whose gradients come from batches of copies
+COPIED = TEXT[:11]  # whose gradients come from batches of copies
 
 
 class Silent(NoiseStream):
@@ -215,8 +211,6 @@ def test_what_was_not_accounted_for_is_refused(make_context: Make) -> None:
     fresh = protected(make_context(6), SeededNoise(1).stream())
     with pytest.raises(UnprotectedError, match="other epochs"):
         train(fresh, [theta], loss, epochs=3)
-    with pytest.raises(UnprotectedError, match="own gradients"):
-        train_by(fresh, [theta], lambda rows: (theta.sum(), [theta]))
     other = replace(fresh, train=make_context(7).train)
     with pytest.raises(UnprotectedError, match="7 units to train on instead of the 6"):
         train(other, [theta], loss)

@@ -26,7 +26,6 @@ CASES: list[dict[str, Any]] = [
     {"name": "fedvpt", "m": 2, "head": "linear"},
     {"name": "fedvpt_deep", "m": 2},
     {"name": "fedmaple", "m": 2},
-    {"name": "fedprolip", "weight": 0.1},
     {"name": "pfedpg", "m": 2},
     {"name": "fedotp", "m": 2},
     {"name": "pfedmoap", "m": 2, "gate_width": 8, "heads": 2},

@@ -101,12 +101,10 @@ def parabola(context: ClientContext, target: Tensor) -> tuple[Tensor, Callable[[
 
 
 WAITING = {
-    "fedpha": "eigenvectors of the shared context",
     "fedotp": "which transport plans still move, every ten steps of them",
-    "fedplot": "which transport plans still move, every ten steps of them",
 }
 OTHER_PHASES = {"plan": "prompts", "fast_pt": "global"}
-UNTRAINED = {"zero_shot", "fedgda", "tip_adapter", "fedlp"}  # they take no steps
+UNTRAINED = {"zero_shot", "fedlp"}  # they take no steps
 
 
 @pytest.fixture(scope="module")
