@@ -60,10 +60,6 @@ class Settings(BaseSettings):
     enrolment_token_file: Annotated[
         Path | None, Field(description="file with the enrolment token; not needed once enrolled")
     ] = None
-    method_option: Annotated[
-        list[str],
-        Field(description="KEY=VALUE, an option of the method for this client alone; never sent, repeatable"),
-    ] = []
     reset_private: Annotated[bool, Field(description="discard this client's private tensors and start them again")] = (
         False
     )
@@ -208,17 +204,6 @@ class Settings(BaseSettings):
             raise ValueError("two further test sets have the same name")
         return given
 
-    @field_validator("method_option")
-    @classmethod
-    def _options_have_values(cls, given: list[str]) -> list[str]:
-        for text in given:
-            if not text.partition("=")[0] or "=" not in text:
-                raise ValueError(f"{text!r} is not KEY=VALUE, as in m_local=8")
-        names = [text.partition("=")[0] for text in given]
-        if len(set(names)) < len(names):
-            raise ValueError("an option is given twice")
-        return given
-
     @field_validator("device")
     @classmethod
     def _is_a_device(cls, text: str) -> str:
@@ -254,11 +239,6 @@ class Settings(BaseSettings):
     def tests(self) -> dict[str, str]:
         """URIs of the further test sets by name."""
         return {name: uri for name, _, uri in (text.partition("=") for text in self.test)}
-
-    @property
-    def method_options(self) -> dict[str, str]:
-        """This client's own options of the method by name."""
-        return {name: value for name, _, value in (text.partition("=") for text in self.method_option)}
 
     @property
     def ledger_file(self) -> Path:

@@ -21,8 +21,7 @@ from promptfed.shared.clip.weights.permissions import permits
 from promptfed.shared.data import Source
 from promptfed.shared.messages import Domain, EnrolmentInfo, EnrolRequest, Role
 from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core.interface import hooks
-from promptfed.shared.methods.core.interface.base import Method, MethodError
+from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.methods.core.registry import INSTALL
 from promptfed.shared.methods.core.several_labels import is_for_several_labels
 from promptfed.shared.secagg.keys import public_identity, sign
@@ -115,18 +114,6 @@ def federation_method(info: EnrolmentInfo) -> Method:
         text = f"the method {method.name!r} is {there or own} at the coordinator and {here or own} here: two methods"
         raise ClientError(Exit.PROTOCOL, f"{text}; install what the coordinator has, if you trust it")
     return method
-
-
-def take_own_options(method: Method, settings: Settings) -> None:
-    """Refuse options of this client's own that the method does not have.
-
-    Raises:
-        ClientError: USAGE.
-    """
-    try:
-        hooks.take_own_options(method, settings.method_options)
-    except MethodError as error:
-        raise ClientError(Exit.USAGE, f"--method-option: {error}") from None
 
 
 def _project(package: str | None) -> str | None:

@@ -25,7 +25,6 @@ from promptfed.client_service.joining.enrolment import (
     federation_method,
     label_space,
     open_backbone,
-    take_own_options,
 )
 from promptfed.client_service.joining.parts import Consent, Parts
 from promptfed.client_service.monitor import Monitor
@@ -141,7 +140,6 @@ class Joining:
         asked = site_facts(info, self.settings, source)
         asked = replace(asked, federation=self.parts.within or asked.federation)
         enforce(policy, asked)
-        take_own_options(method, self.settings)
         check_declaration(method, info, self.settings.role, source)
         return method, asked
 
@@ -215,7 +213,6 @@ class Joining:
             self.predictor,
             agreement,
             parts.record,
-            settings.method_options,
             privacy,
             rules,
         )

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -50,7 +50,7 @@ from promptfed.shared.methods.core.interface.base import (
     Phase,
     TrainResult,
 )
-from promptfed.shared.methods.core.interface.hooks import Prepares, take_own_options
+from promptfed.shared.methods.core.interface.hooks import Prepares
 from promptfed.shared.methods.core.interface.protection import Protection
 from promptfed.shared.metrics.outcomes import Record
 from promptfed.shared.privacy.distributed import PartialNoise
@@ -66,7 +66,7 @@ ServedParts = tuple[Method, ClientContext, Tensors, Tensors]  # method, context,
 class TaskWork:
     """One client's computation. Nothing here talks to the coordinator; every method may take long.
 
-    Without ``predictor`` no payload is kept for predictions. ``own_options`` of the method are this client's.
+    Without ``predictor`` no payload is kept for predictions.
     """
 
     name: str
@@ -77,7 +77,6 @@ class TaskWork:
     predictor: Predictor | None
     agreement: Agreement
     record: Record | None = None
-    own_options: Mapping[str, str] = field(default_factory=dict)
     privacy: SitePrivacy = field(default_factory=lambda: SitePrivacy())
     rules: SiteRules = field(default_factory=lambda: SiteRules())
 
@@ -344,7 +343,6 @@ class TaskWork:
         self, config: TaskConfig, round: int, phase: str, cancelled: Cancelled
     ) -> tuple[Method, ClientContext]:
         method = make_method(config.method)
-        take_own_options(method, self.own_options)
         space = method.label_space(tuple(config.class_names) if config.class_names else None, self.data.class_names)
         context = ClientContext(
             backbone=self.backbone,

@@ -45,7 +45,7 @@ from promptfed.shared.spec.spec import FederationSpec
 HEAR_SECONDS = 0.1  # between two looks at whether a task was cancelled
 END_SECONDS = 2.0  # for a process to end
 MOST_PROCESSES = 8  # more wait for the coordinator, unless training takes long
-SENT = ("name", "role", "state", "agreement", "own_options", "privacy", "rules")  # fields of TaskWork
+SENT = ("name", "role", "state", "agreement", "privacy", "rules")  # fields of TaskWork
 
 Sent = Mapping[str, Any]
 

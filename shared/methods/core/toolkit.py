@@ -25,7 +25,6 @@ from promptfed.shared.methods.core.interface.base import Method as Method
 from promptfed.shared.methods.core.interface.base import MethodError as MethodError
 from promptfed.shared.methods.core.interface.base import Needs as Needs
 from promptfed.shared.methods.core.interface.base import NeedsBackbone as NeedsBackbone
-from promptfed.shared.methods.core.interface.base import OwnOptions as OwnOptions
 from promptfed.shared.methods.core.interface.base import Phase as Phase
 from promptfed.shared.methods.core.interface.base import ServerContext as ServerContext
 from promptfed.shared.methods.core.interface.base import Split as Split

@@ -18,7 +18,6 @@ from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import ImageDomain
 from promptfed.shared.spec.versions import RELEASE, SYSTEM
-from promptfed.shared.tensors.torch_tensors import decode
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator, made_up_source, problem
 
@@ -360,34 +359,3 @@ def test_refusal_of_enrolment_leaves_nothing_that_hinders_a_second_try(
     assert ends(make_worker(coordinator)).exit is Exit.BACKBONE
     coordinator.alter = lambda request: None
     assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
-
-
-def test_options_of_ones_own_stay_and_change_only_with_a_new_private_context(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    def again(**changes: Any) -> Worker:
-        return make_worker(coordinator, settings=settings.model_copy(update=changes))
-
-    fedpha = {"name": "fedpha", "m": 4, "ratio": 0.5}
-    coordinator = make_coordinator(rounds=9, method=fedpha)
-    coordinator.plan = [("evaluate", 0), ("train", 1), ("evaluate", 1)]
-    error = ends(again(method_option=["n=3"]))
-    assert (error.exit, str(error)) == (
-        Exit.USAGE,
-        "--method-option: fedpha has no option 'n' of a client's own: it has m_local",
-    )
-    assert coordinator.client is None
-    assert asyncio.run(again(method_option=["m_local=9"]).run()) is Exit.OK
-    committed = settings.state_dir / "committed.safetensors"
-    assert len(decode(committed.read_bytes())[0]["local_context"]) == 9
-    assert not any(b"m_local" in body for body in coordinator.received)
-    coordinator = make_coordinator(rounds=9, method=fedpha)
-    coordinator.plan = [("evaluate", 2), ("train", 3), ("evaluate", 3)]
-    assert asyncio.run(again(method_option=["m_local=5"]).run()) is Exit.OK
-    told = "give m_local 9 again, or start the private context anew with --reset-private"
-    assert [told in failure["detail"] for failure in coordinator.failures] == [True] * 3
-    coordinator = make_coordinator(rounds=9, method=fedpha)
-    coordinator.plan = [("evaluate", 4), ("train", 5), ("evaluate", 5)]
-    assert asyncio.run(again(method_option=["m_local=5"], reset_private=True).run()) is Exit.OK
-    assert len(decode(committed.read_bytes())[0]["local_context"]) == 5
-    assert not coordinator.failures

@@ -21,7 +21,6 @@ from promptfed.shared.methods.core.interface.classifiers import Split as Split
 from promptfed.shared.methods.core.interface.disclosures import AGGREGATE, Disclosed
 from promptfed.shared.methods.core.interface.hyperparameters import Hyperparameters as Hyperparameters
 from promptfed.shared.methods.core.interface.hyperparameters import LabelSpace as LabelSpace
-from promptfed.shared.methods.core.interface.hyperparameters import OwnOptions as OwnOptions
 from promptfed.shared.methods.core.interface.protection import Protection
 from promptfed.shared.methods.core.text_features import same_in_a_text, template_features
 from promptfed.shared.seeds import Draws
@@ -249,7 +248,6 @@ class Method(ABC):
     protects: ClassVar[bool] = False  # whether `train` can be differentially private for every record of a client
     fine_tunes: ClassVar[bool] = False  # whether classifiers are trained once more, without noise, on a client's images
     unprotected: ClassVar[str] = "its training has not been looked at for this"  # the reason why not, as a clause
-    Own: ClassVar[type[OwnOptions]] = OwnOptions  # options that each client may choose
     takes_losses: ClassVar[bool] = False  # whether `train` minimises the spec's `loss`; not inherited
     takes_unlabelled: ClassVar[bool] = False  # whether `train` reads labels through that loss alone; not inherited
     several_labels: ClassVar[bool] = False  # whether images may have several labels; not inherited
@@ -258,7 +256,6 @@ class Method(ABC):
 
     def __init__(self, hyper: Hyperparameters):
         self.hyper = hyper
-        self.own = self.Own()
 
     @classmethod
     def can_protect(cls) -> bool:

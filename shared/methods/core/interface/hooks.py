@@ -1,19 +1,16 @@
-"""Optional hooks of a method for clients that enrol, join, leave or choose options, and for work before training.
+"""Optional hooks of a method for clients that enrol, join or leave, and for work before training.
 
 A method implements a hook by defining the member. The caller checks with ``isinstance``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-
-from pydantic import ValidationError
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientInfo, Method, MethodError, ServerContext
 from promptfed.shared.methods.core.interface.classifiers import Classifier
-from promptfed.shared.service.reasons import offence
 from promptfed.shared.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -104,16 +101,3 @@ def check_admission(
         )
     if isinstance(method, ChoosesClients):
         method.admit(client, former, others())
-
-
-def take_own_options(method: Method, given: Mapping[str, Any]) -> None:
-    """Set ``method.own`` to a client's own options. Raises MethodError if one is unknown or out of range."""
-    try:
-        method.own = method.Own.model_validate(dict(given))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        name, known = str(first["loc"][0]) if first["loc"] else "", sorted(method.Own.model_fields)
-        if first["type"] == "extra_forbidden":
-            has = f"it has {', '.join(known)}" if known else "it has none"
-            raise MethodError(f"{method.name} has no option {name!r} of a client's own: {has}") from None
-        raise MethodError(f"the client's own option {name}: {offence(first)}") from None

@@ -1,4 +1,4 @@
-"""Hyperparameters of methods, a method's defaults for a spec, and options that a client may choose."""
+"""Hyperparameters of methods, and a method's defaults for a spec."""
 
 from __future__ import annotations
 
@@ -22,12 +22,6 @@ class Hyperparameters(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
     label_space: LabelSpace = "federation"
-
-
-class OwnOptions(BaseModel):
-    """Base of a client's own options: read from its settings and never sent; unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def option(default: Any, description: str, **bounds: Any) -> Any:
