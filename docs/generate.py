@@ -38,7 +38,6 @@ MEANINGS = {
     "method": "`name`, and the method's own options beside it: `promptfed methods NAME` lists them",
     "backbone": "see [backbone](#backbone)",
     "class_names": "the classes to choose among; default: each client's own",
-    "class_descriptions": "texts for a class, `{class: [text, ...]}`, for methods that use them",
     "template": "the sentence of zero-shot; `{}` is the class name",
     "rounds": "how many rounds there are",
     "retention": "keep the updates, payloads and states of all rounds, or of the last one only",

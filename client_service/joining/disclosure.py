@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -223,8 +223,6 @@ class Disclosure:
             work += [("sums", f"{text}; other sites learn {told}, no name")]
         template = f"{terms.template!r}" if terms.template else "the data's own"
         work += [("classes", f"told apart among {classes}; template {template}")]
-        if terms.class_descriptions is not None:
-            work += [("texts", _descriptions(terms.class_descriptions))]
         if terms.most_peers:
             text = f"names, roles and domain descriptions of at most {counted(terms.most_peers, 'client')} are used"
             work += [("clients", f"{text}; they change as clients join and leave")]
@@ -294,13 +292,6 @@ class Disclosure:
         lines = [everything, *(f"the operator: {fact}" for fact in operator)]
         lines += [f"every other site: {fact}" for fact in sites] or ["other sites: nothing"]
         return [f"  {line}" for line in lines]
-
-
-def _descriptions(given: Mapping[str, Sequence[str]]) -> str:
-    """How many classes the federation describes, and the first descriptions."""
-    some = "; ".join(f"{name}: {texts[0]!r}" for name, texts in list(given.items())[:NAMES] if texts)
-    count = sum(map(len, given.values()))
-    return f"{count:,} descriptions of {len(given):,} classes, such as {some}"[:LONG]
 
 
 def _line(text: str) -> str:

@@ -264,10 +264,7 @@ class Joining:
         data = work.data
         spaces = [(label_space(method, info, data.class_names), data.template)]
         spaces += [(test.class_names, test.template) for test in data.tests.values()]
-        described = [text for texts in (info.class_descriptions or {}).values() for text in texts]
         try:
-            if described and method.needs.text_tower:
-                work.backbone.tokens(described)
             for names, template in spaces:
                 method.check_texts(work.backbone, names, info.template or template)
             if data.domain is not None and self.settings.role == "trainer" and isinstance(method, ReadsDomains):

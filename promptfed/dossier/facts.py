@@ -75,7 +75,7 @@ def facts_of(record: Record) -> Facts:
 Made = dict[str, tuple[str, Value, str]]
 ELSEWHERE = {
     *("name", "method", "training", "aggregation", "participation", "admission", "retention", "secure_aggregation"),
-    *("rounds", "class_names", "backbone", "origin", "licence", "privacy", "class_descriptions"),
+    *("rounds", "class_names", "backbone", "origin", "licence", "privacy"),
 }
 """Fields of the spec that have a fact of their own, or are too long for one."""
 

@@ -175,7 +175,7 @@ class AdaptedModel:
 
 def _terms(given: FederationSpec | Card, **known: Any) -> TrainingTerms:
     """The training terms that a classifier reads; ``known`` replaces fields."""
-    fields = ("method", "training", "backbone", "class_descriptions", "template", "rounds", "seed")
+    fields = ("method", "training", "backbone", "template", "rounds", "seed")
     return TrainingTerms(class_names=None, **({name: getattr(given, name) for name in fields} | known))
 
 

@@ -69,7 +69,6 @@ def _spec(opened: OpenedExport, kind: Kind) -> dict[str, Any]:
         "backbone",
         "template",
         "class_names",
-        "class_descriptions",
         "rounds",
         "training",
         "loss",

@@ -19,7 +19,6 @@ from promptfed.shared.api.report_schemas import CentralPrivacy, EvaluationReport
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import Domain, FederationState, Figure, Role
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION
-from promptfed.shared.spec.class_descriptions import ClassDescriptions
 from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec import BackboneSpec, ClassName, Licence, Origin, TrainingSpec
 from promptfed.shared.spec.spec_section import left_out
@@ -143,7 +142,6 @@ class Facts(BaseModel):
     paper: str
     backbone: BackboneSpec
     template: str
-    class_descriptions: ClassDescriptions | None = Field(None, exclude_if=lambda given: given is None)
     round: int
     rounds: int
     training: TrainingSpec
@@ -323,7 +321,6 @@ def facts_of(
             update={"fingerprint": view.backbone.fingerprint, "shape": view.backbone.shape}
         ),
         template=spec.template or TEMPLATE,
-        class_descriptions=spec.class_descriptions,
         round=round,
         rounds=spec.rounds,
         training=spec.training,

@@ -16,7 +16,6 @@ from pydantic import (
     BaseModel,
     Field,
     ValidationError,
-    ValidationInfo,
     field_validator,
 )
 
@@ -25,7 +24,6 @@ from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.budget import MOST_EPOCHS, BudgetSpec
 from promptfed.shared.spec.calibration import CalibrationSpec
-from promptfed.shared.spec.class_descriptions import ClassDescriptions, check_descriptions
 from promptfed.shared.spec.compression import CompressionSpec
 from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.participation import ParticipationSpec
@@ -243,7 +241,6 @@ class FederationSpec(Section):
         left_out("single_label", description="multi_label: any number of the classes may be present in an image"),
     ] = "single_label"
     class_names: ClassNames | None = None
-    class_descriptions: Annotated[ClassDescriptions | None, left_out()] = None
     template: Template | None = "a photo of a {}."  # none: each data source's own
     continues: Annotated[
         StateHash | None,
@@ -325,13 +322,6 @@ class FederationSpec(Section):
         if not isinstance(method.get("name"), str):
             raise ValueError('needs a \'name\', such as {"name": "promptfl"}')
         return method
-
-    @field_validator("class_descriptions")
-    @classmethod
-    def _descriptions_are_of_classes(cls, given: ClassDescriptions | None, info: ValidationInfo) -> Any:
-        if given is not None:
-            check_descriptions(given, info.data.get("class_names"))
-        return given
 
 
 def merged(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

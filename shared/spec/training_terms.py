@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.calibration import CalibrationSpec
-from promptfed.shared.spec.class_descriptions import ClassDescriptions
 from promptfed.shared.spec.compression import CompressionSpec
 from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.selection import SelectionSpec
@@ -40,7 +39,6 @@ class TrainingTerms(BaseModel):
     loss: Annotated[LossSpec, left_out(LossSpec(), since=2)] = LossSpec()
     backbone: BackboneSpec
     class_names: Annotated[list[ClassName], Field(max_length=100_000)] | None
-    class_descriptions: Annotated[ClassDescriptions | None, left_out()] = None
     template: Annotated[str, Field(max_length=500)] | None
     rounds: Annotated[int, Field(ge=0, le=100_000)]
     seed: Annotated[int, Field(description="batches, initial prompts and crops of training follow from it")]

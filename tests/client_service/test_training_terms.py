@@ -33,7 +33,6 @@ from tests.client_service.test_agreement import Owner, sent_updates
 from tests.support.fake_coordinator import NAMES
 
 FINGERPRINT = "sha256:" + "1" * 64
-WORDS = {"sun": ["a bright disc"], "anchor": ["a hook of iron"]}
 
 NOT_AGREED_TO = {
     "task_id": "names the answer",
@@ -59,7 +58,6 @@ CONFIG = TaskConfig(
     compression=CompressionSpec(up="int8"),
     backbone=BackboneSpec(fingerprint=FINGERPRINT, shape=BackboneShape(d_e=8)),
     class_names=NAMES,
-    class_descriptions=WORDS,
     template="a photo of a {}.",
     rounds=3,
     seed=7,
@@ -155,7 +153,7 @@ def test_a_task_with_one_field_changed_is_refused(tmp_path: Path, path: str) -> 
         agreement_to(CONFIG, tmp_path).expect(changed(TASK, path, other(FIELDS[path])))
 
 
-@pytest.mark.parametrize("part", ["privacy", "secure_aggregation", "class_descriptions", "class_names", "template"])
+@pytest.mark.parametrize("part", ["privacy", "secure_aggregation", "class_names", "template"])
 def test_a_task_without_a_part_that_was_agreed_to_is_refused(tmp_path: Path, part: str) -> None:
     with pytest.raises(NotAgreed, match=part):
         agreement_to(CONFIG, tmp_path).expect(changed(TASK, f"config.{part}", None))
@@ -186,7 +184,6 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
     "backbone.precision": {"precision": "fp16"},
     "backbone.fingerprint": {"fingerprint": FINGERPRINT},
     "class_names": {"class_names": [*NAMES, "x"]},
-    "class_descriptions": {"class_descriptions": {"sun": ["an image of hospital a"]}},
     "template": {"template": "{}"},
     "rounds": {"rounds": 4},
     "seed": {"seed": 8},
@@ -251,25 +248,23 @@ def test_the_number_of_peers_is_bounded(tmp_path: Path, monkeypatch: pytest.Monk
 # What the owner is shown and asked
 
 
-def test_the_owner_is_shown_seed_descriptions_and_peers(
+def test_the_owner_is_shown_seed_and_peers(
     make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PromptFL, "needs", Needs(domain_descriptions=True))
     owner = Owner()
-    coordinator = make_coordinator(rounds=0, seed=4711, class_descriptions=WORDS)
+    coordinator = make_coordinator(rounds=0, seed=4711)
     asyncio.run(make_worker(coordinator, consent=owner.consent).run())
     text = "\n".join(owner.shown[0].lines())
     assert "4711" in text
-    assert "2 descriptions of 2 classes, such as sun: 'a bright disc'; anchor: 'a hook of iron'" in text
     assert f"domain descriptions of at most {MOST_PEERS:,} clients" in text
-    assert owner.shown[0].facts()["terms"]["class_descriptions"] == WORDS
 
 
-@pytest.mark.parametrize(("what", "value"), [("seed", 8), ("class_descriptions", {"sun": ["another"]})])
+@pytest.mark.parametrize(("what", "value"), [("seed", 8), ("template", "a scan of a {}.")])
 def test_another_offer_after_a_restart_is_asked_again(
     make_coordinator: MakeCoordinator, make_worker: MakeWorker, what: str, value: Any
 ) -> None:
-    coordinator, owner = make_coordinator(rounds=0, class_descriptions=WORDS), Owner()
+    coordinator, owner = make_coordinator(rounds=0), Owner()
     asyncio.run(make_worker(coordinator, consent=owner.consent).run())
     setattr(coordinator, what, value)
     owner.answer = False
@@ -302,17 +297,6 @@ def test_a_consent_of_an_earlier_version_is_completed_once(
     assert (settings.state_dir / "answers.json").read_bytes() == answers
     coordinator.seed, owner.answer = 8, False
     with pytest.raises(ClientError, match="seed is 8 instead of 7"):
-        asyncio.run(make_worker(coordinator, consent=owner.consent).run())
-
-
-def test_descriptions_that_an_earlier_version_did_not_show_are_asked_for(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    coordinator, owner = make_coordinator(rounds=0), Owner()
-    asyncio.run(make_worker(coordinator, consent=owner.consent).run())
-    as_before(settings.state_dir, FILE, "enrolment.json")
-    coordinator.class_descriptions, owner.answer = WORDS, False
-    with pytest.raises(ClientError, match=r"class_descriptions is .* instead of \(nothing\)"):
         asyncio.run(make_worker(coordinator, consent=owner.consent).run())
 
 

@@ -16,7 +16,7 @@ from promptfed.shared.spec.training_terms import TrainingTerms
 
 NAMES = ("anchor", "sun", "umbrella", "pair of scissors")
 DOMAINS = (Domain(name="sketch", description="a sketch of a {}"), Domain(name="neon", description="a neon {}"))
-TERMS = ("method", "training", "class_descriptions", "rounds", "seed")
+TERMS = ("method", "training", "rounds", "seed")
 
 
 def adapted(backbone: Backbone, name: str, **hyper: Any) -> AdaptedModel:

@@ -57,7 +57,6 @@ class FakeCoordinator:
     privacy: dict[str, Any] | None = None
     secure_aggregation: dict[str, Any] | None = None  # with no rule of weights, as earlier versions had it
     seed: int = 7
-    class_descriptions: dict[str, list[str]] | None = None
     compression: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, Any] | None = None
     peers: list[dict[str, Any]] = field(default_factory=list)
@@ -109,7 +108,6 @@ class FakeCoordinator:
             "template": self.template,
             "rounds": self.rounds,
             "seed": self.seed,
-            "class_descriptions": self.class_descriptions,
             "peers": self.peers,
             "privacy": self.privacy,
             "compression": self.compression,
@@ -171,7 +169,6 @@ class FakeCoordinator:
                     "training": self.training,
                     "evaluate_every": 1,
                     "seed": self.seed,
-                    "class_descriptions": self.class_descriptions,
                     "privacy": self.privacy,
                     "secure_aggregation": self.secure_aggregation,
                     "compression": self.compression,

@@ -7,7 +7,7 @@ The server half turns states and updates into states; the client half makes upda
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -177,11 +177,6 @@ class ClientContext:
     def seed(self) -> int:
         """The federation's seed."""
         return self.terms.seed
-
-    @property
-    def class_descriptions(self) -> Mapping[str, Sequence[str]]:
-        """The federation's descriptions of classes; empty where it has none."""
-        return self.terms.class_descriptions or {}
 
     def with_terms(self, **changes: Any) -> ClientContext:
         """The same task with other terms, for methods that train a part with their own settings."""
