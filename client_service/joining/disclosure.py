@@ -18,7 +18,6 @@ from promptfed.shared.methods.core.interface.disclosures import Disclosed
 from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.budget import BudgetSpec
-from promptfed.shared.spec.calibration import CalibrationSpec
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.spec.versions import RELEASE, SYSTEM
 from promptfed.shared.tensors import TensorSpec
@@ -180,7 +179,6 @@ class Disclosure:
                 "Leaves it after the evaluation:",
                 "  figures   of all test images and of each subgroup, by class: AUROC, average precision, sensitivity",
                 "            and others, with intervals; counts as ranges, those below the site's floor only as such",
-                *_scores(self.terms.calibration),
             ]
         return [
             "Leaves it after an evaluation:",
@@ -324,16 +322,6 @@ def _guessed(terms: AgreedTerms) -> str:
     return (
         f"none is read: it trains on the classes that the current classifier gives a probability of {least:g} or more"
     )
-
-
-def _scores(calibration: CalibrationSpec | None) -> list[str]:
-    """What a validation that counts calibration scores tells of them."""
-    if calibration is None:
-        return []
-    by_class, column = calibration.by_class, calibration.column
-    each = " and ".join([*(["class"] if by_class else []), *([f"{column}"] if column is not None else [])])
-    text = f"how many images have a calibration score in each of {calibration.bins} ranges"
-    return [f"  scores    {text}{f', for each {each}' if each else ''}; counts as above"]
 
 
 def _settings(settings: dict[str, Any]) -> str:

@@ -31,7 +31,6 @@ from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import EnrolmentInfo, Message, Role, Task, Told
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import Method
-from promptfed.shared.methods.core.statistics import CALIBRATION
 from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.spec.schedule import ScheduleSpec
 from promptfed.shared.spec.selection import FINAL
@@ -133,7 +132,7 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
         evaluate_every=info.evaluate_every,
         evaluation=info.evaluation,
         schedule=info.schedule,
-        accuracies=["test", *sorted({*tests} - {CALIBRATION})],
+        accuracies=["test", *sorted(tests)],
         figures=list(FIGURES),
         tuning=tuning_terms(info, trains),
     )

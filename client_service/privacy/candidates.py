@@ -7,10 +7,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo
-from promptfed.shared.methods import MULTI_LABEL, STATISTICS, TASK, make_method
+from promptfed.shared.methods import MULTI_LABEL, TASK, make_method
 from promptfed.shared.methods.core.interface.base import Method, Phase
 from promptfed.shared.methods.core.several_labels import is_for_several_labels
-from promptfed.shared.methods.core.statistics import statistics_of
 from promptfed.shared.spec.participation import SQUARED_LOSSES
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import TensorSpec
@@ -91,7 +90,4 @@ def _tensor(spec: TensorSpec) -> str:
 def settings_of(method: Method) -> dict[str, Any]:
     """The method's name and hyperparameters."""
     task: dict[str, Any] = {TASK: MULTI_LABEL} if is_for_several_labels(method) else {}
-    counted = statistics_of(method)
-    if counted is not None:
-        task[STATISTICS] = counted.model_dump(mode="json", exclude_defaults=True)
     return {"name": method.name, **method.hyper.model_dump(mode="json"), **task}

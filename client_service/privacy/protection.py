@@ -22,7 +22,6 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.checks.privacy_checks import training_loops
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.methods.core.interface.protection import Protection
-from promptfed.shared.methods.core.statistics import statistics_of
 from promptfed.shared.privacy.accounting import (
     Event,
     PrivacyError,
@@ -274,7 +273,7 @@ def plan(
         loops = training_loops(method, info.rounds or 0)
         shape = training_event(units, training.batch_size, training.epochs, 1.0, loops)
         z = privacy.noise_multiplier or _planned_noise(state, privacy, shape) or _noise(privacy, wanted, shape)
-        events = [Event("gaussian", shape.q, z, shape.count), *count_events(method)]
+        events = [Event("gaussian", shape.q, z, shape.count)]
         others = [
             spent
             for spend in ledger.spends()
@@ -288,13 +287,6 @@ def plan(
         raise ClientError(Exit.LEDGER, f"this federation cannot be protected here: {error}") from None
     replaced = replace_one_epsilon(events, wanted)
     return PrivacyPlan(units, z, wanted, shape.count, shape.q, alone, in_all, most, privacy.unit, replaced)
-
-
-def count_events(method: Method) -> list[Event]:
-    """What the noisy counts of a method cost, that counts classes or scores beside its training."""
-    counted = statistics_of(method)
-    costs = [] if counted is None else [counted.cost(phase) for phase in counted.tensors]
-    return [cost for cost in costs if cost is not None]
 
 
 def trial_events(info: EnrolmentInfo, units: int) -> list[Event]:

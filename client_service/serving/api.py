@@ -59,7 +59,7 @@ class DomainShare(BaseModel):
 class Prediction(BaseModel):
     """Classes by falling probability; ``class_name`` is the first. ``domains``: where the method mixes prompts.
 
-    ``present``: where an image may have several labels. ``set`` and ``abstains``: of `promptfed serve --coverage`.
+    ``present``: where an image may have several labels.
     """
 
     method: str

@@ -24,10 +24,8 @@ from promptfed.shared.data import DataError, ImageDomain, Source, Split, open_so
 from promptfed.shared.data.source import in_words
 from promptfed.shared.messages import Role
 from promptfed.shared.methods.core.interface.base import Method, MethodError
-from promptfed.shared.methods.core.statistics import CALIBRATION
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.plain_text import look_alikes
-from promptfed.shared.spec.calibration import CalibrationSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors.transfer import sent_to
 
@@ -268,29 +266,14 @@ def split_by(
     terms: TrainingTerms, source: Source, tests: Mapping[str, Source], role: Role
 ) -> tuple[Source, Mapping[str, Source]]:
     """The source and the further test sets of a client, by the federation's terms. Raises as `held_out`."""
-    if terms.calibration is not None and (role == "trainer" or terms.kind == "validation"):
-        _expect_column(terms.calibration, source)
     if role != "trainer":
         return source, tests
-    if terms.calibration is not None:
-        if source.unlabelled:
-            return source, tests
-        apart = held_out(source, terms.calibration.share, terms.seed)
-        return replace(apart, test=source.test), {**tests, CALIBRATION: apart}
     if terms.selection is not None:
         apart = held_out(source, terms.selection.share, terms.seed)
         return replace(apart, test=source.test), {**tests, terms.selection.split: apart}
     if not terms.held_out:
         return source, tests
     return held_out(source, terms.held_out, terms.seed), NO_TESTS
-
-
-def _expect_column(calibration: CalibrationSpec, source: Source) -> None:
-    """Raise ClientError where the data lack the column whose values are calibrated each by itself."""
-    column, part = calibration.column, source.train if len(source.train) else source.test
-    if column is not None and column not in part.subgroups:
-        text = f"the federation calibrates by the column {column}, which the data do not name"
-        raise ClientError(Exit.BAD_INPUT, f"{text}: add groups={column} to the data URI")
 
 
 def held_out(source: Source, share: float, seed: int) -> Source:

@@ -22,14 +22,12 @@ from promptfed.shared.methods.core.interface.base import (
 from promptfed.shared.methods.core.interface.hooks import Retargets
 from promptfed.shared.methods.core.interface.insights import HasVariants
 from promptfed.shared.methods.core.several_labels import PresenceTemplates
-from promptfed.shared.methods.core.statistics import CALIBRATION
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.metrics import calibration_error, macro_f1
 from promptfed.shared.metrics.clinical import mean_average_precision
 from promptfed.shared.metrics.outcomes import ZERO_SHOT, Outcomes, Record
 from promptfed.shared.metrics.site_figures import Answered, SiteFigures, site_figures
-from promptfed.shared.metrics.site_scores import site_scores
 from promptfed.shared.tensors import Tensors
 
 EVALUATION_BATCH = 256
@@ -67,7 +65,7 @@ class Evaluation:
         if self.data.count(TEST):
             yield TEST, own
         for name, test in self.data.tests.items():
-            if self.data.count(name) and name != CALIBRATION:
+            if self.data.count(name):
                 names = own.class_names if set(test.class_names) == set(own.class_names) else test.class_names
                 yield name, replace(own, class_names=names, template=template or test.template)
 
@@ -113,7 +111,7 @@ class Evaluation:
         return splits, zero_shot
 
     def figures_of(self, classifier: Classifier, context: ClientContext, floor: int) -> SiteFigures:
-        """The figures of the client's own test images, by class and subgroup, and its calibration scores if asked.
+        """The figures of the client's own test images, by class and subgroup.
 
         Images of no class, and images with an unknown label, are left out.
         """
@@ -136,11 +134,7 @@ class Evaluation:
             exclusive=labels.ndim == 1,
         )
         answered = answered.among(known.numpy())
-        figures, asked = site_figures(answered, floor), context.terms.calibration
-        if asked is None:
-            return figures
-        scores = site_scores(answered, asked.histograms(context.class_names), figures)
-        return figures.model_copy(update={"scores": scores})
+        return site_figures(answered, floor)
 
     def zero_shot_keys(self, own: ClientContext, template: str | None) -> dict[str, str]:
         """By test set: what the template's accuracy on it depends on, its images, its names and the template."""

@@ -26,7 +26,6 @@ from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.state.faults import TRAINING_POINT, point
 from promptfed.client_service.state.kept_rounds import keep_round, select_round
 from promptfed.client_service.state.private_state import PrivateState, Serving, TensorOrigin
-from promptfed.client_service.training import counting
 from promptfed.client_service.training.augmentation import kept_bytes
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
@@ -120,8 +119,6 @@ class TaskWork:
         tensors, _ = decode_place(payload)
         phase = phase_of(method, task.round, task.config.rounds, task.phase)
         self._check(tensors, method, phase, task.config)
-        if phase.total:
-            return self._counted(task, method, context, tensors)
         if self.rules.payloads is not None:
             own = ClientInfo(self.name, self.role, len(context.train), context.label_space, self.data.domain)
             start = start_of(method, self.backbone, task, own)
@@ -152,13 +149,6 @@ class TaskWork:
         taken = taken_steps(context.budget, task, self.state)
         steps = told_steps(taken, context.training, self.data.count(TRAIN), self.privacy.floor)
         return Trained(update, private, provenance, finite, spent, steps)
-
-    def _counted(self, task: Task, method: Method, context: ClientContext, tensors: Tensors) -> Trained:
-        """The counts that a phase sums; what was trained stays as it is."""
-        private, provenance = self.state.committed()
-        with unexplained(self.hides_failures), torch_settings(context):
-            update, spent = counting.counted(task, method, context, (tensors, private), self.data, self.privacy)
-        return Trained(update, private, replace(provenance, task_id=task.task_id), {}, spent)
 
     def own_noise(self, task: Task) -> OwnNoise | None:
         """This client's part of the noise for whole clients, by the terms that its owner agreed to, if there is any."""

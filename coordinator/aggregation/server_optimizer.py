@@ -27,7 +27,7 @@ def moment_tensors(spec: ServerOptimizerSpec, method: Method, rounds: int) -> tu
     if spec.optimizer == "none":
         return ()
     phases = [phase for round in sorted({1, 2, rounds}) for phase in method.phases(round, rounds)]
-    averaged = {tensor.name: tensor for phase in phases if phase.mean and not phase.total for tensor in phase.up}
+    averaged = {tensor.name: tensor for phase in phases if phase.mean for tensor in phase.up}
     kinds = (MOMENTUM,) if spec.optimizer == "momentum" else (MOMENTUM, SQUARE)
     return tuple(
         TensorSpec(kind + name, tensor.shape, shared_with_clients=False)

@@ -103,12 +103,10 @@ def _noised(registry: Registry, federation: Federation, attempt: Attempt, count:
 def state_after(
     federation: Federation, state: Arrays, phase: Phase, total: Whole, weight: float, context: ServerContext
 ) -> tuple[Arrays, float]:
-    """The state after ``phase``, whose payload changes by total/(2³²·``weight``), or by
-    total/2³² where the phase is a sum; and the L2 norm of that change."""
-    largest = _largest(federation, weight)
-    mean = mean_change(total, 1.0, largest * weight) if phase.total else mean_change(total, weight, largest)
+    """The state after ``phase``, whose payload changes by total/(2³²·``weight``); and the L2 norm of that change."""
+    mean = mean_change(total, weight, _largest(federation, weight))
     norm = float(np.linalg.norm(mean))
-    if not (phase.total or federation.spec.privacy.is_distributed):  # The clients' noise is longer than their changes.
+    if not federation.spec.privacy.is_distributed:  # The clients' noise is longer than their changes.
         limit = change_limit(federation.spec, federation.method, mean.size)
         if norm > limit:
             text = f"the mean change's norm is {norm:.6g}; {limit:.6g} is allowed (admission.max_update_norm)"

@@ -127,8 +127,7 @@ def _examine(
         spent, noise = _examine_vector(federation, task, body, roster.sha256.hex())
         if noise is not None:
             return {"privacy_seeded": float(noise == "seeded")}
-        phase = federation.method_phase(task.round, task.step)
-        return spent_metrics(federation, client, phase, spent) or None
+        return spent_metrics(federation, client, spent) or None
     elif task.kind == "confirm":
         opening.check_confirmation(roster, place, attempt.confirm.alive, ConfirmAnswer.model_validate_json(body))
     else:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.shared.messages import SpendReport
-from promptfed.shared.methods.core.interface.base import Phase
-from promptfed.shared.methods.core.statistics import cost_of
 from promptfed.shared.privacy.accounting import training_event
 
 
-def spent_metrics(federation: Federation, client: Client, phase: Phase, spent: SpendReport | None) -> dict[str, float]:
-    """The privacy cost of ``phase`` that the client reports, as metrics. It must match the public terms."""
+def spent_metrics(federation: Federation, client: Client, spent: SpendReport | None) -> dict[str, float]:
+    """The privacy cost of an update that the client reports, as metrics. It must match the public terms."""
     privacy = federation.privacy
     at_client = privacy is not None and privacy.protects_records
     if not at_client and spent is None:
@@ -26,8 +24,7 @@ def spent_metrics(federation: Federation, client: Client, phase: Phase, spent: S
     planned = client.protection
     z = privacy.noise_multiplier or (planned.noise_multiplier if planned is not None else given[0]["z"])
     units = client.num_samples if client.units is None else client.units
-    cost = cost_of(federation.method, phase)
-    wanted = (cost or training_event(units, training.batch_size, training.epochs, z)).as_json()
+    wanted = training_event(units, training.batch_size, training.epochs, z).as_json()
     if given != [wanted]:
         units_name = "samples" if privacy.unit == "record" else "groups"
         raise problems.PrivacyMismatch(f"the update was trained with {given}; {units} {units_name} give {wanted}")
@@ -35,6 +32,4 @@ def spent_metrics(federation: Federation, client: Client, phase: Phase, spent: S
     told = {"privacy_epsilon": spent.epsilon, "privacy_delta": spent.delta, "privacy_z": z, "privacy_seeded": seeded}
     if spent.epsilon_replace_one is not None:
         told["privacy_replace_one"] = spent.epsilon_replace_one
-    if cost is not None:
-        told["privacy_laplace"] = cost.z
     return told | {"privacy_q": wanted["q"], "privacy_count": wanted["count"]}

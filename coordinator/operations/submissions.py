@@ -321,8 +321,8 @@ def _examine(blobs: Blobs, federation: Federation, client: Client, task: AskedTa
         raise problems.WrongPayload(
             f"the update was made from payload {about.payload_sha256}; {task.payload_sha256} was served: train again"
         )
-    _check_steps(None if phase.total else federation.spec.training.budget, about)
-    metrics = {**about.metrics, **spent_metrics(federation, client, phase, about.privacy)}
+    _check_steps(federation.spec.training.budget, about)
+    metrics = {**about.metrics, **spent_metrics(federation, client, about.privacy)}
     return {"norm": size, "metrics": metrics, "receipt": _receipt(federation, task, about), "steps": about.steps}
 
 

@@ -62,8 +62,6 @@ def _event(federation: Federation, client: Client, metrics: dict[str, Any]) -> P
     z, training = metrics["privacy_z"], federation.spec.training
     if "privacy_q" in metrics:
         q, count = metrics["privacy_q"], round(metrics["privacy_count"])
-        if "privacy_laplace" in metrics:
-            return PrivacyEvent(mechanism="laplace", q=q, z=metrics["privacy_laplace"], count=count)
         return PrivacyEvent(mechanism="gaussian", q=q, z=z, count=count)
     event = training_event(client.num_samples, training.batch_size, training.epochs, z)  # stored before it was kept
     return PrivacyEvent.model_validate(event.as_json())

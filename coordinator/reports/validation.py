@@ -30,5 +30,4 @@ def validation_report(session: Session, federation: Federation) -> ValidationRep
         class_names=federation.spec.class_names,
         sites=sites,
         figures=pooled_sites({site: figures for site, figures in sites.items() if figures is not None}),
-        calibration=federation.spec.calibration,
     )

@@ -15,7 +15,6 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import new_folder, write_file
 from promptfed.sdk.output import console, print_json, say, table
 from promptfed.shared.metrics.clinical import Estimate, interval_text
-from promptfed.shared.metrics.conformal import Calibration, added
 from promptfed.shared.metrics.pooling import Pooled, PooledFigure, pooled_figure
 from promptfed.shared.metrics.site_figures import POOLED
 from promptfed.shared.service.reasons import why
@@ -26,12 +25,11 @@ _READ: TypeAdapter[SiteScores] = TypeAdapter(SiteScores)
 
 
 class PooledReport(BaseModel):
-    """``state``: the hash of the export that every site has scored. ``calibration``: of all sites' images together."""
+    """``state``: the hash of the export that every site has scored."""
 
     state: str
     images: dict[str, int]
     figures: list[PooledFigure]
-    calibration: Calibration | None = None
 
 
 def run_pool(scores: Sequence[str], only: str | None, out: Path, as_json: bool) -> None:
@@ -110,13 +108,10 @@ def pooled_report(by_site: Mapping[str, SiteScores], only: str | None = None) ->
     ]
     [state] = {figures.state for figures in by_site.values()}
     assert state is not None
-    parts = [figures.calibration for figures in by_site.values() if isinstance(figures, ScoreFigures)]
-    known = [part for part in parts if part is not None]
     return PooledReport(
         state=state,
         images={site: figures.images for site, figures in by_site.items()},
         figures=all_figures,
-        calibration=added(known) if len(known) == len(by_site) else None,
     )
 
 

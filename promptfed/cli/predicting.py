@@ -12,11 +12,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from promptfed.cli.prediction_sets import told as words_of
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of
 from promptfed.export.export import open_backbone_of
-from promptfed.export.prediction_sets import PredictionSets
 from promptfed.export.reading import read_export
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
@@ -76,11 +74,8 @@ def predict_folder(
     folder: Path,
     allow_backbone: AllowedBackbones,
     out: Path | None,
-    sets: PredictionSets | None = None,
 ) -> None:
     """Classify all images below ``folder``, a line of CSV for each, to ``out`` or to stdout.
-
-    With ``sets`` the last column is the prediction set, classes separated by |, or "abstains".
 
     A file that cannot be read is named on stderr and left out.
 
@@ -98,7 +93,7 @@ def predict_folder(
     writer = csv.writer(text, lineterminator="\n")
     several = predictor.served is not None and predictor.served.several_labels
     columns = ["present", *names] if several else ["class", "probability", "zero_shot_class", "zero_shot_probability"]
-    writer.writerow(["image", *map(csv_cell, columns), *(["set"] if sets else [])])
+    writer.writerow(["image", *map(csv_cell, columns)])
     _note_other_files(folder)
     for path in paths:
         try:
@@ -108,9 +103,6 @@ def predict_folder(
             unread += 1
             continue
         told = _presences(answer, names) if several else [*_best(answer, "probability"), *_best(answer, "zero_shot")]
-        if sets is not None:
-            answer = sets.added(answer)
-            told.append("abstains" if answer["abstains"] else csv_cell("|".join(answer["set"])))
         writer.writerow([path.relative_to(folder), *told])
     if unread == len(paths):
         raise CommandError(f"none of the {unread} images in {folder} can be read", Exit.BAD_INPUT)
@@ -157,7 +149,6 @@ def predict(
     allow_backbone: AllowedBackbones,
     top: int,
     as_json: bool,
-    sets: PredictionSets | None = None,
 ) -> None:
     """Classify ``images`` and print the ``top`` classes of each.
 
@@ -168,14 +159,11 @@ def predict(
     contents = [_read(path) for path in images]
     predictor = predictor_of(model.serve(open_backbone_of(model, allow_backbone), names))
     answers = [_predict(predictor, path, content) for path, content in zip(images, contents, strict=True)]
-    answers = answers if sets is None else [sets.added(answer) for answer in answers]
     if as_json:
         print_json([{"image": str(path), **answer} for path, answer in zip(images, answers, strict=True)])
         return
     for path, answer in zip(images, answers, strict=True):
         console.print(_table(path, answer, top))
-        if sets is not None:
-            say(plain(f"prediction set: {words_of(answer)}"))
         if answer["domains"]:
             domains = ", ".join(f"{domain['name']} {percent(domain['share'])}" for domain in answer["domains"])
             say(plain(f"looks like the domains: {domains}"))

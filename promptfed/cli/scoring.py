@@ -29,7 +29,6 @@ from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data import Split, open_source
 from promptfed.shared.metrics import BINS, calibration_error, class_accuracies, macro_f1
 from promptfed.shared.metrics.clinical import ClassFigures, Estimate, class_figures, interval_text, proportion
-from promptfed.shared.metrics.conformal import Calibration, calibration_of
 from promptfed.shared.metrics.site_figures import POOLED
 from promptfed.shared.plain_text import counted, csv_cell, plain
 from promptfed.shared.spec.spec import AllowedBackbones
@@ -72,9 +71,6 @@ def run_score(
         figures.state, figures.classes = state, by_class(split.labels, told, names, source.test.groups)
         figures.subgroups = subgroup_figures(
             source.test, lambda rows: _of_rows(split.labels, told, names, source.test, rows)
-        )
-        figures.calibration = calibration_of(
-            split.labels, told, names, patients=source.test.groups, subgroups=source.test.subgroups
         )
         if served.template is not None:
             figures.zero_shot = scores(split.labels, *answers(served.template, split), names)
@@ -130,7 +126,7 @@ class ScoreFigures(BaseModel):
     """Figures of one classifier on labelled images (fractions), with the template's if the backbone reads texts.
 
     ``state``: the hash of the export's state. ``classes`` that have images, each against the rest. ``subgroups``: the
-    same by value of each column of the data (`groups=`). ``calibration``: the scores, for prediction sets.
+    same by value of each column of the data (`groups=`).
     """
 
     images: int
@@ -143,7 +139,6 @@ class ScoreFigures(BaseModel):
     macro_f1: float
     worst_class: str
     worst_class_accuracy: float
-    calibration: Calibration | None = None
     zero_shot: ScoreFigures | None = None
 
 

@@ -18,7 +18,7 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import expect_new, new_folder, read_spec, write_file, write_private
 from promptfed.sdk.follow import follow
 from promptfed.sdk.output import console, print_json, say, table
-from promptfed.shared.api.validation_report import ValidationReport, as_csv, scores_of
+from promptfed.shared.api.validation_report import ValidationReport, as_csv
 from promptfed.shared.metrics.pooling import PooledFigure
 from promptfed.shared.metrics.site_figures import POOLED
 from promptfed.shared.plain_text import counted, plain
@@ -63,12 +63,6 @@ def run_validate(
         print_json(answer.json)
         return
     console.print(_table(signed.report))
-    scores = scores_of(signed.report)
-    if scores is not None:
-        told = counted(scores.sites, "site")
-        say(f"Calibration scores of {told}: `promptfed predict --coverage 0.9 --calibration {out / REPORT_FILE}`.")
-    elif signed.report.calibration is not None:
-        say("No site has told calibration scores: beside its figures they would tell of counts below its floor.")
     say(f"Wrote {REPORT_FILE}, {CSV_FILE} and {FOREST_FILE} in {out}; `promptfed verify {out}` checks the signature.")
 
 

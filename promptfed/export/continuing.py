@@ -13,7 +13,10 @@ from promptfed.shared.methods import TASK, method_for
 from promptfed.shared.methods.core.interface.base import MethodError, ServerContext
 from promptfed.shared.spec.spec import FederationSpec, Kind, Origin, merged
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_tensors import encode
+from promptfed.shared.tensors.torch_tensors import encode, state_hash
+
+FORMER_SUMS = ("class_counts", "calibration", "calibration_sites")
+"""Tensors that promptfed 0.3.0 added to a state beside the method's own: sums over the clients, which nothing reads."""
 
 
 def continued(
@@ -40,10 +43,11 @@ def continued(
         raise CommandError(f"the export in {folder} cannot be validated: {missing}", Exit.BAD_INPUT)
     if kind == "training":
         _expect_protection(opened, given)
-    own = {"continues": opened.card.hashes.state, "origin": _origin(opened), "kind": kind}
+    state = {name: tensor for name, tensor in opened.state.items() if name not in FORMER_SUMS}
+    own = {"continues": state_hash(state), "origin": _origin(opened), "kind": kind}
     raw = merged(_spec(opened, kind), dict(given)) | own
-    _expect_fit(resolve(raw), opened.state)
-    return raw, encode(opened.state)
+    _expect_fit(resolve(raw), state)
+    return raw, encode(state)
 
 
 def _expect_protection(opened: OpenedExport, given: Mapping[str, Any]) -> None:

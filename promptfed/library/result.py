@@ -15,7 +15,6 @@ from promptfed.client_service.serving.prediction import BadImage, Predictor, Too
 from promptfed.experiments.figures.bench_metrics import figures
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of, weights_of
 from promptfed.export.export import ExportOptions, export, open_backbone_of
-from promptfed.export.prediction_sets import PredictionSets, own_scores
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.remarks import remarks
@@ -37,15 +36,13 @@ Column = Literal["adapted", "zero_shot"]
 class Prediction:
     """Classes of one image by falling probability, ``{name: probability}``; ``zero_shot`` is the template's answer.
 
-    ``domains`` tells which domains the image looks like, where the method mixes prompts by them. ``set``: with a
-    coverage, the classes of which one is right with that probability; empty where the model abstains.
+    ``domains`` tells which domains the image looks like, where the method mixes prompts by them.
     """
 
     class_name: str
     probabilities: dict[str, float]
     zero_shot: dict[str, float] | None
     domains: dict[str, float] | None
-    set: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Prediction:
@@ -57,7 +54,6 @@ class Prediction:
             probabilities={row["name"]: row["probability"] for row in rows},
             zero_shot=None if None in template.values() else template,
             domains={domain["name"]: domain["share"] for domain in domains} if domains else None,
-            set=None if "set" not in answer else () if answer["abstains"] else tuple(answer["set"]),
         )
 
 
@@ -153,19 +149,12 @@ class Result:
         self,
         image: Image | Path | str | bytes,
         class_names: Sequence[str] | None = None,
-        *,
-        coverage: float | None = None,
-        by_class: bool = False,
-        group: str | None = None,
     ) -> Prediction:
         """Classify an image (a PIL image, a file, or its bytes) as an evaluator of the federation does.
 
-        With a ``coverage`` the answer has a prediction set, by the federation's ``calibration``; ``by_class`` within
-        each class, ``group`` within the images of a subgroup, as ``scanner=old``.
-
         Raises:
-            CommandError: it is no image, there are no class names, the method classifies with what each client keeps
-                to itself, or the federation has counted no calibration scores of these classes.
+            CommandError: it is no image, there are no class names, or the method classifies with what each client keeps
+                to itself.
         """
         names = self._names(class_names)
         if names not in self._predictors:
@@ -174,10 +163,6 @@ class Result:
             answer = self._predictors[names].predict(_bytes(image))
         except (BadImage, TooManyPixels) as error:
             raise CommandError(str(error), Exit.BAD_INPUT) from None
-        if coverage is not None:
-            own = names == class_names_of(self.taken)
-            scores = own_scores(self._model, names, own_names=own)
-            answer = PredictionSets.of(scores, coverage, by_class=by_class, group=group).added(answer)
         return Prediction.of(answer)
 
     def class_weights(self, class_names: Sequence[str] | None = None) -> Tensors | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ def validate(
     data: Data,
     *,
     floor: int = FLOOR,
-    calibration: Mapping[str, Any] | None = None,
     backbone: Backbone | None = None,
     key: str | None = None,
     allow_backbone: AllowedBackbones = False,
@@ -34,7 +32,6 @@ def validate(
         export: a folder that `promptfed export` has written.
         data: each site's images, as for `run`; all of them are tested on.
         floor: counts below it are not told, and every count is a range of so many numbers; 1: exact.
-        calibration: which calibration scores are counted too, as the spec's section of this name; default: none.
         backbone: the loaded frozen model; default: the export's, loaded here.
         key: the public key of the coordinator that must have signed the export.
         allow_backbone: names of a model or checkpoint outside open_clip's registry that may be loaded; True: any.
@@ -45,7 +42,6 @@ def validate(
     sources = SharedSources()
     sites = [replace(site, floor=floor) for site in sites_of(sources, data, "evaluator")]
     given: dict[str, Any] = {"participation": {"min_clients": len(sites)}}
-    given |= {} if calibration is None else {"calibration": dict(calibration)}
     raw, state = continued(Path(export), given, key, "validation")
     spec = resolve(raw)
     model = backbone or open_backbone(spec.backbone, allow_backbone=allow_backbone)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from promptfed.shared.api.api_schemas import ClientView, FederationView, SelectionView
 from promptfed.shared.api.report_schemas import CentralPrivacy, EvaluationReport, RoundReport, SpentPrivacy
@@ -132,12 +132,17 @@ class Hashes(BaseModel):
     spec: str | None
 
 
+def _of_today(method: dict[str, Any]) -> dict[str, Any]:
+    """The method without what promptfed 0.3.0 wrote there and nothing reads now."""
+    return {key: value for key, value in method.items() if key != "statistics"}
+
+
 class Facts(BaseModel):
     """What the coordinator knows of a result, and compares before it signs a card."""
 
     format: int = FORMAT
     federation: FederationName
-    method: dict[str, Any]
+    method: Annotated[dict[str, Any], AfterValidator(_of_today)]
     summary: str
     paper: str
     backbone: BackboneSpec

@@ -7,18 +7,14 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel, Field
 
 from promptfed.shared.api.export_card import FederationName
 from promptfed.shared.metrics.clinical import Estimate
 from promptfed.shared.metrics.pooling import Pooled, PooledFigure
-from promptfed.shared.metrics.score_sums import ScoreSums
 from promptfed.shared.metrics.site_figures import SiteFigures
 from promptfed.shared.plain_text import csv_cell
-from promptfed.shared.spec.calibration import CalibrationSpec
 from promptfed.shared.spec.spec import Origin
-from promptfed.shared.spec.spec_section import left_out
 
 FORMAT = 1
 COLUMNS = ("subgroup", "value", "class", "figure", "site", "estimate", "low", "high", "positives", "i2", "next_site")
@@ -36,7 +32,6 @@ class ValidationReport(BaseModel):
     class_names: list[str] | None
     sites: dict[str, SiteFigures | None]
     figures: list[PooledFigure] = Field(description="by class and subgroup: each site's, and their random-effects mean")
-    calibration: CalibrationSpec | None = left_out(default=None, description="whose `scores` the sites have counted")
 
 
 class SignedValidation(BaseModel):
@@ -45,22 +40,6 @@ class SignedValidation(BaseModel):
     report: ValidationReport
     signature: str
     public_key: str
-
-
-def scores_of(report: ValidationReport) -> ScoreSums | None:
-    """The sum of the sites' calibration scores of the shape that was asked for; None if no site has told any."""
-    asked = report.calibration
-    if asked is None:
-        return None
-    names = tuple(report.class_names or ())
-    layout = asked.histograms(names)
-    counts, slack, sites = np.zeros((layout.rows, layout.bins), dtype=np.int64), 0, 0
-    for figures in report.sites.values():
-        scores = [] if figures is None or figures.scores is None else figures.scores
-        if figures is not None and [len(row) for row in scores] == [layout.bins] * layout.rows:
-            counts, slack, sites = counts + np.array(scores), slack + figures.floor - 1, sites + 1
-    classes = names if asked.by_class else ()
-    return ScoreSums(counts, sites, slack, None, classes, layout.column, layout.values) if sites else None
 
 
 def as_csv(report: ValidationReport) -> str:

@@ -22,14 +22,12 @@ from promptfed.shared.methods.core.checks.privacy_checks import check_privacy
 from promptfed.shared.methods.core.checks.rule_checks import check_rule
 from promptfed.shared.methods.core.checks.schedule_checks import check_schedule
 from promptfed.shared.methods.core.checks.secure_checks import check_secure
-from promptfed.shared.methods.core.checks.statistics_checks import check_calibration, check_counts
 from promptfed.shared.methods.core.checks.tuning_checks import check_tuning, with_candidates
 from promptfed.shared.methods.core.checks.validation_checks import check_selection, check_validation
 from promptfed.shared.methods.core.interface.base import Method, MethodError, ServerContext
 from promptfed.shared.methods.core.rates import swept_rate
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description
 from promptfed.shared.methods.core.several_labels import for_several_labels
-from promptfed.shared.methods.core.statistics import Statistics, with_statistics
 from promptfed.shared.spec.spec import (
     BackboneShape,
     EvaluationSpec,
@@ -50,8 +48,6 @@ def _own_methods() -> dict[str, str]:
 METHODS = MethodRegistry(_own_methods())
 TASK, MULTI_LABEL = "task", "multi_label"
 """The key of a resolved method that is for images with several labels, as the spec's ``task`` says."""
-STATISTICS = "statistics"
-"""The key of a resolved method whose clients count classes or calibration scores, as the spec asks."""
 
 
 class UnknownMethod(SpecError):
@@ -84,20 +80,14 @@ def make_method(settings: dict[str, Any]) -> Method:
         SpecError: unknown method or hyperparameter, or a value out of range, with its path.
     """
     kind = method_class(settings["name"])
-    given = {key: value for key, value in settings.items() if key not in ("name", TASK, STATISTICS)}
+    given = {key: value for key, value in settings.items() if key not in ("name", TASK)}
     try:
         hyper = kind.Hyper.model_validate(given)
     except ValidationError as error:
         raise SpecError.from_validation(error, "method", kind.Hyper) from None
     if settings.get(TASK, MULTI_LABEL) != MULTI_LABEL:
         raise SpecError([{"path": f"method.{TASK}", "detail": f"only {MULTI_LABEL} is written here: leave it out"}])
-    make = kind if TASK not in settings else _for_several_labels(kind)
-    if STATISTICS not in settings:
-        return make(hyper)
-    try:
-        return with_statistics(make, Statistics.model_validate(settings[STATISTICS]))(hyper)
-    except ValidationError as error:
-        raise SpecError.from_validation(error, f"method.{STATISTICS}", Statistics) from None
+    return (kind if TASK not in settings else _for_several_labels(kind))(hyper)
 
 
 def _for_several_labels(kind: type[Method]) -> type[Method]:
@@ -144,7 +134,7 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
         SpecError: the spec is invalid; each error has a dotted path.
     """
     spec, method = _parts(raw)
-    named = {"name": method.name, **method.hyper.model_dump(), **_added(spec, raw)}
+    named = {"name": method.name, **method.hyper.model_dump(), **_added(spec)}
     resolved = spec.model_copy(update={"method": named})
     if spec.schedule is not None and "every" not in spec.evaluation.model_fields_set:
         # An evaluation waits for all clients, so that asynchronous rounds are evaluated where that is asked for.
@@ -162,8 +152,6 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
         ("tuning", lambda: check_tuning(resolved)),
         ("kind", lambda: check_validation(resolved)),
         ("selection", lambda: check_selection(method, resolved)),
-        ("loss.counts", lambda: check_counts(method, resolved)),
-        ("calibration", lambda: check_calibration(method, resolved)),
     ]
     if resolved.class_names is not None:
         names = tuple(resolved.class_names)
@@ -202,8 +190,7 @@ def _parts(raw: dict[str, Any]) -> tuple[FederationSpec, Method]:
         errors = errors + error.errors
     if kind is not None:
         try:
-            given = {key: value for key, value in merged(defaults, raw)["method"].items() if key != STATISTICS}
-            method = make_method(given | (_added(spec, raw) if spec is not None else {}))
+            method = make_method(merged(defaults, raw)["method"] | (_added(spec) if spec is not None else {}))
         except SpecError as error:
             errors = errors + error.errors
     if spec is None or method is None:
@@ -211,14 +198,9 @@ def _parts(raw: dict[str, Any]) -> tuple[FederationSpec, Method]:
     return spec, method
 
 
-def _added(spec: FederationSpec, raw: dict[str, Any]) -> dict[str, Any]:
-    """What a method has beside its hyperparameters. The state of an export keeps the sums that it has."""
-    added: dict[str, Any] = {TASK: MULTI_LABEL} if spec.task == MULTI_LABEL else {}
-    statistics = Statistics.of(spec)
-    if statistics is not None:
-        return added | {STATISTICS: statistics.model_dump(mode="json", exclude_defaults=True)}
-    kept = raw["method"].get(STATISTICS) if spec.continues is not None else None
-    return added if kept is None else added | {STATISTICS: {**kept, "kept": True}}
+def _added(spec: FederationSpec) -> dict[str, Any]:
+    """What a method has beside its hyperparameters."""
+    return {TASK: MULTI_LABEL} if spec.task == MULTI_LABEL else {}
 
 
 def _at_swept_rate(spec: FederationSpec, raw: dict[str, Any], kind: type[Method]) -> FederationSpec:

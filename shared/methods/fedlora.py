@@ -193,7 +193,7 @@ class FedLoRA(pf.Method):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of CE(τ⁻¹·cos(I, T)) over the factors that come up this round."""
-        [phase] = [each for each in self.phases(context.round, context.rounds) if not each.total]
+        [phase] = self.phases(context.round, context.rounds)
         device, trained = context.backbone.device, {spec.name for spec in phase.up}
         factors = {name: tensor.to(device).clone() for name, tensor in self.factors(context, payload).items()}
         leaves = {name: tensor.requires_grad_() for name, tensor in factors.items() if name in trained}

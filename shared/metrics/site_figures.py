@@ -85,21 +85,10 @@ class GroupFigures(BaseModel):
 
 
 class SiteFigures(BaseModel):
-    """What a site tells of a classifier: first of all its images, then of its subgroups; by ``floor``.
-
-    ``scores``: the histograms of its calibration scores, each count a multiple of the floor (`site_scores`).
-    """
+    """What a site tells of a classifier: first of all its images, then of its subgroups; by ``floor``."""
 
     floor: Annotated[int, Field(ge=1)]
     groups: Annotated[list[GroupFigures], Field(min_length=1, max_length=1000)]
-    scores: Annotated[
-        list[Annotated[list[Annotated[int, Field(ge=0, le=1 << 40)]], Field(max_length=1000)]] | None,
-        Field(
-            max_length=100_000,
-            exclude_if=lambda scores: scores is None,
-            json_schema_extra={"since": "0.3.0"},  # an earlier coordinator asks for none
-        ),
-    ] = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class LossSpec(Section):
     balance: Annotated[
         Literal["none", "logit_adjusted", "class_balanced"],
         Field(
-            description="by the numbers of training images of each class (`counts`); of a client without labels, by "
+            description="by the numbers of training images of each class; of a client without labels, by "
             "those of its predictions. logit_adjusted: training "
             "adds adjustment·log(share of the class) to its logit (Menon et al. 2021; at 1 it is the balanced softmax "
             "of Ren et al. 2020), and of images with several labels adjustment·log(π/(1-π)) with the share π of images "
@@ -37,15 +37,6 @@ class LossSpec(Section):
             "to a mean of 1 over the client's classes (Cui et al. 2019)"
         ),
     ] = "none"
-    counts: Annotated[
-        Literal["own", "federation"],
-        left_out(
-            "own",
-            since=3,
-            description="whose images `balance` reads. federation: of all clients, counted before round 1 by a secure "
-            "sum or with noise, at least 1 of each class",
-        ),
-    ] = "own"
     adjustment: Annotated[float, Field(gt=0, le=10, description="of logit_adjusted")] = 1.0
     beta: Annotated[float, Field(gt=0, lt=1, description="of class_balanced")] = 0.999
 

@@ -23,7 +23,6 @@ from promptfed.shared.privacy.settings import Evaluations, PrivacySpec
 from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.budget import MOST_EPOCHS, BudgetSpec
-from promptfed.shared.spec.calibration import CalibrationSpec
 from promptfed.shared.spec.compression import CompressionSpec
 from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.participation import ParticipationSpec
@@ -281,10 +280,6 @@ class FederationSpec(Section):
     tuning: Annotated[TuningSpec | None, left_out()] = None
     selection: Annotated[
         SelectionSpec | None, left_out(description="the result is the best round's; default: the last round's")
-    ] = None
-    calibration: Annotated[
-        CalibrationSpec | None,
-        left_out(description="scores of held-out images are counted, for prediction sets (`predict --coverage`)"),
     ] = None
     held_out: Annotated[
         float,

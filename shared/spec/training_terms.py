@@ -14,7 +14,6 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.privacy.settings import PrivacySpec
-from promptfed.shared.spec.calibration import CalibrationSpec
 from promptfed.shared.spec.compression import CompressionSpec
 from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.selection import SelectionSpec
@@ -60,10 +59,6 @@ class TrainingTerms(BaseModel):
     selection: Annotated[
         SelectionSpec | None,
         left_out(since=3, description="training images are held out, and each round is measured on them"),
-    ] = None
-    calibration: Annotated[
-        CalibrationSpec | None,
-        left_out(since=3, description="training images are held out, and their scores are counted"),
     ] = None
     keep_rounds: Annotated[
         int,

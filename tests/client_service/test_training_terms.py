@@ -195,7 +195,6 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
     "compression": {"compression": {"up": "int8"}},
     "selection": {"selection": {"share": 0.5}},
     "keep_rounds": {"keep_rounds": 3},
-    "calibration": {"calibration": {"share": 0.5}},
     "peers": {"peers": [{"name": "b", "role": "trainer"}]},
 }
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from promptfed.shared.metrics import clinical
-from promptfed.shared.metrics import site_scores as site_scores_module
-from promptfed.shared.metrics.conformal import Histograms
 from promptfed.shared.metrics.disclosure import FLOOR, Range, coded, coded_accuracy, coded_mean, share
 from promptfed.shared.metrics.site_figures import Answered, site_figures
-from promptfed.shared.metrics.site_scores import site_scores
 from tests.support.answers import answered, answered_several, confusion_of, tables_of
-from tests.support.attacker import Attacker, ScoresAttacker, SeveralAttacker, small_counts, small_tables
+from tests.support.attacker import Attacker, SeveralAttacker, small_counts, small_tables
 
 COUNTED = ("tp", "fn")  # every number below the floor stays possible, and of fp over all images; of other counts half
 
@@ -35,32 +31,6 @@ def attack_several(seed: int) -> int:
     tables = tables_of(draws)
     attacker = SeveralAttacker(site_figures(answered_several(tables, draws), FLOOR), tables.shape[1])
     return narrowed(seed, attacker, len(tables), small_tables(tables, FLOOR))
-
-
-def attack_scores(seed: int) -> tuple[int, bool]:
-    """The same of a site that tells calibration scores too, and whether it told any."""
-    draws = np.random.default_rng(seed)
-    confusion = confusion_of(draws)[:, :4, :4]
-    confusion[0, 0, 0] += confusion.sum() == 0
-    groups, classes = confusion.shape[:2]
-    by_value = groups > 1 and draws.random() < 0.5
-    layout = Histograms(
-        bins=int(draws.integers(2, 7)),
-        classes=classes if draws.random() < 0.5 else 0,
-        column="scanner" if by_value else None,
-        values=tuple(map(str, range(groups - int(draws.integers(0, 2))))) if by_value else (),
-    )
-    told = answered(confusion, draws)
-    figures = site_figures(told, FLOOR)
-    figures = figures.model_copy(update={"scores": site_scores(told, layout, figures)})
-    attacker = ScoresAttacker(figures, classes, layout)
-    small = list(small_counts(confusion, FLOOR))
-    counts = layout.counts(told.truth.argmax(axis=1), told.scores, told.subgroups)
-    bins = [(int(row), int(k)) for row, k in np.argwhere(counts < FLOOR)] if figures.scores is not None else []
-    bins = [(row, k) for row, k in bins if attacker.scored(row, k).any()]  # a subgroup that is not told has no image
-    goals = [(attacker.scored(row, k), 0.0, FLOOR - 1.0) for row, k in bins]
-    assert [(seed, "score", *bins[place]) for place in attacker.narrowed(goals)] == []
-    return narrowed(seed, attacker, groups, small) + len(goals), figures.scores is not None
 
 
 def narrowed(seed: int, attacker: Attacker, groups: int, small: Iterable[tuple[int | None, str, int]]) -> int:
@@ -85,31 +55,6 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_count_below_the_floor_can_be_narrowed() -> None:
     assert sum(attack(seed) for seed in range(15)) > 100
     assert sum(attack_several(seed) for seed in range(15)) > 100
-    tried, told = map(sum, zip(*map(attack_scores, range(15)), strict=True))
-    assert tried > 100
-    assert told > 5
-    assert not attack_scores(3893)[1]  # scores of a class's images would bound the hits of one scanner
-
-
-def test_one_score_of_each_patient_leaves_beside_figures_of_all_images() -> None:
-    draws = np.random.default_rng(2)
-    told = answered(np.array([[[90, 25], [15, 80]], [[70, 35], [25, 60]]]), draws)
-    patients = tuple(f"{scanner} {row % 40}" for row, scanner in enumerate(told.subgroups["scanner"]))
-    told = replace(told, patients=patients)
-    layout = Histograms(4, column="scanner", values=("0", "1"))
-    scores = site_scores(told, layout, site_figures(told, FLOOR))
-    assert scores is not None
-    counts = layout.counts(told.truth.argmax(axis=1), told.scores, told.subgroups, patients)
-    assert counts.sum(axis=1).tolist() == [40, 40]
-    assert scores == (counts - counts % FLOOR).tolist()
-
-
-def test_without_their_conditions_scores_would_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site_scores_module._Part, "leaves_room", lambda part, floor: True)
-    monkeypatch.setattr(site_scores_module._Told, "leaves_subgroups_room", lambda told: True)
-    with pytest.raises(AssertionError):
-        for seed in range(80):
-            attack_scores(seed)
 
 
 @pytest.mark.slow
@@ -118,7 +63,6 @@ def test_ten_thousand_report_sets(part: int) -> None:
     seeds = range(1000 * part, 1000 * part + 1000)
     assert sum(attack(seed) for seed in seeds) > 5000
     assert sum(attack_several(seed) for seed in seeds) > 5000
-    assert sum(attack_scores(seed)[0] for seed in seeds) > 5000
 
 
 def test_the_attacker_finds_counts_where_there_is_no_floor() -> None:

@@ -8,7 +8,6 @@ from itertools import product
 import numpy as np
 from scipy.optimize import linprog
 
-from promptfed.shared.metrics.conformal import Histograms
 from promptfed.shared.metrics.disclosure import UNKNOWN, Range, share
 from promptfed.shared.metrics.site_figures import GroupFigures, SiteFigures
 
@@ -126,45 +125,6 @@ class Attacker:
             return found
 
         return solve
-
-
-class ScoresAttacker(Attacker):
-    """Knows the histograms of calibration scores too; cells: (subgroup, class, answer, bin)."""
-
-    def __init__(self, figures: SiteFigures, classes: int, layout: Histograms):
-        self.layout = layout
-        super().__init__(figures, classes)
-        for row, counts in enumerate(figures.scores or []):
-            for k, low in enumerate(counts):
-                self.rows.append((self.scored(row, k), low, low + self.floor - 1))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the cells."""
-        return len(self.values), self.classes, self.classes, self.layout.bins
-
-    def known(self) -> list[Row]:
-        """Whoever has a probability above a half is the answer, and the answer's is 1/C or more."""
-        ends = np.arange(self.layout.bins + 1) / self.layout.bins
-        impossible = np.zeros(self.shape)
-        for k, answer in product(range(self.classes), repeat=2):
-            none = ends[:-1] >= 1 - 1 / self.classes if k == answer else ends[1:] <= 0.5
-            impossible[:, k, answer, none] = 1
-        return [(impossible.ravel(), 0.0, 0.0)]
-
-    def cells(self, value: str | None, name: str, k: int = 0) -> np.ndarray:
-        """Which cells a count adds up."""
-        bins = self.layout.bins
-        return np.repeat(chosen_of(self.values, self.classes, value, name, k), bins)
-
-    def scored(self, row: int, k: int) -> np.ndarray:
-        """Which cells the count of a bin adds up."""
-        chosen = np.zeros(self.shape)
-        place, label = divmod(row, self.layout.classes or 1)
-        wanted = self.layout.values[place : place + 1] or self.values
-        groups = [self.values.index(value) for value in wanted if value in self.values]
-        chosen[np.ix_(groups, [label] if self.layout.classes else range(self.classes), range(self.classes), [k])] = 1
-        return chosen.ravel()
 
 
 class SeveralAttacker(Attacker):

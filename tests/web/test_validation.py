@@ -36,8 +36,6 @@ class Evaluator(ScriptedClient):
     def evaluate(self, task: dict[str, Any], accuracy: float | None = None) -> httpx.Response:
         confusion = np.array(TABLES[self.name]).reshape(1, 2, 2).repeat(2, axis=0)
         figures = site_figures(answered(confusion, np.random.default_rng(3)), FLOOR)
-        scores = [[40, 30, 0, 10]] if self.name == "west" else None
-        figures = figures.model_copy(update={"scores": scores})
         path = f"{self.path}/tasks/{task['task_id']}/evaluation"
         body = {"splits": {}, "figures": figures.model_dump(mode="json")}
         return self.http.put(path, json=body, headers=self.headers)
@@ -53,7 +51,7 @@ def validated(coordinator: InThread) -> str:
         f"/v1/federations/{federation}/prompts", headers=coordinator.operator | {"Accept": "application/octet-stream"}
     )
     raw |= {"kind": "validation", "continues": state.headers["etag"].strip('"')}
-    raw |= {"class_names": ["0", "1"], "calibration": {"bins": 4}}
+    raw |= {"class_names": ["0", "1"]}
     again = coordinator.post("/v1/federations", raw, status=201)["id"]
     path = f"/v1/federations/{again}/initial-state"
     assert coordinator.http.put(path, content=state.content, headers=coordinator.operator).status_code == 200
@@ -76,7 +74,6 @@ def test_the_forest_plot_shows_sites_and_means(
     made.sign_in()
     panel = made.page.get_by_role("region", name="Validation", exact=True)
     expect(panel).to_contain_text("3 sites tested the state sha256:")
-    expect(panel).to_contain_text("The signed report has calibration scores of 1 site.")
     plots = panel.locator("table")
     expect(plots).to_have_count(3)  # accuracy, and the AUROC of two classes
     report = coordinator.get(f"{federation}/validation")["report"]

@@ -28,9 +28,7 @@ export class Forest {
     const kept = Object.entries(report.sites).filter(([, figures]) => figures === null).map(([site]) => site);
     const told = counted(Object.keys(report.sites).length - kept.length, "site");
     const silent = kept.length ? ` ${kept.join(", ")} keeps its figures.` : "";
-    const scored = counted(Object.values(report.sites).filter((figures) => figures?.scores).length, "site");
-    const scores = report.calibration ? ` The signed report has calibration scores of ${scored}.` : "";
-    fill(this.remark, `${told} tested the state ${report.state.slice(0, 19)}…; squares are sites with 95 % intervals, the diamond is their mean, the line where a further site may lie.${silent}${scores}`);
+    fill(this.remark, `${told} tested the state ${report.state.slice(0, 19)}…; squares are sites with 95 % intervals, the diamond is their mean, the line where a further site may lie.${silent}`);
     const before = this.choice.value;
     this.groups = new Map([[EVERYTHING, report.figures.filter((one) => one.column === null && ["accuracy", "auroc"].includes(one.figure))]]);
     for (const one of report.figures) {

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from promptfed.cli.app import Made, app
+from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, AskedLater, ClassNames, Json, Key
-from promptfed.cli.prediction_options import SetOptions
 from promptfed.sdk.errors import CommandError, Exit
 
 
@@ -24,7 +23,6 @@ def predict(
     federation: Annotated[str | None, typer.Option(help="or a federation at a coordinator: its name or id")] = None,
     round: Annotated[int | None, typer.Option(min=0, help="with --federation: after this round")] = None,
     top: Annotated[int, typer.Option(min=1, help="classes that are shown")] = 5,
-    sets: Annotated[SetOptions, Made(SetOptions)] = SetOptions(),
     out: Annotated[Path | None, typer.Option(help="with a folder: a file for the CSV; default: stdout")] = None,
     as_json: Json = False,
 ) -> None:
@@ -36,7 +34,6 @@ def predict(
         text = "a folder is given alone, its answers are CSV (--out FILE); files are told one by one (--json)"
         raise CommandError(text, Exit.USAGE)
     from promptfed.cli import predicting
-    from promptfed.cli.prediction_sets import sets_of
 
     if export is not None:
         model, names = predicting.model_of_export(export, class_names, key=key)
@@ -44,8 +41,7 @@ def predict(
         assert federation is not None
         with asked.open() as api:
             model, names = predicting.model_of_federation(api, federation, round, class_names)
-    asked_sets = sets_of(sets, model, names, own_names=class_names is None)
     if folders:
-        predicting.predict_folder(model, names, folders[0], allow_backbone, out, asked_sets)
+        predicting.predict_folder(model, names, folders[0], allow_backbone, out)
     else:
-        predicting.predict(model, names, images, allow_backbone, top, as_json, asked_sets)
+        predicting.predict(model, names, images, allow_backbone, top, as_json)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from promptfed.cli.app import Made, app
+from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, ClassNames, Key
-from promptfed.cli.prediction_options import SetOptions
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import say
 
@@ -31,17 +30,14 @@ def serve(
         Path | None, typer.Option(help="file with the token that every request must carry; needed off loopback")
     ] = None,
     key: Key = None,
-    sets: Annotated[SetOptions, Made(SetOptions)] = SetOptions(),
 ) -> None:
     """Answer over HTTP with what a federation learned: a page to drop an image on, and POST /v1/predict."""
     from promptfed.cli.predicting import model_of_export
-    from promptfed.cli.prediction_sets import sets_of
     from promptfed.client_service.exits import ClientError
     from promptfed.client_service.serving.api import create_export_app
     from promptfed.client_service.settings import read_token
     from promptfed.export.adapted_model import predictor_of
     from promptfed.export.export import open_backbone_of
-    from promptfed.export.prediction_sets import SetPredictor
     from promptfed.shared.service.net import is_loopback
 
     if token_file is None and not is_loopback(host):
@@ -51,9 +47,7 @@ def serve(
         model, names = model_of_export(export, class_names, key=key)
         served = model.serve(open_backbone_of(model, allow_backbone), names)
         about = {"stage": "serving", "name": served.method, "federation": export.resolve().name, "round": served.round}
-        asked = sets_of(sets, model, names, own_names=class_names is None)
-        predictor = predictor_of(served) if asked is None else SetPredictor(served, asked)
-        asyncio.run(_serve(create_export_app(about, predictor, token, host), host, port))
+        asyncio.run(_serve(create_export_app(about, predictor_of(served), token, host), host, port))
     except ClientError as error:
         raise CommandError(str(error), Exit.USAGE) from None
 

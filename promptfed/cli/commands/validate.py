@@ -17,9 +17,7 @@ def validate(
     export: Annotated[
         Path | None, typer.Argument(help="folder that `promptfed export` has written; none: with --federation")
     ] = None,
-    spec: Annotated[
-        Path | None, typer.Argument(help="YAML with further fields of the federation, such as calibration")
-    ] = None,
+    spec: Annotated[Path | None, typer.Argument(help="YAML with further fields of the federation")] = None,
     sites: Annotated[int, typer.Option(min=1, help="how many sites: it starts once so many have enrolled")] = 2,
     name: Annotated[
         str | None, typer.Option(help="the federation's name; default: the export's, and -validation")

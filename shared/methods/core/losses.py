@@ -70,17 +70,8 @@ class ClassificationLoss:
 
 
 def _class_counts(context: ClientContext) -> Tensor:
-    """Training images by class ``(1, C)``, or present and absent ``(2, C)``: the client's own, or the federation's.
-
-    A client without labels has its predictions: those of common classes would train it to call every image one of them.
-    Noise makes counts of the federation negative, and not every client was there to be counted: they are 1 at least.
-    """
+    """The client's training images by class ``(1, C)``, or present and absent ``(2, C)``."""
     names, labels = context.class_names, context.train.labels
-    if context.terms.loss.counts == "own" or context.unlabelled:
-        if labels.ndim == 2:
-            return torch.stack([(labels == 1).sum(dim=0), (labels == 0).sum(dim=0)])
-        return torch.bincount(labels[labels >= 0], minlength=len(names))[None]
-    assert context.class_counts is not None, "the payload has them"
-    federation = list(context.terms.class_names or names)
-    places = torch.tensor([federation.index(name) for name in names])
-    return context.class_counts.cpu()[:, places].clamp(min=1)
+    if labels.ndim == 2:
+        return torch.stack([(labels == 1).sum(dim=0), (labels == 0).sum(dim=0)])
+    return torch.bincount(labels[labels >= 0], minlength=len(names))[None]

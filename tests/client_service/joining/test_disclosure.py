@@ -37,7 +37,6 @@ from promptfed.shared.data import Source
 from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface.base import Method
-from promptfed.shared.spec.calibration import CalibrationSpec
 from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
@@ -179,14 +178,6 @@ def test_another_loss_than_the_cross_entropy_is_told(declared: Declared) -> None
     told = told_of(method, declared, None, [], loss=LossSpec(kind="gce", q=0.6)).lines()
     assert any("loss" in line and "kind gce, q 0.6" in line for line in told)
     assert not any("cross_entropy" in line for line in told_of(method, declared, None, []).lines())
-
-
-def test_the_scores_that_a_validation_counts_are_told(declared: Declared) -> None:
-    method = make_method({"name": "promptfl"})
-    calibration = CalibrationSpec(bins=5, by_class=True, column="scanner", values=["old", "new"])
-    told = "\n".join(told_of(method, declared, None, [], kind="validation", calibration=calibration).lines())
-    assert "have a calibration score in each of 5 ranges, for each class and scanner; counts as above" in told
-    assert "calibration score" not in "\n".join(told_of(method, declared, None, [], kind="validation").lines())
 
 
 # The terminal

@@ -11,8 +11,6 @@ from typer.testing import CliRunner
 import promptfed
 from promptfed.cli.main import app
 from promptfed.sdk.errors import Exit
-from promptfed.shared.api.validation_report import scores_of
-from promptfed.shared.metrics.conformal import Calibration
 from promptfed.shared.metrics.disclosure import Range
 from tests.support import exports
 from tests.support.own_images import SHAPES, write_folder, write_scanned, write_scenes
@@ -113,9 +111,6 @@ def test_an_export_with_several_labels_is_validated_as_such(tmp_path: Path) -> N
         assert {each.figure for each in report.figures} >= {"auroc", "average_precision"}
 
 
-SCANNED = {"bins": 1000, "by_class": True, "column": "scanner", "values": ["old", "new"]}
-
-
 @pytest.fixture(scope="module")
 def scanned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("scanned")
@@ -130,32 +125,13 @@ def run(*arguments: str | Path) -> str:
 
 
 @pytest.mark.extended
-def test_sites_count_calibration_scores_by_class_and_scanner(
-    exported: Path, scanned: dict[str, str], tmp_path: Path
-) -> None:
-    """Without a floor they are those of score, of which pool makes the sum; predict takes either."""
-    signed = promptfed.validate(exported, scanned, floor=1, calibration=SCANNED, backbone=exports.backbone())
+def test_figures_by_scanner_are_those_of_score(exported: Path, scanned: dict[str, str], tmp_path: Path) -> None:
+    """Without a floor they are those of score, which pool averages."""
+    signed = promptfed.validate(exported, scanned, floor=1, backbone=exports.backbone())
     for name, uri in scanned.items():
         run("score", exported, uri, "--out", tmp_path / name)
     run("pool", *(tmp_path / name for name in scanned), "--out", tmp_path / "pooled")
     pooled = json.loads((tmp_path / "pooled" / "pooled.json").read_text())
-    known, sums = Calibration.model_validate(pooled["calibration"]), scores_of(signed.report)
-    assert sums is not None
-    assert (sums.sites, sums.slack) == (2, 0)
-    for value in ("old", "new"):
-        group = ("scanner", value)
-        assert sums.of(group).counts.tolist() == known.of(group).counts.tolist()
-        assert sums.of(group).thresholds(0.9) == known.of(group).thresholds(0.9)
-    (tmp_path / "validation.json").write_text(signed.model_dump_json())
-    path = scanned["north"].partition("?")[0].removeprefix("csv:")
-    image = Path(path).parent / "images" / "old-cross-0.png"
-    options = ["predict", image, "--export", exported, "--json", "--coverage", "0.8", "--group", "scanner=old"]
-    answers = [
-        json.loads(run(*options, "--calibration", tmp_path / file).strip().splitlines()[-1])[0]
-        for file in ("validation.json", "pooled/pooled.json")
-    ]
-    assert answers[0] == answers[1]
-    assert answers[0]["set"]
     # Figures of each scanner, pooled over the sites, are those of its images.
     of_old = [each for each in pooled["figures"] if (each["column"], each["value"]) == ("scanner", "old")]
     [accuracy] = [each for each in of_old if each["figure"] == "accuracy"]
@@ -173,34 +149,3 @@ def test_sites_count_calibration_scores_by_class_and_scanner(
             assert ours.auroc is not None
             assert ours.auroc.model_dump(exclude_none=True) == pytest.approx(theirs["auroc"])
     assert {each["value"] for each in pooled["figures"]} == {None, "old", "new", "lent"}
-
-
-@pytest.mark.extended
-def test_with_a_floor_counts_of_scores_are_multiples_and_thresholds_only_rise(exported: Path, tmp_path: Path) -> None:
-    data = {name: write_scanned(tmp_path / name, {"new": 60}, seed) for seed, name in enumerate(("north", "south"))}
-    asked = {"bins": 5}
-    exact, told = (
-        promptfed.validate(exported, data, floor=floor, calibration=asked, backbone=exports.backbone())
-        for floor in (1, 10)
-    )
-    assert told.report.state == json.loads((exported / "card.json").read_text())["hashes"]["state"]
-    by_floor = [scores_of(signed.report) for signed in (exact, told)]
-    assert by_floor[0] is not None
-    assert by_floor[1] is not None
-    assert by_floor[1].slack == 18
-    for figures in told.report.sites.values():
-        assert figures is not None
-        assert figures.scores is not None
-        assert all(count % 10 == 0 for row in figures.scores for count in row)
-    for coverage in (0.5, 0.7, 0.9):
-        assert by_floor[1].threshold(coverage) >= by_floor[0].threshold(coverage)
-    changed = json.loads(told.model_dump_json())
-    changed["report"]["sites"]["north"]["scores"][0][0] += 10
-    (tmp_path / "validation.json").write_text(json.dumps(changed))
-    options = ["predict", str(tmp_path), "--export", str(exported), "--coverage", "0.9"]
-    refused = CliRunner().invoke(app, [*options, "--calibration", str(tmp_path / "validation.json")])
-    assert refused.exit_code == Exit.REFUSED
-    without = promptfed.validate(exported, data, backbone=exports.backbone())
-    (tmp_path / "validation.json").write_text(without.model_dump_json())
-    refused = CliRunner().invoke(app, [*options, "--calibration", str(tmp_path / "validation.json")])
-    assert "of a validation without `calibration`" in f"{refused.output} {refused.exception}"

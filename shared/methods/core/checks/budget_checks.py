@@ -24,7 +24,7 @@ def check_budget(method: Method, spec: FederationSpec) -> None:
         raise MethodError("privacy.level client clips changes to one length, which steps must not scale: leave it out")
     check_one_mean(method, spec.rounds, "weigh", "there is no change to weigh by its steps")
     check_changes(method, spec.rounds, "weigh")
-    names = {phase.name for phase in distinct_phases(method, spec.rounds) if not phase.total}
+    names = {phase.name for phase in distinct_phases(method, spec.rounds)}
     if len(names) > 1:
         raise MethodError(f"{method.name} does different things in its phases: leave budget out")
     if method.own_steps is not None:

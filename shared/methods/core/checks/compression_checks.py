@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from promptfed.shared.methods.core.checks.mean_checks import check_changes, check_one_mean, distinct_phases
+from promptfed.shared.methods.core.checks.mean_checks import check_changes, check_one_mean
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.spec.spec import FederationSpec
 
@@ -30,5 +30,3 @@ def _check_up(method: Method, spec: FederationSpec) -> None:
     if spec.secure_aggregation is not None:
         raise MethodError("a secure sum has its own grid of whole numbers: leave compression out")
     check_one_mean(method, spec.rounds, "compress", "what is lost cannot be added to the next change")
-    if any(phase.total for phase in distinct_phases(method, spec.rounds)):
-        raise MethodError("counts are sent as they are: leave compression or the counts out")

@@ -63,7 +63,7 @@ def training_loops(method: Method, rounds: int) -> int:
         PrivacyError: there is no protected loop.
     """
     phases = [phase for round in range(1, rounds + 1) for phase in method.phases(round, rounds)]
-    loops = sum(1 for phase in phases if phase.up and not phase.total)
+    loops = sum(1 for phase in phases if phase.up)
     if not loops:
         raise PrivacyError(f"{method.name} sends nothing up: there is nothing to protect")
     return loops

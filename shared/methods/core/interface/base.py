@@ -68,8 +68,7 @@ class Phase:
 
     ``ask``: the clients of a later phase: those whose answer to the first phase was counted, or all active trainers.
     The first phase of a round always asks the sampled clients. ``mean``: the state after the phase depends on the
-    updates only through their mean, so that a robust rule may replace the mean. ``total``: it depends on their sum, in
-    which each client counts the same.
+    updates only through their mean, so that a robust rule may replace the mean.
     """
 
     name: str
@@ -77,7 +76,6 @@ class Phase:
     up: tuple[TensorSpec, ...]
     ask: Literal["answered", "all"] = "answered"
     mean: bool = False
-    total: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,9 +136,8 @@ class ClientContext:
     empty means ``class_names``. ``template``: the federation's, or that of the client's data. ``count_trained``
     receives the number of values that each training loop optimises. With ``protection`` training is differentially
     private. ``unlabelled``: the labels of ``train`` are predictions, or -1 where there is none. ``label_bias``: the
-    threshold to train, where images have several labels. ``class_counts``: of all clients' training images,
-    ``(1, C)`` by class of the federation's list, or present and absent ``(2, C)``; None where they are not known.
-    ``budget``: of the task's steps, where the spec has one. ``progress`` is told the part of the steps that is done.
+    threshold to train, where images have several labels. ``budget``: of the task's steps, where the spec has one.
+    ``progress`` is told the part of the steps that is done.
     """
 
     backbone: Backbone
@@ -160,7 +157,6 @@ class ClientContext:
     protection: Protection | None = None
     unlabelled: bool = False
     label_bias: LabelBias | None = None
-    class_counts: Tensor | None = None
     budget: StepBudget | None = None
 
     @property
