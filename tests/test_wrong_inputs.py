@@ -68,7 +68,6 @@ CHANGED: dict[str, dict[str, Any]] = {
     "tuning": {"tuning": {"candidates": [{"method": {"name": "nope"}}]}},
     "speeds": {"clock": {"speeds": "fast"}},
     "trace": {"clock": {"speeds": "trace:no.csv"}},
-    "loss": {"loss": {"kind": "focal"}},
     "budget": {"training": {"budget": {"steps": 0}}},
     "part": {"clients": [{"name": "a", "data": "digits?partition=iid&clients=2&client=2"}, CLIENTS[1]]},
     "weights": {"backbone": {"model": "promptfed-tiny", "pretrained": "laion"}},

@@ -150,9 +150,7 @@ def _counts(source: Source, role: str) -> Check:
             return Check("data", "fail", text, "a trainer needs training images; or give --role evaluator")
         counts = class_counts(source.train.labels, len(source.class_names))
         few = [name for label, name in enumerate(source.class_names) if counts[label] < FEW_IMAGES]
-        if source.unlabelled:
-            text += "; no training label is read"
-        elif few:
+        if few:
             text += f"; only {FEW_IMAGES - 1} training images or fewer of {_shown(few)}"
             return Check("data", "warn", text, "add images, or leave the class out")
     elif not test:

@@ -81,8 +81,7 @@ class Exchange:
 class Disclosure:
     """All that the coordinator and other sites will learn of this client, and what it will do for them.
 
-    ``unlabelled``: training reads no label. ``changes``: in what the offer is not the one that was agreed to before;
-    empty where none was.
+    ``changes``: in what the offer is not the one that was agreed to before; empty where none was.
     """
 
     terms: AgreedTerms
@@ -91,7 +90,6 @@ class Disclosure:
     disclosed: tuple[Disclosed, ...]
     changes: tuple[str, ...] = ()
     plan: PrivacyPlan | None = None
-    unlabelled: bool = False
 
     def facts(self) -> dict[str, Any]:
         """For programs."""
@@ -107,7 +105,6 @@ class Disclosure:
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
             "learned": [asdict(disclosed) for disclosed in self.disclosed],
             "test_sets": list(self._tests),
-            "unlabelled": self.unlabelled,
             "never": NEVER,
             **({} if self.plan is None else {"privacy": vars(self.plan)}),
         }
@@ -204,8 +201,6 @@ class Disclosure:
                 ("method", _settings(terms.method) or "no settings"),
                 ("training", _settings(terms.training.model_dump(exclude={"budget"}))),
                 *([] if terms.training.budget is None else [("budget", _budget(terms.training.budget))]),
-                *([] if terms.loss.is_plain else [("loss", _settings(terms.loss.model_dump()))]),
-                *([("labels", _guessed(terms))] if self.unlabelled else []),
                 ("seed", f"{terms.seed}, which batches and crops follow from"),
             ]
         if self.plan is not None:
@@ -317,13 +312,6 @@ def _budget(budget: BudgetSpec) -> str:
     return f"{counted(budget.epochs or 0, 'epoch')} a task"
 
 
-def _guessed(terms: AgreedTerms) -> str:
-    least = terms.loss.unlabelled_threshold
-    return (
-        f"none is read: it trains on the classes that the current classifier gives a probability of {least:g} or more"
-    )
-
-
 def _settings(settings: dict[str, Any]) -> str:
     return ", ".join(f"{key} {str(value)[:LONG]}" for key, value in settings.items() if key != "name")
 
@@ -336,7 +324,6 @@ def disclose(
     shape: BackboneShape | None,
     changes: Sequence[str] = (),
     plan: PrivacyPlan | None = None,
-    unlabelled: bool = False,
 ) -> Disclosure:
     """What ``declared`` and the method's phases send; an evaluator sends accuracies alone.
 
@@ -347,7 +334,7 @@ def disclose(
     candidates = [make_method(candidate.method) for candidate in terms.tuning.candidates] if terms.tuning else [method]
     facts = dict.fromkeys(fact for candidate in candidates for fact in candidate.disclosures)
     told = tuple(fact for fact in facts if trains or fact.to == "sites") if exchanges else ()
-    return Disclosure(terms, declared, exchanges, told, tuple(changes), plan, unlabelled)
+    return Disclosure(terms, declared, exchanges, told, tuple(changes), plan)
 
 
 def _exchanges(method: Method, info: EnrolmentInfo, shape: BackboneShape | None) -> tuple[Exchange, ...]:

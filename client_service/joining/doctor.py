@@ -266,4 +266,4 @@ class Examination:
         declared = declaration(settings, source, domain, backbone, images)
         enrol_request(declared, NOBODY, backbone)
         terms = terms_of(info, method, settings.coordinator, settings.role, list(settings.tests))
-        return disclose(terms, info, method, declared, shape_of(backbone), unlabelled=source.unlabelled)
+        return disclose(terms, info, method, declared, shape_of(backbone))

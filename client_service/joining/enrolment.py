@@ -14,7 +14,6 @@ from promptfed.client_service.joining.disclosure import Declared
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.state.private_state import Identity
 from promptfed.client_service.training.data import check_classes, check_domain
-from promptfed.client_service.training.unlabelled import check_unlabelled
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
 from promptfed.shared.clip.loading import expect_device
 from promptfed.shared.clip.weights.permissions import permits
@@ -141,8 +140,6 @@ def check_declaration(method: Method, info: EnrolmentInfo, role: Role, source: S
         text = f"the federation {info.name} is for {there}, and {source.uri} has {here}"
         raise ClientError(Exit.BAD_INPUT, f"{text}: give data of that kind, or set the spec's task")
     check_domain(method, role, source)
-    if role == "trainer":
-        check_unlabelled(method, source)
 
 
 def declaration(

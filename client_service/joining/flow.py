@@ -341,7 +341,7 @@ class Joining:
             return known, declared
         if self.parts.consent is not None:
             planned, shape = protection.plan if protection is not None else None, await self._shape(info)
-            disclosure = disclose(terms, info, offer.method, declared, shape, changes, planned, offer.source.unlabelled)
+            disclosure = disclose(terms, info, offer.method, declared, shape, changes, planned)
             await self._ask(self.parts.consent, disclosure, source)
         return Agreement.made(self.state, terms), declared
 

@@ -110,7 +110,6 @@ class ClientData:
         self.class_names = source.class_names
         self.template = source.template
         self.domain = domain_of(source)
-        self.unlabelled = source.unlabelled
         self.several_labels = source.train.labels.ndim == 2
         self.tests = {name: TestSet(other.class_names, other.template) for name, other in tests.items()}
         self._splits: dict[str, Split] = {TRAIN: source.train, TEST: source.test}
@@ -130,7 +129,7 @@ class ClientData:
         names = self.tests[which].class_names if which in self.tests else self.class_names
         check_classes(names, label_space)
         own = self._splits[which].labels
-        if which == TRAIN and own.ndim == 1 and not self.unlabelled and bool((own < 0).any()):
+        if which == TRAIN and own.ndim == 1 and bool((own < 0).any()):
             text = "the data's among=base leaves images without a class: they can be tested on, not trained on"
             raise ClientError(Exit.BAD_INPUT, text)
         ahead = ReadAhead(
@@ -285,9 +284,6 @@ def held_out(source: Source, share: float, seed: int) -> Source:
         ClientError: BAD_INPUT where the groups cannot be divided.
     """
     groups = source.train.groups
-    if source.unlabelled:
-        text = "no training images can be held out: their labels are not read (unlabelled=true)"
-        raise ClientError(Exit.BAD_INPUT, text)
     try:
         if groups is not None:
             rows, tested = partition.whole_groups(groups, source.train.labels, seed, source.uri, share)

@@ -36,7 +36,6 @@ from promptfed.client_service.training.site import SiteRules as SiteRules
 from promptfed.client_service.training.site import torch_settings
 from promptfed.client_service.training.squared_losses import squared_losses
 from promptfed.client_service.training.step_budget import budget_of, taken_steps
-from promptfed.client_service.training.unlabelled import with_predictions
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.messages import EvaluationRequest, PayloadReceipt, Peer, Role, Task, TaskConfig
@@ -128,8 +127,6 @@ class TaskWork:
         context = replace(context, count_trained=trained.append, protection=protection, budget=budget)
         with unexplained(self.hides_failures), torch_settings(context):
             private, peers = self._prepared(method, context, task.config.peers)
-            if self.data.unlabelled:
-                context = with_predictions(method, context, self.data, tensors, private)
             squared = squared_losses(method, context, self.data, tensors, private)
             result = method.train(context, tensors, private)
             update, private = self._sent(phase, result, tensors, private)

@@ -67,12 +67,10 @@ def markdown(card: Card, snippet: str | None) -> str:
     """The card's text; ``snippet`` is example code for plain open_clip, if there is any."""
     backbone, name = card.backbone, card.method["name"]
     trained = sum(participant.role == "trainer" for participant in card.participants)
-    loss = card.loss.model_dump(mode="json", exclude_defaults=True)
     facts = {
         "method": f"{name}: {card.paper}",
         "hyperparameters": _settings(card.method),
         "training": _settings(card.training.model_dump(mode="json")),
-        **({"loss": _settings(loss)} if loss else {}),
         "backbone": markdown_cell(f"{backbone.model}, {backbone.pretrained or 'random'}, {backbone.precision}"),
         "classes": _classes(card),
         "template": markdown_code(card.template).replace("|", "\\|"),

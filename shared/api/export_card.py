@@ -19,7 +19,6 @@ from promptfed.shared.api.report_schemas import CentralPrivacy, EvaluationReport
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import Domain, FederationState, Figure, Role
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION
-from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec import BackboneSpec, ClassName, Licence, Origin, TrainingSpec
 from promptfed.shared.spec.spec_section import left_out
 
@@ -150,7 +149,6 @@ class Facts(BaseModel):
     round: int
     rounds: int
     training: TrainingSpec
-    loss: LossSpec = left_out(LossSpec(), default=LossSpec())
     seed: int
     domains: list[Domain]
     participants: list[Participant]
@@ -329,7 +327,6 @@ def facts_of(
         round=round,
         rounds=spec.rounds,
         training=spec.training,
-        loss=spec.loss,
         seed=spec.seed,
         domains=[client.domain for client in clients if client.role == "trainer" and client.domain],
         participants=_participants(clients, tally, shown, secret),

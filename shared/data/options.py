@@ -34,7 +34,6 @@ COMMON_OPTIONS = (
     "tail",
     "flip",
     "hide",
-    "unlabelled",
 )
 CUTTING_OPTIONS = frozenset(COMMON_OPTIONS) - {"split_seed"}  # options that do not describe the whole data set
 _PARTITION_OPTIONS = ("alpha", "clients", "client", "classes_per_client", "partition_seed")
@@ -144,7 +143,6 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     ``tail=100`` and ``flip=0.4`` make the training images worse, after ``validation`` holds some out: the numbers of
     images of the classes fall to a hundredth from the first to the last, and 40 % get the label of another class.
     ``hide=0.8`` makes 80 % of the training labels of a source with several labels per image unknown.
-    ``unlabelled=true``: no training label is read; `Source.unlabelled`.
     ``known`` stores the partition of ``source`` for its next client.
     """
     source = _worded(only(source, options), options)
@@ -161,7 +159,7 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     if shots is not None and len(source.train):
         rows = partition.few_shot(source.train.labels, shots, options.split_seed)
         source = replace(source, train=source.train.select(rows))
-    return _unlabelled(source) if options.choice("unlabelled", ("true",)) else source
+    return source
 
 
 def kept_names(names: Sequence[str], counts: Mapping[str, int], options: Options) -> list[str]:
@@ -278,15 +276,9 @@ def _worsened(source: Source, options: Options) -> Source:
         train = train.labelled(partition.flipped(train.labels, len(source.class_names), flip, options.split_seed))
     if hide is not None:
         if train.labels.ndim == 1:
-            raise DataError(f"{options.uri}: hide is for several labels per image; with one, give unlabelled=true.")
+            raise DataError(f"{options.uri}: hide is for several labels per image.")
         train = train.labelled(partition.hidden(train.labels, hide, options.split_seed))
     return source if train is source.train else replace(source, train=train)
-
-
-def _unlabelled(source: Source) -> Source:
-    if source.train.labels.ndim == 2:
-        raise DataError(f"{source.uri}: unlabelled is for one label per image; with several, leave unknown ones empty.")
-    return replace(source, train=source.train.labelled(torch.full_like(source.train.labels, UNKNOWN)), unlabelled=True)
 
 
 def _expect_single(source: Source, options: Options, name: str) -> None:

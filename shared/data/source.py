@@ -171,8 +171,8 @@ def reader_of(pixels: np.ndarray) -> Callable[[int], Image.Image]:
 class Source:
     """A client's data, opened from a URI.
 
-    ``unlabelled``: all training labels are -1, and were not read. ``left_out``: a sentence for each file that cannot be
-    read and that the owner allowed to leave out; it names the file, and is for the owner's eyes only.
+    ``left_out``: a sentence for each file that cannot be read and that the owner allowed to leave out; it names the
+    file, and is for the owner's eyes only.
     """
 
     uri: str
@@ -181,5 +181,4 @@ class Source:
     template: str
     train: Split
     test: Split
-    unlabelled: bool = False
     left_out: tuple[str, ...] = ()

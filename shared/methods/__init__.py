@@ -17,7 +17,6 @@ from promptfed.shared.methods.core.checks.choice_checks import check_choice
 from promptfed.shared.methods.core.checks.client_checks import with_noise
 from promptfed.shared.methods.core.checks.compression_checks import check_compression
 from promptfed.shared.methods.core.checks.distributed_checks import with_parts
-from promptfed.shared.methods.core.checks.loss_checks import check_loss
 from promptfed.shared.methods.core.checks.privacy_checks import check_privacy
 from promptfed.shared.methods.core.checks.rule_checks import check_rule
 from promptfed.shared.methods.core.checks.schedule_checks import check_schedule
@@ -147,7 +146,6 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
         ("compression", lambda: check_compression(method, resolved)),
         ("training.budget", lambda: check_budget(method, resolved)),
         ("secure_aggregation", lambda: check_secure(method, resolved)),
-        ("loss", lambda: check_loss(method, resolved)),
         ("privacy", lambda: check_privacy(method, resolved)),
         ("tuning", lambda: check_tuning(resolved)),
         ("kind", lambda: check_validation(resolved)),

@@ -18,7 +18,6 @@ class CoOp(pf.ContextMethod):
     name = "coop"
     summary = "Each client trains a context of its own and never shares it."
     paper = "Zhou et al., Learning to Prompt for Vision-Language Models (CoOp), 2022"
-    takes_losses = True
     several_labels = True
     personal = True
     unprotected = "it sends nothing up; withhold evaluations"

@@ -53,7 +53,6 @@ class FedAvg(WeightMethod):
     name = "fedavg"
     summary = "The image tower's own weights, all or a part, fine-tuned by each client and averaged."
     paper = "McMahan et al., Communication-Efficient Learning of Deep Networks (FedAvg), 2017"
-    takes_losses = True
     several_labels = True
     Hyper = FedAvgHyper
     hyper: FedAvgHyper
@@ -74,10 +73,8 @@ class FedAvg(WeightMethod):
     # Server half
 
     def check(self, spec: pf.FederationSpec) -> None:
-        """Also refuses FedSR without a linear head, or with another loss than its own."""
+        """Also refuses FedSR without a linear head."""
         if self.hyper.fedsr:
-            if not spec.loss.is_plain:
-                raise pf.MethodError("fedsr trains with a loss of its own: leave loss out, or fedsr")
             fedsr.check_options(self.hyper.head, self.hyper.private)
         super().check(spec)
 

@@ -80,8 +80,6 @@ class FedCLIP(pf.Method):
     name = "fedclip"
     summary = "An attention adapter behind the frozen image tower; the adapter is all that is trained and travels."
     paper = "Lu et al., FedCLIP: Fast Generalization and Personalization for CLIP in Federated Learning, 2023"
-    takes_losses = True
-    takes_unlabelled = True
     several_labels = True
     protects = True
     Hyper = FedCLIPHyper

@@ -54,8 +54,6 @@ class FedCLIPAdapter(pf.Method):
     name = "fedclipadapter"
     summary = "A bottleneck network behind the frozen image or text tower, whose output is blended with the feature."
     paper = "Gao et al., CLIP-Adapter: Better Vision-Language Models with Feature Adapters, 2021, made federated"
-    takes_losses = True
-    takes_unlabelled = True
     several_labels = True
     protects = True
     Hyper = FedCLIPAdapterHyper

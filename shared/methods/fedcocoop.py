@@ -48,7 +48,6 @@ class FedCoCoOp(pf.SharedContextMethod):
     name = "fedcocoop"
     summary = "PromptFL whose context a shared meta-net shifts for each image."
     paper = "Zhou et al., Conditional Prompt Learning for Vision-Language Models (CoCoOp), 2022; averaged by FedAvg"
-    takes_losses = True
     several_labels = True
     protects = True
     Hyper = FedCoCoOpHyper

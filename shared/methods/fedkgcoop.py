@@ -27,8 +27,6 @@ class FedKgCoOp(PromptFL):
     name = "fedkgcoop"
     summary = "PromptFL with a term that holds the prompted text features near the template's."
     paper = "Yao et al., Visual-Language Prompt Tuning with Knowledge-guided Context Optimization (KgCoOp), 2023"
-    takes_losses = True
-    takes_unlabelled = True
     several_labels = True
     protects = True
     Hyper = FedKgCoOpHyper

@@ -71,8 +71,6 @@ class FedLoRA(pf.Method):
     name = "fedlora"
     summary = "Low-rank changes of the attention of both towers (LoRA), averaged over clients."
     paper = "Zanella & Ben Ayed, CLIP-LoRA, 2024; averaged as in FL2oRA (Singha et al., 2025)"
-    takes_losses = True
-    takes_unlabelled = True
     Hyper = FedLoRAHyper
     hyper: FedLoRAHyper
     needs = visual.NEEDS

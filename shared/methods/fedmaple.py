@@ -48,8 +48,6 @@ class FedMaple(pf.Method):
     name = "fedmaple"
     summary = "Deep text prompts with visual ones coupled to them by linear maps, averaged over clients."
     paper = "Khattak et al., MaPLe: Multi-modal Prompt Learning, 2023; averaged as in PLAN's tables"
-    takes_losses = True
-    takes_unlabelled = True
     several_labels = True
     protects = True
     Hyper = FedMapleHyper

@@ -39,7 +39,6 @@ class FedPGP(pf.SharedContextMethod):
     name = "fedpgp"
     summary = "A shared context, each client's private low-rank adaptation of it, and a contrastive loss with CLIP."
     paper = "Cui et al., Harmonizing Generalization and Personalization in Federated Prompt Learning (FedPGP), 2024"
-    takes_losses = True
     several_labels = True
     personal = True
     protects = True

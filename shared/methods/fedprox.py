@@ -31,7 +31,6 @@ class FedProx(WeightMethod):
     summary = "FedAvg of the image tower with a penalty on the distance to the received weights."
     paper = "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), 2020"
     own_steps = "its proximal term draws each step back to the state that was received"
-    takes_losses = True
     several_labels = True
     Hyper = FedProxHyper
     hyper: FedProxHyper

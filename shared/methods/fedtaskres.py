@@ -42,8 +42,6 @@ class FedTaskRes(pf.Method):
         "A residual of each class's text feature; texts are encoded once, and training needs image features alone."
     )
     paper = "Yu et al., Task Residual for Tuning Vision-Language Models, 2023, made federated"
-    takes_losses = True
-    takes_unlabelled = True
     several_labels = True
     protects = True
     Hyper = FedTaskResHyper

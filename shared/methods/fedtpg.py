@@ -65,7 +65,6 @@ class FedTPG(pf.Method):
     name = "fedtpg"
     summary = "A shared generator that makes the context from the text features of a client's own class names."
     paper = "Qiu et al., Federated Text-driven Prompt Generation for Vision-Language Models (FedTPG), 2024"
-    takes_losses = True
     several_labels = True
     protects = True
     Hyper = FedTPGHyper

@@ -110,8 +110,6 @@ class FedVPT(VisualPromptMethod):
     name = "fedvpt"
     summary = "Visual prompts at the input, averaged over clients; text head, or a private linear one."
     paper = "Jia et al., Visual Prompt Tuning (VPT), 2022; averaged as in the tables of pFedPG (Yang et al., 2023)"
-    takes_losses = True
-    takes_unlabelled = True
     several_labels = True
     protects = True
 

@@ -19,8 +19,6 @@ class FedVPTDeep(FedVPT):
     name = "fedvpt_deep"
     summary = "Visual prompts in every block, averaged over clients; text head, or a private linear one."
     protects = True
-    takes_losses = True
-    takes_unlabelled = True
     several_labels = True
     Hyper = FedVPTDeepHyper
     hyper: FedVPTDeepHyper

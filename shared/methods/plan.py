@@ -154,7 +154,6 @@ class Plan(pf.Method):
     name = "plan"
     summary = "Deep text and visual prompts tied to a global reference, aggregated by trained attention."
     paper = "Gong et al., Federated Domain Generalization via Prompt Learning and Aggregation (PLAN), 2024"
-    takes_losses = True
     unprotected = "its aggregators have millions of numbers"
     change_per_number = 0.5  # prompts pass through the perceptrons in each round, so long ones grow from round to round
     Hyper = PlanHyper

@@ -36,8 +36,6 @@ class PromptFL(pf.SharedContextMethod):
     summary = "One shared context before the class names, averaged over clients by their numbers of samples."
     protects = True
     paper = "Guo et al., PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Models, 2023"
-    takes_losses = True
-    takes_unlabelled = True
     several_labels = True
     Hyper: ClassVar[type[pf.ContextHyper]] = PromptFLHyper
 

@@ -32,7 +32,6 @@ class PromptFLPer(PrivateContextMethod):
     name = "promptfl_per"
     summary = "PromptFL whose last context vectors are each client's own; the first ones are shared."
     paper = "Arivazhagan et al., Federated Learning with Personalization Layers (FedPer), 2019; PromptFL as above"
-    takes_losses = True
     several_labels = True
     protects = True
     Hyper = PromptFLPerHyper

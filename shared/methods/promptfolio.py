@@ -35,7 +35,6 @@ class PromptFolio(PrivateContextMethod):
     name = "promptfolio"
     summary = "A fixed mixture of the text features of a shared context and of each client's private one."
     paper = "Pan et al., Federated Learning from Vision-Language Foundation Models (PromptFolio), 2024"
-    takes_losses = True
     several_labels = True
     protects = True
     Hyper = PromptFolioHyper

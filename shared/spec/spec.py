@@ -24,7 +24,6 @@ from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.budget import MOST_EPOCHS, BudgetSpec
 from promptfed.shared.spec.compression import CompressionSpec
-from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.participation import ParticipationSpec
 from promptfed.shared.spec.schedule import ScheduleSpec
 from promptfed.shared.spec.selection import SelectionSpec
@@ -249,9 +248,6 @@ class FederationSpec(Section):
     licence: Annotated[Licence | None, left_out(description="of the result; its card says it")] = None
     rounds: Annotated[int, Field(ge=1, le=100_000)] = 10
     training: TrainingSpec = TrainingSpec()
-    loss: Annotated[
-        LossSpec, left_out(LossSpec(), description="the loss of training, for wrong labels and unequal classes")
-    ] = LossSpec()
     participation: ParticipationSpec = ParticipationSpec()
     schedule: Annotated[
         ScheduleSpec | None,

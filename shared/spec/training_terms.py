@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.compression import CompressionSpec
-from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.selection import SelectionSpec
 from promptfed.shared.spec.spec import BackboneSpec, ClassName, FederationSpec, Kind, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
@@ -35,7 +34,6 @@ class TrainingTerms(BaseModel):
     kind: Annotated[Kind, left_out("training", since=2, description="validation: nobody trains")] = "training"
     method: dict[str, Any]
     training: TrainingSpec
-    loss: Annotated[LossSpec, left_out(LossSpec(), since=2)] = LossSpec()
     backbone: BackboneSpec
     class_names: Annotated[list[ClassName], Field(max_length=100_000)] | None
     template: Annotated[str, Field(max_length=500)] | None

@@ -23,7 +23,6 @@ from promptfed.shared.methods.core.interface.base import Needs
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.settings import AdaptiveClip, PrivacySpec
 from promptfed.shared.spec.compression import CompressionSpec
-from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -54,7 +53,6 @@ NOT_AGREED_TO = {
 CONFIG = TaskConfig(
     method={"name": "promptfl", "m": 4},
     training=TrainingSpec(augmentation="crop_flip", views=3),
-    loss=LossSpec(kind="gce"),
     compression=CompressionSpec(up="int8"),
     backbone=BackboneSpec(fingerprint=FINGERPRINT, shape=BackboneShape(d_e=8)),
     class_names=NAMES,
@@ -131,7 +129,7 @@ AGREED = sorted(path for path in FIELDS if not is_listed(path))
 
 def test_the_example_has_every_part() -> None:
     """Else the walk below would miss the fields of a part that is None."""
-    parts = (TrainingSpec, LossSpec, BackboneSpec, PrivacySpec, AdaptiveClip, SecureAggregationSpec, TrainingTerms)
+    parts = (TrainingSpec, BackboneSpec, PrivacySpec, AdaptiveClip, SecureAggregationSpec, TrainingTerms)
     walked = {path.rpartition(".")[2] for path in FIELDS} | {part for path in FIELDS for part in path.split(".")}
     assert {name for part in parts for name in part.model_fields} <= walked
     assert all(any(path == one or path.startswith(f"{one}.") for path in FIELDS) for one in NOT_AGREED_TO)
@@ -178,7 +176,6 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
     "training.deterministic": {"deterministic": True},
     "training.tf32": {"tf32": True},
     "training.compile": {"compile": True},
-    "loss": {"loss": {"kind": "mae"}},
     "backbone.model": {"model": "ViT-B-32"},
     "backbone.pretrained": {"pretrained": "openai"},
     "backbone.precision": {"precision": "fp16"},

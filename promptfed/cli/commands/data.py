@@ -135,7 +135,6 @@ def show(
             "uri": uri,
             "domain": domain,
             "template": source.template,
-            "unlabelled": source.unlabelled,
             "left_out": list(source.left_out),
         }
         print_json({**about, "classes": counts, "sheet": str(out)})
@@ -146,8 +145,6 @@ def show(
     console.print(table(None, ["class", *columns], rows))
     for problem in source.left_out:
         say(f"Left out: {plain(problem)}")
-    if source.unlabelled:
-        say("It trains without labels: no training label is read.")
     say(f"{out}: {counted(min(count, len(split)), 'image')} of {uri}")
 
 

@@ -179,7 +179,7 @@ def _without_bias(tensors: Tensors) -> Tensors:
 @cache
 def for_several_labels(kind: type[Method]) -> type[Method]:
     """``kind`` for images with several labels."""
-    own = {name: vars(kind).get(name, False) for name in ("protects", "takes_losses", "several_labels")}
+    own = {name: vars(kind).get(name, False) for name in ("protects", "several_labels")}
     return type(kind.__name__, (SeveralLabels, kind), own)
 
 

@@ -37,7 +37,6 @@ from promptfed.shared.data import Source
 from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface.base import Method
-from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.tensors.torch_tensors import decode
@@ -171,13 +170,6 @@ def test_of_secure_sums_it_is_told_that_changes_leave_under_masks_alone(declared
     assert "key       public, made here" in told
     plain = "\n".join(told_of(method, declared, None, [], secure_aggregation=secure, evaluation="plain").lines())
     assert "accuracy  on its test images" in plain
-
-
-def test_another_loss_than_the_cross_entropy_is_told(declared: Declared) -> None:
-    method = make_method({"name": "promptfl"})
-    told = told_of(method, declared, None, [], loss=LossSpec(kind="gce", q=0.6)).lines()
-    assert any("loss" in line and "kind gce, q 0.6" in line for line in told)
-    assert not any("cross_entropy" in line for line in told_of(method, declared, None, []).lines())
 
 
 # The terminal

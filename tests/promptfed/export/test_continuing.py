@@ -78,12 +78,10 @@ def test_what_does_not_fit_is_refused_and_nothing_is_created(exported: Path, tmp
         assert server.get("/v1/federations")["federations"] == []
 
 
-def test_neither_loss_nor_protection_ends_unsaid(exported: Path, tmp_path: Path) -> None:
+def test_protection_does_not_end_unsaid(exported: Path, tmp_path: Path) -> None:
     folder = tmp_path / "protected"
     shutil.copytree(exported, folder)
-    card = json.loads((folder / "card.json").read_text()) | {"loss": {"kind": "gce"}}
-    (folder / "card.json").write_text(json.dumps(card))
-    assert continued(folder, {})[0]["loss"]["kind"] == "gce"
+    card = json.loads((folder / "card.json").read_text())
     summed = {"secure_aggregation": {"smallest_sum": 3, "threshold": 0.6}}
     (folder / "card.json").write_text(json.dumps(card | summed))
     with pytest.raises(CommandError, match="was trained with secure_aggregation, and the spec says nothing of it"):
@@ -101,14 +99,11 @@ def test_a_validation_says_nothing_of_training(exported: Path, tmp_path: Path) -
     folder = tmp_path / "balanced"
     shutil.copytree(exported, folder)
     card = json.loads((folder / "card.json").read_text())
-    card |= {"loss": {"kind": "gce"}, "training": card["training"] | {"budget": {"steps": 5}}}
+    card |= {"training": card["training"] | {"budget": {"steps": 5}}}
     (folder / "card.json").write_text(json.dumps(card))
     raw, _ = continued(folder, {}, kind="validation")
-    assert "loss" not in raw
     assert "budget" not in raw["training"]
     assert continued(folder, {})[0]["training"]["budget"] == {"steps": 5}
-    with pytest.raises(CommandError, match="leave loss out"):
-        continued(folder, {"loss": {"kind": "gce"}}, kind="validation")
 
 
 def test_the_coordinator_takes_no_other_state(exported: Path, tmp_path: Path) -> None:

@@ -97,7 +97,6 @@ def test_classes_left_out_leave_their_images() -> None:
         ("flip=0.4", "flip is for one label per image"),
         ("classes=novel&among=base", "among is for one label per image"),
         ("partition=pathological&clients=2&client=0", "partition=pathological is for one label per image"),
-        ("unlabelled=true", "leave unknown ones empty"),
         ("seed=-1", "seed=-1 is less than 0"),
         ("purpose=all", "choose one of test, train"),
     ],
@@ -112,15 +111,6 @@ def test_clients_in_one_process_draw_the_same_scenes() -> None:
         own, alone = shared.open(uri), open_source(uri)
         assert torch.equal(own.train.labels, alone.train.labels)
         assert own.train.digest(0) == alone.train.digest(0)
-
-
-def test_without_labels_no_training_label_is_read() -> None:
-    whole, unlabelled = open_source("digits?shots=3"), open_source("digits?shots=3&unlabelled=true")
-    assert unlabelled.unlabelled
-    assert not whole.unlabelled
-    assert unlabelled.train.labels.tolist() == [-1] * 30
-    assert torch.equal(unlabelled.test.labels, whole.test.labels)
-    assert unlabelled.class_names == whole.class_names
 
 
 def table(folder: Path, *lines: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from promptfed.client_service.training.evaluation import presences
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
-from promptfed.shared.methods.core.context import PairClassifier, class_prompts, pair_of, train_context
+from promptfed.shared.methods.core.context import pair_of
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate
 from promptfed.shared.methods.core.interface.label_bias import LabelBias
 from promptfed.shared.methods.core.interface.protection import Objective, Protection
@@ -25,7 +25,6 @@ from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.metrics.clinical import mean_average_precision
 from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
 from tests import ROOT
@@ -36,12 +35,6 @@ LABELS = torch.tensor(
 )  # -1: unknown
 ABLE = sorted(name for name, kind in METHODS.items() if kind.can_take_several_labels())
 TRAINABLE = [name for name in ABLE if name != "zero_shot"]
-SPECS = [
-    LossSpec(),
-    LossSpec(balance="logit_adjusted", adjustment=1.3),
-    LossSpec(kind="asymmetric", gamma_positive=1.0, gamma_negative=3.0, margin=0.1),
-    LossSpec(kind="asymmetric", balance="logit_adjusted"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -49,46 +42,33 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
     return small_backbone(tmp_path_factory.mktemp("configs"))
 
 
-def context_of(backbone: Backbone, loss: LossSpec, **training: Any) -> ClientContext:
-    context = client_context(backbone, len(LABELS), **training).with_terms(loss=loss)
+def context_of(backbone: Backbone, **training: Any) -> ClientContext:
+    context = client_context(backbone, len(LABELS), **training)
     context.train.labels = LABELS
     return context
 
 
-def literal_loss(cosines: Tensor, scale: float, beta: Tensor, spec: LossSpec) -> Tensor:
+def literal_loss(cosines: Tensor, scale: float, beta: Tensor) -> Tensor:
     """The mean over images of the sum over known classes, one by one."""
     total = torch.zeros((), dtype=cosines.dtype)
     for row, labels in zip(cosines, LABELS.tolist(), strict=True):
         for c, label in enumerate(labels):
             if label == -1:
                 continue
-            z = scale * (row[c] + beta)
-            if spec.balance == "logit_adjusted":
-                known = [other[c] for other in LABELS.tolist() if other[c] != -1]
-                pi = (sum(known) + 0.5) / (len(known) + 1)
-                z = z + spec.adjustment * math.log(pi / (1 - pi))
-            p = 1 / (1 + torch.exp(-z))
-            if spec.kind == "cross_entropy":
-                value = -torch.log(p) if label else -torch.log(1 - p)
-            elif label:
-                value = -((1 - p) ** spec.gamma_positive) * torch.log(p)
-            else:
-                p_m = torch.clamp(p - spec.margin, min=0)
-                value = -(p_m**spec.gamma_negative) * torch.log(1 - p_m)
-            total = total + value
+            p = 1 / (1 + torch.exp(-scale * (row[c] + beta)))
+            total = total - (torch.log(p) if label else torch.log(1 - p))
     return total / len(cosines)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.balance}")
-def test_each_loss_and_its_gradients_equal_the_formula(backbone: Backbone, spec: LossSpec) -> None:
+def test_the_loss_and_its_gradients_equal_the_formula(backbone: Backbone) -> None:
     scale = backbone.logit_scale
     beta = torch.tensor([-0.02], dtype=torch.float64, requires_grad=True)
     bias = LabelBias(beta.detach(), backbone, 3)
-    loss = ClassificationLoss(replace(context_of(backbone, spec), label_bias=bias))
+    loss = ClassificationLoss(replace(context_of(backbone), label_bias=bias))
     draws = torch.Generator().manual_seed(2)
     cosines = (torch.randn(6, 3, generator=draws, dtype=torch.float64) / scale).requires_grad_()
     found = loss(scale * cosines, LABELS)
-    wanted = literal_loss(cosines, scale, beta[0], spec)
+    wanted = literal_loss(cosines, scale, beta[0])
     assert found.item() == pytest.approx(wanted.item(), abs=1e-6)
     slope, own = torch.autograd.grad(found, (cosines, bias.leaf))
     by_hand, of_beta = torch.autograd.grad(wanted, (cosines, beta))
@@ -102,7 +82,7 @@ def test_the_threshold_comes_from_any_start_to_the_best_one(backbone: Backbone) 
     share = float((LABELS == 1).sum()) / float((LABELS >= 0).sum())
     for start in (-0.5, 0.0, 0.5):
         bias = LabelBias(torch.tensor([start]), backbone, 3)
-        loss = ClassificationLoss(replace(context_of(backbone, LossSpec()), label_bias=bias))
+        loss = ClassificationLoss(replace(context_of(backbone), label_bias=bias))
         logits, before = torch.zeros(6, 3), math.inf
         for _ in range(60):
             value = loss(logits, LABELS)
@@ -115,7 +95,7 @@ def test_the_threshold_comes_from_any_start_to_the_best_one(backbone: Backbone) 
 
 def test_copies_have_thresholds_of_their_own(backbone: Backbone) -> None:
     bias = LabelBias(torch.zeros(1), backbone, 3)
-    loss = ClassificationLoss(replace(context_of(backbone, LossSpec()), label_bias=bias))
+    loss = ClassificationLoss(replace(context_of(backbone), label_bias=bias))
     logits = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
     copies = torch.linspace(-2, 2, 6)[:, None].requires_grad_()
 
@@ -127,18 +107,18 @@ def test_copies_have_thresholds_of_their_own(backbone: Backbone) -> None:
     for row in range(6):
         own = copies[row].detach().clone().requires_grad_()
         alone = LabelBias(own.detach() / (3 * backbone.logit_scale), backbone, 3)
-        single = ClassificationLoss(replace(context_of(backbone, LossSpec()), label_bias=alone))
+        single = ClassificationLoss(replace(context_of(backbone), label_bias=alone))
         single(logits[row : row + 1], LABELS[row : row + 1]).backward()
         assert alone.leaf.grad is not None
         assert gradients[row].item() == pytest.approx(alone.leaf.grad.item(), abs=1e-6)
 
 
-def trained(backbone: Backbone, name: str, loss: LossSpec, protection: Protection | None = None) -> tuple[Any, ...]:
+def trained(backbone: Backbone, name: str, protection: Protection | None = None) -> tuple[Any, ...]:
     """The method, its payload, the result of one task and the server's context."""
     settings = {"name": name, "task": "multi_label"}
     method = make_method(settings | ({"m": 2} if "m" in METHODS[name].Hyper.model_fields else {}))
     server = server_context(backbone, "a")
-    context = replace(context_of(backbone, loss, learning_rate=0.05), protection=protection)
+    context = replace(context_of(backbone, learning_rate=0.05), protection=protection)
     state = method.initial_state_with(backbone, server, initial_draws(3))
     phases = method.phases(1, 4)
     payload = method.payload(state, phases[0], server.clients[0], server) if phases else {}
@@ -151,7 +131,7 @@ def apart(one: Tensors, other: Tensors) -> float:
 
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_every_able_method_trains_by_the_loss_and_learns_the_threshold(backbone: Backbone, name: str) -> None:
-    method, state, payload, context, result, server = trained(backbone, name, LossSpec())
+    method, state, payload, context, result, server = trained(backbone, name)
     sent = result.update if BIAS.name in result.update else result.private
     assert float(sent[BIAS.name]) != 0
     assert set(payload) == {spec.name for spec in method.payload_tensors(None)}
@@ -171,14 +151,12 @@ def test_every_able_method_trains_by_the_loss_and_learns_the_threshold(backbone:
         after = method.aggregate(numbers, phase, updates, mean, server)
         assert set(after) == set(state)
         assert not phase.up or after[BIAS.name].item() == pytest.approx(sent[BIAS.name].item(), rel=1e-6)
-    other = trained(backbone, name, LossSpec(kind="asymmetric"))[4]
-    assert apart(result.update or result.private, other.update or other.private) > 0
     scores = method.classifier(context, payload, result.private).logits(context.train, torch.arange(6))
     assert scores.shape == LABELS.shape
 
 
 def test_a_classifier_is_its_cosines_and_the_threshold(backbone: Backbone) -> None:
-    method, _, payload, context, _, _ = trained(backbone, "promptfl", LossSpec())
+    method, _, payload, context, _, _ = trained(backbone, "promptfl")
     plain = make_method({"name": "promptfl", "m": 2})
     given = {name: tensor for name, tensor in payload.items() if name != BIAS.name}
     wanted = plain.classifier(context, given, {}).logits(context.train, torch.arange(6)) + backbone.logit_scale * -0.3
@@ -204,7 +182,7 @@ def test_private_training_includes_the_threshold(backbone: Backbone, name: str) 
         settings = {"name": name, "task": "multi_label"}
         method = make_method(settings | ({"m": 2} if "m" in METHODS[name].Hyper.model_fields else {}))
         server = server_context(backbone, "a")
-        context = replace(context_of(backbone, LossSpec(), learning_rate=0.05, **options), protection=protection)
+        context = replace(context_of(backbone, learning_rate=0.05, **options), protection=protection)
         state = method.initial_state_with(backbone, server, initial_draws(3))
         payload = method.payload(state, method.phases(1, 4)[0], server.clients[0], server)
         results.append(method.train(context, payload, {}).update)
@@ -213,7 +191,7 @@ def test_private_training_includes_the_threshold(backbone: Backbone, name: str) 
 
 
 def test_zero_shot_compares_present_with_absent(backbone: Backbone) -> None:
-    context = replace(context_of(backbone, LossSpec()), template="a photo of a {}.")
+    context = replace(context_of(backbone), template="a photo of a {}.")
     found = PresenceTemplates(context).logits(context.train, torch.arange(6))
     present = template_features(backbone, "a photo of a {}.", context.class_names)
     absent = template_features(backbone, "a photo without a {}.", context.class_names)
@@ -251,8 +229,6 @@ CLASSES = {"class_names": ["drusen", "bleeding"]}
     [
         ({"method": {"name": "fedapt"}} | CLASSES, "fedapt does not train on images with several labels: take one of"),
         ({}, "need class_names"),
-        ({"loss": {"kind": "gce"}} | CLASSES, "kind: gce is for one label per image"),
-        ({"loss": {"balance": "class_balanced"}} | CLASSES, "balance: class_balanced is for one label per image"),
         ({"method": {"name": "fedavg", "head": "linear"}} | CLASSES, "need head: text"),
         ({"method": {"name": "promptfl", "label_space": "client"}} | CLASSES, "need label_space: federation"),
     ],
@@ -262,9 +238,7 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], text: str) -> None
         resolve_spec({"name": "eyes", "task": "multi_label", "method": {"name": "promptfl"}} | changes)
 
 
-def test_the_asymmetric_loss_needs_several_labels() -> None:
-    with pytest.raises(SpecError, match="set task: multi_label"):
-        resolve_spec({"name": "eyes", "method": {"name": "promptfl"}, "loss": {"kind": "asymmetric"}})
+def test_the_task_is_part_of_the_resolved_method() -> None:
     spec = resolve_spec({"name": "eyes", "method": {"name": "promptfl"}})
     assert "task" not in spec.model_dump(mode="json")
     assert "task" not in spec.method
@@ -286,55 +260,13 @@ def paired(name: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{spec.balance}")
-def test_a_pair_is_a_softmax_over_the_two_prompts_of_a_class(backbone: Backbone, spec: LossSpec) -> None:
-    """The first batch's loss and its gradients equal the formula of both softmax probabilities."""
-    context = context_of(backbone, spec, batch_size=len(LABELS), epochs=1)
-    vectors = (torch.randn(6, backbone.d_t, generator=torch.Generator().manual_seed(4)) * 0.02).requires_grad_()
-    present, absent = pair_of(vectors)
-    prompts = class_prompts(context, 3)
-    both = [backbone.encode_prompts(part, prompts) for part in (present, absent)]
-    cosines = torch.stack([context.train.features() @ text.T for text in both], dim=-1)  # (N, C, 2)
-    wanted = torch.zeros(())
-    for row, labels in zip(backbone.logit_scale * cosines, LABELS.tolist(), strict=True):
-        for c, label in enumerate(labels):
-            if label == -1:
-                continue
-            pair = row[c]
-            if spec.balance == "logit_adjusted":
-                known = [other[c] for other in LABELS.tolist() if other[c] != -1]
-                pi = (sum(known) + 0.5) / (len(known) + 1)
-                pair = torch.stack([pair[0] + spec.adjustment * math.log(pi / (1 - pi)), pair[1]])
-            p = torch.exp(pair[0]) / (torch.exp(pair[0]) + torch.exp(pair[1]))
-            if spec.kind == "cross_entropy":
-                value = -torch.log(p if label else 1 - p)
-            elif label:
-                value = -((1 - p) ** spec.gamma_positive) * torch.log(p)
-            else:
-                p_m = torch.clamp(p - spec.margin, min=0)
-                value = -(p_m**spec.gamma_negative) * torch.log(1 - p_m)
-            wanted = wanted + value / len(LABELS)
-    [slope] = torch.autograd.grad(wanted, vectors)
-    bias = LabelBias(torch.zeros(1), backbone, 3, trains=False)
-    start, rate = vectors.detach(), context.training.learning_rate
-    plain = context.training.model_copy(update={"momentum": 0.0, "weight_decay": 0.0})
-    given = replace(context.with_terms(training=plain), label_bias=bias)
-    learned, loss = train_context(given, start, pair=True)
-    assert loss == pytest.approx(wanted.item(), rel=1e-5)
-    found = (start - learned) / rate
-    assert float((found - slope).abs().max()) < 1e-4 * max(1.0, float(slope.abs().max()))
-    assert float(bias.value) == 0.0
-    told = PairClassifier(context, start).logits(context.train, torch.arange(len(LABELS)))
-    assert torch.allclose(told.sigmoid(), torch.softmax(backbone.logit_scale * cosines, -1)[..., 0], atol=1e-5)
-
-
 @pytest.mark.parametrize("name", PAIRED)
 def test_methods_train_a_pair_that_differs_in_its_halves(backbone: Backbone, name: str) -> None:
     method = make_method(paired(name).method)
     server = server_context(backbone)
     state = method.initial_state(server, initial_draws(0))
     assert state["context"].shape == (6, backbone.d_t)
-    context = context_of(backbone, LossSpec(), epochs=3)
+    context = context_of(backbone, epochs=3)
     result = method.train(context, {key: torch.as_tensor(tensor) for key, tensor in state.items()}, {})
     present, absent = pair_of(result.update["context"])
     moved = [float((part - torch.as_tensor(before)).norm()) for part, before in zip(

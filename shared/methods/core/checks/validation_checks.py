@@ -6,7 +6,7 @@ from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.methods.core.interface.hooks import AdoptsStates, GrowsWithClients
 from promptfed.shared.spec.spec import FederationSpec
 
-OF_TRAINING = ("privacy", "secure_aggregation", "tuning", "selection", "held_out", "loss")
+OF_TRAINING = ("privacy", "secure_aggregation", "tuning", "selection", "held_out")
 """Sections of a spec that say something of training alone."""
 
 

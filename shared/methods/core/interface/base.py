@@ -135,7 +135,7 @@ class ClientContext:
     ``train`` in training, the classes of the test set in an evaluation. ``label_space`` is always that of ``train``;
     empty means ``class_names``. ``template``: the federation's, or that of the client's data. ``count_trained``
     receives the number of values that each training loop optimises. With ``protection`` training is differentially
-    private. ``unlabelled``: the labels of ``train`` are predictions, or -1 where there is none. ``label_bias``: the
+    private. ``label_bias``: the
     threshold to train, where images have several labels. ``budget``: of the task's steps, where the spec has one.
     ``progress`` is told the part of the steps that is done.
     """
@@ -155,7 +155,6 @@ class ClientContext:
     count_trained: Callable[[int], None] = field(default=lambda numbers: None)
     label_space: tuple[str, ...] = ()
     protection: Protection | None = None
-    unlabelled: bool = False
     label_bias: LabelBias | None = None
     budget: StepBudget | None = None
 
@@ -239,8 +238,6 @@ class Method(ABC):
     protects: ClassVar[bool] = False  # whether `train` can be differentially private for every record of a client
     fine_tunes: ClassVar[bool] = False  # whether classifiers are trained once more, without noise, on a client's images
     unprotected: ClassVar[str] = "its training has not been looked at for this"  # the reason why not, as a clause
-    takes_losses: ClassVar[bool] = False  # whether `train` minimises the spec's `loss`; not inherited
-    takes_unlabelled: ClassVar[bool] = False  # whether `train` reads labels through that loss alone; not inherited
     several_labels: ClassVar[bool] = False  # whether images may have several labels; not inherited
     own_steps: ClassVar[str | None] = None  # why its steps are none of the spec's optimizer alone, as a clause
     change_per_number: ClassVar[float] = 10.0  # largest admitted root mean square of a change
@@ -252,16 +249,6 @@ class Method(ABC):
     def can_protect(cls) -> bool:
         """Whether this class itself sets ``protects``. It is not inherited, since a subclass may train differently."""
         return bool(vars(cls).get("protects", False))
-
-    @classmethod
-    def can_take_losses(cls) -> bool:
-        """Whether this class itself sets ``takes_losses``, as in `can_protect`."""
-        return bool(vars(cls).get("takes_losses", False))
-
-    @classmethod
-    def can_take_unlabelled(cls) -> bool:
-        """Whether this class itself sets ``takes_unlabelled``, as in `can_protect`."""
-        return bool(vars(cls).get("takes_unlabelled", False))
 
     @classmethod
     def can_take_several_labels(cls) -> bool:
