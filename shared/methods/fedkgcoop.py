@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.promptfl import PromptFL, PromptFLHyper
+from promptfed.shared.methods.promptfl import PromptFL
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class FedKgCoOpHyper(PromptFLHyper):
+class FedKgCoOpHyper(pf.ContextHyper):
     """PromptFL's hyperparameters and the weight of the knowledge-guided term."""
 
     w: float = pf.option(8.0, "weight of 1 − mean cosine to the template's text features; KgCoOp's λ", ge=0, le=1e6)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.promptfl import PromptFL, PromptFLHyper
+from promptfed.shared.methods.promptfl import PromptFL
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class PromptFLProxHyper(PromptFLHyper):
+class PromptFLProxHyper(pf.ContextHyper):
     """PromptFL's hyperparameters and the weight of the proximal term."""
 
     mu: float = pf.option(1.0, "weight μ of (μ/2)·‖ctx − global‖²; FedProx's own grid ends at 1", ge=0, le=1e6)

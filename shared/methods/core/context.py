@@ -81,24 +81,6 @@ class TextFeatureClassifier:
         return {"class_weights": self._text}
 
 
-def pair_of(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """The contexts of a class that is present and of one that is absent, of both in one ``(2m, d_t)``."""
-    half = vectors.shape[-2] // 2
-    return vectors[..., :half, :], vectors[..., half:, :]
-
-
-class PairClassifier(TextFeatureClassifier):
-    """τ⁻¹·(I(x)·T(ctx⁺, y) − I(x)·T(ctx⁻, y)): the logit of a softmax over the two prompts of a class."""
-
-    def __init__(self, context: ClientContext, vectors: Tensor):
-        """vectors: both contexts ``(2m, d_t)``."""
-        backbone = context.backbone
-        with torch.no_grad():
-            parts = [part.to(backbone.device) for part in pair_of(vectors)]
-            present, absent = (backbone.encode_prompts(part, class_prompts(context, len(part))) for part in parts)
-        super().__init__(backbone.logit_scale, present - absent)
-
-
 class TextPromptClassifier(TextFeatureClassifier):
     """Cosine logits of image features and the text features of one context: τ⁻¹·I(x)·T(ctx, y)."""
 
@@ -116,8 +98,6 @@ class ContextMethod(Method):
     Hyper = ContextHyper
     hyper: ContextHyper
     shared: ClassVar[TensorSpec] = CONTEXT  # the context in the global state
-
-    contexts_of_a_class: int = 1  # two: one of a class that is present, and one of a class that is absent
 
     @property
     def shared_length(self) -> int:
@@ -158,13 +138,10 @@ class ContextMethod(Method):
             random: Tensor = draws.normal(self.shared_length, backbone.d_t) * INIT_STD
             return random
         words = backbone.embed_words(self.hyper.context_init).detach().float().cpu()
-        m = self.shared_length // self.contexts_of_a_class
+        m = self.shared_length
         if len(words) > m:
             raise MethodError(f"context_init has {len(words)} tokens, more than m = {m}: raise m or use fewer words")
-        parts: list[Tensor] = []
-        for _ in range(self.contexts_of_a_class):
-            parts += [draws.normal(m - len(words), words.shape[1]) * INIT_STD, words]
-        return torch.cat(parts)
+        return torch.cat([draws.normal(m - len(words), words.shape[1]) * INIT_STD, words])
 
     def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """The shared context, if the state has one."""
@@ -222,43 +199,36 @@ class BatchCrossEntropy:
         return self._loss.each(logits, self._labels[some])
 
 
-def train_context(
-    context: ClientContext, start: Tensor, penalty: Penalty | None = None, *, pair: bool = False
-) -> tuple[Tensor, float]:
+def train_context(context: ClientContext, start: Tensor, penalty: Penalty | None = None) -> tuple[Tensor, float]:
     """Train a context from ``start (m, d_t)`` on CE(τ⁻¹·I(x)·T(ctx, y)) + penalty(ctx, T).
 
-    With ``pair`` it is two contexts, and in place of T(ctx, y) stands T(ctx⁺, y) − T(ctx⁻, y) (`PairClassifier`); the
-    penalty is of T(ctx⁺, y). Returns the trained context ``(m, d_t)`` on the CPU and the mean loss of the last epoch.
+    Returns the trained context ``(m, d_t)`` on the CPU and the mean loss of the last epoch.
     """
     backbone = context.backbone
     learned = leaf(start, backbone)
-    length = len(start) // 2 if pair else len(start)
-    prompts, cross_entropy = class_prompts(context, length), BatchCrossEntropy(context)
+    prompts, cross_entropy = class_prompts(context, len(start)), BatchCrossEntropy(context)
 
     starts = backbone.starts  # others start from the same context; after the first step it is this client's own
 
-    def present(vectors: Tensor) -> Tensor:
-        return backbone.encode_prompts(pair_of(vectors)[0] if pair else vectors, prompts)
-
-    def against(text: Tensor, vectors: Tensor) -> Tensor:
-        return text - backbone.encode_prompts(pair_of(vectors)[1], prompts) if pair else text
+    def encoded(vectors: Tensor) -> Tensor:
+        return backbone.encode_prompts(vectors, prompts)
 
     def loss(indices: Tensor) -> Tensor:
         nonlocal starts
         if starts is None:
-            text = present(learned)
+            text = encoded(learned)
         else:
-            text = starts.features(learned, prompts, present)
+            text = starts.features(learned, prompts, encoded)
             starts = None
-        value = cross_entropy(indices, against(text, learned))
+        value = cross_entropy(indices, text)
         return value if penalty is None else value + penalty(learned, text)
 
     def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
-        return cross_entropy.each(indices, against(present(copies[0]), copies[0]))
+        return cross_entropy.each(indices, encoded(copies[0]))
 
     def common(parameters: Sequence[Tensor]) -> Tensor:
         assert penalty is not None
-        return penalty(parameters[0], present(parameters[0]))
+        return penalty(parameters[0], encoded(parameters[0]))
 
     final = train(context, [learned], loss, objective=Objective(units, None if penalty is None else common))
     return learned.detach().cpu(), final

@@ -148,8 +148,7 @@ class SeveralLabels(Method):
 
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
         """The method's training with the loss of several labels, which trains β beside its tensors."""
-        trains = not getattr(self.hyper, "pair", False)
-        bias = LabelBias(self._bias(payload, private), context.backbone, len(context.class_names), trains=trains)
+        bias = LabelBias(self._bias(payload, private), context.backbone, len(context.class_names))
         given = replace(context, label_bias=bias), _without_bias(payload), _without_bias(private)
         result = super().train(*given)  # type: ignore[safe-super]
         learned = {BIAS.name: bias.value}

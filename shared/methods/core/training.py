@@ -151,7 +151,7 @@ def _minimise(
         optimizer.zero_grad(set_to_none=True)
         value = _in_memory(context, optimizer, partial(backward, indices), len(indices))
         optimizer.step()
-        if context.label_bias is not None and context.label_bias.trains:
+        if context.label_bias is not None:
             context.label_bias.step()
         losses.add(value.detach(), len(indices))
     losses.read()
@@ -233,7 +233,7 @@ def _protected(
         raise UnprotectedError("a training loop of other epochs than the spec's was not accounted for")
     optimizer, tensors = _optimizer(context, parameters, groups)
     count, classes = len(context.train), len(context.class_names)
-    if context.label_bias is not None and context.label_bias.trains:
+    if context.label_bias is not None:
         tensors = [*tensors, context.label_bias.leaf]
         objective = None if objective is None else context.label_bias.among(objective)
     gradients = PrivateGradients(context.protection, tensors, loss, objective, count, classes)
@@ -242,7 +242,7 @@ def _protected(
             raise TaskCancelled
         gradients.step()
         optimizer.step()
-        if context.label_bias is not None and context.label_bias.trains:
+        if context.label_bias is not None:
             context.label_bias.step()
     return math.nan
 

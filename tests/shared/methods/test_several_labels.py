@@ -15,7 +15,6 @@ from torch import Tensor
 from promptfed.client_service.training.evaluation import presences
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
-from promptfed.shared.methods.core.context import pair_of
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate
 from promptfed.shared.methods.core.interface.label_bias import LabelBias
 from promptfed.shared.methods.core.interface.protection import Objective, Protection
@@ -246,38 +245,3 @@ def test_the_task_is_part_of_the_resolved_method() -> None:
     again = resolve_spec(several.model_dump(mode="json"))
     assert again == several
     assert several.method["task"] == "multi_label"
-
-
-# A pair of prompts for each class
-
-
-PAIRED = ["promptfl", "promptfl_prox", "fedkgcoop"]
-
-
-def paired(name: str) -> Any:
-    return resolve_spec(
-        {"name": "a", "method": {"name": name, "m": 3, "pair": True}, "task": "multi_label", "class_names": ["a", "b"]}
-    )
-
-
-@pytest.mark.parametrize("name", PAIRED)
-def test_methods_train_a_pair_that_differs_in_its_halves(backbone: Backbone, name: str) -> None:
-    method = make_method(paired(name).method)
-    server = server_context(backbone)
-    state = method.initial_state(server, initial_draws(0))
-    assert state["context"].shape == (6, backbone.d_t)
-    context = context_of(backbone, epochs=3)
-    result = method.train(context, {key: torch.as_tensor(tensor) for key, tensor in state.items()}, {})
-    present, absent = pair_of(result.update["context"])
-    moved = [float((part - torch.as_tensor(before)).norm()) for part, before in zip(
-        (present, absent), pair_of(torch.as_tensor(state["context"])), strict=True
-    )]  # fmt: skip
-    assert min(moved) > 0
-    assert float(result.update["label_bias"]) == 0
-    told = method.classifier(context, result.update, {}).logits(context.train, torch.arange(6))
-    assert told.shape == (6, 3)
-
-
-def test_a_pair_needs_classes_that_may_be_absent() -> None:
-    with pytest.raises(SpecError, match="pair is for classes that may be absent"):
-        resolve_spec({"name": "a", "method": {"name": "promptfl", "pair": True}})

@@ -8,7 +8,6 @@ import pytest
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from promptfed.shared.messages import EnrolResponse
-from promptfed.shared.spec.loss import LossSpec
 from promptfed.shared.spec.spec_section import left_out, newest_needed
 from promptfed.shared.spec.versions import NEWEST, OLDEST, OURS, NoCommonVersion, Versions, tolerant, versions_of
 
@@ -63,7 +62,6 @@ def test_a_message_to_an_older_peer_leaves_out_what_it_does_not_know() -> None:
 def test_the_newest_field_in_use_decides_which_client_is_needed() -> None:
     assert newest_needed(Outer()) == (1, "")
     assert newest_needed(Outer(inner=Inner(later="x"))) == (2, "inner.later")
-    assert newest_needed(LossSpec()) == (1, "")
 
 
 def test_unknown_keys_are_ignored_of_newer_peers_alone() -> None:

@@ -23,9 +23,7 @@ class LabelBias:
     The spec's optimizer and rates do not apply to it: a step of 1/L lowers the loss for any scale of the logits.
     """
 
-    def __init__(self, beta: Tensor, backbone: Backbone, classes: int, *, trains: bool = True):
-        """trains: whether it is trained; with a pair of prompts for each class it stays as it is."""
-        self.trains = trains
+    def __init__(self, beta: Tensor, backbone: Backbone, classes: int):
         self._unit = classes * backbone.logit_scale
         self._classes = classes
         self.leaf = (beta.to(backbone.device) * self._unit).detach().clone().requires_grad_()
