@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from promptfed.shared.service.addresses import HEARTBEAT
-from promptfed.shared.spec.versions import OURS, PROTOCOL
+from promptfed.shared.spec.versions import PROTOCOL, VERSION
 from promptfed.testing.clients import content_digest, enrolment, secret_of
 from tests.support.coordinators import CoordinatorProcess
 
@@ -38,7 +38,12 @@ class Connection:
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 16)
         reader, writer = self._streams
-        lines = [f"{verb} {path} HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {token}", f"{PROTOCOL}: {OURS}"]
+        lines = [
+            f"{verb} {path} HTTP/1.1",
+            "Host: 127.0.0.1",
+            f"Authorization: Bearer {token}",
+            f"{PROTOCOL}: {VERSION}",
+        ]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         lines += [f"Content-Length: {len(body)}", "", ""]
         writer.write("\r\n".join(lines).encode() + body)  # one system call, as in gRPC clients

@@ -41,7 +41,7 @@ from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.registry import Registry, Took
 from promptfed.coordinator.engine.scheduler import Scheduler
 from promptfed.coordinator.engine.sharing import Sharing
-from promptfed.coordinator.http.answer_headers import PROTOCOL_HEADER, AnswerHeaders
+from promptfed.coordinator.http.answer_headers import PROTOCOL_HEADER, AnswerHeaders, with_headers
 from promptfed.coordinator.http.auth_throttle import AuthThrottle
 from promptfed.coordinator.http.body_limits import JsonBodies
 from promptfed.coordinator.http.elsewhere import Elsewhere
@@ -62,7 +62,7 @@ from promptfed.coordinator.store.signing import Signer
 from promptfed.shared.messages import Problem
 from promptfed.shared.privacy.noise import Noise
 from promptfed.shared.service.reasons import offence
-from promptfed.shared.spec.versions import hear
+from promptfed.shared.spec.versions import OtherVersion, expect_ours
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -109,8 +109,13 @@ class Application(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         scope["app"] = self
-        told = next((value for name, value in scope.get("headers", ()) if name == PROTOCOL_HEADER), b"")
-        hear(told.decode("latin-1"))
+        told = next((value for name, value in scope.get("headers", ()) if name == PROTOCOL_HEADER), None)
+        try:
+            expect_ours(told and told.decode("latin-1"), "the client", "this coordinator")
+        except OtherVersion as error:
+            answer = await _answer(Request(scope), problems.ProtocolVersion(str(error)))
+            await answer(scope, receive, with_headers(scope, send))
+            return
         await self._calls(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import hashlib
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.metrics.site_figures import SiteFigures
@@ -14,10 +14,9 @@ from promptfed.shared.privacy.accounting import Event
 from promptfed.shared.privacy.settings import Evaluations
 from promptfed.shared.spec.schedule import ScheduleSpec
 from promptfed.shared.spec.spec import BackboneShape, ClassNames, Name, Template, TrainingSpec
-from promptfed.shared.spec.spec_section import left_out, newest_needed
+from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.spec.tuning import MOST_CANDIDATES, TuningSpec
-from promptfed.shared.spec.versions import OLDEST, heard, tolerant
 
 MOST_PEERS = 1000  # clients that a task describes to another client
 PROBLEM_BASE = "https://promptfed.invalid/problems/"
@@ -58,15 +57,6 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class FromClient(Message):
-    """Base of what clients send as JSON: unknown keys of a newer client are ignored."""
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _of_a_newer_client(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        return tolerant(given, handler, heard())
-
-
 class Domain(Message):
     """Where a client's images come from; ``description`` has ``{}`` for the class name, as in "a sketch of a {}"."""
 
@@ -83,7 +73,7 @@ class EnrolledProtection(Message):
     delta: Annotated[float, Field(gt=0, lt=1)]
 
 
-class EnrolRequest(FromClient):
+class EnrolRequest(Message):
     """``POST /v1/federations/{id}/clients``. ``secret`` (256 bits, hex) is the client's bearer token from then on."""
 
     name: Name
@@ -95,13 +85,10 @@ class EnrolRequest(FromClient):
     backbone_fingerprint: Digest
     backbone_shape: BackboneShape
     device: Annotated[str, Field(max_length=200, pattern=r"^[^\x00]*$")] = "cpu"  # PostgreSQL's text holds no NUL
-    protocol_version: Annotated[
-        int, Field(ge=OLDEST, description="of this message; the header tells the client's own")
-    ] = OLDEST
-    release: Annotated[Release, left_out(since=2, description="of promptfed at the client")] = None
+    release: Annotated[Release, left_out(description="of promptfed at the client")] = None
     system: Annotated[
         str | None,
-        left_out(since=3, pattern=r"^[ -~]{1,100}$", description="the client's operating system, processor and Python"),
+        left_out(pattern=r"^[ -~]{1,100}$", description="the client's operating system, processor and Python"),
     ] = None
     identity_key: Annotated[IdentityKey, Field(description="Ed25519, hex: for federations with secure sums")] = None
     identity_proof: Annotated[Signature, Field(description="its signature, purpose identity, of name and secret")] = (
@@ -124,7 +111,7 @@ class EnrolResponse(Message):
     client_id: str
     federation_id: str
     name: str
-    release: Annotated[Release, left_out(since=2, description="of promptfed at the coordinator")] = None
+    release: Annotated[Release, left_out(description="of promptfed at the coordinator")] = None
 
 
 class EnrolmentInfo(TrainingTerms):
@@ -138,14 +125,9 @@ class EnrolmentInfo(TrainingTerms):
     evaluation: Told = None
     tuning: Annotated[
         TuningSpec | None,
-        left_out(since=2, description="candidates, of which one becomes the method before round 1"),
+        left_out(description="candidates, of which one becomes the method before round 1"),
     ] = None
-    schedule: Annotated[ScheduleSpec | None, left_out(since=3, description="of asynchronous rounds")] = None
-    protocol_version: Annotated[int, Field(description="the version that a client needs at least")] = OLDEST
-
-    def needed(self) -> tuple[int, str]:
-        """The version of the protocol that a client needs at least, and the field that needs it."""
-        return newest_needed(self)
+    schedule: Annotated[ScheduleSpec | None, left_out(description="of asynchronous rounds")] = None
 
     @model_validator(mode="after")
     def _candidates_are_trainable(self) -> EnrolmentInfo:
@@ -231,11 +213,9 @@ class Task(Message):
     config: TaskConfig
     epoch: Annotated[str, Field(max_length=100)] = ""  # of the coordinator's process: another one after a restart
     secure: Annotated[SecurePart | None, left_out()] = None
-    selected: Annotated[
-        int | None, left_out(since=3, ge=0, le=100_000, description="the round whose state is tested")
-    ] = None
+    selected: Annotated[int | None, left_out(ge=0, le=100_000, description="the round whose state is tested")] = None
     repeats: Annotated[
-        list[Repeat], left_out([], since=3, max_length=1000, description="how the federation has gone back so far")
+        list[Repeat], left_out([], max_length=1000, description="how the federation has gone back so far")
     ] = []
     common_payload: Digest | None = None  # of all payloads of this phase, where they are the same; none: not told
 
@@ -292,7 +272,7 @@ class Witnesses(Message):
     receipts: list[Witness]
 
 
-class UpdateMetadata(FromClient):
+class UpdateMetadata(Message):
     """Canonical JSON under the safetensors metadata key ``promptfed`` of an update."""
 
     task_id: Annotated[str, Field(max_length=100)]
@@ -302,7 +282,7 @@ class UpdateMetadata(FromClient):
     receipt: Annotated[PayloadReceipt | None, left_out()] = None
     steps: Annotated[
         int | None,
-        left_out(since=3, ge=1, le=(1 << 31) - 1, description="optimizer steps, where training has a budget"),
+        left_out(ge=1, le=(1 << 31) - 1, description="optimizer steps, where training has a budget"),
     ] = None
 
 
@@ -324,14 +304,12 @@ class SplitResult(Message):
 SplitResults = Annotated[dict[Annotated[str, Field(min_length=1, max_length=100)], SplitResult], Field(max_length=1000)]
 
 
-class EvaluationRequest(FromClient):
+class EvaluationRequest(Message):
     """``PUT .../tasks/{task_id}/evaluation``. ``zero_shot`` has the template's accuracy on the same splits."""
 
     splits: SplitResults
     zero_shot: SplitResults = {}
-    figures: Annotated[SiteFigures | None, left_out(since=2, description="of a validation, by class and subgroup")] = (
-        None
-    )
+    figures: Annotated[SiteFigures | None, left_out(description="of a validation, by class and subgroup")] = None
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
     withheld: Annotated[bool, left_out(False, description="measured, and kept by the site")] = False
     privacy: Annotated[
@@ -340,14 +318,14 @@ class EvaluationRequest(FromClient):
     ] = None
 
 
-class FailureRequest(FromClient):
+class FailureRequest(Message):
     """``POST .../tasks/{task_id}/failure``: the coordinator no longer waits for this task."""
 
     type: Annotated[str, Field(min_length=1, max_length=100)]
     detail: Annotated[str, Field(max_length=2000)]
 
 
-class DataCheckRequest(FromClient):
+class DataCheckRequest(Message):
     """``PUT .../data-check``: how many images of a site have which problem, as `promptfed data check --share` sends it.
 
     ``counts`` are rounded down to multiples of ``floor``, and have ``images`` for all images.

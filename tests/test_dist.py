@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from promptfed import __version__
-from promptfed.shared.spec.versions import OURS
+from promptfed.shared.spec.versions import VERSION
 from tests import ROOT
 from tests.support.waiting import PATIENCE
 
@@ -78,7 +78,7 @@ def test_its_wheel_names_version_commit_and_protocol(release: Path, tmp_path: Pa
         sys.executable, "-m", "promptfed", "--version",
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
-    assert shown.stdout == f"promptfed {__version__} ({commit}), protocol {OURS}\n", shown.stderr
+    assert shown.stdout == f"promptfed {__version__} ({commit}), protocol {VERSION}\n", shown.stderr
 
 
 def test_the_signature_holds_for_these_files_only(release: Path, key: Path, tmp_path: Path) -> None:

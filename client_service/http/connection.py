@@ -25,7 +25,7 @@ from promptfed.shared.service.addresses import TOLD, AddressBook
 from promptfed.shared.service.net import MOST_MOVES, moved_to
 from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.service.tls import PROXY_LOGIN, explained, is_certificate_error
-from promptfed.shared.spec.versions import OURS, PROTOCOL, Versions, versions_of
+from promptfed.shared.spec.versions import PROTOCOL, VERSION, OtherVersion, expect_ours
 
 log = logging.getLogger("promptfed.client")
 
@@ -110,7 +110,6 @@ class CoordinatorConnection:
     sent: SentLog | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     traffic: LineTraffic = field(default_factory=LineTraffic)
-    peer: Versions = field(default_factory=lambda: versions_of(None))  # of the coordinator, by its last answer
     _jitter: random.Random = field(default_factory=random.SystemRandom)
     most_part: int = PART  # bytes of an upload's part; fewer once something in between has refused one
     failed: str = ""  # the address that did not answer last
@@ -201,7 +200,7 @@ class CoordinatorConnection:
                         verb,
                         address + url,
                         content=self.line.noted(body()),
-                        headers={PROTOCOL: str(OURS), **headers},
+                        headers={PROTOCOL: str(VERSION), **headers},
                         timeout=timeouts,
                     )
                     response = await self.http.send(request, stream=True, follow_redirects=False)
@@ -260,21 +259,20 @@ class CoordinatorConnection:
         self.traffic.clock = _ahead(response.headers.get("date"), self.traffic.clock)
 
     def take(self, response: httpx.Response, content: bytes) -> None:
-        """Count an exchange; raise Unavailable or Refused unless it succeeded."""
+        """Count an exchange; raise Unavailable, Refused or ClientError unless it succeeded."""
         self.take_traffic(response, content)
         if response.status_code == PROXY_LOGIN:
             raise httpx.ProxyError(f"{PROXY_LOGIN} {response.reason_phrase}")
-        self.peer = versions_of(response.headers.get(PROTOCOL))
+        try:
+            expect_ours(response.headers.get(PROTOCOL), "the coordinator", "this client")
+        except OtherVersion as error:
+            raise ClientError(Exit.PROTOCOL, str(error)) from None
         if response.is_success:
             self.book.read(response.headers.get(TOLD))
             return
         if response.status_code >= 500 or (response.status_code == 429 and _retry_after(response) is not None):
             raise Unavailable(response.status_code, _problem(response, content)[1], _retry_after(response))
         raise Refused(response.status_code, *_problem(response, content))
-
-    def parse(self, kind: type[AnyMessage], body: bytes) -> AnyMessage:
-        """An answer of the coordinator, which may have unknown keys if it is newer. Raises BadAnswer."""
-        return parse(kind, body, self.peer)
 
     def unreachable(self, error: BaseException) -> ClientError:
         """The error that ends a client to which nobody answers."""
@@ -350,9 +348,9 @@ def _why(error: BaseException) -> str:
     return str(error) if isinstance(error, Unavailable) else why(error)
 
 
-def parse(kind: type[AnyMessage], body: bytes, peer: Versions = OURS) -> AnyMessage:
+def parse(kind: type[AnyMessage], body: bytes) -> AnyMessage:
     try:
-        return kind.model_validate_json(body, extra="ignore" if peer.is_newer else None)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "(body)"

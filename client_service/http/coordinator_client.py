@@ -26,6 +26,7 @@ from promptfed.client_service.http.connection import (
     Refused,
     Reply,
     Unavailable,
+    parse,
 )
 from promptfed.client_service.http.poll_wait import PollWait
 from promptfed.client_service.settings import Settings
@@ -36,14 +37,12 @@ from promptfed.shared.messages import (
     EnrolResponse,
     EvaluationRequest,
     FailureRequest,
-    Message,
     Task,
     TrialOffer,
 )
 from promptfed.shared.service.addresses import HEARTBEAT, HEARTBEAT_SECONDS
 from promptfed.shared.service.network import http_options, trust
 from promptfed.shared.service.reasons import why
-from promptfed.shared.spec.versions import NoCommonVersion
 from promptfed.shared.tensors.compression import unrounded
 
 MAX_PAYLOAD_BYTES = 2 << 30
@@ -61,17 +60,13 @@ class CoordinatorClient(CoordinatorConnection):
     async def enrolment(self, enrolment_token: str) -> EnrolmentInfo:
         """What a client must know before it enrols."""
         answer = await self.call("GET", self._path("enrolment"), token=enrolment_token)
-        try:
-            self.peer.expect_common("the coordinator", "this client")
-        except NoCommonVersion as error:
-            raise ClientError(Exit.PROTOCOL, str(error)) from None
-        return self.parse(EnrolmentInfo, answer.body)
+        return parse(EnrolmentInfo, answer.body)
 
     async def enrol(self, enrolment_token: str, request: EnrolRequest) -> EnrolResponse:
         """Enrol, or be recognised again by the same name and secret."""
-        body = self._told(request)
+        body = request.model_dump_json().encode()
         answer = await self.call("POST", self._path("clients"), token=enrolment_token, body=body)
-        return self.parse(EnrolResponse, answer.body)
+        return parse(EnrolResponse, answer.body)
 
     async def task(
         self, wait: int, *, retry: bool = True, carrying: str | None = None, progress: float | None = None
@@ -88,7 +83,7 @@ class CoordinatorClient(CoordinatorConnection):
         only_heartbeats = answer.body != b"" and not answer.body.strip()
         if answer.status == 204 or only_heartbeats:
             return None
-        task = self.parse(Task, answer.body)
+        task = parse(Task, answer.body)
         if self.sent is not None:
             self.sent.asked(task)
         return task
@@ -96,7 +91,7 @@ class CoordinatorClient(CoordinatorConnection):
     async def trial(self, wait: int) -> TrialOffer | None:
         """The trial to take part in, or the chosen candidate; None after ``wait`` seconds. Refused as `task`."""
         answer = await self._poll("POST", "trial", wait)
-        return None if answer.status == 204 else self.parse(TrialOffer, answer.body)
+        return None if answer.status == 204 else parse(TrialOffer, answer.body)
 
     async def payload(self, task: Task, folder: Path | None = None) -> bytes | Path:
         """The task's tensors, as announced; large ones in a file of ``folder``, if one is given.
@@ -167,18 +162,18 @@ class CoordinatorClient(CoordinatorConnection):
 
     async def send_evaluation(self, task_id: str, evaluation: EvaluationRequest) -> None:
         """Send accuracies."""
-        body = self._told(evaluation)
+        body = evaluation.model_dump_json().encode()
         await self.call("PUT", self._task_path(task_id, "evaluation"), token=self.token, body=body)
 
     async def send_failure(self, task_id: str, failure: FailureRequest) -> None:
         """Tell the coordinator not to wait for this task."""
-        body = self._told(failure)
+        body = failure.model_dump_json().encode()
         await self.call("POST", self._task_path(task_id, "failure"), token=self.token, body=body)
 
     async def ask(self, kind: type[AnyMessage], resource: str, **query: str | int) -> AnyMessage:
         """What a resource of the federation answers this client."""
         path = self._path(resource) + (f"?{urlencode(query)}" if query else "")
-        return self.parse(kind, (await self.call("GET", path, token=self.token)).body)
+        return parse(kind, (await self.call("GET", path, token=self.token)).body)
 
     async def withdraw(self) -> None:
         """Withdraw this client. Refused 403 if it has withdrawn already, 409 if the federation has ended."""
@@ -186,11 +181,7 @@ class CoordinatorClient(CoordinatorConnection):
 
     async def send_data_check(self, told: DataCheckRequest) -> None:
         """Send what the owner shares of a check of the images."""
-        await self.call("PUT", self._path("data-check"), token=self.token, body=self._told(told))
-
-    def _told(self, message: Message) -> bytes:
-        with self.peer.addressed():
-            return message.model_dump_json().encode()
+        await self.call("PUT", self._path("data-check"), token=self.token, body=told.model_dump_json().encode())
 
     async def _poll(
         self,

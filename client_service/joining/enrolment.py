@@ -26,7 +26,6 @@ from promptfed.shared.methods.core.several_labels import is_for_several_labels
 from promptfed.shared.secagg.keys import public_identity, sign
 from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.spec import BackboneSpec, SpecError
-from promptfed.shared.spec.versions import NEWEST, OURS
 
 
 def choose_device(wanted: str) -> str:
@@ -79,18 +78,14 @@ def check_backbone(backbone: Backbone, spec: BackboneSpec) -> None:
 
 
 def check_protocol(info: EnrolmentInfo) -> None:
-    """Refuse an offer that needs a newer client, and secure sums without a rule of weights.
+    """Refuse secure sums without a rule of weights.
 
     Raises:
         ClientError: PROTOCOL.
     """
-    remedy = "install the coordinator's version of promptfed"
-    if info.protocol_version > NEWEST:
-        text = f"the federation needs version {info.protocol_version} of the protocol, this client speaks {OURS}"
-        raise ClientError(Exit.PROTOCOL, f"{text}: {remedy}")
     if info.secure_aggregation is not None and info.weighting is None:
         text = "the coordinator has no rule for the weights of its secure sums: it is of an earlier version"
-        raise ClientError(Exit.PROTOCOL, f"{text}; update it, or {remedy}")
+        raise ClientError(Exit.PROTOCOL, f"{text}; update it")
 
 
 def federation_method(info: EnrolmentInfo) -> Method:

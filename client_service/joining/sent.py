@@ -19,7 +19,6 @@ ENROLMENT = {
     "device": "cpu, or cuda with the model of the GPU",
     "backbone_fingerprint": "the fingerprint of the backbone's weights",
     "backbone_shape": "the sizes of the backbone's towers",
-    "protocol_version": "the version of the protocol",
     "release": "the version of promptfed",
     "system": "the operating system, the processor's kind and the version of Python",
     "secret": "a random secret, by which the coordinator knows this client again",

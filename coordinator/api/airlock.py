@@ -24,7 +24,7 @@ from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.uploads import Incoming, Uploads
 from promptfed.coordinator.operations import payloads, submissions, tokens
-from promptfed.coordinator.operations.enrolment import enrol, expect_known
+from promptfed.coordinator.operations.enrolment import enrol, enrolment_info
 from promptfed.coordinator.reports import privacy
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
@@ -34,7 +34,7 @@ from promptfed.shared.api.airlock_schemas import AirlockReceipt, AirlockRequest
 from promptfed.shared.messages import EnrolRequest, EvaluationRequest, FailureRequest
 from promptfed.shared.service.airlock import AirlockError, Sealed, public_key, seal, unseal
 from promptfed.shared.service.reasons import offence
-from promptfed.shared.spec.versions import OURS, RELEASE
+from promptfed.shared.spec.versions import RELEASE, VERSION
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -73,8 +73,8 @@ async def take_tasks(
         "key": signer.public_key,
         "number": time.time_ns(),
         "release": RELEASE,
-        "protocol": str(OURS),
-        "enrolment": expect_known(federation, OURS).model_dump(mode="json"),
+        "protocol": str(VERSION),
+        "enrolment": enrolment_info(federation).model_dump(mode="json"),
         "client_id": None,
         "task": None,
         "ended": None,

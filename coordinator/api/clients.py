@@ -28,7 +28,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import address_of
 from promptfed.coordinator.http.certificates import check_certificate
 from promptfed.coordinator.operations import clients, enrolment, forgetting
-from promptfed.coordinator.operations.enrolment import enrol, expect_known
+from promptfed.coordinator.operations.enrolment import enrol, enrolment_info
 from promptfed.coordinator.reports.federations import client_view
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow
@@ -37,17 +37,15 @@ from promptfed.shared.api.forgetting_schemas import ForgettingPlan, SignedForget
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import DataCheckRequest, EnrolmentInfo, EnrolRequest, EnrolResponse
 from promptfed.shared.signatures import forgetting_statement
-from promptfed.shared.spec.versions import RELEASE, heard
+from promptfed.shared.spec.versions import RELEASE
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["enrolment"])
 
 
-@router.get("/enrolment", response_model=EnrolmentInfo, responses=described.for_callers(problems.ProtocolVersion))
-def get_enrolment(federation: EnrollingAt) -> Response:
+@router.get("/enrolment", responses=described.for_callers())
+def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
     """What a client must know before it can enrol."""
-    info = expect_known(federation, heard())
-    with heard().addressed():
-        return Response(info.model_dump_json(), media_type="application/json")
+    return enrolment_info(federation)
 
 
 @router.post(
@@ -64,7 +62,6 @@ def get_enrolment(federation: EnrollingAt) -> Response:
             problems.Starting,
             problems.SecretTaken,
             problems.OtherBackbone,
-            problems.ProtocolVersion,
             enrolment.IdentityMissing,
             problems.PrivacyMissing,
             problems.PrivacyMismatch,
@@ -104,11 +101,9 @@ async def take_enrolment(
 ) -> tuple[EnrolResponse, bool]:
     """Enrol a client with the token of this digest; returns the receipt, and whether the client is new."""
     check_certificate(connection, request.name)
-    expect_known(federation, heard())
     client, new = await enrol(registry, federation.id, request, token)
     receipt = EnrolResponse(client_id=client.id, federation_id=federation.id, name=client.name, release=RELEASE)
-    with heard().addressed():
-        return EnrolResponse(**receipt.model_dump()), new
+    return receipt, new
 
 
 @router.get("/clients", responses=described.for_callers())

@@ -16,6 +16,7 @@ ANY_REQUEST: tuple[type[Refusal], ...] = (
     problems.InternalError,
 )
 ANY_CALLER: tuple[type[Refusal], ...] = (
+    problems.ProtocolVersion,
     problems.Unauthorized,
     problems.TokenExpired,
     problems.TooManyFailures,

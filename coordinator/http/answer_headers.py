@@ -1,11 +1,11 @@
-"""Headers of every answer: browsers guess no type, caches keep nothing of the API, clients learn the versions."""
+"""Headers of every answer: browsers guess no type, caches keep nothing of the API, clients learn the version."""
 
 from __future__ import annotations
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from promptfed.shared.spec.versions import OURS, PROTOCOL
+from promptfed.shared.spec.versions import PROTOCOL, VERSION
 
 
 class AnswerHeaders:
@@ -27,7 +27,7 @@ PROTOCOL_HEADER = PROTOCOL.lower().encode()
 OF_THE_API = (
     (b"x-content-type-options", b"nosniff"),
     (b"cache-control", b"no-store"),
-    (PROTOCOL_HEADER, str(OURS).encode()),
+    (PROTOCOL_HEADER, str(VERSION).encode()),
 )
 """What is added to an answer of the API that has none of these."""
 
@@ -41,7 +41,7 @@ def with_headers(scope: Scope, send: Send) -> Send:
             headers["X-Content-Type-Options"] = "nosniff"
             if scope["path"].startswith("/v1/"):
                 headers["Cache-Control"] = "no-store"
-                headers[PROTOCOL] = str(OURS)
+                headers[PROTOCOL] = str(VERSION)
         await send(message)
 
     return answer

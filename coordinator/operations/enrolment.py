@@ -25,7 +25,6 @@ from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.spec.spec import BackboneShape
-from promptfed.shared.spec.versions import NEWEST, OURS, RELEASES, NoCommonVersion, Versions
 
 # Of all different class names of a federation in UTF-8; those of ImageNet-21k have 0.4 MB. They are kept in memory and
 # sent to every client, and a text tower encodes each.
@@ -46,20 +45,6 @@ def enrolment_info(federation: Federation) -> EnrolmentInfo:
         tuning=spec.tuning,
         schedule=spec.schedule,
     )
-
-
-def expect_known(federation: Federation, client: Versions) -> EnrolmentInfo:
-    """The offer. Raises ProtocolVersion for a client that speaks no common version, or lacks what the spec needs."""
-    try:
-        client.expect_common("the client", "this coordinator")
-    except NoCommonVersion as error:
-        raise problems.ProtocolVersion(str(error)) from None
-    info = enrolment_info(federation)
-    needed, field = info.needed()
-    if needed > client.newest:
-        text = f"{federation.name} uses `{field}`, which came with promptfed {RELEASES[needed]}; this client is older"
-        raise problems.ProtocolVersion(f"{text}: install promptfed {RELEASES[needed]} or later there")
-    return info.model_copy(update={"protocol_version": needed})
 
 
 async def enrol(registry: Registry, id: str, request: EnrolRequest, token_digest: str) -> tuple[Client, bool]:
@@ -105,7 +90,7 @@ class _Enrolment:
         """Enrol the client, or recognise it; returns whether it is new."""
         federation, request = change.federation, self.request
         known = federation.clients.get(request.name)
-        _check_version_and_backbone(federation, request)
+        _check_backbone(federation, request)
         if known is not None and known.secret_digest is not None:
             _recognise(federation, known, request)
             _note_release(change, request)
@@ -188,10 +173,7 @@ def _use(change: Change, token_digest: str) -> None:
     change.federation = replace(change.federation, tokens={**change.federation.tokens, token_digest: token})
 
 
-def _check_version_and_backbone(federation: Federation, request: EnrolRequest) -> None:
-    if request.protocol_version > NEWEST:
-        text = f"the client speaks version {request.protocol_version} of the protocol, this coordinator {OURS}"
-        raise problems.ProtocolVersion(f"{text}: update the coordinator")
+def _check_backbone(federation: Federation, request: EnrolRequest) -> None:
     if federation.fingerprint is not None and request.backbone_fingerprint != federation.fingerprint:
         backbone = federation.spec.backbone
         raise problems.OtherBackbone(

@@ -45,9 +45,8 @@ from promptfed.shared.api.forgetting_schemas import (
     ForgettingReport,
     Forgotten,
 )
-from promptfed.shared.spec.versions import NEWEST, RELEASES
 
-OLDER = {None, *(release for version, release in RELEASES.items() if version < NEWEST)}
+OLDER = {None, "0.1.0", "0.2.0"}
 REMOVED = "forgotten-erased"
 """The act of the entry that follows `FORGOTTEN` once blobs are removed."""
 

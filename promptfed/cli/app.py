@@ -30,7 +30,7 @@ from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.spec import SpecError
-from promptfed.shared.spec.versions import OURS, RELEASE
+from promptfed.shared.spec.versions import RELEASE, VERSION
 
 Section = Literal["Try and simulate", "Operate federations", "Take part with own data", "Use a result"]
 SECTIONS: tuple[str, ...] = get_args(Section)
@@ -137,7 +137,7 @@ def show_version(asked: bool) -> None:
     """Print the version, the commit if it is known, and the protocol's range, and end, if ``asked``."""
     if asked:
         commit = _commit()
-        typer.echo(f"promptfed {RELEASE}{f' ({commit})' if commit else ''}, protocol {OURS}")
+        typer.echo(f"promptfed {RELEASE}{f' ({commit})' if commit else ''}, protocol {VERSION}")
         raise typer.Exit
 
 

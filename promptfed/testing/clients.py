@@ -16,7 +16,7 @@ import httpx
 import torch
 
 from promptfed.shared.seeds import generator
-from promptfed.shared.spec.versions import OURS, PROTOCOL
+from promptfed.shared.spec.versions import PROTOCOL, VERSION
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 
@@ -63,7 +63,7 @@ def enrolment(name: str, **changes: Any) -> dict[str, Any]:
 
 def bearer(token: str) -> dict[str, str]:
     """The headers of a client or an operator of this release."""
-    return {"Authorization": f"Bearer {token}", PROTOCOL: str(OURS)}
+    return {"Authorization": f"Bearer {token}", PROTOCOL: str(VERSION)}
 
 
 def content_digest(body: bytes) -> str:

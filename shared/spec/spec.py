@@ -145,7 +145,7 @@ class TrainingSpec(Section):
     epochs: Annotated[int, Field(ge=1, le=MOST_EPOCHS)] = 1
     budget: Annotated[
         BudgetSpec | None,
-        left_out(since=3, description="the length of a task in place of epochs, where clients are unequally fast"),
+        left_out(description="the length of a task in place of epochs, where clients are unequally fast"),
     ] = None
     batch_size: Annotated[int, Field(ge=1, le=100_000)] = 32
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
@@ -174,7 +174,6 @@ class TrainingSpec(Section):
         bool,
         left_out(
             False,
-            since=3,
             description="GPUs that can do so multiply float32 numbers in TF32: faster, to three digits",
         ),
     ] = False
@@ -182,7 +181,6 @@ class TrainingSpec(Section):
         bool,
         left_out(
             False,
-            since=3,
             description="GPUs run passes with text and image prompts as compiled graphs: the first of each shape takes "
             "about a minute, the others launch fewer kernels; equal but for rounding",
         ),

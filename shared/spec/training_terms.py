@@ -3,8 +3,7 @@
 The coordinator offers them before a client enrols and repeats them in every task. The client's owner agrees to them,
 and the method gets them in its context. A field of the spec that training reads is added here and nowhere else: offer,
 task, consent and context all contain this model. Give a new field the default that describes training without it, and
-leave it out of the JSON at that default (``left_out``), so that older messages and consents stay valid. ``since=`` says
-which version of the protocol brought it (`versions.RELEASES`).
+leave it out of the JSON at that default (``left_out``), so that older messages and consents stay valid.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class TrainingTerms(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    kind: Annotated[Kind, left_out("training", since=2, description="validation: nobody trains")] = "training"
+    kind: Annotated[Kind, left_out("training", description="validation: nobody trains")] = "training"
     method: dict[str, Any]
     training: TrainingSpec
     backbone: BackboneSpec
@@ -56,28 +55,27 @@ class TrainingTerms(BaseModel):
     ] = None
     selection: Annotated[
         SelectionSpec | None,
-        left_out(since=3, description="training images are held out, and each round is measured on them"),
+        left_out(description="training images are held out, and each round is measured on them"),
     ] = None
     keep_rounds: Annotated[
         int,
-        left_out(0, since=3, ge=0, le=100_000, description="rounds whose private tensors are kept, to go back with"),
+        left_out(0, ge=0, le=100_000, description="rounds whose private tensors are kept, to go back with"),
     ] = 0
     held_out: Annotated[
         float,
         left_out(
             0.0,
-            since=2,
             ge=0,
             lt=1,
             description="share of the training images that are tested on, and not trained on",
         ),
     ] = 0.0
     compression: Annotated[
-        CompressionSpec, left_out(CompressionSpec(), since=3, description="how changes are encoded on their way")
+        CompressionSpec, left_out(CompressionSpec(), description="how changes are encoded on their way")
     ] = CompressionSpec()
     squared_losses: Annotated[
         bool,
-        left_out(False, since=3, description="clients report the sum of their training images' squared losses"),
+        left_out(False, description="clients report the sum of their training images' squared losses"),
     ] = False
 
     @classmethod

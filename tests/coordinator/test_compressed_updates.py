@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from promptfed.coordinator.operations.submissions import asked_task
-from promptfed.shared.spec.versions import PROTOCOL
 from promptfed.shared.tensors.compression import added, compressed, decompressed
 from promptfed.shared.tensors.torch_tensors import arrays_of, decode, tensors_of
-from promptfed.testing.clients import SHAPE, ScriptedClient, bearer, enrolment, spec, update_body
+from promptfed.testing.clients import SHAPE, ScriptedClient, spec, update_body
 from tests.support.coordinators import InThread
 from tests.support.waiting import wait_for
 
@@ -167,14 +166,3 @@ def test_what_cannot_be_compressed_is_refused_with_the_reason(
 ) -> None:
     refused = coordinator.post("/v1/federations", spec(compression={"up": "int8"}, **changes), status=422)
     assert any(why in error["detail"] and error["path"] == "compression" for error in refused["errors"]), refused
-
-
-def test_an_older_client_is_told_the_release_that_has_it(coordinator: InThread) -> None:
-    federation = coordinator.create(compression={"up": "int8"})
-    token = coordinator.token(federation)
-    response = coordinator.http.post(
-        f"/v1/federations/{federation}/clients", json=enrolment("old"), headers=bearer(token) | {PROTOCOL: "1-2"}
-    )
-    assert response.status_code in (409, 422, 426)
-    assert "compression" in response.json()["detail"]
-    assert "0.3.0" in response.json()["detail"]

@@ -108,7 +108,6 @@ def odd_enrolments(coordinator: InThread, federation: str, a: ScriptedClient) ->
             known | {"secret": "0" * 64},
             known | {"name": "other"},
             known | {"name": "a b"},
-            known | {"name": "new", "secret": "1" * 64, "protocol_version": 99},
             known | {"name": "new", "secret": "1" * 64, "num_samples": 0},
             known | {"more": 1},
             {},

@@ -22,7 +22,7 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ServerContext
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
-from promptfed.shared.spec.versions import OURS, PROTOCOL
+from promptfed.shared.spec.versions import PROTOCOL, VERSION
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.support.waiting import PATIENCE
@@ -52,7 +52,7 @@ class FakeCoordinator:
     pretrained: str | None = "random"
     model: str = "promptfed-tiny"
     fingerprint: str | None = None
-    protocol_version: int = 1
+    protocol_version: str = str(VERSION)
     state: str = "running"
     privacy: dict[str, Any] | None = None
     secure_aggregation: dict[str, Any] | None = None  # with no rule of weights, as earlier versions had it
@@ -142,7 +142,7 @@ class FakeCoordinator:
             self.received.append(body)
             answer = self.alter(request) or await call_next(request)
             self.calls.append((request.method, request.url.path, answer.status_code))
-            answer.headers.setdefault(PROTOCOL, str(OURS))
+            answer.headers.setdefault(PROTOCOL, self.protocol_version)
             return answer
 
         @app.get("/v1/federations/{name}/enrolment")
@@ -164,7 +164,6 @@ class FakeCoordinator:
                     "class_names": self.class_names,
                     "template": self.template,
                     "state": self.state,
-                    "protocol_version": self.protocol_version,
                     "rounds": self.rounds,
                     "training": self.training,
                     "evaluate_every": 1,

@@ -65,7 +65,7 @@ def test_what_is_told_is_what_is_sent(
     (_, told), *others = owner.calls
     assert others == []
     assert coordinator.client is not None
-    sent = coordinator.client.model_dump(exclude={"secret", "protocol_version", "backbone_shape"})
+    sent = coordinator.client.model_dump(exclude={"secret", "backbone_shape"})
     sent["fingerprint"] = sent.pop("backbone_fingerprint")
     assert told.facts()["declared"] == sent  # the very request that enrolled
     text = "\n".join(told.lines())

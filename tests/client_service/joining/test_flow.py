@@ -152,10 +152,14 @@ def test_other_weights_than_the_federations(make_coordinator: MakeCoordinator, m
     assert coordinator.client is None
 
 
-def test_another_protocol_version(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    error = ends(make_worker(make_coordinator(protocol_version=99)))
+@pytest.mark.parametrize(("told", "who"), [("1-3", "the coordinator"), ("99", "this client")])
+def test_another_protocol_version(
+    told: str, who: str, make_coordinator: MakeCoordinator, make_worker: MakeWorker
+) -> None:
+    error = ends(make_worker(make_coordinator(protocol_version=told)))
     assert error.exit is Exit.PROTOCOL
-    assert "version 99 of the protocol" in str(error)
+    assert f"version {told[-2:].lstrip('-')} of the protocol" in str(error)
+    assert str(error).endswith(f": update {who}")
 
 
 def test_a_coordinator_whose_secure_sums_have_no_rule_of_weights(
@@ -342,7 +346,6 @@ def test_what_enrolment_sends_is_all_that_it_may(
             **backbone.sizes,
         },
         "device": "cpu",
-        "protocol_version": 1,
         "release": RELEASE,
         "system": SYSTEM,
     }

@@ -11,6 +11,7 @@ from promptfed.coordinator.operations import enrolment as operations
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface.base import Needs
 from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.spec.versions import PROTOCOL, VERSION
 from promptfed.testing.clients import FINGERPRINT, SHAPE, bearer, drive, enrolment, secret_of
 from tests.support.coordinators import InThread
 
@@ -49,7 +50,6 @@ def test_a_client_is_told_what_it_needs_before_it_enrols(coordinator: InThread) 
         ({"backbone_fingerprint": "sha256:" + "0" * 64}, 409, "other-backbone"),
         ({"backbone_shape": {**SHAPE, "d_t": 9}}, 409, "other-backbone"),
         ({"backbone_shape": {"d_e": 8}}, 409, "other-backbone"),
-        ({"protocol_version": 99}, 409, "protocol-version"),
         ({"class_names": ["circle", "dog"]}, 422, "unknown-class"),
         ({"class_names": []}, 422, "invalid-request"),
         ({"class_names": ["circle", "circle"]}, 422, "invalid-request"),
@@ -71,6 +71,35 @@ def test_what_does_not_fit_is_refused_at_the_door(
         f"/v1/federations/{federation}/clients", json=body, headers=bearer(coordinator.token(federation))
     )
     assert kind(response) == (status, expected), response.text
+    assert len(coordinator.get(f"{federation}/clients")["clients"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "version", "who"),
+    [
+        ("1-3", 3, "the client"),
+        (str(VERSION - 1), VERSION - 1, "the client"),
+        (str(VERSION + 1), VERSION + 1, "this coordinator"),
+        (f"{VERSION + 1}-{VERSION + 2}", VERSION + 2, "this coordinator"),
+        ("four", 0, "the client"),
+    ],
+)
+def test_a_client_of_another_version_is_told_which_side_to_update(
+    coordinator: InThread, told: str, version: int, who: str
+) -> None:
+    federation = coordinator.create()
+    path, [client] = f"/v1/federations/{federation}", coordinator.enrol(federation, "first")
+    headers = bearer(coordinator.token(federation)) | {PROTOCOL: told}
+    calls = [
+        coordinator.http.get(f"{path}/enrolment", headers=headers),
+        coordinator.http.post(f"{path}/clients", json=enrolment("b"), headers=headers),
+        coordinator.http.get(f"{path}/task", headers=client.headers | {PROTOCOL: told}),
+    ]
+    for response in calls:
+        assert kind(response) == (409, "protocol-version")
+        assert response.headers[PROTOCOL] == str(VERSION)
+        text = f"the client speaks version {version} of the protocol, this coordinator version {VERSION}: update {who}"
+        assert response.json()["detail"] == text
     assert len(coordinator.get(f"{federation}/clients")["clients"]) == 1
 
 
