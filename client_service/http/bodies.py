@@ -33,16 +33,15 @@ class Body:
         """All bytes."""
         return self.content if isinstance(self.content, bytes) else self.content.read_bytes()
 
-    async def parts(self, begin: int, end: int) -> AsyncIterator[bytes]:
-        """The bytes from ``begin`` to ``end``, in chunks."""
+    async def parts(self) -> AsyncIterator[bytes]:
+        """All bytes, in chunks."""
         if isinstance(self.content, bytes):
-            for at in range(begin, end, CHUNK):
-                yield self.content[at : min(at + CHUNK, end)]
+            for at in range(0, self.size, CHUNK):
+                yield self.content[at : at + CHUNK]
             return
         with self.content.open("rb") as file:
-            file.seek(begin)
-            for at in range(begin, end, CHUNK):
-                yield file.read(min(CHUNK, end - at))
+            while chunk := file.read(CHUNK):
+                yield chunk
 
 
 def sha256_of(path: Path) -> str:

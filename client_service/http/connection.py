@@ -30,7 +30,6 @@ from promptfed.shared.spec.versions import PROTOCOL, VERSION, OtherVersion, expe
 log = logging.getLogger("promptfed.client")
 
 MAX_JSON_BYTES = 64 << 20
-PART = 16 << 20  # of an upload, since somebody between may collect a request before he passes it on
 UNEXPLAINED = "unexplained"  # the kind of a refusal that is not of a coordinator's form
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.25, 15.0  # seconds
 LONGEST_RETRY_AFTER = 300.0
@@ -111,7 +110,6 @@ class CoordinatorConnection:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     traffic: LineTraffic = field(default_factory=LineTraffic)
     _jitter: random.Random = field(default_factory=random.SystemRandom)
-    most_part: int = PART  # bytes of an upload's part; fewer once something in between has refused one
     failed: str = ""  # the address that did not answer last
     _served: str = ""  # the address that answered last
 

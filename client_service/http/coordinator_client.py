@@ -23,7 +23,6 @@ from promptfed.client_service.http.connection import (
     BadAnswer,
     CoordinatorConnection,
     Patience,
-    Refused,
     Reply,
     Unavailable,
     parse,
@@ -137,23 +136,7 @@ class CoordinatorClient(CoordinatorConnection):
 
     async def send_update(self, task_id: str, body: Body) -> None:
         """Send an update; returns when the coordinator has it (201, or 200 where it already had these bytes)."""
-        url = self._task_path(task_id, "update")
-        if body.size >= transfers.RESUMABLE:
-            try:
-                await transfers.send(self, url, body)
-            except Refused as refused:
-                if refused.status != 405:  # a coordinator of an earlier version takes updates whole
-                    raise
-            else:
-                return
-        headers = {"Content-Type": "application/octet-stream", "Content-Digest": body.digest_field}
-        try:
-            await self.call("PUT", url, token=self.token, body=body.read(), headers=headers)
-        except Refused as refused:
-            if not transfers.is_limit(refused):
-                raise
-            transfers.shrink(self, body.size)
-            await transfers.send(self, url, body)
+        await transfers.send(self, self._task_path(task_id, "update"), body)
 
     async def send_exchange(self, task_id: str, body: bytes) -> None:
         """Answer a step of a secure sum; returns when the coordinator has just these bytes."""

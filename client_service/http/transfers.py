@@ -1,14 +1,12 @@
-"""Large bodies over slow lines: an interrupted transfer continues where it stopped, in both directions.
+"""Large bodies over slow lines, which are never in memory as a whole.
 
-Updates go up in parts after the IETF's draft-ietf-httpbis-resumable-upload, payloads come down by ranges (RFC 9110).
-Neither is in memory as a whole.
+An update that breaks off is sent again; a payload that breaks off goes on where it stopped, by ranges (RFC 9110).
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,120 +20,51 @@ from promptfed.client_service.http.bodies import Body, sha256_of
 from promptfed.client_service.http.connection import (
     MAX_JSON_BYTES,
     TIMEOUT,
-    UNEXPLAINED,
     BadAnswer,
     CoordinatorConnection,
     Patience,
     Refused,
-    Reply,
     Unavailable,
 )
 from promptfed.shared.machine import sync_folder
 from promptfed.shared.service.addresses import BASE
 from promptfed.shared.tensors.deltas import PART, applied
 
-log = logging.getLogger("promptfed.client")
-
-RESUMABLE = 1 << 19  # bytes from which an update goes up in parts
 IN_FILES = 16 << 20  # bytes from which a payload comes into a file
-SMALLEST_PART, SHRINK = 64 << 10, 4  # a part that does not pass is divided by this
-# The last part is answered once the whole was hashed, looked through and put on the disk.
+# An update is answered once the whole was hashed, looked through and put on the disk.
 TIMEOUTS = httpx.Timeout(300.0, connect=TIMEOUT.connect)
-CUT_OFF = ("mismatching-upload-offset", "incomplete-body", "upload-timeout")  # what goes on from what has arrived
-DAMAGED = "digest-mismatch"  # what has arrived is not what was sent: all of it is sent again
-BEGINNINGS = 3
+BROKEN_OFF = ("incomplete-body", "upload-timeout", "digest-mismatch")  # refusals of what did not arrive as it was sent
+ATTEMPTS = 3  # that may end with one of them
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 
 async def send(connection: CoordinatorConnection, url: str, body: Body) -> None:
-    """Send a body to ``url``, continuing after what the coordinator has; returns once the body is accepted.
+    """Send a body to ``url``, again from its beginning where it breaks off; returns once it is accepted.
 
     Raises:
         Refused: the coordinator does not take it.
-        ClientError: UNREACHABLE where nothing has moved for ``connection.give_up_after`` seconds.
+        ClientError: UNREACHABLE where nobody has answered for ``connection.give_up_after`` seconds.
     """
-    whole = {"Repr-Digest": body.digest_field, "Upload-Length": str(body.size)}
-    patience, reached, beginnings, part = Patience(connection), -1, 1, connection.most_part
+    headers = {
+        "Authorization": f"Bearer {connection.token}",
+        "Content-Type": "application/octet-stream",
+        "Content-Length": str(body.size),
+        "Content-Digest": body.digest_field,
+    }
+    patience, broken = Patience(connection), 0
     while True:
-        offset = await _arrived(connection, url, whole)
-        if offset is None:
-            return
-        if offset > reached:
-            patience.moved()
-        elif reached >= 0:  # nothing of a part has come through: somebody in between may want it whole in less time
-            part = max(part // SHRINK, SMALLEST_PART)
-        reached = offset
         try:
-            while (answer := await _append(connection, url, body, whole, reached, part)).status == 204:
-                if _offset(answer) <= reached:
-                    raise BadAnswer(f"the coordinator takes nothing of the update behind byte {reached}")
-                reached = _offset(answer)
-                patience.moved()
-            return
+            await connection.once("PUT", url, body.parts, headers, TIMEOUTS, limit=MAX_JSON_BYTES, whole=body)
         except Refused as refused:
-            if refused.kind == DAMAGED and beginnings < BEGINNINGS:
-                beginnings, reached = beginnings + 1, -1
-            elif is_limit(refused) and part > SMALLEST_PART:
-                shrink(connection, min(part, body.size - reached))
-                part, reached = connection.most_part, -1
-                continue
-            elif refused.kind not in CUT_OFF:
+            broken += 1
+            if refused.kind not in BROKEN_OFF or broken == ATTEMPTS:
                 raise
             await patience.wait(Unavailable(refused.status, refused.detail, None))
         except (httpx.TransportError, Unavailable) as error:
             await patience.wait(error)
-
-
-def is_limit(refused: Refused) -> bool:
-    """Whether something between this client and the coordinator limits the size of a request's body."""
-    return refused.status == 413 and refused.kind == UNEXPLAINED
-
-
-def shrink(connection: CoordinatorConnection, refused: int) -> None:
-    """Send smaller parts from now on: a body of ``refused`` bytes did not pass."""
-    connection.most_part = max(min(connection.most_part, refused) // SHRINK, SMALLEST_PART)
-    log.info("a request of %s bytes is too large on the way: parts of %s bytes follow", refused, connection.most_part)
-
-
-async def _arrived(connection: CoordinatorConnection, url: str, whole: dict[str, str]) -> int | None:
-    """How many bytes the coordinator has; None if it has accepted the whole. Raises Refused with the reason."""
-    try:
-        answer = await connection.call("HEAD", url, token=connection.token, headers=whole)
-    except Refused as refused:
-        if refused.status in (401, 403):
-            raise
-        # An answer to HEAD has no body that would say why: the same question as an empty part has one.
-        about = {**whole, "Upload-Offset": "0", "Upload-Complete": "?0"}
-        answer = await connection.call("PATCH", url, token=connection.token, body=b"", headers=about)
-        if answer.status != 204:
-            return None
-    return None if answer.headers.get("upload-complete") == "?1" else _offset(answer)
-
-
-def _offset(answer: Reply) -> int:
-    text = answer.headers.get("upload-offset", "")
-    if not text.isdecimal():
-        raise BadAnswer(
-            f"the coordinator does not say how much of the update has arrived (Upload-Offset: {text[:20]!r})"
-        )
-    return int(text)
-
-
-async def _append(
-    connection: CoordinatorConnection, url: str, body: Body, whole: dict[str, str], offset: int, part: int
-) -> Reply:
-    end = min(offset + part, body.size)
-    headers = {
-        "Authorization": f"Bearer {connection.token}",
-        "Content-Type": "application/partial-upload",
-        "Content-Length": str(end - offset),
-        "Upload-Offset": str(offset),
-        "Upload-Complete": "?1" if end == body.size else "?0",
-        **whole,
-    }
-    return await connection.once(
-        "PATCH", url, lambda: body.parts(offset, end), headers, TIMEOUTS, limit=MAX_JSON_BYTES, whole=body
-    )
+        else:
+            patience.moved()
+            return
 
 
 @dataclass(frozen=True)

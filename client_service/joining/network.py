@@ -70,7 +70,7 @@ FAULTS = {
     "clock": Fault("fail", "set the clock by NTP", "let this machine reach a time server (NTP)"),
     "idle-cut": Fault("warn", "clients poll more often", "keep connections without traffic open for at least 60 s"),
     "buffering": Fault("warn", "the operator's page polls", "pass answers on as they arrive, without buffering"),
-    "body-limit": Fault("warn", "clients send smaller parts", "let request bodies of 16 MB pass"),
+    "body-limit": Fault("warn", "longer updates are refused there", "let request bodies of any size pass"),
 }
 
 

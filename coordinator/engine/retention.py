@@ -85,7 +85,6 @@ def sweep(registry: Registry) -> None:
             collect(registry, unnamed)
     collect(registry, registry.blobs.files())
     registry.blobs.remove_litter()
-    sweep_partial(registry)
 
 
 def _unnamed_after(session: Session, column: Any, last: str) -> tuple[str | None, list[str]]:
@@ -96,18 +95,6 @@ def _unnamed_after(session: Session, column: Any, last: str) -> tuple[str | None
         following = following.where(column <= end)
     naming = [select(1).where(name == column, stored).exists() for name, stored in NAMING]
     return end, list(session.scalars(following.where(~or_(*naming))))
-
-
-def sweep_partial(registry: Registry) -> None:
-    """Remove what has arrived of updates whose tasks are over."""
-
-    def is_open(federation: str, task: str) -> bool | None:
-        known = registry.federations.get(federation)
-        if known is None:
-            return None if registry.blobs.shared else False
-        return any(task_.id == task for task_ in (*known.tasks.values(), *known.resend.values()))
-
-    registry.blobs.partial.sweep(is_open)
 
 
 def _named(session: Session, digests: list[str]) -> set[str]:

@@ -163,7 +163,6 @@ class Scheduler:
         self._registry.database.beat()
         self._registry.last_seen.flush()
         expiry.mark(self._registry)
-        retention.sweep_partial(self._registry)
 
     async def _delete_leftovers(self) -> None:
         try:

@@ -24,7 +24,7 @@ PAGE = "Promptfed-Page"
 _PATH = re.compile(r"/v1/federations/([^/\0]{1,100})(?:/.*)?")
 _FEDERATIONS = "/v1/federations"
 _PREFLIGHT = {
-    "Access-Control-Allow-Methods": "GET, POST, PUT, PATCH, DELETE",
+    "Access-Control-Allow-Methods": "GET, POST, PUT, DELETE",
     "Access-Control-Allow-Headers": f"Authorization, Content-Type, Idempotency-Key, Last-Event-ID, {PAGE}",
     "Access-Control-Max-Age": "600",
 }

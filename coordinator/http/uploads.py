@@ -82,7 +82,7 @@ class Uploads:
     def __init__(self, registry: Registry, most: int, timeout: float, wait_seconds: float):
         self._registry = registry
         self._most = most
-        self.timeout = timeout  # seconds for a body, or longer where it is long
+        self._timeout = timeout  # seconds for a body, or longer where it is long
         self._wait_seconds = wait_seconds
         self._places = asyncio.Semaphore(most)
         self._by_client: dict[object, _ClientPlaces] = {}
@@ -118,19 +118,6 @@ class Uploads:
             self._leave(body, own)
             if on_disk or path.exists():  # a small body may have become a large update
                 await asyncio.to_thread(path.unlink, missing_ok=True)
-
-    @asynccontextmanager
-    async def place(self, body: Incoming) -> AsyncIterator[None]:
-        """A block in which the caller receives the body itself. Raises TooManyUploads."""
-        own = self._enter(body)
-        try:
-            await self._take_places(own, body.held)
-            try:
-                yield
-            finally:
-                self._give_places(own)
-        finally:
-            self._leave(body, own)
 
     def _leave(self, body: Incoming, own: _ClientPlaces) -> None:
         own.bodies -= 1
@@ -183,7 +170,7 @@ class Uploads:
 
     async def _receive(self, body: Incoming, path: Path, limit: int) -> Upload:
         # Of one that is small, or not announced, nobody waits longer.
-        seconds = max(self.timeout, min(body.length or 0, limit) / BYTES_PER_SECOND)
+        seconds = max(self._timeout, min(body.length or 0, limit) / BYTES_PER_SECOND)
         try:
             async with asyncio.timeout(seconds):
                 return await self._stream(body, path, limit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,11 +38,11 @@ from promptfed.shared.messages import (
     UpdateMetadata,
     receipt_body,
 )
-from promptfed.shared.methods.core.sizes import HEADER, change_limit
+from promptfed.shared.methods.core.sizes import change_limit
 from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.spec.budget import BudgetSpec
 from promptfed.shared.spec.participation import BY_LOSS
-from promptfed.shared.tensors import DTYPES, Arrays, TensorError, check, decode, decode_file
+from promptfed.shared.tensors import Arrays, TensorError, check, decode, decode_file
 
 # Norms of prompts are far smaller. Squares of such numbers may overflow float32, and one update end the federation.
 LARGEST_NORM = 1e9
@@ -118,20 +117,6 @@ def _take_again(registry: Registry, federation: Federation, client: Client, task
     if stored is None or registry.blobs.is_intact(stored):
         return
     mending.take_again(registry, federation.id, expanded(registry.blobs, federation, client, task, upload))
-
-
-def expect_fitting(federation: Federation, client: Client, task: AskedTask, length: int) -> None:
-    """Refuse an update that is announced as longer than its phase allows. Raises BodyTooLarge.
-
-    An update in parts stays on the disk until its task is over, so the limit follows from the shapes and dtypes that
-    the phase declares, with ``HEADER`` bytes for names and metadata. ``length`` is in bytes.
-    """
-    phase = federation.method_phase(task.round, task.step)
-    expected = federation.method.expected_update(phase, client.info(), federation.context())
-    most = HEADER + sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in expected.values())
-    if length > most:
-        text = f"an update of this phase may have {most} bytes, by the tensors that it asks for"
-        raise problems.BodyTooLarge(f"{text}; this one is announced with {length}")
 
 
 def _is_quick(upload: Upload) -> bool:

@@ -278,20 +278,6 @@ class DigestMismatch(Refusal, status=400, title="The body does not have the anno
     """A body that is not what its Content-Digest says."""
 
 
-class BadUploadHeaders(Refusal, status=400, title="The upload's headers cannot be read"):
-    """A part whose headers do not say where it belongs."""
-
-
-class InconsistentLength(
-    Refusal, status=400, kind="inconsistent-upload-length", title="The upload's parts and length do not fit"
-):
-    """A part that goes on behind the announced length, or a last one that ends before it."""
-
-
-class MismatchingOffset(Refusal, status=409, kind="mismatching-upload-offset", title="The part begins elsewhere"):
-    """A part that does not begin where what has arrived ends: ``Upload-Offset`` says where that is."""
-
-
 class IncompleteBody(Refusal, status=400, title="The body was cut off"):
     """A body that was cut off."""
 

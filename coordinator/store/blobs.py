@@ -26,7 +26,6 @@ from promptfed.coordinator.store.blob_rows import BlobRows, Named, Remembered
 from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectStoreAway, fresh_key
 from promptfed.coordinator.store.cache import ObjectCache, write_hashed
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.partial_uploads import PartialUploads
 from promptfed.shared.machine import sync_folder
 from promptfed.shared.tensors import Arrays, decode, decode_file
 
@@ -87,7 +86,6 @@ class Blobs:
         self._copies = copies
         self._cache = ObjectCache(folder / "cache")
         self.incoming = folder / "incoming"
-        self.partial = PartialUploads(folder)
         self._temporary = f"{self.incoming}{os.sep}{os.getpid()}-"
         self._numbers = count()
         self._rows = rows
@@ -102,7 +100,6 @@ class Blobs:
         self.incoming.mkdir(parents=True, exist_ok=True)
         for leftover in self.incoming.iterdir():
             leftover.unlink()
-        self.partial.open()
         if self.bucket is not None:
             self._cache.open()
         sync_folder(self._folder.parent)

@@ -54,9 +54,6 @@ SECURE_POINTS = ("exchange-before-commit", "exchange-committed", "sum-computed",
 #: Of choosing a method, in their order; the first comes once for each trial.
 TUNING_POINTS = ("trial-created", "choice-before-commit", "choice-committed")
 
-#: Of updates that come in parts, in their order; ``update-received`` follows them.
-PART_POINTS = ("part-kept",)
-
 _armed = os.environ.get(VARIABLE, "")
 _reached: Counter[str] = Counter()
 _lock = threading.Lock()

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from promptfed.client_service.http import transfers
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from tests.networks.conftest import HOST
 from tests.support.authority import Authority
 from tests.support.coordinators import InThread, in_thread
 from tests.support.networks import Line, SiteProxy
-from tests.support.proxy import ProxiedRequest, Proxy, Trouble
+from tests.support.proxy import Proxy
 from tests.support.real_clients import RealFederations, without_id
 from tests.support.real_proxies import mitmproxy, squid
 
@@ -123,23 +122,6 @@ def test_through_a_proxy_that_buffers(plain: InThread, federations: RealFederati
         found = federations.run(plain, proxy.url)
         assert proxy.seen["none"] > 10
     assert without_id(found) == direct
-
-
-@pytest.mark.extended
-def test_through_a_proxy_that_takes_bodies_of_a_megabyte(plain: InThread, federations: RealFederations) -> None:
-    tower = {"method": {"name": "fedavg"}, "rounds": 1, "training": {"learning_rate": 0.001, "batch_size": 8}}
-    straight = without_id(federations.run(plain, plain.url, spec=tower))
-    sizes: list[int] = []
-
-    def limited(asked: ProxiedRequest) -> Trouble:
-        sizes.append(asked.size)
-        return "too-large" if asked.size > MEGABYTE else "none"
-
-    with Proxy(plain.url, limited) as proxy:
-        assert without_id(federations.run(plain, proxy.url, spec=tower)) == straight
-        # Each client learns it once, or a few times where the connection ends before it has read the answer.
-        assert 2 <= proxy.seen["too-large"] <= 8
-    assert max(size for size in sizes if size <= MEGABYTE) > transfers.SMALLEST_PART
 
 
 @pytest.mark.slow

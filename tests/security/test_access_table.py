@@ -37,7 +37,7 @@ def table() -> dict[str, str]:
     text = (
         (ROOT / "docs" / "reference" / "protocol.md").read_text().split("## Who may call what\n")[1].split("\n## ")[0]
     )
-    rows = re.findall(r"^\| `((?:GET|HEAD|PUT|POST|DELETE|PATCH) [^`]+)` \| ([^|]+) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| `((?:GET|PUT|POST|DELETE) [^`]+)` \| ([^|]+) \|$", text, re.MULTILINE)
     found = dict(rows)
     assert len(found) == len(rows), "no call twice"
     return found
@@ -93,11 +93,8 @@ class Door:
         headers = bearer(token) if token is not None else {}
         if url.endswith(("/update", "/exchange")):
             body = update_body({"context": self.payload}, self.task)
-            digest, size = content_digest(body), str(len(body))
-            headers |= {"Content-Digest": digest}
-            if verb != "PUT":
-                headers |= {"Repr-Digest": digest, "Upload-Length": size, "Upload-Offset": "0", "Upload-Complete": "?1"}
-            return self.coordinator.http.request(verb, url, content=body if verb != "HEAD" else b"", headers=headers)
+            headers |= {"Content-Digest": content_digest(body)}
+            return self.coordinator.http.request(verb, url, content=body, headers=headers)
         return self.coordinator.http.request(verb, url, headers=headers, json=BODIES.get(call))
 
 
@@ -145,11 +142,8 @@ def expected(call: str, who: str, token: str) -> tuple[int, str]:
     return 403, "wrong-role"
 
 
-def kind_of(answer: httpx.Response, call: str) -> str:
-    """A refusal's kind; an answer to HEAD has no body that would say it."""
-    if call.startswith("HEAD"):
-        assert answer.content == b""
-        return ""
+def kind_of(answer: httpx.Response) -> str:
+    """A refusal's kind."""
     return str(answer.json()["type"]).rsplit("/", 1)[-1]
 
 
@@ -165,14 +159,14 @@ def test_no_token_but_its_own_opens_a_route(door: Door, call: str) -> None:
         answer = door.knock(call, token)
         assert answer.headers["content-type"] == "application/problem+json", (name, answer.text)
         status, kind = expected(call, who, name)
-        assert (answer.status_code, kind_of(answer, call)) == (status, "" if call.startswith("HEAD") else kind), name
+        assert (answer.status_code, kind_of(answer)) == (status, kind), name
     after = door.coordinator.get("mine")
     for view in (before, after):
         view["stage"].pop("seconds_left")
     assert after == before, "nothing was done on the way"
 
 
-BROUGHT = [call for call, who in TABLE.items() if who != "anyone" and call.split()[0] in ("POST", "PUT", "PATCH")]
+BROUGHT = [call for call, who in TABLE.items() if who != "anyone" and call.split()[0] in ("POST", "PUT")]
 
 
 @pytest.mark.parametrize("way", ["handlers", "routes"])
@@ -195,7 +189,7 @@ def test_the_token_is_checked_before_the_body_is_read(
 @pytest.mark.parametrize("call", [call for call in TABLE if "{task_id}" in call])
 def test_another_client_s_task_is_not_there(door: Door, call: str) -> None:
     answer = door.knock(call, door.tokens["client"])
-    assert (answer.status_code, kind_of(answer, call)) == (404, "" if call.startswith("HEAD") else "not-found")
+    assert (answer.status_code, kind_of(answer)) == (404, "not-found")
 
 
 @pytest.mark.parametrize("call", [call for call, who in TABLE.items() if who == "anyone"])
