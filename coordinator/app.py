@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.aggregation.tensor_worker import CannotCompute
+from promptfed.coordinator.aggregation.server_half import NoTorch
 from promptfed.coordinator.api import (
     airlock,
     api_docs,
@@ -87,7 +87,7 @@ ANSWERED_AS_PROBLEMS: tuple[type[Exception], ...] = (
     OSError,
     SQLAlchemyError,
     DatabaseAway,
-    CannotCompute,
+    NoTorch,
     DamagedBlob,
     Exception,
 )
@@ -224,7 +224,7 @@ def _refusal_of(request: Request, error: Exception) -> problems.Refusal:
             if registry.database.is_full(error):
                 return problems.StorageFull("the disk is full, nothing was stored: make room and send it again")
             return problems.InternalError("the coordinator's store failed; its log says why")
-        case CannotCompute():
+        case NoTorch():
             return problems.MethodAbsent(str(error))
         case DamagedBlob():
             with contextlib.suppress(problems.Refusal):

@@ -15,7 +15,6 @@ from promptfed.coordinator.aggregation.rules import Rule
 from promptfed.coordinator.aggregation.scaled_updates import Scaled, moved_on
 from promptfed.coordinator.aggregation.server_half import Combined, call
 from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer, fresh_moments, moment_tensors
-from promptfed.coordinator.aggregation.tensor_worker import WorkerDied
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.shared.methods.core.checks.rule_checks import check_flame_noise
@@ -74,7 +73,7 @@ def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) 
 def _made(federation: Federation, context: ServerContext) -> Arrays:
     try:
         made: Arrays = call(federation, "initial_state", context)
-    except (MethodError, TensorError, WorkerDied):
+    except (MethodError, TensorError):
         raise
     except Exception as error:
         name = federation.method.name

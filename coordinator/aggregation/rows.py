@@ -1,6 +1,6 @@
 """A phase's updates as the rows of a matrix, which robust rules process in blocks of columns.
 
-Arrays are numpy's, or torch's in the tensor worker.
+Arrays are numpy's, or torch's where a method asks for it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Calls the server half of a method: with numpy here, or with torch in the tensor worker.
+"""Calls the server half of a method with numpy, or with torch where a method asks for it.
 
 All arguments and results are numpy arrays, whichever it is.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,17 +14,15 @@ import numpy as np
 
 from promptfed.coordinator.aggregation.rules import Rule
 from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer
-from promptfed.coordinator.aggregation.tensor_worker import WORKER, CannotCompute
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.shared import seeds
-from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.arithmetic import TORCH, computed
-from promptfed.shared.methods.core.interface.base import ClientUpdate, Method, ServerContext
+from promptfed.shared.methods.core.interface.arithmetic import computed
+from promptfed.shared.methods.core.interface.base import ClientUpdate, Method, MethodError, ServerContext
 
 GET_TORCH = "use an image of the target coordinator-torch, or `pip install torch` where it runs"
 
 
-class NoTorch(CannotCompute):
+class NoTorch(MethodError):
     """A computation needs torch, which this coordinator does not have."""
 
 
@@ -55,14 +52,9 @@ class Combined:
         rule = self.rule
         return self.optimizer.wrap(lambda given: rule(given) if isinstance(rule, Rule) else dict(rule))(updates)
 
-    @property
-    def differs_by_rounding(self) -> bool:
-        """Whether numpy and torch give other last digits."""
-        return isinstance(self.rule, Rule) and not self.rule.spec.is_plain_mean
-
 
 def has_torch() -> bool:
-    """Whether torch is installed, so that the tensor worker can run."""
+    """Whether torch is installed."""
     return find_spec("torch") is not None
 
 
@@ -74,39 +66,30 @@ def call(federation: Federation, name: str, *arguments: Any) -> Any:
 
     Raises:
         NoTorch: it needs torch, which is not installed.
-        WorkerDied: the tensor worker ended before it answered.
         Others: as the function.
     """
-    how = computed(federation.method, name)
-    changes_digits = how == "by version" or name == "initial_state"
-    changes_digits |= any(isinstance(argument, Combined) and argument.differs_by_rounding for argument in arguments)
-    if how != "torch" and not (federation.arithmetic == TORCH and changes_digits):
+    if computed(federation.method, name) == "numpy":
         return _arrays(_call(federation.method, name, arguments, seeds.draws))
-    threads = federation.spec.training.threads
-    if "torch" in sys.modules:
-        return call_with_torch(federation.method, name, arguments, threads)
     if not has_torch():
         raise NoTorch(
             f"{federation.method.name} computes {name} with torch, which this coordinator does not have: {GET_TORCH}"
         )
-    result, after = WORKER.run(call_in_worker, federation.spec.method, name, _listed(arguments), threads)
-    _take_judgements(arguments, after)
-    return result
-
-
-def call_in_worker(method: dict[str, Any], name: str, arguments: tuple[Any, ...], threads: int) -> tuple[Any, Any]:
-    """The result of `call_with_torch` for the method of a spec, and the arguments as it left them."""
-    return call_with_torch(make_method(method), name, arguments, threads), arguments
+    return call_with_torch(federation.method, name, arguments, federation.spec.training.threads)
 
 
 def call_with_torch(method: Method, name: str, arguments: tuple[Any, ...], threads: int) -> Any:
-    """Call a server function with torch tensors in place of arrays; the result has arrays."""
+    """Call a server function with torch tensors in place of arrays; the result has arrays.
+
+    Torch is imported here, in the job's thread: a coordinator whose methods need none has none in memory.
+    """
     import torch
 
     torch.set_num_threads(threads)  # The order of sums, and so their bits, depends on it.
     given = tuple(_tensors(value) for value in arguments)
     result = _arrays(_call(method, name, given, seeds.generator))
-    _take_judgements(arguments, given)
+    for mine, other in zip(arguments, given, strict=True):
+        if isinstance(mine, Combined):
+            mine.take_judgements(other)
     return result
 
 
@@ -115,17 +98,6 @@ def _call(method: Method, name: str, arguments: tuple[Any, ...], draws: seeds.Dr
     if name == "initial_state":
         given.append(draws(given[0].seed, seeds.INITIAL))
     return getattr(method, name)(*given)
-
-
-def _listed(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments as they can be sent: updates that come one by one are read."""
-    return tuple(list(value) if isinstance(value, Iterator) else value for value in arguments)
-
-
-def _take_judgements(arguments: tuple[Any, ...], after: tuple[Any, ...]) -> None:
-    for mine, other in zip(arguments, after, strict=True):
-        if isinstance(mine, Combined):
-            mine.take_judgements(other)
 
 
 def _tensors(value: Any) -> Any:

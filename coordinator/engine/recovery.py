@@ -117,7 +117,6 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         fingerprint=row.fingerprint,
         shape=BackboneShape.model_validate(row.shape) if row.shape else None,
         supplied_state=row.supplied_state,
-        arithmetic=row.arithmetic,
         repeats=tuple(Repeat.model_validate(one) for one in row.repeats or ()),
         lexicon=row.lexicon,
         noise_key=row.noise_key,

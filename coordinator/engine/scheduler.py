@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy.exc import DatabaseError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 
-from promptfed.coordinator.aggregation.tensor_worker import CannotCompute
+from promptfed.coordinator.aggregation.server_half import NoTorch
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
@@ -289,7 +289,7 @@ class Scheduler:
             log.error("%s", text, extra=self._where(id))
             with contextlib.suppress(*MOVED_ON), self._registry.change(id) as change:
                 change.send(events.Damaged(text))
-        except CannotCompute as error:
+        except NoTorch as error:
             log.error("%s", error, extra=self._where(id))
             with contextlib.suppress(*MOVED_ON), self._registry.change(id) as change:
                 change.send(events.NotComputed(f"{error}; then resume"))

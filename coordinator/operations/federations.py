@@ -195,7 +195,6 @@ def _row(federation: Federation, key: str | None, request_digest: str) -> Federa
         shape=federation.shape.model_dump() if federation.shape else None,
         draw_secret=federation.draw_secret,
         noise_key=federation.noise_key,
-        arithmetic=federation.arithmetic,
         sampling_key=federation.sampling_key,
         budget_rounds=federation.rules.budget_rounds,
     )

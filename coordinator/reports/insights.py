@@ -16,8 +16,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation.given import Given, given
-from promptfed.coordinator.aggregation.server_half import call
-from promptfed.coordinator.aggregation.tensor_worker import CannotCompute
+from promptfed.coordinator.aggregation.server_half import NoTorch, call
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.reports import prompt_metrics, rounds
@@ -245,7 +244,7 @@ def _where_possible(federation: Federation, name: str, *arguments: Any) -> Array
     """The result of a server function; nothing if it cannot be computed here."""
     try:
         made: Arrays = call(federation, name, *arguments)
-    except CannotCompute:
+    except NoTorch:
         return {}
     return made
 

@@ -50,7 +50,6 @@ DELETING = "deleting"
 class FederationRow(Base):
     """One federation: its resolved spec and the state of its run.
 
-    ``arithmetic``: the version with which its states are computed; 1, with torch, where none was stored yet.
     ``repeats``: how it has gone back, as `Repeat`s.
     """
 
@@ -78,7 +77,6 @@ class FederationRow(Base):
     noise_key: Mapped[str | None]
     sampling_key: Mapped[str | None]
     budget_rounds: Mapped[int | None]
-    arithmetic: Mapped[int] = mapped_column(server_default="1")
     repeats: Mapped[list[dict[str, Any]] | None] = mapped_column(Json)
 
 

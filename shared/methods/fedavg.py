@@ -10,7 +10,6 @@ from promptfed.shared.methods.core import fedsr, generalization
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.fedsr import Representation
 from promptfed.shared.methods.core.generalization import GAP, OWN_LOSS, ROUND, WEIGHTS, Subset
-from promptfed.shared.methods.core.interface.arithmetic import differs_by_rounding
 from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier
 from promptfed.shared.methods.core.weights import WeightMethod, WeightsHyper
 from promptfed.shared.seeds import Draws
@@ -113,7 +112,6 @@ class FedAvg(WeightMethod):
         """A newcomer gets the mean weight of the others."""
         return generalization.joined(state, client, context) if self.adjusts else state
 
-    @differs_by_rounding
     def aggregate(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.interface.arithmetic import differs_by_rounding
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.text_features import spoken
 from promptfed.shared.methods.core.visual import (
@@ -151,7 +150,6 @@ class FedLoRA(pf.Method):
         """A uniform in ±1/√d, one draw for all; B zero, so that nothing is changed."""
         return _start(context.draws_of, self.state_tensors(), self.dims(context), context.seed)
 
-    @differs_by_rounding
     def aggregate(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
@@ -165,7 +163,6 @@ class FedLoRA(pf.Method):
             }
         return super().aggregate(state, phase, updates, combine, context)
 
-    @differs_by_rounding
     def aggregate_measured(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> tuple[Tensors, pf.Measured]:

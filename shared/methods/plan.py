@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.interface.arithmetic import differs_by_rounding
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import Draws
@@ -244,7 +243,6 @@ class Plan(pf.Method):
         """What the phase names; for an evaluation the global prompts."""
         return GLOBAL if phase is None else phase.down
 
-    @differs_by_rounding
     def aggregate(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
@@ -276,7 +274,6 @@ class Plan(pf.Method):
             state |= self._new_aggregators(self.dims(context), context.draws(self.name, "aggregators"))
         return state
 
-    @differs_by_rounding
     def measure(self, before: Tensors, phase: pf.Phase, after: Tensors, context: pf.ServerContext) -> pf.Measured:
         """γ of each client, modality and block with the mean aggregators, and per modality how far it spreads."""
         if phase.name != "aggregators":

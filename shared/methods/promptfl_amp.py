@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import ANSWERED, ROWS, ClientRowsMethod, row_of
-from promptfed.shared.methods.core.interface.arithmetic import differs_by_rounding
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import double, lengths, namespace, single
 
@@ -77,7 +76,6 @@ class PromptFLAMP(ClientRowsMethod):
         """One exchange a round: the mixture down, the client's own context up."""
         return (pf.Phase("train", down=(MESSAGE,), up=(pf.CONTEXT,)),)
 
-    @differs_by_rounding
     def payload(
         self, state: Tensors, phase: pf.Phase | None, client: pf.ClientInfo, context: pf.ServerContext
     ) -> Tensors:

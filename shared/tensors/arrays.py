@@ -1,7 +1,7 @@
 """Operations of the server half for numpy arrays and torch tensors alike.
 
-The coordinator computes with numpy. Its tensor worker uses torch, for functions that need it and for federations that
-were recorded with it. Functions for both use ``xp = namespace(array)``, whose names numpy and torch share, and these.
+The coordinator computes with numpy, and with torch where a method asks for it. Functions for both use
+``xp = namespace(array)``, whose names numpy and torch share, and these.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A tensor worker that dies, and torch that is missing: the federation pauses, and nothing of it is lost."""
+"""Torch that is missing: the federation pauses, and nothing of it is lost."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from typing import Any
 import pytest
 
 from promptfed.coordinator.aggregation import global_state, server_half
-from promptfed.coordinator.aggregation.tensor_worker import WorkerDied
 from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread
 
 
 @pytest.mark.parametrize("function", ["aggregate", "payload"])
-def test_a_worker_that_dies_pauses_the_federation_until_it_is_resumed(
+def test_torch_that_is_missing_pauses_the_federation_until_it_is_resumed(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    call, died = server_half.call, []
+    call, missed = server_half.call, []
 
-    def dies_once(federation: Any, name: str, *arguments: Any) -> Any:
-        if name == function and federation.name == "eyes" and federation.run.round == 2 and not died:
-            died.append(name)
-            raise WorkerDied("the tensor worker ended before it answered")
+    def missing_once(federation: Any, name: str, *arguments: Any) -> Any:
+        if name == function and federation.name == "eyes" and federation.run.round == 2 and not missed:
+            missed.append(name)
+            raise server_half.NoTorch("there is no torch")
         return call(federation, name, *arguments)
 
     hashes = []
     for name in ("ears", "eyes"):
-        monkeypatch.setattr(global_state, "call", dies_once)
+        monkeypatch.setattr(global_state, "call", missing_once)
         federation = coordinator.create(name=name, rounds=2)
         clients = coordinator.enrol(federation, "a", "b")
         coordinator.post(f"{federation}/start")
@@ -34,12 +33,12 @@ def test_a_worker_that_dies_pauses_the_federation_until_it_is_resumed(
             while coordinator.get(federation)["state"] != "paused":
                 for client in clients:
                     client.work()
-            assert coordinator.get(federation)["reason"] == "the tensor worker ended before it answered; then resume"
+            assert coordinator.get(federation)["reason"] == "there is no torch; then resume"
             coordinator.post(f"{federation}/resume")
         drive(clients)
         coordinator.until(federation, state="finished")
         hashes.append(coordinator.get(f"{federation}/rounds/2")["state_hash"])
-    assert died == [function]
+    assert missed == [function]
     assert hashes[0] == hashes[1], "nothing is lost"
 
 

@@ -1,8 +1,8 @@
-"""Where the functions of a method's server half are computed: with numpy in the coordinator, or with torch.
+"""Whether the functions of a method's server half are computed with numpy or with torch.
 
 The server half of promptfed's methods works on numpy arrays. Functions that need torch say so with `needs_torch`; the
-coordinator then runs them in its tensor worker. So it does with all server functions of other packages' methods, unless
-a class declares ``server = "numpy"`` for those that it defines.
+coordinator then imports it for them. So it does for all server functions of other packages' methods, unless a class
+declares ``server = "numpy"`` for those that it defines.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from promptfed.shared.methods.core.interface.base import Method
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 OF_THE_METHOD = "of the method"  # ``server`` of a class that only adds to another: the other decides
-TORCH, NUMPY = 1, 2
-"""Versions of a federation's arithmetic. The first computed with torch, which gives other last digits than numpy."""
 
 
 def needs_torch(function: Function) -> Function:
@@ -25,19 +23,13 @@ def needs_torch(function: Function) -> Function:
     return function
 
 
-def differs_by_rounding(function: Function) -> Function:
-    """Mark a server function of which numpy and torch give other last digits: recorded ones are repeated with torch."""
-    function.computed = "by version"  # type: ignore[attr-defined]
-    return function
-
-
-def computed(method: Method, name: str) -> Literal["numpy", "torch", "by version"]:
+def computed(method: Method, name: str) -> Literal["numpy", "torch"]:
     """Where the server function ``name`` of ``method`` is computed."""
     for kind in type(method).__mro__:
         if name in vars(kind) and vars(kind).get("server") != OF_THE_METHOD:
             if not kind.__module__.startswith("promptfed.") and vars(kind).get("server") != "numpy":
                 return "torch"
-            how: Literal["numpy", "torch", "by version"] = getattr(vars(kind)[name], "computed", "numpy")
+            how: Literal["numpy", "torch"] = getattr(vars(kind)[name], "computed", "numpy")
             return how
     return "numpy"
 
