@@ -38,7 +38,7 @@ from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import TensorError, Tensors
 from promptfed.shared.tensors.torch_tensors import decode, state_hash
 
-AUDIT_FILE = "audit.json"  # written by `promptfed audit export --write`, not signed
+UNSIGNED_FILE = "audit.json"  # lies beside some exports of 0.3.0, not signed and not read
 PIECE = 1 << 20
 
 
@@ -172,7 +172,7 @@ def _expect_listed(folder: Path, card: Card, exit: Exit) -> None:
     unknown = sorted(card.files.keys() - LISTED)
     if unknown:
         raise CommandError(f"{folder}: {JSON_FILE} names {unknown[0][:200]!r}, which no export holds", exit)
-    beside = {JSON_FILE, SIGNATURE_FILE, AUDIT_FILE}
+    beside = {JSON_FILE, SIGNATURE_FILE, UNSIGNED_FILE}
     if not os.path.lexists(folder / SIGNATURE_FILE):
         beside.add(MARKDOWN_FILE)  # older, unsigned cards did not name these files
     for name in _names(folder):

@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 
 from promptfed.export.adapted_model import AdaptedModel, weights_of
-from promptfed.export.audited import audit_of
 from promptfed.export.export import open_backbone_of
 from promptfed.export.model_card import backbone_files, carries_backbone, described, snippet, version
 from promptfed.export.model_card_markdown import markdown
-from promptfed.export.reading import AUDIT_FILE, OpenedExport, open_export, read_file
+from promptfed.export.reading import OpenedExport, open_export, read_file
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.api.export_card import (
     BACKBONE_CONFIG,
@@ -72,10 +71,6 @@ def verify_export(
         remarks.append(
             _recomputed(opened, files, backbone, allow_backbone) if recompute else f"{_not(files)}: not asked for"
         )
-    audit = audit_of(opened.folder)
-    if audit is not None:
-        text = f"{AUDIT_FILE} is signed by nobody; it tells of {len(audit)} attacks"
-        remarks.append(f"{text}, the best with an AUC of {max((figures.auc for figures in audit), default=0):.3f}")
     return Verification(opened.card, tuple(remark for remark in remarks if remark is not None))
 
 

@@ -175,8 +175,8 @@ def test_every_command_of_a_page_is_in_a_shell_block(page: Path) -> None:
 
 
 def test_a_command_outside_of_shell_blocks_is_found() -> None:
-    page = "```bash\npromptfed demo\n```\n```text\npromptfed audit run\n```\n```\npytest -q\n```\n"
-    assert hidden_commands(page) == ["promptfed audit run", "pytest -q"]
+    page = "```bash\npromptfed demo\n```\n```text\npromptfed tune run\n```\n```\npytest -q\n```\n"
+    assert hidden_commands(page) == ["promptfed tune run", "pytest -q"]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="tests with curl: apt-get install curl")

@@ -19,7 +19,6 @@ import promptfed
 from promptfed.cli.main import app
 from promptfed.client_service.serving.prediction import Served
 from promptfed.export.adapted_model import weights_of
-from promptfed.export.audited import AuditFigures, note_audit
 from promptfed.export.export import ExportOptions
 from promptfed.export.export import export as write_export
 from promptfed.export.hub import push
@@ -420,18 +419,6 @@ def test_predict_score_and_pull_verify_where_the_key_is_known(
         hub.files["ward/shapes"]["weights.pkl"] = b"pickle"
         done = CliRunner().invoke(app, ["pull", "hf:ward/shapes", "--out", str(tmp_path / "pulled")])
         assert (done.exit_code, "weights.pkl" in done.stderr) == (Exit.BAD_INPUT, True), done.output
-
-
-def test_an_audit_lies_beside_the_card_and_is_called_unsigned(exported: Path, key: str) -> None:
-    figures = AuditFigures(
-        attack="loss", members=9, others=9, auc=0.75, auc_low=0.5, auc_high=1.0, tpr_at_1=None, epsilon=0.0
-    )
-    note_audit(exported, [figures])
-    told = verify(exported, key)
-    assert told.exit_code == Exit.OK, told.output
-    assert "audit.json is signed by nobody; it tells of 1 attacks, the best with an AUC of 0.750" in told.stdout
-    (exported / "audit.json").write_text('{"audit": [], "approved": true}')
-    assert verify(exported, key).exit_code == Exit.REFUSED
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from promptfed.experiments.attacks.membership import one_run_bound
 from promptfed.shared.methods.core import private_training
 from promptfed.shared.methods.core.interface.base import ClientContext
 from promptfed.shared.methods.core.interface.protection import Objective, Protection
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.privacy.accounting import epsilon_of
 from promptfed.shared.privacy.noise import NoiseStream, SeededNoise
+from tests.support.one_run import one_run_bound
 
 Make = Callable[..., ClientContext]
 CANARIES, DELTA = 1000, 1e-5
@@ -50,6 +50,17 @@ def shown(make_context: Make, seed: int, z: float, stream: NoiseStream, batch: i
 class NoNoise(NoiseStream):
     def normals(self, count: int) -> NDArray[np.float64]:
         return np.zeros(count) + super().normals(count) * 1e-6
+
+
+def test_one_run_bounds_are_those_of_the_texts_and_hold() -> None:
+    assert one_run_bound(1000, 731, 1000, 1e-5) == pytest.approx(0.88, abs=0.01)
+    assert one_run_bound(100, 100, 1000, 1e-5) == pytest.approx(3.47, abs=0.02)
+    assert one_run_bound(100, 50, 1000, 1e-5) == 0
+    random, truth, over = np.random.default_rng(5), 1.0, 0
+    for _ in range(200):
+        right = int(random.binomial(500, 1 / (1 + math.exp(-truth))))
+        over += one_run_bound(500, right, 500, 1e-6) > truth
+    assert over <= 20
 
 
 def test_one_run_shows_no_more_than_the_accountant_gives(make_context: Make) -> None:

@@ -1,1 +1,0 @@
-"""Membership inference against exports, stored updates and shadow federations."""
