@@ -91,7 +91,6 @@ COPY coordinator promptfed/coordinator
 COPY promptfed/sdk promptfed/sdk
 COPY promptfed/runtime promptfed/runtime
 COPY promptfed/export promptfed/export
-COPY promptfed/dossier promptfed/dossier
 COPY promptfed/experiments promptfed/experiments
 COPY promptfed/cli promptfed/cli
 RUN python -m compileall -q promptfed

@@ -150,10 +150,7 @@ def read_everything(sites: Sites, browser: Browser) -> None:
     sites.done("export", "scans", "--out", sites.out / "export")
     for command in ("status", "clients", "rounds", "metrics", "privacy"):
         sites.done("federation", command, "scans", *(["--json"] if command in ("clients", "rounds") else []))
-    for kind in ("dpia", "ai-act-annex-iv", "hipaa"):
-        sites.done("dossier", "scans", "--kind", kind, "--format", "html", "--out", sites.out / f"{kind}.html")
     for site in ("east", "far"):
-        sites.done("dossier", "--site", sites.out / site, "--out", sites.out / f"{site}.md")
         sites.done("site-log", "show", sites.out / site, "--json")
     assert "enrol" in sites.run("client", "--sent", "--state-dir", sites.out / "east")[1]
     page = browser.new_page()
