@@ -19,7 +19,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation.server_half import NoTorch
 from promptfed.coordinator.api import (
-    airlock,
     api_docs,
     clients,
     events,
@@ -67,7 +66,6 @@ log = logging.getLogger("promptfed.coordinator")
 
 ROUTERS = (
     public,
-    airlock,
     federations_api,
     clients,
     tasks,

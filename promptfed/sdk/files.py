@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.shared.files import write_whole
 from promptfed.shared.service.reasons import why
 
 
@@ -61,14 +60,6 @@ def write_file(path: Path, body: bytes) -> None:
     """Write bytes. Raises CommandError if the file cannot be written."""
     try:
         path.write_bytes(body)
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {why(error)}", Exit.BAD_INPUT) from None
-
-
-def write_whole_file(path: Path, body: bytes) -> None:
-    """Write a file that is there whole or not at all. Raises CommandError if it cannot be written."""
-    try:
-        write_whole(path, body)
     except OSError as error:
         raise CommandError(f"cannot write {path}: {why(error)}", Exit.BAD_INPUT) from None
 

@@ -16,7 +16,6 @@ from promptfed.sdk.result import FederationResult
 from promptfed.sdk.summary import FederationList, FederationSummary, RoundList, RoundSummary
 from promptfed.shared.api import access_schemas, report_schemas
 from promptfed.shared.api import api_schemas as schemas
-from promptfed.shared.api.airlock_schemas import AirlockReceipt
 from promptfed.shared.api.forgetting_schemas import ForgettingPlan, SignedForgetting
 from promptfed.shared.api.insight_schemas import InsightsView, LexiconView
 from promptfed.shared.api.privacy_schemas import PrivacyView
@@ -305,18 +304,6 @@ def _pages(
 
 def _query(**values: str | int | None) -> dict[str, Any]:
     return {"params": {name: value for name, value in values.items() if value is not None}}
-
-
-def take_tasks(federation: str, client: str, wait: float = 0) -> Request[BaseModel]:
-    """The file with the tasks of a client that takes part by files; waits so many seconds for a task."""
-    options = {"json": {"client": client}, "params": {"wait": wait}, "timeout": wait + REPLAY_SECONDS}
-    return Request("POST", f"{FEDERATIONS}/{federation}/airlock/tasks", BaseModel, options)
-
-
-def give_answers(federation: str, content: bytes) -> Request[AirlockReceipt]:
-    """Enter a file with a client's answer."""
-    options = {"content": content, "headers": {"Content-Type": "application/octet-stream"}}
-    return Request("POST", f"{FEDERATIONS}/{federation}/airlock/answers", AirlockReceipt, options)
 
 
 def _upload(path: str, model: type[View], content: bytes) -> Request[View]:

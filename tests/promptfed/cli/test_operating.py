@@ -29,8 +29,6 @@ from tests.support.coordinators import InThread, in_thread
 
 # Each call of the operator's API, and the command that makes it.
 COMMANDS = {
-    "POST /v1/federations/{federation}/airlock/tasks": "airlock take",
-    "POST /v1/federations/{federation}/airlock/answers": "airlock give",
     "POST /v1/federations": "federation create",
     "GET /v1/federations": "federation list",
     "GET /v1/federations/{federation}": "federation status",

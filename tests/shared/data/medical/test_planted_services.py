@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,36 +112,22 @@ def sites(tmp_path: Path) -> Iterator[Sites]:
 
 
 def federation(sites: Sites) -> None:
-    """Three sites, one of them by files, train for two rounds and choose the better one."""
+    """Three sites train for two rounds and choose the better one."""
     names = ", ".join(sorted(set(CLASSES[:3])))
     spec = f"{{name: scans, method: {{name: promptfl, m: 2}}, rounds: 2, class_names: [{names}], start: when_ready, "
     (sites.out / "scans.yaml").write_text(spec + "selection: {share: 0.3}, participation: {min_clients: 3}}")
     sites.done("federation", "create", sites.out / "scans.yaml")
     clients = []
-    for site in ("east", "west"):
+    for site in ("east", "west", "far"):
         invitation = json.loads(sites.done("federation", "invite", "scans", "--json"))["invitation"]
         how = ("--state-dir", sites.out / site, "--log-format", "json" if site == "east" else "text", "--yes")
         clients.append(sites.start("join", invitation, "--name", site, "--data", sites.uri(site), *how))
     try:
-        until = time.monotonic() + 4 * PATIENCE
-        while any(client.poll() is None for client in clients) and time.monotonic() < until:
-            by_file(sites)
-        assert [client.poll() for client in clients] == [0, 0], contents(sites.out / "logs").decode()
+        codes = [client.wait(4 * PATIENCE) for client in clients]
+        assert codes == [0, 0, 0], contents(sites.out / "logs").decode()
     finally:
         for client in clients:
             client.kill()
-
-
-def by_file(sites: Sites) -> None:
-    """One exchange of files with the site that has no network."""
-    tasks, answers = sites.out / "tasks", sites.out / "answers"
-    if sites.call("airlock", "take", "scans", "far", "--out", tasks, "--wait", "5")[0] != 0:
-        return
-    answers.unlink(missing_ok=True)
-    own = ("--data", sites.uri("far"), "--state-dir", sites.out / "far", "--out", answers, "--yes")
-    sites.run("airlock", "work", tasks, *own)
-    if answers.exists():
-        sites.call("airlock", "give", "scans", answers)
 
 
 def read_everything(sites: Sites, browser: Browser) -> None:
