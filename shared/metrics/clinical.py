@@ -15,8 +15,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel
 
-from promptfed.shared.metrics import calibration_error
-
 DRAWS = 1000
 Z = 1.959963984540054  # the normal distribution's 97.5 % point
 _CELLS = 1 << 22  # numbers in one part of the bootstrap
@@ -43,14 +41,7 @@ class ClassFigures(BaseModel):
     average_precision: Estimate | None = None
     sensitivity: Estimate | None = None
     specificity: Estimate | None = None
-    ppv: Estimate | None = None
-    npv: Estimate | None = None
-    sensitivity_at_specificity_90: float | None = None
-    specificity_at_sensitivity_90: float | None = None
-    f1: float
     balanced_accuracy: float | None = None
-    brier: float
-    ece: float
 
 
 def class_figures(
@@ -78,14 +69,7 @@ def class_figures(
         average_precision=precision_estimate(is_class, probability, groups) if both else None,
         sensitivity=proportion(hits, positives),
         specificity=proportion(passed, negatives),
-        ppv=proportion(hits, int(said.sum())),
-        npv=proportion(passed, int((~said).sum())),
-        sensitivity_at_specificity_90=rate_at(probability[is_class], probability[~is_class], 0.9) if both else None,
-        specificity_at_sensitivity_90=rate_at(-probability[~is_class], -probability[is_class], 0.9) if both else None,
-        f1=2 * hits / (positives + int(said.sum())) if positives or said.any() else 0.0,
         balanced_accuracy=(hits / positives + passed / negatives) / 2 if both else None,
-        brier=float(np.mean((probability - is_class) ** 2)),
-        ece=calibration_error(probability, is_class),
     )
 
 
@@ -189,12 +173,6 @@ def precision_estimate(truth: NDArray[np.bool_], scores: Floats, groups: Sequenc
     drawn, free = np.concatenate(values), max(1, len(np.unique(place[truth])) - 1)
     se = float(drawn.std(ddof=1)) * math.sqrt((free + 1) / free) if len(drawn) > 1 else 0.0
     return on_logit_scale(value, se, int(truth.sum()), float(special.stdtrit(free, 0.975)))
-
-
-def rate_at(wanted: Floats, others: Floats, share: float) -> float:
-    """The share of ``wanted`` above a threshold that at least ``share`` of the ``others`` do not exceed."""
-    threshold = np.sort(others)[math.ceil(share * len(others)) - 1]
-    return float((wanted > threshold).mean())
 
 
 def _midranks(values: Floats) -> Floats:

@@ -17,7 +17,6 @@ from promptfed.shared.metrics.disclosure import (
     Range,
     Table,
     coded,
-    coded_mean,
     exclusive_answers,
     parts_may_leave,
     several_answers,
@@ -64,12 +63,7 @@ class SiteClass(BaseModel):
     average_precision: Told | None = None
     sensitivity: Told | None = None
     specificity: Told | None = None
-    ppv: Told | None = None
-    npv: Told | None = None
-    f1: Fraction | None = None
     balanced_accuracy: Fraction | None = None
-    brier: Fraction | None = None
-    ece: Fraction | None = None
 
 
 class GroupFigures(BaseModel):
@@ -215,12 +209,7 @@ def _class_figures(answered: Answered, k: int, table: Table | None, floor: int) 
     figures: dict[str, Any] = {"tp": table.tp, "fn": table.fn, "fp": table.fp, "tn": table.tn}
     figures |= {"positives": table.positives, "sensitivity": share(table.tp, table.fn, floor)}
     if table.fp is not None and table.tn is not None:
-        figures |= {
-            "specificity": share(table.tn, table.fp, floor),
-            "ppv": share(table.tp, table.fp, floor),
-            "npv": share(table.tn, table.fn, floor),
-            "f1": table.tp.middle / (table.tp.middle + (table.fp.middle + table.fn.middle) / 2),
-        }
+        figures["specificity"] = share(table.tn, table.fp, floor)
         if figures["sensitivity"] is not None and figures["specificity"] is not None:
             figures["balanced_accuracy"] = (figures["sensitivity"].value + figures["specificity"].value) / 2
     positives, negatives = answered.count(truth, floor), answered.count(~truth, floor)
@@ -228,7 +217,6 @@ def _class_figures(answered: Answered, k: int, table: Table | None, floor: int) 
         return SiteClass(name=name, **figures)
     own = class_figures(name, truth, answered.scores[:, k], decided, answered.patients)
     figures |= {at: _rounded(getattr(own, at), floor) for at in ("auroc", "average_precision")}
-    figures |= {at: coded_mean(getattr(own, at), len(truth), floor) for at in ("brier", "ece")}
     return SiteClass(name=name, **figures)
 
 

@@ -14,7 +14,7 @@ from promptfed.shared.metrics.site_figures import GroupFigures, SiteFigures
 Row = tuple[np.ndarray, float, float]  # low ≤ coefficients·cells ≤ high
 Goal = Row  # coefficients·cells should be able to reach both ends
 TOLERANCE = 1e-6
-FRACTIONS = {"sensitivity": ("tp", "fn"), "specificity": ("tn", "fp"), "ppv": ("tp", "fp"), "npv": ("tn", "fn")}
+FRACTIONS = {"sensitivity": ("tp", "fn"), "specificity": ("tn", "fp")}
 MOST = 3000  # images that the attacker thinks possible
 
 

@@ -66,14 +66,13 @@ def test_without_a_floor_figures_are_those_of_score(exported: Path, sites: dict[
     assert everything.accuracy.model_dump() == pytest.approx(known["accuracy_interval"], abs=1e-9)
     for ours, theirs in zip(everything.classes, known["classes"], strict=True):
         assert ours.positives == Range(low=theirs["positives"], high=theirs["positives"])
-        for name in ("auroc", "average_precision", "sensitivity", "specificity", "ppv", "npv"):
+        for name in ("auroc", "average_precision", "sensitivity", "specificity"):
             estimate = getattr(ours, name)
             if theirs.get(name) is None:
                 assert estimate is None
             else:
                 assert estimate.model_dump(exclude_none=True) == pytest.approx(theirs[name], abs=1e-9)
-        for name in ("brier", "ece", "balanced_accuracy", "f1"):
-            assert getattr(ours, name) == pytest.approx(theirs[name], abs=1e-9)
+        assert ours.balanced_accuracy == pytest.approx(theirs["balanced_accuracy"], abs=1e-9)
 
 
 def test_a_report_that_was_changed_does_not_verify(exported: Path, sites: dict[str, str], tmp_path: Path) -> None:
