@@ -101,13 +101,8 @@ async def play(
     return enrolled - started, ended - enrolled
 
 
-def measure(
-    options: Sequence[str], size: int, count: int, buffer: int | None = None, rounds: int | None = None
-) -> dict[str, Any]:
-    """Measure ``count`` clients with updates of ``size`` KB at a coordinator with the command-line ``options``.
-
-    With a ``buffer`` at least as many updates come in asynchronous rounds.
-    """
+def measure(options: Sequence[str], size: int, count: int, rounds: int | None = None) -> dict[str, Any]:
+    """Measure ``count`` clients with updates of ``size`` KB at a coordinator with the command-line ``options``."""
     record = Record()
     with coordinator(*options) as process:
         idle = footprint(process.pid).peak_mb
@@ -119,8 +114,7 @@ def measure(
 
         async def burst() -> float:
             number = ROUNDS[count] if rounds is None else rounds
-            number = number if buffer is None else number * count // buffer
-            kept: dict[str, Any] = {"deadline": 600, "retention": "last_round", "buffer": buffer}
+            kept: dict[str, Any] = {"deadline": 600, "retention": "last_round"}
             token = await operator.create(size, count, number, **kept)
             clients = [LoadClient(operator.port, number, size, record) for number in range(count)]
             enrolling, _ = await play(operator, token, clients, WHOLE_SECONDS, note_cpu)

@@ -140,14 +140,13 @@ class Player:
             raise SystemExit("a payload is cut off")
         if task["kind"] == "train":
             ended = await self._send(http, f"{path}/update", task, payload)
-            if ended is not None:
-                self.record.spans.append((task["round"], begun, ended))
+            self.record.spans.append((task["round"], begun, ended))
         else:
             await http.expect(201, self._secret, "PUT", f"{path}/evaluation", EVALUATION)
             self.record.evaluations += 1
 
-    async def _send(self, http: Connection, path: str, task: dict[str, Any], payload: bytes) -> float | None:
-        """Send the update until it is accepted; the time of the 201, or None once the phase is over."""
+    async def _send(self, http: Connection, path: str, task: dict[str, Any], payload: bytes) -> float:
+        """Send the update until it is accepted; the time of the 201."""
         update = self._update(task, payload)
         digest = content_digest(update)
         while True:
@@ -157,8 +156,6 @@ class Player:
                 ended = time.perf_counter()
                 self.record.accepted.append(ended - begun)
                 return ended
-            if status == 409 and b"/phase-closed" in body:  # the last asynchronous round is over
-                return None
             if status != 503:
                 raise SystemExit(f"an update is answered {status}: {body[:500]!r}")
             self.record.too_many += 1
@@ -202,12 +199,8 @@ class Operator:
         fraction: float = 1.0,
         retention: str,
         evaluate_every: int | None = None,
-        buffer: int | None = None,
     ) -> str:
-        """Create the federation; its enrolment token. By default it evaluates only before and after all rounds.
-
-        With a ``buffer`` its rounds are asynchronous.
-        """
+        """Create the federation; its enrolment token. By default it evaluates only before and after all rounds."""
         asked = max(1, int(clients * fraction))
         spec = {
             "name": self.federation,
@@ -216,7 +209,6 @@ class Operator:
             "participation": {"min_clients": asked, "fraction": fraction, "deadline_seconds": deadline},
             "evaluation": {"every": evaluate_every or rounds},
             "retention": retention,
-            **({} if buffer is None else {"schedule": {"kind": "buffered", "buffer": buffer}}),
         }
         await self._http.expect(201, self.token, "POST", "/v1/federations", spec)
         return str((await self._json(201, "POST", "/enrolment-tokens", {"uses": clients}))["token"])

@@ -27,8 +27,8 @@ from promptfed.client_service.state.kept_rounds import keep_before
 from promptfed.client_service.state.private_state import PAYLOADS, Pending
 from promptfed.client_service.training.data import TEST, TRAIN
 from promptfed.client_service.training.executor import Compute
-from promptfed.client_service.training.task_watch import OVER, watched
-from promptfed.client_service.training.trainer import BeforeTask, TaskWork
+from promptfed.client_service.training.task_watch import watched
+from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.data import DataError
 from promptfed.shared.messages import FailureRequest, Task
@@ -58,7 +58,6 @@ class TaskLoop:
     work: TaskWork
     compute: Compute
     monitor: Monitor
-    before_task: BeforeTask | None = None
     _settled: set[str] = field(default_factory=set)  # tasks that are answered, or can no longer be
     _epoch: str = ""
     _again: dict[str, int] = field(default_factory=dict)  # how often an accepted update was sent again, by its task
@@ -93,8 +92,6 @@ class TaskLoop:
             if task is not None and (answered := self._answered(task)) is not None:
                 await self._send_again(task, answered)
             elif task is not None and task.task_id not in self._settled:
-                if self.before_task is not None:
-                    await self.before_task(self.work, task)
                 async with self.compute.turn():
                     await self._carry_out(task)
             else:
@@ -259,12 +256,12 @@ class TaskLoop:
                 raise
             self.state.discard()
             self._settled.add(pending.task_id)
-            if refused.kind in (*OVER, "already-answered"):
+            if refused.kind in ("phase-closed", "already-answered"):
                 self.agreement.note_settled("train", pending.round, pending.phase)
             self._record(refused, pending.task_id, pending.round)
             if refused.status == 410:
                 raise
-            if refused.kind not in (*OVER, "already-answered"):
+            if refused.kind not in ("phase-closed", "already-answered"):
                 await self._report(pending.task_id, "update-refused", f"{refused.kind}: {refused.detail}")
             return
         point("update-sent")
@@ -319,8 +316,6 @@ class TaskLoop:
         What the coordinator says of the others is its word; owners who trust it less compare the digests in their logs
         and in the round's report.
         """
-        if self.agreement.consent.terms.schedule is not None:
-            return  # Clients of asynchronous rounds start from different states.
         own, common = task.payload.sha256, task.common_payload
         if own != common and make_method(task.config.method).one_payload:
             self.monitor.tell("other_payload", **_facts(task), payload=own, common=common)
@@ -362,7 +357,7 @@ class TaskLoop:
         at = datetime.now(UTC).isoformat(timespec="seconds")
         facts = {"task_id": task_id, "round": round, "status": refused.status, "kind": refused.kind, "at": at}
         self.state.record_refusal(facts | {"detail": refused.detail})
-        event = "discarded" if refused.kind in OVER else "refused"
+        event = "discarded" if refused.kind == "phase-closed" else "refused"
         self.monitor.tell(event, round=round, status=refused.status, kind=refused.kind, detail=refused.detail)
 
 

@@ -131,7 +131,7 @@ class Worker:
             if joining.info is not None and joining.info.tuning is not None and joining.info.tuning.chosen is None:
                 await self._try_candidates(coordinator, state, joining.info, work)
                 self.work = work = await joining.join()
-            await TaskLoop(coordinator, work, self.compute, self.monitor, self._parts.before_task).take_part()
+            await TaskLoop(coordinator, work, self.compute, self.monitor).take_part()
         except FederationEnded:
             self.monitor.tell("ended", federation=settings.federation)
         except Refused as refused:

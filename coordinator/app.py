@@ -36,7 +36,7 @@ from promptfed.coordinator.api import federations as federations_api
 from promptfed.coordinator.api.round_calls import RoundCalls
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.metrics import Metrics
-from promptfed.coordinator.engine.registry import Registry, Took
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import Scheduler
 from promptfed.coordinator.engine.sharing import Sharing
 from promptfed.coordinator.http.answer_headers import PROTOCOL_HEADER, AnswerHeaders, with_headers
@@ -147,15 +147,14 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Drive the store's federations for the length of a block; servers enter it by themselves.
 
     The store is opened here unless it lies in ``app.state.store``; it is closed at the end. A simulation lays its
-    seeded noise into ``app.state.noise``, and virtual time into ``app.state.took``.
+    seeded noise into ``app.state.noise``.
     """
     settings: Settings = app.state.settings
     store: Store | None = getattr(app.state, "store", None)
     if store is None:
         store = await asyncio.to_thread(open_store, settings)
     noise: Noise | None = getattr(app.state, "noise", None)
-    took: Took | None = getattr(app.state, "took", None)
-    app.state.registry = registry = Registry(store.database, store.blobs, Metrics(), store.leases, noise, took)
+    app.state.registry = registry = Registry(store.database, store.blobs, Metrics(), store.leases, noise)
     app.state.insights = Insights(registry)
     app.state.operator_digest = tokens.digest(_first_token(settings))
     app.state.issuer = Issuer.of(settings)

@@ -12,7 +12,6 @@ from promptfed.shared.canonical import canonical_json
 from promptfed.shared.metrics.site_figures import SiteFigures
 from promptfed.shared.privacy.accounting import Event
 from promptfed.shared.privacy.settings import Evaluations
-from promptfed.shared.spec.schedule import ScheduleSpec
 from promptfed.shared.spec.spec import BackboneShape, ClassNames, Name, Template, TrainingSpec
 from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.spec.training_terms import TrainingTerms

@@ -224,9 +224,6 @@ class Disclosure:
             work += [("sending", f"{text} and is added to the next change")]
         if terms.compression.down != "none":
             work += [("receiving", DOWN[terms.compression.down])]
-        if terms.schedule is not None:
-            late = counted(terms.schedule.max_staleness, "state")
-            work += [("rounds", f"asynchronous: others do not wait, and a change counts up to {late} late")]
         return [
             *work,
             ("evaluate", f"every {counted(terms.evaluate_every, 'round')}, before the first and after the last"),

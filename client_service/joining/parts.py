@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.disclosure import Disclosure
 from promptfed.client_service.privacy.ledger import Ledger
-from promptfed.client_service.training.trainer import BeforeTask, TaskWork
+from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
 from promptfed.shared.metrics.outcomes import Record
@@ -42,7 +42,6 @@ class Parts:
         record: receives, in this process, the answer for each test image.
         within: the name of the federation whose method a trial helps to choose: by it the site's policy allows it.
         work: makes the object that carries out tasks; it takes the fields of `TaskWork`.
-        before_task: awaited before a task is carried out: the clock of a simulation in virtual time.
     """
 
     backbone: Backbone | None = None
@@ -56,4 +55,3 @@ class Parts:
     record: Record | None = None
     privacy: PrivacyParts = field(default_factory=PrivacyParts)
     work: Callable[..., TaskWork] = TaskWork
-    before_task: BeforeTask | None = None

@@ -32,7 +32,6 @@ from promptfed.shared.messages import EnrolmentInfo, Message, Role, Task, Told
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.plain_text import counted, plain
-from promptfed.shared.spec.schedule import ScheduleSpec
 from promptfed.shared.spec.selection import FINAL
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.spec.spec_section import left_out
@@ -68,7 +67,6 @@ class AgreedTerms(TrainingTerms):
     method_package: str | None
     evaluate_every: int
     evaluation: Told = None
-    schedule: Annotated[ScheduleSpec | None, left_out()] = None
     most_peers: int
     sends: dict[str, list[str]]
     metrics: list[str]
@@ -131,7 +129,6 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
         method_package=info.method_package,
         evaluate_every=info.evaluate_every,
         evaluation=info.evaluation,
-        schedule=info.schedule,
         accuracies=["test", *sorted(tests)],
         figures=list(FIGURES),
         tuning=tuning_terms(info, trains),

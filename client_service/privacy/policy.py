@@ -162,7 +162,7 @@ class SiteFacts:
 
 def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int, units: int | None = None) -> SiteFacts:
     """What the enrolment information says; ``units``: of training, where they are not the ``images``."""
-    privacy, asked = info.privacy, _asked(info, (units or images) if images else 0)
+    privacy = info.privacy
     return SiteFacts(
         coordinator=coordinator,
         federation=info.name,
@@ -170,14 +170,13 @@ def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int, uni
         role=role,
         unit=privacy.unit if privacy is not None else "record",
         epsilon=privacy.epsilon if privacy is not None and privacy.level == "client" else None,
-        **(asked | {"common": asked["common"] and info.schedule is None}),
+        **_asked(info, (units or images) if images else 0),
     )
 
 
 def facts_of_task(task: Task, enrolled: SiteFacts) -> SiteFacts:
     """What a task's own configuration asks, of a site that has ``enrolled`` for what was said then."""
-    asked = _asked(task.config, enrolled.images)
-    return replace(enrolled, **(asked | {"common": asked["common"] and enrolled.common}))
+    return replace(enrolled, **_asked(task.config, enrolled.images))
 
 
 def _asked(terms: TrainingTerms, units: int) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from promptfed.shared.messages import Task
 FIRST_SECONDS = 2.0  # before the first question: short tasks are over by then
 WATCH_SECONDS = 10  # that a question waits for its answer, and between two if nobody holds them back
 SHORTEST_WATCH = 0.5  # seconds from one question to the next
-OVER = ("phase-closed", "too-stale")  # refusals of what nobody waits for any more
 GONE = (401, 403, 404, 410)  # statuses that say the same of the client or its federation
 
 Result = TypeVar("Result")
@@ -53,7 +52,7 @@ async def _watch(
         try:
             current = await coordinator.task(WATCH_SECONDS, retry=False, carrying=task.task_id, progress=progress())
         except Refused as refused:
-            if refused.status in GONE or refused.kind in OVER:
+            if refused.status in GONE or refused.kind == "phase-closed":
                 gone.set()
         except (BadAnswer, ClientError):
             pause = WATCH_SECONDS

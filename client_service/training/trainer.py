@@ -6,7 +6,6 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -380,6 +379,3 @@ class TaskWork:
 def _digest(peers: list[Peer]) -> str:
     ordered = sorted((peer.model_dump(mode="json") for peer in peers), key=lambda peer: str(peer["name"]))
     return hashlib.sha256(canonical_json(ordered).encode()).hexdigest()
-
-
-BeforeTask = Callable[[TaskWork, Task], Awaitable[None]]

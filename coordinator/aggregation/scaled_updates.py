@@ -1,4 +1,4 @@
-"""Updates whose changes count with a factor: of earlier states (FedBuff), or of other numbers of steps (FedNova)."""
+"""Updates that count with another change: from a rounded state, or of other numbers of steps (FedNova)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from promptfed.coordinator.aggregation.changes import change_norm
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.problems import TooStale
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.shared.methods.core.interface.base import ClientUpdate
 from promptfed.shared.methods.core.sizes import change_limit
@@ -21,30 +20,14 @@ TINY = 1e-300  # no division by the length of a change that is none
 
 
 @dataclass(frozen=True)
-class Late:
-    """An update from another state: the digest of the payload that it started from, and its staleness in rounds."""
-
-    payload_sha256: str
-    staleness: int
-
-
-@dataclass(frozen=True)
 class Scaled:
-    """What a phase's changes are multiplied by, by client: those of ``late`` updates, and of unequal steps."""
+    """By client: the payloads of changes from ``rounded`` states, and ``factors`` of unequal steps."""
 
-    late: Mapping[str, Late] = field(default_factory=dict)
+    rounded: Mapping[str, str] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.late or self.factors)
-
-
-def expect_fresh(federation: Federation, round: int) -> None:
-    """Raise TooStale for an expired task that began in ``round``, unless the last round is over."""
-    now, schedule = federation.run.round, federation.spec.schedule
-    if schedule is not None and now < federation.rules.last_round:
-        text = f"the state of this task is {now - round} rounds old; an update may be {schedule.max_staleness} late"
-        raise TooStale(f"{text}: train on the next task", round=now)
+        return bool(self.rounded or self.factors)
 
 
 def moved_on(
@@ -61,20 +44,17 @@ def moved_on(
 
     A client says itself how few steps it took. So a change that is enlarged stays within the limit of admission.
     """
-    schedule = federation.spec.schedule
     began_at = lru_cache(maxsize=8)(lambda sha256: blobs.tensors(sha256)[0])
     for update in updates:
-        known, factor = scaled.late.get(update.client), scaled.factors.get(update.client, 1.0)
+        known, factor = scaled.rounded.get(update.client), scaled.factors.get(update.client, 1.0)
         if known is None and factor == 1:
             yield update
             continue
-        began = payload if known is None else began_at(known.payload_sha256)
+        began = payload if known is None else began_at(known)
         if factor > 1:
             numbers = sum(tensor.size for tensor in update.tensors.values())
             length = max(change_norm(update.tensors, began), TINY)
             factor = max(1.0, min(factor, change_limit(federation.spec, federation.method, numbers) / length))
-        if known is not None and schedule is not None:
-            factor *= schedule.factor(known.staleness)
         moved = {
             name: _moved(tensor, began.get(name, NONE), payload.get(name, NONE), factor)
             for name, tensor in update.tensors.items()

@@ -36,7 +36,6 @@ router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
 ANSWERED = (problems.WrongTaskKind, problems.AlreadyAnswered, problems.PhaseClosed)
 UPDATE = (  # what an update may be refused for that has arrived whole
     *TENSORS,
-    problems.TooStale,
     problems.NormTooLarge,
     problems.WrongTask,
     problems.WrongPayload,

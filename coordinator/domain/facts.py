@@ -62,10 +62,6 @@ class Asked(_Asking):
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-class Carried(_OfClients):
-    """The tasks of ``names``, which began in earlier rounds, belong to the round that has just opened."""
-
-
 @dataclass(frozen=True)
 class Extended(Fact):
     """The open stage missed its quorum and is extended once (or a resume has reset that)."""
@@ -86,13 +82,6 @@ class Settled(Fact):
 
     name: str
     status: AskStatus
-
-
-@dataclass(frozen=True)
-class Dropped(Fact):
-    """An answer that was to count in the next asynchronous round is discarded."""
-
-    name: str
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class NotEnoughTrainers(Exception):
 
 
 class Machine:
-    """Any number of steps from a run: as repeated calls of ``machines.step``, without copying all asks in each.
+    """Any number of steps from a run: as repeated calls of ``step``, without copying all asks in each.
 
     ``run`` is the run as it has become. One that was read before a later ``advance`` is not to be used any more: both
     share the open stage's asks. The run that the machine was made of stays as it is.
@@ -57,7 +57,7 @@ class Machine:
     def advance(self, event: events.Event) -> tuple[facts.Fact, ...]:
         """One step; returns the facts to store.
 
-        Raises as ``machines.step`` does; after any other error use a new machine.
+        Raises as ``step`` does; after any other error use a new machine.
         """
         self.facts = []
         self._take(event)
@@ -398,3 +398,15 @@ class Machine:
     def _expect(self, state: FederationState) -> None:
         if self.run.state != state:
             raise WrongMoment(self.run.state)
+
+
+def step(rules: Rules, run: Run, event: events.Event) -> tuple[Run, tuple[facts.Fact, ...]]:
+    """The run after ``event``, and the facts to store.
+
+    Raises:
+        WrongMoment: the event does not fit the run's state; nothing has changed.
+        NotEnoughTrainers: a start with fewer trainers than the rules need.
+    """
+    machine = Machine(rules, run)
+    new_facts = machine.advance(event)
+    return machine.run, new_facts

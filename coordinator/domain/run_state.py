@@ -8,7 +8,6 @@ from typing import Literal
 
 from promptfed.shared.messages import FederationState, Role, TaskKind
 from promptfed.shared.spec.participation import ParticipationSpec
-from promptfed.shared.spec.schedule import ScheduleSpec
 from promptfed.shared.spec.selection import FINAL
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.spec_section import ceil_fraction
@@ -70,8 +69,8 @@ class Rules:
     ``draw``: what the order follows from in which clients are asked: a secret, or the spec's seed. ``poisson_key``:
     the secret of Poisson sampling, in hex, where that is how clients are sampled. ``fixed_divisor``: K stays what it
     was when a phase opened. ``budget_rounds``: rounds that a privacy budget allows, where it ends before the rounds do.
-    ``selects``: after the last round the best one's state is tested. ``schedule``: of asynchronous rounds.
-    ``choice``: how clients are chosen, where they are not drawn alike.
+    ``selects``: after the last round the best one's state is tested. ``choice``: how clients are chosen, where they are
+    not drawn alike.
     """
 
     draw: int | str
@@ -89,7 +88,6 @@ class Rules:
     fixed_divisor: bool = False
     budget_rounds: int | None = None
     selects: bool = False
-    schedule: ScheduleSpec | None = None
     choice: ParticipationSpec | None = None
 
     @property
@@ -172,8 +170,7 @@ class Stage:
 class Run:
     """The state of a run. ``step`` counts a round's phases from 0; the last step is its evaluation.
 
-    Of a secure sum: ``cohort`` sent keys for the latest attempt, ``previous`` answered its last step. Of asynchronous
-    rounds: ``busy`` clients train, each since the round that is named; answers of ``early`` count in the next round.
+    Of a secure sum: ``cohort`` sent keys for the latest attempt, ``previous`` answered its last step.
     With ``Rules.choice``: the round in which each client was ``asked`` to train last, and what it has ``told``.
     """
 
@@ -189,8 +186,6 @@ class Run:
     sample_size: int = 0
     cohort: tuple[str, ...] = ()
     previous: tuple[str, ...] = ()
-    busy: Mapping[str, int] = field(default_factory=dict)
-    early: tuple[str, ...] = ()
     asked: Mapping[str, int] = field(default_factory=dict)
     told: Mapping[str, Told] = field(default_factory=dict)
 

@@ -13,21 +13,19 @@ from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import EventRow, PhaseRow, TaskRow, UpdateRow
 from promptfed.shared.spec.participation import BY_LOSS, ParticipationSpec
 
-_BEGAN = func.coalesce(TaskRow.began, PhaseRow.round)
-
 
 def chosen_before(session: Session, id: str, part: ParticipationSpec) -> tuple[dict[str, int], dict[str, Told]]:
     """`Run.asked` and `Run.told` of the federation ``id``, as its stored tasks and updates say."""
     first = (PhaseRow.kind == "train", PhaseRow.step == 0)
     tasks = queries.tasks_with_phases(id).where(*first).group_by(TaskRow.client)
-    rows = session.execute(tasks.with_only_columns(TaskRow.client, func.max(_BEGAN).label("round")))
+    rows = session.execute(tasks.with_only_columns(TaskRow.client, func.max(PhaseRow.round).label("round")))
     asked = {row.client: row.round for row in rows}
     told: dict[str, Told] = {}
     if part.choice not in BY_LOSS:
         return asked, told
     updates = queries.tasks_with_phases(id).join(UpdateRow, UpdateRow.task_id == TaskRow.id)
-    columns = (TaskRow.client, _BEGAN, UpdateRow.metrics, TaskRow.opened_at, UpdateRow.received_at)
-    ordered = updates.with_only_columns(*columns).order_by(_BEGAN, PhaseRow.step, TaskRow.number)
+    columns = (TaskRow.client, PhaseRow.round, UpdateRow.metrics, TaskRow.opened_at, UpdateRow.received_at)
+    ordered = updates.with_only_columns(*columns).order_by(PhaseRow.round, PhaseRow.step, TaskRow.number)
     for client, round, metrics, opened, received in session.execute(ordered):
         said = told_by(metrics, round, clock.seconds_between(opened, received))
         if said is not None:

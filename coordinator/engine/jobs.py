@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from sqlalchemy import and_, or_
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
@@ -278,11 +277,10 @@ def payload_again(registry: Registry, federation: Federation, digest: str) -> by
         if task_and_stage is None:
             return None
         task, stage = task_and_stage
-        state = method_part(_served_state(registry, session, federation, task.began))
+        state = method_part(_served_state(registry, session, federation))
     if stage.kind not in ("train", "evaluate"):
         return secure_jobs.told(registry, federation, open_task(task, stage))
-    round = stage.round if task.began is None else task.began
-    phase = federation.method_phase(round, stage.step) if stage.kind == "train" else None
+    phase = federation.method_phase(stage.round, stage.step) if stage.kind == "train" else None
     client = federation.clients[task.client]
     return encode(global_state.sent_payload(federation, state, phase, client, federation.context()))
 
@@ -315,16 +313,8 @@ def _payload_digests(change: Change) -> set[str | None]:
     return set(change.session.scalars(query.distinct().limit(2)))
 
 
-def _served_state(registry: Registry, session: Session, federation: Federation, began: int | None = None) -> Arrays:
-    """The state that the open stage is about: in the final test that of the selected round.
-
-    ``began``: the state with which that earlier round began.
-    """
-    if began is not None:
-        before = or_(StateRow.round < began, and_(StateRow.round == began, StateRow.phase_id.is_(None)))
-        row = queries.last_state(session, federation.id, before)
-        assert row is not None, "a round begins with a state"
-        return registry.blobs.tensors(row.sha256)[0]
+def _served_state(registry: Registry, session: Session, federation: Federation) -> Arrays:
+    """The state that the open stage is about: in the final test that of the selected round."""
     if federation.phase != FINAL:
         return current_state(registry, session, federation.id)
     row = queries.last_state(session, federation.id, StateRow.round <= selected_round(session, federation))

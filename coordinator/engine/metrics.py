@@ -97,7 +97,7 @@ class Metrics:
         """Count a refusal by its kind; one of an update counts as a verdict on it too."""
         self.refusals.labels(kind).inc()
         if of_update:
-            self.updates.labels("late" if kind in ("phase-closed", "too-stale") else "refused").inc()
+            self.updates.labels("late" if kind == "phase-closed" else "refused").inc()
 
     def failed(self, kind: str) -> None:
         """Count a task that its client refused; others' types, which clients make up, are no labels."""

@@ -13,7 +13,6 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock, events, facts
 from promptfed.coordinator.domain.federation import Federation, OpenTask
-from promptfed.coordinator.domain.machines import machine_of
 from promptfed.coordinator.domain.round_machine import Machine
 from promptfed.coordinator.domain.run_state import AskStatus, Run
 from promptfed.coordinator.engine import audit
@@ -52,11 +51,11 @@ class Change:
         """Step the round machine and write down what follows.
 
         Raises:
-            WrongMoment, NotEnoughTrainers: see ``machines.step``; nothing is written then.
+            WrongMoment, NotEnoughTrainers: see ``round_machine.step``; nothing is written then.
         """
         before = self.federation.run
         if self._machine is None or self._machine.run is not before:
-            self._machine = machine_of(self.federation.rules, before)
+            self._machine = Machine(self.federation.rules, before)
         new_facts = self._machine.advance(event)
         run = self._machine.run
         self.federation = replace(self.federation, run=run)
@@ -182,8 +181,6 @@ class _Recorder:
                 self._opened(fact)
             case facts.Asked():
                 self._asked(fact)
-            case facts.Carried(names):
-                self._carried(names)
             case facts.Extended(extended):
                 self._set(extended=extended)
                 if extended:
@@ -192,8 +189,6 @@ class _Recorder:
                 self._set_deadline(seconds)
             case facts.Settled(name, status):
                 self._settled(name, status)
-            case facts.Dropped(name):
-                self._dropped(name)
             case facts.Closed():
                 self._closed(fact)
             case facts.Reopened():
@@ -237,29 +232,9 @@ class _Recorder:
         others |= {"expected": fact.expected if fact.kind == "train" else None, "extended": False}
         self._phase = _StageRow(insert_phase(self._session, opened | others), **opened)
         self._position = (fact.round, fact.step)
-        self._change.federation = replace(self._change.federation, tasks=self._late_tasks())
+        self._change.federation = replace(self._change.federation, tasks={})
         self._change.emit("phase-opened", **self._where(), **fact.data)
         self._add_tasks(fact.names, 0)
-
-    def _late_tasks(self) -> dict[str, OpenTask]:
-        """The open tasks that a stage's opening and closing leave open: those of asynchronous rounds."""
-        busy, tasks = self._change.federation.run.busy, self._change.federation.tasks
-        return {name: task for name, task in tasks.items() if task.kind == "train" and name in busy}
-
-    def _carried(self, names: tuple[str, ...]) -> None:
-        """Move open tasks, and answered ones that have not counted yet, to the stage that has opened."""
-        self._change.flush()
-        before = self._stage().round - 1
-        here = (
-            PhaseRow.federation_id == self._change.federation.id,
-            PhaseRow.round == before,
-            PhaseRow.kind == "train",
-        )
-        waits = (TaskRow.status.in_(("open", "answered")), ~TaskRow.counted)
-        mine = update(TaskRow).where(TaskRow.phase_id.in_(select(PhaseRow.id).where(*here)), *waits)
-        moved = {"phase_id": self._stage().id, "number": 0, "began": func.coalesce(TaskRow.began, before)}
-        self._session.execute(mine.values(moved), execution_options={"synchronize_session": False})
-        self._change.emit("clients-carried", **self._where(), clients=list(names))
 
     def _asked(self, fact: facts.Asked) -> None:
         self._change.flush()
@@ -305,14 +280,6 @@ class _Recorder:
         mine = (TaskRow.phase_id == self._stage().id, TaskRow.client == name)
         return self._session.scalars(select(TaskRow.id).where(*mine).order_by(TaskRow.number.desc()).limit(1)).one()
 
-    def _dropped(self, name: str) -> None:
-        self._change.flush()
-        trained = queries.tasks_with_phases(self._change.federation.id).with_only_columns(TaskRow.id, PhaseRow.round)
-        waits = (PhaseRow.kind == "train", TaskRow.client == name, TaskRow.status == "answered", ~TaskRow.counted)
-        task_id, round = self._session.execute(trained.where(*waits).order_by(PhaseRow.round.desc()).limit(1)).one()
-        self._change.batch.settle(task_id, "discarded", clock.now())
-        self._change.emit("task-settled", round=round, kind="train", client=name, status="discarded")
-
     def _closed(self, fact: facts.Closed) -> None:
         stage = self._stage()
         self._set(closed_at=clock.now(), sample_size=fact.sample_size)
@@ -329,7 +296,7 @@ class _Recorder:
                 {name: federation.clients[name].num_samples for name in fact.counted}, federation.spec.aggregation
             )
         self._change.batch.count({tasks[name]: weights.get(name) for name in fact.counted})
-        self._change.federation = replace(federation, tasks=self._late_tasks(), deadline=None)
+        self._change.federation = replace(federation, tasks={}, deadline=None)
         self._change.emit("phase-closed", **self._where(), counted=list(fact.counted))
 
     def _reopened(self) -> None:
@@ -391,7 +358,7 @@ def open_task(row: TaskRow, stage: PhaseRow) -> OpenTask:
         id=row.id,
         client=row.client,
         kind=cast(TaskKind, stage.kind),
-        round=stage.round if row.began is None else row.began,
+        round=stage.round,
         step=stage.step,
         phase=stage.name,
         payload_sha256=row.payload_sha256,

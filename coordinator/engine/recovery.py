@@ -100,20 +100,11 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
     tokens = session.scalars(select(TokenRow).where(TokenRow.federation_id == row.id))
     stage_row = None if row.state in ENDED else queries.phase_at(session, row.id, row.round, row.step)
     tasks = _latest_tasks(session, stage_row) if stage_row else {}
-    late = _waiting_tasks(session, row) if federation.rules.schedule is not None and row.state not in ENDED else []
-    if stage_row is not None and stage_row.kind == "train" and stage_row.closed_at is not None:
-        waiting = {task.id for task, _ in late}  # They belong to no stage until the next one opens.
-        tasks = {name: task for name, task in tasks.items() if task.id not in waiting}
-    is_training = stage_row is not None and stage_row.kind == "train" and stage_row.closed_at is None
     is_open = stage_row is not None and stage_row.closed_at is None
-    open_ = [*late, *((task, stage_row) for task in tasks.values() if stage_row is not None)]
+    open_ = [(task, stage_row) for task in tasks.values() if stage_row is not None]
     loaded = replace(
         federation.with_clients(*map(client_of, clients)),
-        run=replace(
-            _run(session, row, clients, _stage(stage_row, tasks, now), federation),
-            busy={task.client: open_task(task, phase).round for task, phase in late if task.status == "open"},
-            early=() if is_training else tuple(task.client for task, _ in late if task.status == "answered"),
-        ),
+        run=_run(session, row, clients, _stage(stage_row, tasks, now), federation),
         fingerprint=row.fingerprint,
         shape=BackboneShape.model_validate(row.shape) if row.shape else None,
         supplied_state=row.supplied_state,
@@ -201,15 +192,6 @@ def client_of(row: ClientRow) -> Client:
 def _latest_tasks(session: Session, stage: PhaseRow) -> dict[str, TaskRow]:
     rows = session.scalars(select(TaskRow).where(TaskRow.phase_id == stage.id).order_by(TaskRow.number))
     return {task.client: task for task in rows}
-
-
-def _waiting_tasks(session: Session, row: FederationRow) -> list[tuple[TaskRow, PhaseRow]]:
-    """The training tasks that are open, or answered and not counted yet, with the stages that they belong to."""
-    here = (PhaseRow.kind == "train", PhaseRow.round.between(row.round - 1, row.round))
-    waits = (TaskRow.status.in_(("open", "answered")), ~TaskRow.counted)
-    query = queries.tasks_with_phases(row.id).where(*here, *waits)
-    rows = session.execute(query.order_by(TaskRow.settled_at, TaskRow.id))
-    return [(task, phase) for task, phase in rows]
 
 
 def _common_payload(tasks: dict[str, TaskRow]) -> str | None:

@@ -22,7 +22,7 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation.secure_sums import Attempt
 from promptfed.coordinator.domain import clock, events
-from promptfed.coordinator.domain.federation import Federation, OpenTask
+from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import json_logs, recovery
 from promptfed.coordinator.engine.committer import Committer, RegistryClosed
 from promptfed.coordinator.engine.last_seen import LastSeen
@@ -44,8 +44,6 @@ from promptfed.shared.privacy.noise import Noise, SecretNoise
 log = logging.getLogger("promptfed.coordinator")
 
 EVENTS = "*events"
-Took = Callable[[OpenTask, str], float | None]
-"""The seconds from asking for a task to its answer, which was received at that time."""
 
 T = TypeVar("T")
 
@@ -65,16 +63,13 @@ class Registry:
         metrics: Metrics,
         leases: Leases | None = None,
         noise: Noise | None = None,
-        took: Took | None = None,
     ):
         """``leases``: among several coordinators, which of the database's federations are this one's.
 
         ``noise``: where noise and sampling that nobody may foresee come from; simulations hand in seeded ones.
-        ``took``: how long answers take; simulations hand in virtual time.
         """
         self.leases = leases
         self.noise = noise or SecretNoise()
-        self.took = took or (lambda task, received: clock.seconds_between(task.opened_at, received))
         self.database = database
         self.blobs = blobs
         self.deltas = Deltas(blobs)

@@ -43,7 +43,6 @@ def enrolment_info(federation: Federation) -> EnrolmentInfo:
         evaluate_every=spec.evaluation.every,
         evaluation=spec.evaluations if spec.secure_aggregation is not None else None,
         tuning=spec.tuning,
-        schedule=spec.schedule,
     )
 
 

@@ -93,8 +93,6 @@ def _way(session: Session, federation: Federation, name: str) -> Way:
         text = "clients send one sum for each round, and the difference of two sums would be this client's part"
     elif federation.run.members[name].joined and spec.privacy.level == "client":
         text = "a second release of the same rounds is one that its privacy budget has not paid for"
-    elif federation.run.members[name].joined and spec.schedule is not None:
-        text = "asynchronous rounds depend on when each answer comes, and cannot be repeated"
     else:
         return _found_way(session, federation, name)
     raise CannotForget(f"{federation.name} cannot forget {name!r}: {text}; delete the federation instead")

@@ -15,12 +15,11 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation.changes import change_norm
-from promptfed.coordinator.aggregation.scaled_updates import expect_fresh
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.choice import told_by
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.engine.recorder import Change, open_task
-from promptfed.coordinator.engine.registry import Registry, Took
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import mending
 from promptfed.coordinator.operations.expansion import expanded
 from promptfed.coordinator.operations.spent_metrics import spent_metrics
@@ -103,7 +102,7 @@ async def accept_update(
         else:
             whole.keep(held)
         sent = (upload.sha256, upload.size, whole.sha256)
-        entry = _Update(federation.id, client, task_id, *sent, held, told, registry.took)
+        entry = _Update(federation.id, client, task_id, *sent, held, told)
         new = await registry.committer.submit(entry)
     if new:
         registry.metrics.bytes_up.inc(upload.size)
@@ -199,7 +198,6 @@ class _Update(Answer):
     stored: str
     held: Held
     told: dict[str, Any]
-    took: Took
 
     def store(self, change: Change, row: dict[str, Any]) -> None:
         change.keep(self.held)
@@ -211,7 +209,7 @@ class _Update(Answer):
         told = None
         if change.federation.spec.participation.choice in BY_LOSS:
             received = change.batch.updates[-1]["received_at"]
-            told = told_by(self.told["metrics"], task.round, self.took(task, received))
+            told = told_by(self.told["metrics"], task.round, clock.seconds_between(task.opened_at, received))
         return events.Answered(self.client.name, clock.monotonic(), told)
 
 
@@ -280,8 +278,6 @@ def decided(federation: Federation, task: AskedTask, kind: str | None, digest: s
 def _expect_open(federation: Federation, task: AskedTask) -> None:
     if task.status == "open" and federation.run.state not in ENDED:
         return
-    if (task.kind, task.status) == ("train", "expired"):
-        expect_fresh(federation, task.round)
     where = f"round {federation.run.round}" + (f", {federation.phase}" if federation.phase else "")
     text = f"the phase of round {task.round} is over ({task.status}); {federation.name} is in {where}"
     raise problems.PhaseClosed(text, round=federation.run.round, phase=federation.phase, state=federation.run.state)

@@ -294,10 +294,6 @@ class PhaseClosed(Refusal, status=409, title="The task's phase is closed"):
     """The task's phase is over; ``round`` and ``phase`` are the current ones."""
 
 
-class TooStale(Refusal, status=409, title="The update is too late"):
-    """The update's state is older than ``schedule.max_staleness`` allows; ``round`` is the current one."""
-
-
 class NotSafetensors(Refusal, status=415, title="The body is not a safetensors file"):
     """A body that is not a whole safetensors file."""
 

@@ -50,10 +50,7 @@ def federation_view(session: Session, federation: Federation) -> schemas.Federat
             "answered": stage.having("answered") if stage else [],
             "failed": stage.having("failed") if stage else [],
             "awaited": [
-                schemas.Awaited.model_validate(
-                    {"name": name, "until": federation.deadline, "round": run.busy.get(name, run.round)}
-                )
-                for name in awaited
+                schemas.Awaited.model_validate({"name": name, "until": federation.deadline}) for name in awaited
             ],
             "state_hash": newest.state_hash if newest is not None else None,
             "privacy": central_privacy(session, federation),

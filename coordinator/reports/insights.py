@@ -215,9 +215,9 @@ def _learned(federation: Federation, state: Arrays) -> Arrays:
 def _cosines(registry: Registry, federation: Federation, exchange: _CountedPhase) -> list[list[float | None]]:
     if exchange.before is None:
         raise FileNotFoundError
-    shown, late = exchange.given.updates[:MOST_CLIENTS], exchange.given.late
+    shown, rounded = exchange.given.updates[:MOST_CLIENTS], exchange.given.rounded
     state = lru_cache(maxsize=8)(partial(_state, registry))
-    starts = [state(late[client].payload_sha256 if client in late else exchange.before) for client, _, _ in shown]
+    starts = [state(rounded.get(client, exchange.before)) for client, _, _ in shown]
     return prompt_metrics.cosines(registry.blobs.places([sha256 for _, _, sha256 in shown]), starts)
 
 

@@ -273,7 +273,6 @@ def _update_report(
             "change": change,
             "far": times,
             "received_at": update.received_at,
-            "staleness": None if federation.spec.schedule is None else stage.round - (task.began or stage.round),
             "verdict": verdict,
             "weight": task.weight,
             "influence": judged.get("influence"),

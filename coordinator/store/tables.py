@@ -198,10 +198,7 @@ class PhaseRow(Base):
 
 
 class TaskRow(Base):
-    """One client's part of a stage. A client that is asked again after a failure gets a new task.
-
-    ``began``: of asynchronous rounds, the round in which it was asked, where it now belongs to a later one.
-    """
+    """One client's part of a stage. A client that is asked again after a failure gets a new task."""
 
     __tablename__ = "tasks"
 
@@ -220,7 +217,6 @@ class TaskRow(Base):
     failure: Mapped[dict[str, Any] | None]
     counted: Mapped[bool]
     weight: Mapped[float | None]
-    began: Mapped[int | None]
 
 
 class UpdateRow(Base):

@@ -72,9 +72,7 @@ class BenchOptions:
     ] = ""
     sweep_seeds: Annotated[str, typer.Option(help="seeds of the sweep, by commas")] = "10"
     m: Annotated[int | None, typer.Option(min=1, help="prompt tokens, for every method that has them")] = None
-    spec: Annotated[
-        Path | None, typer.Option(help="YAML laid under every method's spec: training, ...; clock as in a run file")
-    ] = None
+    spec: Annotated[Path | None, typer.Option(help="YAML laid under every method's spec: training, ...")] = None
     pool: Pool = 1
     device: Device = "cpu"
     engine: Engine = None

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from promptfed.experiments.bench.entries import RawSpec
-from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
+from promptfed.experiments.simulation.simulation import simulate
 from promptfed.library.result import Result
-from promptfed.runtime.run_file import clock_of
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.errors import CommandError, Exit
@@ -62,19 +61,19 @@ def run(
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         allow_backbone: names of a model or checkpoint outside open_clip's registry that may be loaded; True: any.
         progress: whether to show progress; default: if stderr is a terminal.
-        **spec: further keys of a run file: ``rounds``, ``class_names``, ``training``, ``seed``, ``clock``, ...
+        **spec: further keys of a run file: ``rounds``, ``class_names``, ``training``, ``seed``, ...
 
     Raises:
         CommandError: the spec, data or backbone cannot be used, or the federation did not finish.
     """
-    sources, named, clock = SharedSources(), _named(method), clock_of(spec.pop("clock", None), "run")
+    sources, named = SharedSources(), _named(method)
     sites = _described(_all_sites(sources, data, unseen, tests or {}), domains or {})
     resolved = resolve({"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named})
     file = Path(backbone_file) if backbone_file is not None else None
     model = backbone or open_backbone(resolved.backbone, allow_backbone=allow_backbone, device=device, file=file)
     quiet = not (sys.stderr.isatty() if progress is None else progress)
     options: dict[str, Any] = {"pool": pool, "backbone": model, "sources": sources}
-    options |= {"folder": Path(folder) if folder is not None else None, "options": SimulationOptions(clock=clock)}
+    options |= {"folder": Path(folder) if folder is not None else None}
     with Watcher(resolved.rounds, quiet=quiet) as watcher:
         result = simulate(resolved, sites, progress=watcher.show, **options)
     return Result(result, model, allow_backbone)

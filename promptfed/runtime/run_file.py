@@ -1,4 +1,4 @@
-"""A run in one YAML file: the spec, under ``clients`` the clients and their data, and for simulations a ``clock``."""
+"""A run in one YAML file: the spec, under ``clients`` the clients and their data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from promptfed.runtime.services import Site
-from promptfed.runtime.speeds import Clock
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec
 from promptfed.shared.plain_text import counted
@@ -52,11 +51,10 @@ class ClientEntry(BaseModel):
 
 @dataclass(frozen=True)
 class RunFile:
-    """The contents of a run file: the unresolved spec, the clients in the file's order, and a simulation's clock."""
+    """The contents of a run file: the unresolved spec, and the clients in the file's order."""
 
     spec: Mapping[str, Any]
     sites: tuple[Site, ...]
-    clock: Clock | None = None
 
 
 def read_run(path: Path, clients: int | None = None) -> RunFile:
@@ -71,17 +69,8 @@ def read_run(path: Path, clients: int | None = None) -> RunFile:
         text = f"{path} has no `clients`: list them as `- {{name: eyes, data: 'folder:/data/eyes'}}`"
         raise CommandError(text, Exit.BAD_INPUT)
     entries = _entries(raw.pop("clients"), path)
-    clock = clock_of(raw.pop("clock", None), path)
     spec = {"name": path.stem, **raw}
-    return RunFile(spec, _sites(entries, clients, path), clock)
-
-
-def clock_of(raw: Any, where: object) -> Clock | None:
-    """The section ``clock``, which may be missing. Raises CommandError, which begins with ``where``."""
-    try:
-        return None if raw is None else Clock.model_validate(raw)
-    except ValidationError as error:
-        raise CommandError(f"{where}: {SpecError.from_validation(error, 'clock', Clock)}", Exit.BAD_INPUT) from None
+    return RunFile(spec, _sites(entries, clients, path))
 
 
 def _entries(raw: Any, path: Path) -> list[ClientEntry]:

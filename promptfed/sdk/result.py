@@ -46,7 +46,7 @@ class FederationResult:
 
     Only simulations set the rest. ``wall_seconds`` is the time from the start of the first round to the end and
     ``setup_seconds`` the time before it (data, features, enrolment). ``outcomes`` holds all clients' last answers on
-    their test sets for each image. ``virtual_seconds`` are those at which each round was over, if there was a clock.
+    their test sets for each image.
     ``validation`` is the signed report of a federation that validates.
     """
 
@@ -59,7 +59,6 @@ class FederationResult:
     wall_seconds: float = 0.0
     setup_seconds: float = 0.0
     outcomes: tuple[Outcomes, ...] = ()
-    virtual_seconds: tuple[float, ...] = ()
     validation: dict[str, Any] | None = None
 
     @property

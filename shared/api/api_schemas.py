@@ -61,7 +61,6 @@ class Awaited(BaseModel):
 
     name: str
     until: datetime
-    round: int | None = Field(None, description="in which it was asked; an earlier one in asynchronous rounds")
     progress: float | None = Field(None, description="the part of its task's steps that is done, as it has said")
 
 

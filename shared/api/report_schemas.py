@@ -68,9 +68,6 @@ class UpdateReport(BaseModel):
     change: float | None = Field(None, description="L2, from the payload; null before the phase's aggregate")
     far: float | None = Field(None, description="how many times the median change, where it is over ten times")
     received_at: datetime
-    staleness: Annotated[
-        int | None, left_out(description="of asynchronous rounds: states that have come since the update's own")
-    ] = None
     verdict: Literal["counted", "clipped", "rejected", "discarded", "pending", "unused"]
     weight: float | None
     influence: float | None = Field(

@@ -19,7 +19,6 @@ from promptfed.shared.methods.core.checks.compression_checks import check_compre
 from promptfed.shared.methods.core.checks.distributed_checks import with_parts
 from promptfed.shared.methods.core.checks.privacy_checks import check_privacy
 from promptfed.shared.methods.core.checks.rule_checks import check_rule
-from promptfed.shared.methods.core.checks.schedule_checks import check_schedule
 from promptfed.shared.methods.core.checks.secure_checks import check_secure
 from promptfed.shared.methods.core.checks.tuning_checks import check_tuning, with_candidates
 from promptfed.shared.methods.core.checks.validation_checks import check_selection, check_validation
@@ -29,7 +28,6 @@ from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMetho
 from promptfed.shared.methods.core.several_labels import for_several_labels
 from promptfed.shared.spec.spec import (
     BackboneShape,
-    EvaluationSpec,
     FederationSpec,
     SpecError,
     TrainingSpec,
@@ -135,14 +133,10 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
     spec, method = _parts(raw)
     named = {"name": method.name, **method.hyper.model_dump(), **_added(spec)}
     resolved = spec.model_copy(update={"method": named})
-    if spec.schedule is not None and "every" not in spec.evaluation.model_fields_set:
-        # An evaluation waits for all clients, so that asynchronous rounds are evaluated where that is asked for.
-        resolved = resolved.model_copy(update={"evaluation": EvaluationSpec(every=spec.rounds)})
     checks: list[tuple[str, Callable[[], object]]] = [
         ("method", lambda: method.check(resolved)),
         ("aggregation", lambda: check_rule(method, resolved)),
         ("participation", lambda: check_choice(method, resolved)),
-        ("schedule", lambda: check_schedule(method, resolved)),
         ("compression", lambda: check_compression(method, resolved)),
         ("training.budget", lambda: check_budget(method, resolved)),
         ("secure_aggregation", lambda: check_secure(method, resolved)),

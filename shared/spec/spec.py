@@ -25,7 +25,6 @@ from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.budget import MOST_EPOCHS, BudgetSpec
 from promptfed.shared.spec.compression import CompressionSpec
 from promptfed.shared.spec.participation import ParticipationSpec
-from promptfed.shared.spec.schedule import ScheduleSpec
 from promptfed.shared.spec.selection import SelectionSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec, SecureAggregationSpec
 from promptfed.shared.spec.spec_hints import meant
@@ -247,10 +246,6 @@ class FederationSpec(Section):
     rounds: Annotated[int, Field(ge=1, le=100_000)] = 10
     training: TrainingSpec = TrainingSpec()
     participation: ParticipationSpec = ParticipationSpec()
-    schedule: Annotated[
-        ScheduleSpec | None,
-        left_out(description="asynchronous rounds; default: each round waits for the clients that it has asked"),
-    ] = None
     compression: Annotated[
         CompressionSpec, left_out(CompressionSpec(), description="how clients' changes are encoded on their way")
     ] = CompressionSpec()

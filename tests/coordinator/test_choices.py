@@ -11,7 +11,6 @@ import pytest
 
 from promptfed.testing.clients import ScriptedClient, spec, update_body
 from tests.support.coordinators import InThread
-from tests.support.waiting import wait_for
 
 NAMES = tuple(f"c{number}" for number in range(6))
 PRIVATE = {"level": "client", "clip": 1.0, "noise_multiplier": 1.0}
@@ -59,22 +58,6 @@ def test_clients_are_asked_by_what_they_report_and_everybody_sees_why(coordinato
     for round in (1, 4):
         replayed = coordinator.post(f"{federation}/rounds/{round}/replay", {})
         assert all(one["same"] for one in replayed["states"])
-
-
-@pytest.mark.both_databases
-def test_asynchronous_rounds_choose_who_gets_the_next_task(coordinator: InThread) -> None:
-    federation, clients = began(
-        coordinator,
-        schedule={"kind": "buffered", "buffer": 2, "concurrency": 2},
-        participation={"choice": "round_robin"},
-    )
-    trained: set[str] = set()
-    for _ in NAMES:
-        awaited = wait_for("a task", lambda: [one["name"] for one in coordinator.get(federation)["awaited"]])
-        new = [name for name in awaited if name not in trained]
-        assert new, "each once before anybody twice"
-        trained.add(new[0])
-        train(coordinator, clients[new[0]], loss=1.0)
 
 
 def test_the_first_answers_of_an_over_selected_round_count_and_later_ones_are_refused(coordinator: InThread) -> None:
@@ -129,7 +112,6 @@ def test_only_clients_that_meet_the_requirements_train_and_the_others_evaluate(c
         ({"participation": {"choice": "power_of_choice"}, "privacy": {"level": "sample", "epsilon": 3.0}}, "no noise"),
         ({"participation": {"choice": "oort", "min_clients": 3}, "secure_aggregation": {}}, "no number leaves"),
         ({"participation": {"over_select": 2.0, "min_clients": 3}, "secure_aggregation": {}}, "secure sum needs"),
-        ({"participation": {"over_select": 2.0}, "schedule": {"kind": "buffered", "buffer": 2}}, "asynchronous"),
         ({"participation": {"choice": "all_available", "fraction": 0.5}}, "every client"),
         ({"participation": {"choice": "power_of_choice"}, "method": {"name": "zero_shot"}}, "reports none"),
         ({"participation": {"choice": "oort"}, "method": {"name": "fast_pt"}}, "train without"),

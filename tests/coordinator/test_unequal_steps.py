@@ -118,31 +118,6 @@ def test_equal_steps_give_the_bits_of_the_plain_mean(coordinator: InThread) -> N
     assert states[0] == states[1]
 
 
-def test_asynchronous_rounds_weigh_by_staleness_and_steps(coordinator: InThread) -> None:
-    schedule = {"kind": "buffered", "buffer": 2, "staleness": "polynomial"}
-    federation, clients = began(
-        coordinator, {"epochs": 1}, 0.0, schedule=schedule, aggregation={"weighting": "uniform"}
-    )
-    tasks = {name: coordinator.task(client) for name, client in clients.items()}
-    start = start_of(clients["a"], tasks["a"])
-    sent = {name: trained(name, start, steps, 0.0) for name, steps in STEPS.items()}
-    for name in ("a", "b"):
-        send(clients[name], tasks[name], sent[name], steps=STEPS[name])
-    again = coordinator.task(clients["a"])
-    now = start_of(clients["a"], again)
-    later = trained("a", now, 7, 0.0)
-    send(clients["c"], tasks["c"], sent["c"], steps=STEPS["c"])
-    send(clients["a"], again, later, steps=7)
-    coordinator.until(federation, round=3)
-    effective = (7 + STEPS["c"]) / 2
-    for key, value in state(coordinator, federation, 2).items():
-        wanted = now[key] + 0.5 * effective * (
-            (later[key] - now[key]) / 7 + 2**-0.5 * (sent["c"][key] - start[key]) / STEPS["c"]
-        )
-        np.testing.assert_allclose(value, wanted, atol=1e-6, rtol=0)
-    assert all(one["same"] for one in coordinator.post(f"{federation}/rounds/2/replay", {})["states"])
-
-
 def test_a_client_that_says_few_steps_gains_no_more_than_admission_allows(coordinator: InThread) -> None:
     admission = {"max_update_norm": 5.0}
     federation, clients = began(coordinator, {"seconds": 10.0}, 0.0, admission=admission)

@@ -58,7 +58,6 @@ class FakeCoordinator:
     secure_aggregation: dict[str, Any] | None = None  # with no rule of weights, as earlier versions had it
     seed: int = 7
     compression: dict[str, Any] = field(default_factory=dict)
-    schedule: dict[str, Any] | None = None
     peers: list[dict[str, Any]] = field(default_factory=list)
     poll_seconds: float = 0.05  # that a question for a task is held while it is paused
     epoch: str = "first"  # of the coordinator's process
@@ -171,7 +170,6 @@ class FakeCoordinator:
                     "privacy": self.privacy,
                     "secure_aggregation": self.secure_aggregation,
                     "compression": self.compression,
-                    "schedule": self.schedule,
                 }
             )
             return Response(info.model_dump_json(), media_type="application/json")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from promptfed.coordinator.domain.events import Answered, Enrolled, Event, JobDone, Start, Tick
 from promptfed.coordinator.domain.facts import Fact
-from promptfed.coordinator.domain.machines import machine_of, step
+from promptfed.coordinator.domain.round_machine import Machine, step
 from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
 
 ONE = (PhasePlan("train"),)
@@ -36,7 +36,7 @@ class Play:
     def __init__(self, rules: Rules, *names: str, evaluators: tuple[str, ...] = ()):
         self.rules, self.run, self.now = rules, Run(), 0.0
         self.facts: list[Fact] = []
-        self._machine = machine_of(rules, self.run)
+        self._machine = Machine(rules, self.run)
         for name in names:
             self.send(Enrolled(name, "trainer"))
         for name in evaluators:
@@ -44,7 +44,7 @@ class Play:
 
     def send(self, event: Event) -> list[Fact]:
         if self._machine.run != self.run or self._machine.rules is not self.rules:  # a test has changed it
-            self._machine = machine_of(self.rules, self.run)
+            self._machine = Machine(self.rules, self.run)
         self.run, facts = step(self.rules, self.run, event)
         assert self._machine.advance(event) == facts
         assert self._machine.run == self.run

@@ -43,4 +43,3 @@ def test_without_a_choice_there_are_no_reasons_to_show(coordinator: InThread, vi
     visited.sign_in()
     expect(visited.page.locator(".phase")).to_have_text("Round 1, train: 0 of 2 answered")
     expect(visited.page.get_by_role("heading", name="Who was chosen, and why")).to_be_hidden()
-    expect(visited.page.get_by_role("heading", name="Arrivals")).to_be_hidden()

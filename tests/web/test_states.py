@@ -108,19 +108,6 @@ def make_failed(server: InThread) -> None:
             break
 
 
-def make_buffered(server: InThread) -> None:
-    federation = server.create(
-        name="buffered",
-        rounds=3,
-        participation={"min_clients": 3, "deadline_seconds": 3600},
-        schedule={"kind": "buffered", "buffer": 2},
-    )
-    a, b, late = server.enrol(federation, "a", "b", "late")
-    server.post(f"{federation}/start")
-    for client in (a, b, late, a, b):
-        assert client.answer(server.task(client)).status_code == 201
-
-
 def make_chosen(server: InThread) -> None:
     federation = server.create(name="chosen", participation=PATIENT | {"choice": "round_robin"})
     clients = server.enrol(federation, "a", "b")
@@ -176,7 +163,7 @@ def make_several(server: InThread) -> None:
 
 
 MADE: tuple[Callable[[InThread], Any], ...] = (
-    make_enrolling, make_running, make_paused, make_finished, make_cancelled, make_failed, make_buffered, make_chosen,
+    make_enrolling, make_running, make_paused, make_finished, make_cancelled, make_failed, make_chosen,
     make_tuned, make_protected, make_secure, make_several, validated,
 )  # fmt: skip
 

@@ -224,8 +224,7 @@ def _show_status(federation: FederationSummary) -> None:
     lines += [] if federation.selection is None else [federation.selection.describe()]
     lines += [f"trial {trial.describe()}" for trial in federation.trials]
     for one in federation.awaited:
-        told = [f"asked in round {one.round}"] if one.round not in (None, federation.round) else []
-        told += [] if one.progress is None else [f"{one.progress:.0%} done"]
+        told = [] if one.progress is None else [f"{one.progress:.0%} done"]
         told += [federation.choice[one.name]] if one.name in federation.choice else []
         about = f" ({', '.join(told)})" if told else ""
         lines.append(f"waiting for {one.name}{about} until {one.until.isoformat()}")

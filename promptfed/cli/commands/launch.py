@@ -48,9 +48,6 @@ def launch(
     interrupt_on_sigterm()
     started = time.monotonic()
     run = read_run(spec, clients)
-    if run.clock is not None:
-        text = f"{spec} has a `clock`, and these clients take real time: leave it out, or use promptfed simulate"
-        raise CommandError(text, Exit.BAD_INPUT)
     chosen_gpus = choose_gpus(gpus, gpus_of_torch if runtime == "process" else gpus_of_engine)
     check_port(port)
     engine = None

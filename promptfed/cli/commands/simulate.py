@@ -127,9 +127,9 @@ def _result(spec: FederationSpec, run: RunFile, cluster: Cluster, **options: Any
     from promptfed.experiments.simulation import simulation
 
     if cluster.engine is None:
-        return simulation.simulate(spec, run.sites, options=simulation.SimulationOptions(clock=run.clock), **options)
+        return simulation.simulate(spec, run.sites, **options)
     on_ray = OnRay(cluster.crews, cluster.address, cluster.gpus_per_crew, cluster.storage)
-    return simulate_on_ray(spec, run.sites, on_ray, clock=run.clock, **options | {"pool": options["pool"] or 1})
+    return simulate_on_ray(spec, run.sites, on_ray, **options | {"pool": options["pool"] or 1})
 
 
 def summaries(accuracies: Sequence[Accuracy]) -> list[RoleSummary]:
@@ -168,7 +168,6 @@ def _summary_json(result: FederationResult, seconds: float) -> dict[str, Any]:
         "bytes_up": result.bytes_up,
         "bytes_down": result.bytes_down,
         "client_seconds": round(result.client_seconds, 3),
-        **({"virtual_seconds": result.virtual_seconds} if result.virtual_seconds else {}),
         "wall_seconds": round(result.wall_seconds, 3),
         "setup_seconds": round(result.setup_seconds, 3),
         "seconds": round(seconds, 3),
@@ -211,8 +210,6 @@ def _show(result: FederationResult, seconds: float, out: Path | None) -> None:
         f"the clients computed for {result.client_seconds:.0f} s",
         f"sent {size(result.bytes_up)} up and took {size(result.bytes_down)} down",
     ]
-    if result.virtual_seconds:
-        parts.append(f"{result.virtual_seconds[-1]:,.0f} s of virtual time")
     say("; ".join(parts) + ".")
     say(f"State {result.state_hash}")
     if out is not None:

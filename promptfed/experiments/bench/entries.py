@@ -14,8 +14,7 @@ from promptfed.shared.spec.spec import FederationSpec, SpecError, merged
 
 OPTION, ENTRY = (re.compile(rf"{mark}(?![^{{}}]*\}})") for mark in ":,")  # outside of braces, which hold a mapping
 
-CLOCK = "clock"  # a key beside those of the spec: clients' speeds in virtual time
-RawSpec = dict[str, Any]  # a spec, or some of its keys, as written, without its method's defaults; it may have a clock
+RawSpec = dict[str, Any]  # a spec, or some of its keys, as written, without its method's defaults
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,10 @@ class BenchEntry:
             method = {"name": method["name"], "m": m} | method
         raw = merged(base, self.changes) | {"method": method}
         try:
-            resolve_spec(without_clock(raw))
+            resolve_spec(raw)
         except SpecError as error:
             raise CommandError(f"{self.label}: {error}", Exit.BAD_INPUT) from None
         return raw
-
-
-def without_clock(raw: RawSpec) -> RawSpec:
-    """The spec alone."""
-    return {key: value for key, value in raw.items() if key != CLOCK}
 
 
 def parse_entry(text: str, label: str = "") -> BenchEntry:

@@ -33,7 +33,6 @@ class BenchRun(BaseModel):
     clients: list[JsonObject] = []
     accuracies: list[Accuracy]
     rounds: int
-    virtual_seconds: list[float] = []
     costs: dict[str, float]
     measured: list[JsonObject] = []
     wall_seconds: float

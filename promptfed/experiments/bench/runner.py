@@ -11,15 +11,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from promptfed.experiments.bench.entries import CLOCK, BenchEntry, RawSpec, without_clock
+from promptfed.experiments.bench.entries import BenchEntry, RawSpec
 from promptfed.experiments.bench.provenance import data_hash, provenance
 from promptfed.experiments.bench.results import BenchRun, JsonObject, read_run, write_json
 from promptfed.experiments.protocols.label_spaces import forget_names
 from promptfed.experiments.protocols.protocols import Protocol, Trial
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
-from promptfed.runtime.run_file import clock_of
-from promptfed.runtime.speeds import Clock
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
@@ -56,12 +54,7 @@ class Job:
     @cached_property
     def resolved(self) -> FederationSpec:
         """The spec with its method's defaults. Raises CommandError if it cannot be run."""
-        return resolve(without_clock(self.spec))
-
-    @property
-    def clock(self) -> Clock | None:
-        """The speeds of the clients. Raises CommandError for a section that cannot be used."""
-        return clock_of(self.spec.get(CLOCK), "--spec")
+        return resolve(self.spec)
 
     @property
     def title(self) -> str:
@@ -110,7 +103,7 @@ class Bench:
         """The entry's spec. Defaults of a bench: each data set's own template, all clients asked, ``evaluations``."""
         added = {name: value for name, value in trial.spec.items() if value is not None}
         raw = entry.spec(merged({"name": "bench", "template": None, "seed": seed} | added, dict(self.base)), self.m)
-        resolved = resolve(without_clock(raw))
+        resolved = resolve(raw)
         rounds = resolved.rounds
         if self.steps is not None:
             rounds = math.ceil(self.steps / steps_in_a_phase(resolved.training, trial, sources))
@@ -194,7 +187,7 @@ class Runner:
                 backbone=self._backbone(job),
                 features=self.out / "features",
                 sources=self._sources,
-                options=SimulationOptions(swap_prompts=job.trial.swap_prompts, clock=job.clock),
+                options=SimulationOptions(swap_prompts=job.trial.swap_prompts),
             )
         except CommandError as error:
             raise CommandError(f"{job.title}: {error}", error.exit) from None
@@ -222,11 +215,10 @@ class Runner:
             label=job.entry.label,
             seed=job.seed,
             trial=job.trial.name,
-            spec=simulated.spec | {key: value for key, value in job.spec.items() if key == CLOCK},
+            spec=simulated.spec,
             clients=[asdict(site) for site in job.trial.sites],
             accuracies=simulated.accuracies(),
             rounds=simulated.round,
-            virtual_seconds=list(simulated.virtual_seconds),
             costs=costs(simulated.reports) | {"steps": steps},
             measured=measured(simulated.reports),
             wall_seconds=round(simulated.wall_seconds, 3),

@@ -13,13 +13,11 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 
 import httpx
 from pydantic import TypeAdapter
 
-from promptfed.experiments.cluster.common_clock import SharedClock, wait_at
 from promptfed.experiments.cluster.run_folder import CLIENTS, RunFolder
 from promptfed.experiments.cluster.shared_poll import SOCKETS, Announcements, SharedPoll, following
 from promptfed.experiments.simulation.preparation import SimulationSetup, open_site, warm_all
@@ -52,8 +50,7 @@ class Share:
 class Assignment:
     """The work of one crew. A restarted crew sees ``folder`` too; its key is the source of all clients' secrets.
 
-    ``authority`` is the coordinator's certificate in PEM (None: plain HTTP on loopback). With ``clock``, clients answer
-    in virtual time.
+    ``authority`` is the coordinator's certificate in PEM (None: plain HTTP on loopback).
     """
 
     spec: FederationSpec
@@ -66,7 +63,6 @@ class Assignment:
     folder: RunFolder
     share: Share
     backbone_file: str | None
-    clock: SharedClock | None = None
 
 
 def secret_of(key: str, name: str) -> str:
@@ -106,7 +102,6 @@ async def _work(assignment: Assignment) -> list[Outcomes]:
         secret=lambda name: secret_of(folder.key, name),
         synced=folder.lasting,
         patience=PATIENCE_SECONDS,
-        before_task=None if assignment.clock is None else partial(wait_at, assignment.clock),
     )
     await warm_all(setup)
     async with (

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from promptfed.experiments.cluster.certificate import make_certificate
-from promptfed.experiments.cluster.common_clock import SharedClock, Watched
 from promptfed.experiments.cluster.connection import (
     LOOPBACK,
     Cluster,
@@ -29,13 +28,11 @@ from promptfed.experiments.cluster.connection import (
 )
 from promptfed.experiments.cluster.crew import Assignment, Share, shares, work
 from promptfed.experiments.cluster.orphan import end_orphan
-from promptfed.experiments.cluster.ray_clock import ClockOf, clocks
 from promptfed.experiments.cluster.run_folder import RunFolder, identity, run_folder
 from promptfed.experiments.simulation.preparation import expect_reproducible, prepare
 from promptfed.experiments.simulation.simulation import ProgressCallback, ended_badly, expect_all_evaluated, last_rounds
 from promptfed.runtime.processes import Processes, ProcessFailed
 from promptfed.runtime.services import COORDINATOR_FOLDER, LocalFederation, Site
-from promptfed.runtime.speeds import Clock
 from promptfed.sdk import operations
 from promptfed.sdk.backbone import BACKBONE_FILE
 from promptfed.sdk.client import CA_VARIABLE
@@ -107,11 +104,8 @@ def simulate_on_ray(
     device: str = "cpu",
     allow_backbone: AllowedBackbones = False,
     progress: ProgressCallback | None = None,
-    clock: Clock | None = None,
 ) -> FederationResult:
     """Run a federation to its end; ``pool`` clients of each crew compute at once, on ``device``.
-
-    With ``clock``, clients compute one after the other, in virtual time.
 
     Raises:
         CommandError: one line: as `simulate`; or Ray is not installed, not reachable or too small, a crew failed, or
@@ -120,15 +114,14 @@ def simulate_on_ray(
     started = time.monotonic()
     _check(on, len(sites), device)
     wanted, initial, _ = prepare(spec, sites, pool, None, allow_backbone)
-    expect_reproducible(wanted, sites, clock is not None)
+    expect_reproducible(wanted)
     if wanted.participation.preferred_seconds is not None:
         text = "participation.preferred_seconds: the coordinator of crews measures real seconds"
         raise CommandError(f"{text}: simulate in one process, or leave it out", Exit.BAD_INPUT)
-    speeds = None if clock is None else clock.of([site.name for site in sites], wanted.seed)
     if wanted.tuning is not None:
         raise CommandError("tuning: crews take part in one federation only: choose the method first", Exit.BAD_INPUT)
     threads = wanted.training.threads
-    with run_folder(on.storage, identity(wanted, sites, speeds)) as folder, connected(on.address) as cluster:
+    with run_folder(on.storage, identity(wanted, sites)) as folder, connected(on.address) as cluster:
         expect_room(cluster.nodes(), "crew", on.crews, threads * pool, on.gpus_per_crew)
         nodes = cluster.nodes()
         if on.storage is None and len(nodes) > 1:
@@ -136,10 +129,9 @@ def simulate_on_ray(
             raise CommandError(f"{text}: give --storage FOLDER, one that all nodes see", Exit.BAD_INPUT)
         with (
             _crews(cluster, on, threads * pool) as crews,
-            clocks(cluster, speeds, MAX_RESTARTS) as clock_of,
             _coordinator(folder, cluster.here) as (local, authority),
         ):
-            conductor = Conductor(local, crews, folder, authority, progress or (lambda snapshot: None), clock_of)
+            conductor = Conductor(local, crews, folder, authority, progress or (lambda snapshot: None))
             share = Share(on.crews, pool, "cuda" if on.gpus_per_crew else device, allow_backbone)
             result = conductor.conduct(wanted, initial, tuple(sites), share)
     return replace(result, setup_seconds=time.monotonic() - started - result.wall_seconds)
@@ -265,8 +257,6 @@ class Conductor:
     folder: RunFolder
     authority: str | None
     progress: ProgressCallback
-    clock_of: ClockOf | None = None
-    _clock: SharedClock | None = None
 
     def conduct(
         self, spec: FederationSpec, initial: bytes | None, sites: tuple[Site, ...], share: Share
@@ -281,8 +271,6 @@ class Conductor:
         federation = self._federation(spec, initial)
         state = api.send(operations.get_summary(federation)).view.state
         viewer = api.send(operations.mint_operator(VIEWER, "viewer")).view.token
-        if self.clock_of is not None:
-            self._clock = self.clock_of(self.folder, Watched(federation, api.url, self.authority, viewer))
         if state not in ENDED:
             self.crews.begin(self._assignments(federation, spec, sites, share, viewer))
         if state == "enrolling":
@@ -296,8 +284,7 @@ class Conductor:
         result = api.run(operations.take(federation, spec.rounds))
         expect_all_evaluated(result.reports)
         outcomes = sorted(self.crews.outcomes(END_SECONDS), key=lambda kept: (kept.client, kept.split))
-        told = () if self._clock is None else tuple(self._clock.rounds(END_SECONDS)[: spec.rounds])
-        return replace(result, wall_seconds=ended - begun, outcomes=tuple(outcomes), virtual_seconds=told)
+        return replace(result, wall_seconds=ended - begun, outcomes=tuple(outcomes))
 
     def _federation(self, spec: FederationSpec, initial: bytes | None) -> str:
         """The id of the coordinator's federation, or of a new one if there is none or it has never started."""
@@ -330,7 +317,6 @@ class Conductor:
                 self.folder,
                 share,
                 os.environ.get(BACKBONE_FILE),
-                self._clock,
             )
             for own in shares(sites, share.crews)
         ]

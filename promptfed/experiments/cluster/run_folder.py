@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from promptfed.runtime.services import Site
-from promptfed.runtime.speeds import Speeds
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared import machine
 from promptfed.shared.canonical import canonical_json
@@ -41,11 +40,10 @@ class RunFolder:
         shutil.rmtree(self.path / CLIENTS, ignore_errors=True)
 
 
-def identity(spec: FederationSpec, sites: Sequence[Site], speeds: Speeds | None = None) -> str:
+def identity(spec: FederationSpec, sites: Sequence[Site]) -> str:
     """The hash of everything that must be the same to continue a run."""
     parts = [FORMAT, spec.model_dump(mode="json"), [asdict(site) for site in sites]]
-    text = canonical_json(parts if speeds is None else [*parts, {name: list(told) for name, told in speeds.items()}])
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(canonical_json(parts).encode()).hexdigest()
 
 
 @contextmanager

@@ -56,8 +56,6 @@ class Announcements:
         data = event.data
         if event.kind in ("phase-opened", "clients-asked"):
             self._call(data["asked"])
-        elif event.kind == "clients-carried":  # by asynchronous rounds, from a phase that is completed
-            self._call(data["clients"])
         elif event.kind == "task-settled":
             self._asked.discard(data["client"])
             self._tell_working({data["client"]})

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from promptfed.client_service.training.data import in_domain
-from promptfed.client_service.training.trainer import BeforeTask
 from promptfed.experiments.simulation.features import SimulatedClient, fill, images_of
 from promptfed.experiments.simulation.processes import Processes
 from promptfed.runtime.run_file import check_trainers
@@ -45,7 +44,7 @@ class SimulationSetup:
 
     ``record`` receives each client's answers on a test set. If another process may continue, ``secret`` gives each
     client the same secret again, ``synced`` state survives the end of the machine, and ``patience`` is
-    `Settings.give_up_after`. Clients await ``before_task`` where they answer in virtual time.
+    `Settings.give_up_after`.
     """
 
     spec: FederationSpec
@@ -59,7 +58,6 @@ class SimulationSetup:
     secret: Callable[[str], str] | None = None
     synced: bool = False
     patience: float = PATIENCE_SECONDS
-    before_task: BeforeTask | None = None
 
     @property
     def threads(self) -> int:
@@ -89,23 +87,18 @@ def prepare(
     return *described(spec, backbone), backbone
 
 
-def expect_reproducible(spec: FederationSpec, sites: Sequence[Site], clock: bool) -> None:
-    """Raise CommandError if the result would depend on how fast this machine is. ``clock``: time is virtual."""
+def expect_reproducible(spec: FederationSpec) -> None:
+    """Raise CommandError if the result would depend on how fast this machine is."""
     rules = spec.participation
-    if clock:
-        return
     why = None
     if rules.over_select > 1:
         why = "participation.over_select: which answers come first"
     elif spec.training.budget is not None and spec.training.budget.seconds is not None:
         why = "training.budget.seconds: how many steps fit"
-    elif spec.schedule is not None and spec.schedule.buffer < sum(site.role == "trainer" for site in sites):
-        why = "schedule: which answers fill the buffer"
     elif rules.preferred_seconds is not None:
         why = "participation.preferred_seconds: how long a client takes"
     if why is not None:
-        text = f"{why} depends on this machine in a simulation"
-        raise CommandError(f"{text}: give clients speeds (clock: {{speeds: lognormal}} in a run file)", Exit.BAD_INPUT)
+        raise CommandError(f"{why} depends on this machine in a simulation", Exit.BAD_INPUT)
 
 
 def expect_usable(sites: Sequence[Site], pool: int | None) -> None:

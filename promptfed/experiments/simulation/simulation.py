@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.tokens import OPERATOR_FILE
 from promptfed.experiments.simulation.asgi_transport import InProcess
-from promptfed.experiments.simulation.features import SimulatedClient
 from promptfed.experiments.simulation.other_prompts import swapped_outcomes
 from promptfed.experiments.simulation.preparation import (
     SimulationSetup,
@@ -33,10 +32,8 @@ from promptfed.experiments.simulation.preparation import (
     warm_all,
 )
 from promptfed.experiments.simulation.processes import computing_processes, usual_pool
-from promptfed.experiments.simulation.virtual_time import VirtualClock
 from promptfed.experiments.simulation.workers import AHEAD, RunningWorkers, run_workers
 from promptfed.runtime.services import Site
-from promptfed.runtime.speeds import Clock
 from promptfed.sdk import operations
 from promptfed.sdk.client import AsyncCoordinator, Request
 from promptfed.sdk.errors import CommandError, Exit
@@ -65,19 +62,11 @@ class SimulationOptions:
     """What few simulations need.
 
     With ``swap_prompts`` the outcomes include each client's answers with the others' prompts and its own head.
-    ``initial``: the state to start from; by default the method's. With ``clock``, clients compute one after the other,
-    in virtual time.
+    ``initial``: the state to start from; by default the method's.
     """
 
     swap_prompts: bool = False
     initial: bytes | None = None
-    clock: Clock | None = None
-
-    def clock_of(self, clients: Sequence[SimulatedClient], seed: int) -> VirtualClock | None:
-        """The clock of a run. Raises CommandError if its trace cannot be used."""
-        if self.clock is None:
-            return None
-        return VirtualClock(self.clock.of([client.site.name for client in clients], seed))
 
 
 DEFAULTS = SimulationOptions()
@@ -113,7 +102,7 @@ def simulate(
     with _torch_put_back(), new_folder(folder) as place:
         started = time.monotonic()
         wanted, made, backbone = prepare(spec, sites, pool, backbone, allow_backbone, device)
-        expect_reproducible(wanted, sites, options.clock is not None)
+        expect_reproducible(wanted)
         pool = pool or usual_pool(wanted.training.threads, backbone.device.type)
         cache = features if isinstance(features, FeatureCache) else FeatureCache(features or place / "features")
         shared = sources or SharedSources()
@@ -125,11 +114,9 @@ def simulate(
 
         try:
             with _starts_shared(backbone), computing_processes(pool, wanted, clients, backbone, cache) as processes:
-                clock = options.clock_of(clients, wanted.seed)
                 setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes)
-                setup = setup if clock is None else replace(setup, before_task=clock.wait)
                 told = progress or (lambda snapshot: None)
-                result = _in_a_thread(_run(setup, clock, options.initial or made, told, options.swap_prompts, started))
+                result = _in_a_thread(_run(setup, options.initial or made, told, options.swap_prompts, started))
         except OSError as error:
             raise CommandError(f"cannot work in {place}: {why(error)}", Exit.FAILED) from None
         return replace(result, outcomes=(*(latest[key] for key in sorted(latest)), *result.outcomes))
@@ -197,7 +184,6 @@ def _in_a_thread(run: Coroutine[Any, Any, FederationResult]) -> FederationResult
 
 async def _run(
     setup: SimulationSetup,
-    clock: VirtualClock | None,
     initial: bytes | None,
     progress: ProgressCallback,
     swap_prompts: bool,
@@ -207,7 +193,6 @@ async def _run(
     settings = _coordinator_settings(setup)
     app = create_app(settings)
     app.state.noise = SeededNoise(derive_seed(setup.spec.seed, "coordinator's noise"))
-    app.state.took = None if clock is None else clock.took
     async with lifespan(app), httpx.AsyncClient(transport=InProcess(app), base_url=URL, trust_env=False) as http:
         api = AsyncCoordinator(http, (settings.data_dir / OPERATOR_FILE).read_text().strip())
         federation = str((await api.run(operations.create(setup.spec, initial))).json["id"])
@@ -217,8 +202,7 @@ async def _run(
             await clients.enrolled()
             begun = time.monotonic()
             await api.send(operations.steer(federation, "start"))
-            with nullcontext() if clock is None else clock.running(lambda: app.state.registry.get(federation)):
-                await _follow(progress, api, federation, clients)
+            await _follow(progress, api, federation, clients)
             ended = time.monotonic()
             last = 0 if setup.spec.validates else None if setup.spec.selection is not None else setup.spec.rounds
             result = await api.run(operations.take(federation, last))
@@ -227,8 +211,7 @@ async def _run(
             expect_all_evaluated(result.reports)
             swapped = await asyncio.to_thread(swapped_outcomes, clients.works()) if swap_prompts else []
             wall, setup_seconds = ended - begun, begun - started
-            told = () if clock is None else tuple(clock.rounds[: setup.spec.rounds])
-            result = replace(result, wall_seconds=wall, setup_seconds=setup_seconds, virtual_seconds=told)
+            result = replace(result, wall_seconds=wall, setup_seconds=setup_seconds)
             return replace(result, outcomes=tuple(swapped))
 
 

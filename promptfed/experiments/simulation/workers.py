@@ -110,7 +110,6 @@ async def run_workers(
                 record=setup.record,
                 privacy=PrivacyParts(noise, Ledger(None), True, client.site.floor),
                 work=work,
-                before_task=setup.before_task,
             ),
             http=http,
             executor=executor,

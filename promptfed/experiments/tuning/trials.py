@@ -13,7 +13,7 @@ import numpy as np
 from promptfed.experiments.bench.runner import costs
 from promptfed.experiments.figures.comparison import Floats
 from promptfed.experiments.protocols.setting import with_options
-from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
+from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.run_file import RunFile
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import open_backbone, resolve
@@ -152,8 +152,7 @@ class Trials:
         shared: dict[str, Any] = {"backbone": self._backbone, "features": self._features, "sources": self._sources}
         began = time.monotonic()
         try:
-            options = SimulationOptions(clock=self._run.clock)
-            result = simulate(raw, sites, pool=self._pool, options=options, **shared)
+            result = simulate(raw, sites, pool=self._pool, **shared)
         except CommandError as error:
             if not has_diverged(error):
                 raise

@@ -1,4 +1,4 @@
-"""The choice of clients: formulas written out, requirements, rests, over-selection, and asynchronous rounds."""
+"""The choice of clients: formulas written out, requirements, rests and over-selection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from promptfed.coordinator.domain.events import Answered, Enrolled, Failed, Star
 from promptfed.coordinator.domain.facts import Asked, Closed, Opened, Settled
 from promptfed.coordinator.domain.run_state import Member, Rules, Run, Told
 from promptfed.shared.spec.participation import ParticipationSpec
-from promptfed.shared.spec.schedule import ScheduleSpec
 from tests.support.played_run import ONE, Play, rules
 
 NAMES = [f"c{number:02}" for number in range(20)]
@@ -137,19 +136,17 @@ def test_turns_go_round() -> None:
 
 @given(
     choice=st.sampled_from([*CHOICES, "all_available"]),
-    buffered=st.booleans(),
     meets=st.lists(st.booleans(), min_size=2, max_size=9),
     cool_down=st.integers(0, 3),
     picks=st.lists(st.tuples(st.integers(0, 99), st.sampled_from(["answer", "fail", "wait"])), max_size=60),
 )
 @settings(max_examples=120, deadline=None)
 def test_who_does_not_meet_the_requirements_is_never_asked_to_train(
-    choice: str, buffered: bool, meets: list[bool], cool_down: int, picks: list[tuple[int, str]]
+    choice: str, meets: list[bool], cool_down: int, picks: list[tuple[int, str]]
 ) -> None:
-    fraction = 1.0 if buffered or choice == "all_available" else 0.5
-    schedule = ScheduleSpec(kind="buffered", buffer=2, concurrency=3) if buffered else None
+    fraction = 1.0 if choice == "all_available" else 0.5
     base = with_choice(choice=choice, cool_down=cool_down, fraction=fraction)
-    play = Play(rules(ONE, rounds=40, evaluate_every=40, fraction=fraction, choice=base.choice, schedule=schedule))
+    play = Play(rules(ONE, rounds=40, evaluate_every=40, fraction=fraction, choice=base.choice))
     for number, fits in enumerate(meets):
         play.send(Enrolled(f"c{number}", "trainer", 10 + number, fits))
     fit = {f"c{number}" for number, fits in enumerate(meets) if fits}
@@ -218,19 +215,3 @@ def test_without_over_selection_the_same_dropouts_wait_for_the_deadline() -> Non
     assert play.run.due_job is None
     play.later(11.0)
     assert play.run.due_job == "aggregate"
-
-
-def test_the_next_task_of_asynchronous_rounds_goes_to_whom_the_choice_names() -> None:
-    part = ParticipationSpec(choice="power_of_choice", candidates=100.0)
-    schedule = ScheduleSpec(kind="buffered", buffer=2, concurrency=3)
-    play = begun(rules(ONE, rounds=9, evaluate_every=9, schedule=schedule, choice=part), *NAMES[:8])
-    for loss in range(16):
-        if play.run.due_job is not None:
-            play.done()
-        name = sorted(play.run.busy)[0]
-        play.send(Answered(name, play.now, Told(play.run.round, float(loss), None, 1.0)))
-    asked = [pick for fact in play.facts if isinstance(fact, Opened | Asked) for pick in fact.reasons.items()]
-    assert {name for name, _ in asked[:8]} == set(NAMES[:8])
-    assert {reason for _, reason in asked[:8]} == {"its loss is not known"}, "each client reports a loss first"
-    assert all(reason.startswith("loss ") for _, reason in asked[8:])
-    assert len(asked) > 12

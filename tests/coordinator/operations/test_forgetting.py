@@ -234,7 +234,6 @@ def test_an_entry_that_nothing_accounts_for_breaks_the_chain(coordinator: InThre
     ("changes", "why"),
     [
         ({"secure_aggregation": {"minimum": 3}}, "one sum for each round"),
-        ({"schedule": {"kind": "buffered", "buffer": 2}}, "asynchronous rounds"),
         ({"privacy": {"level": "client", "clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}}, "a second release"),
     ],
 )

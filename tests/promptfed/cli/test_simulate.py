@@ -37,8 +37,6 @@ clients:
     name: site-{{index}}
     data: symbols:painting?topic=faces&per_class=4&test_per_class=2&partition=iid&clients={{count}}&client={{index}}
 """
-CLOCKED = RUN.format(rounds=2) + "clock: {speeds: lognormal}\n"
-PREFERRING = CLOCKED.replace("min_clients: 2", "min_clients: 2, choice: oort, preferred_seconds: 5")
 
 
 @pytest.fixture(autouse=True)
@@ -87,18 +85,6 @@ def test_few_clients_are_shown_one_by_one(run_file: Path) -> None:
         assert shown in done.stdout
 
 
-def test_a_clock_adds_virtual_seconds(tmp_path: Path) -> None:
-    path = tmp_path / "clocked.yaml"
-    path.write_text(CLOCKED)
-    done = simulated(path, "--json")
-    assert done.exit_code == Exit.OK, done.output
-    first, second = json.loads(done.stdout.splitlines()[-1])["virtual_seconds"]
-    assert 0 < first < second == pytest.approx(2 * first)
-    refused = CliRunner().invoke(app, ["launch", str(path)])
-    assert refused.exit_code == Exit.BAD_INPUT
-    assert "these clients take real time: leave it out, or use promptfed simulate" in refused.stderr
-
-
 def accuracies(count: int, **changes: Any) -> list[Accuracy]:
     base = {"round": 1, "role": "trainer", "domain": None, "split": "test", "zero_shot": 0.25, "num_samples": 4}
     return [Accuracy(client=f"c{k}", accuracy=k / 100, **{**base, **changes}) for k in range(count)]
@@ -121,8 +107,6 @@ def test_many_clients_are_summed_up() -> None:
     [
         ("rounds: 2", (), "has no `clients`"),
         (RUN.format(rounds=0), (), "rounds: must be greater than or equal to 1"),
-        (PREFERRING, ("--engine", "ray"), "participation.preferred_seconds: the coordinator of crews"),
-        (CLOCKED.replace("lognormal", "quick"), (), "clock.speeds"),
         (RUN.format(rounds=1).replace("painting", "nowhere"), (), "client site-0: symbols:nowhere"),
         (RUN.format(rounds=1), ("--clients", "1"), "min_clients wants 2"),
         (RUN.format(rounds=1), ("--device", "cuda:9"), "The device 'cuda:9' cannot be used"),

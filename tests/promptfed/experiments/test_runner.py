@@ -98,29 +98,6 @@ def test_it_goes_on_where_it_stopped(finished: tuple[Path, dict[str, Any]], monk
     assert [row["scores"] for row in again] == [row["scores"] for row in before]
 
 
-@pytest.mark.extended
-def test_asynchronous_choosing_and_compressing_entries_in_virtual_time(tmp_path: Path) -> None:
-    spec, out = tmp_path / "spec.yaml", tmp_path / "out"
-    spec.write_text("rounds: 3\nclock: {speeds: lognormal, slowest: 5}\n")
-    slow = "promptfl:participation.over_select=2:participation.fraction=0.5"
-    entries = f"promptfl:schedule.kind=buffered:schedule.buffer=1,{slow},promptfl:compression.up=int8"
-    common = ["bench", "personalisation", "--methods", entries, "--data", DATA, "--partition", "iid", "--clients", "2"]
-    common += ["--seeds", "0", "--spec", str(spec), "--json"]
-    code, _, stderr = invoke(*common, "--out", str(out))
-    assert code == 0, stderr
-    buffered, over_selected, plain = json.loads((out / "results.json").read_text())["runs"]
-    assert len(buffered["virtual_seconds"]) == 3
-    assert buffered["virtual_seconds"][-1] < plain["virtual_seconds"][-1], "a round need not wait for both"
-    assert over_selected["virtual_seconds"][-1] < plain["virtual_seconds"][-1]
-    for label in ("promptfl:schedule.kind=buffered:schedule.buffer=1", slow):
-        verified = invoke("bench", "verify", str(out), "--cell", f"{label},0", "--json")
-        assert (verified[0], json.loads(verified[1])["same_state"]) == (0, True), verified
-    spec.write_text("rounds: 3\nclock: {speeds: lognormal, slowest: 6}\n")
-    assert "holds another bench" in invoke(*common, "--out", str(out))[2]
-    spec.write_text("rounds: 3\nclock: {speeds: quick}\n")
-    assert "--spec: clock.speeds" in " ".join(invoke(*common, "--out", str(tmp_path / "new"))[2].split())
-
-
 def report(asked: int, up: int, down: int, seconds: list[float]) -> dict[str, Any]:
     phase = {
         "asked": [f"c{k}" for k in range(asked)],

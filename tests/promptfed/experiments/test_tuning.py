@@ -68,16 +68,6 @@ def test_a_method_and_a_rate_are_chosen_on_training_images_and_written_into_a_ne
     assert (code, "no method 'nothing'" in output) == (Exit.BAD_INPUT, True)
 
 
-@pytest.mark.extended
-def test_the_run_file_s_virtual_time_is_that_of_all_trials(tmp_path: Path) -> None:
-    timed = "participation: {fraction: 0.5, over_select: 2}\nclock: {speeds: lognormal}\n"
-    (tmp_path / "run.yaml").write_text(RUN.replace("rounds: 3", "rounds: 1") + timed)
-    tune = ("tune", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "tuned.yaml"), "--seeds", "1")
-    code, output = invoke(*tune, "--rates", "0.002,0.02")
-    assert code == 0, output
-    assert yaml.safe_load((tmp_path / "tuned.yaml").read_text())["clock"] == {"speeds": "lognormal"}
-
-
 def test_no_test_image_decides() -> None:
     uri = "digits?partition=iid&clients=2&client=0"
     [site] = held_out_sites([Site("a", uri, tests={"more": "digits"}), Site("b", "digits", "evaluator")], 0.25)

@@ -19,8 +19,6 @@ def check_choice(method: Method, spec: FederationSpec) -> None:
         )
     if part.choice == "all_available" and (part.fraction < 1 or part.over_select > 1):
         raise MethodError("choice all_available asks every client: leave fraction and over_select out")
-    if part.over_select > 1 and spec.schedule is not None:
-        raise MethodError("over_select is for rounds: asynchronous ones wait for nobody, leave it out")
     if part.over_select > 1 and spec.secure_aggregation is not None:
         raise MethodError("a secure sum needs the shares of all that began it: leave over_select out")
     if part.choice in BY_LOSS:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +16,12 @@ import torch
 
 from promptfed.experiments.cluster import crew
 from promptfed.experiments.cluster.certificate import make_certificate
-from promptfed.experiments.cluster.common_clock import CommonClock, Watched
 from promptfed.experiments.cluster.crew import Assignment, Share, work
 from promptfed.experiments.cluster.run import Conductor, RayCrews
 from promptfed.experiments.cluster.run_folder import RunFolder
 from promptfed.experiments.simulation.preparation import prepare
-from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
-from promptfed.experiments.simulation.virtual_time import Place
+from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
-from promptfed.runtime.speeds import Clock, Speeds
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError
@@ -100,39 +95,19 @@ class Local:
         return []
 
 
-class ClockInThread:
-    """The clock of all crews on an event loop of its own, as Ray has it in a process."""
-
-    def __init__(self, speeds: Speeds, folder: RunFolder, watched: Watched):
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._clock = CommonClock(speeds, folder.path, watched)
-
-    def step(self, name: str, place: Place) -> Awaitable[float]:
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._clock.step(name, place), self._loop))
-
-    def hold(self, name: str, place: Place, seconds: float) -> Awaitable[None]:
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._clock.hold(name, place, seconds), self._loop))
-
-    def rounds(self, seconds: float) -> list[float]:
-        return asyncio.run_coroutine_threadsafe(self._clock.rounds(), self._loop).result(seconds)
-
-
 def conducted(
     tmp_path: Path,
     sites: Sequence[Site],
     crews: int,
     threads: Threads | None = None,
     spec: dict[str, Any] = SPEC,
-    speeds: Speeds | None = None,
 ) -> FederationResult:
     wanted, initial, _ = prepare(spec, sites, 1, None, allow_backbone=False)
     snapshots: list[Snapshot] = []
     with in_thread(tmp_path / "coordinator") as server:
         local: Any = Local(server, tmp_path / "coordinator")
         folder = RunFolder(tmp_path, KEY, lasting=True)
-        clock_of = None if speeds is None else partial(ClockInThread, speeds)
-        conductor = Conductor(local, threads or Threads(), folder, None, snapshots.append, clock_of)
+        conductor = Conductor(local, threads or Threads(), folder, None, snapshots.append)
         result = conductor.conduct(wanted, initial, tuple(sites), Share(crews, 1, "cpu", False))
     assert snapshots[-1].state == "finished"
     return result
@@ -154,28 +129,6 @@ def test_two_crews_come_to_the_state_of_a_simulation_in_one_process(tmp_path: Pa
 
 
 SHARED = {"name": "promptfl"}
-ALL: dict[str, Any] = {"participation": {}}
-MORE = {
-    "asynchronous": {**ALL, "schedule": {"kind": "buffered", "buffer": 2, "max_staleness": 1}, "rounds": 6},
-    "over-selected": {"participation": {"min_clients": 2, "fraction": 0.6, "over_select": 1.5}, "rounds": 4},
-    "seconds": {**ALL, "training": {**SPEC["training"], "budget": {"seconds": 5.0}}, "method": SHARED},
-}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("changes", MORE.values(), ids=list(MORE))
-def test_crews_that_share_a_clock_come_to_the_same_state_at_the_same_time(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    clock, spec = Clock(speeds="lognormal", slowest=5), {**SPEC, **changes}
-    simulated = simulate(spec, SITES, options=SimulationOptions(clock=clock))
-    speeds = clock.of([site.name for site in SITES], spec["seed"])
-    crewed = conducted(tmp_path, SITES, 2, spec=spec, speeds=speeds)
-    assert crewed.virtual_seconds == simulated.virtual_seconds
-    assert crewed.state_hash == simulated.state_hash
-    assert len(crewed.virtual_seconds) == spec["rounds"]
-    again = conducted(tmp_path, SITES, 2, spec=spec, speeds=speeds)
-    assert again.virtual_seconds == crewed.virtual_seconds
 
 
 @pytest.mark.extended

@@ -17,10 +17,10 @@ import pytest
 import torch
 import yaml
 
-from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
+from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.run_file import read_run
 from promptfed.sdk.errors import Exit
-from tests.support.ray_kills import CREW_PROCESS, KILLED, Kills, Nodes, killed, ray_nodes
+from tests.support.ray_kills import KILLED, Kills, Nodes, killed, ray_nodes
 from tests.support.waiting import PATIENCE, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -110,26 +110,6 @@ def test_a_sum_that_nobody_sees_is_that_of_one_process(nodes: Nodes, tmp_path: P
     options = ["--engine", "ray", "--crews", 2, "--address", nodes.cluster.address]
     out = told("simulate", path, *options, "--storage", tmp_path / "storage", "--json")
     assert last_json(out)["state_hash"] == simulate(simulated.spec, simulated.sites).state_hash
-
-
-def test_asynchronous_rounds_in_virtual_time_are_those_of_one_process_though_crew_and_clock_are_killed(
-    nodes: Nodes, tmp_path: Path
-) -> None:
-    asynchronous = {"schedule": {"kind": "buffered", "buffer": 2}, "participation": {"min_clients": 2}, "rounds": 12}
-    path = written(tmp_path, {**RUN, **asynchronous, "clock": {"speeds": "lognormal", "slowest": 5}})
-    options = ["--engine", "ray", "--crews", 2, "--address", nodes.cluster.address, "--storage", tmp_path / "storage"]
-    running = started("simulate", path, *options, "--json")
-    kept = tmp_path / "storage" / "clock.json"
-    for round, process in ((2, "ray::CommonClock"), (5, CREW_PROCESS)):
-        wait_for("rounds", lambda round=round: kept.exists() and len(json.loads(kept.read_text())["rounds"]) >= round)
-        nodes.actors(process)[0].kill()
-    out, errors = running.communicate(timeout=4 * PATIENCE)
-    assert running.returncode == 0, errors
-    torch.set_num_threads(1)
-    run = read_run(path)
-    simulated = simulate(run.spec, run.sites, options=SimulationOptions(clock=run.clock))
-    assert last_json(out)["state_hash"] == simulated.state_hash
-    assert last_json(out)["virtual_seconds"] == list(simulated.virtual_seconds)
 
 
 def test_a_run_whose_command_died_goes_on_from_its_storage(nodes: Nodes, wanted: str, tmp_path: Path) -> None:

@@ -91,15 +91,6 @@ def test_what_is_settled_is_asked_no_longer(over: ServerEvent) -> None:
     assert asyncio.run(asked.wait("north", 0.01)) is None
 
 
-def test_asynchronous_tasks_are_carried_into_the_next_phase() -> None:
-    asked = sure("north", "south")
-    asked.tell(opened("north"))
-    asked.tell(event("phase-completed", round=1))
-    asked.tell(opened("south"))
-    asked.tell(event("clients-carried", round=2, phase="p", kind="train", clients=["north"]))
-    assert asyncio.run(asked.wait("north", 0.01)) == SHORT_POLL
-
-
 @pytest.mark.parametrize(
     "over",
     [
