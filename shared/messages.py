@@ -126,7 +126,6 @@ class EnrolmentInfo(TrainingTerms):
         TuningSpec | None,
         left_out(description="candidates, of which one becomes the method before round 1"),
     ] = None
-    schedule: Annotated[ScheduleSpec | None, left_out(description="of asynchronous rounds")] = None
 
     @model_validator(mode="after")
     def _candidates_are_trainable(self) -> EnrolmentInfo:
@@ -279,10 +278,6 @@ class UpdateMetadata(Message):
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
     privacy: Annotated[SpendReport | None, left_out()] = None
     receipt: Annotated[PayloadReceipt | None, left_out()] = None
-    steps: Annotated[
-        int | None,
-        left_out(ge=1, le=(1 << 31) - 1, description="optimizer steps, where training has a budget"),
-    ] = None
 
 
 Figure = Annotated[Fraction | None, left_out()]

@@ -17,7 +17,6 @@ from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.methods.core.interface.disclosures import Disclosed
 from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.privacy.settings import PrivacySpec
-from promptfed.shared.spec.budget import BudgetSpec
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.spec.versions import RELEASE, SYSTEM
 from promptfed.shared.tensors import TensorSpec
@@ -199,8 +198,7 @@ class Disclosure:
             work += [
                 ("rounds", f"up to {terms.rounds}"),
                 ("method", _settings(terms.method) or "no settings"),
-                ("training", _settings(terms.training.model_dump(exclude={"budget"}))),
-                *([] if terms.training.budget is None else [("budget", _budget(terms.training.budget))]),
+                ("training", _settings(terms.training.model_dump())),
                 ("seed", f"{terms.seed}, which batches and crops follow from"),
             ]
         if self.plan is not None:
@@ -264,8 +262,6 @@ class Disclosure:
             lines += ["  receipt   which payload it was given, signed: other sites see it by a key, without a name"]
         if not summed and self.terms.privacy is None:
             lines += ["  progress  while it trains: the part of its steps that is done"]
-        if self.terms.training.budget is not None:
-            lines += ["  steps     how many optimizer steps it took, by which the change is weighed"]
         return [*lines, f"  metrics   {', '.join(self.terms.metrics) or 'none'}"]
 
     def _learned(self) -> list[str]:
@@ -299,14 +295,6 @@ def _distributed(privacy: PrivacySpec) -> str:
     noise = f"in each sum noise of {privacy.noise_multiplier:g} times the clip {privacy.clip:g} or more"
     others = f"with up to {privacy.colluding} others on the operator's side, at δ = {privacy.delta:g}"
     return f"every client adds a part of the noise before it sends: {noise}, also {others}; a whole client is protected"
-
-
-def _budget(budget: BudgetSpec) -> str:
-    if budget.seconds is not None:
-        return f"a task ends within {budget.seconds:g} s, after one optimizer step or more"
-    if budget.steps is not None:
-        return f"{counted(budget.steps, 'optimizer step')} a task, in place of the epochs"
-    return f"{counted(budget.epochs or 0, 'epoch')} a task"
 
 
 def _settings(settings: dict[str, Any]) -> str:

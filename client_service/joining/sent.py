@@ -33,7 +33,6 @@ UPDATE = {
     "payload_sha256": "the digest of the payload that it was given",
     "receipt": "a public key and its signature of that digest",
     "privacy": "at privacy.level sample: what it cost, and ε and δ of the ledger",
-    "steps": "if training has a budget: the number of optimizer steps",
 }
 SECURE_SUM = {
     "entry": "federation, round, phase, attempt, public keys, digests of payload and task,\n"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Callable, Mapping
 
 from promptfed.client_service.privacy.policy import Policy
 from promptfed.shared.messages import EnrolmentInfo, SplitResult
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.metrics.disclosure import FLOOR, coded, coded_accuracy, coded_mean
-from promptfed.shared.spec.budget import MOST_EPOCHS
-from promptfed.shared.spec.spec import TrainingSpec
 
 Patients = Callable[[str], int | None]
 """The number of patients of a test set by its name; None where the data name none."""
@@ -74,12 +71,3 @@ def without_shares(measured: Mapping[str, float], method: Method, floor: int) ->
         for name, value in measured.items()
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in kept)
     }
-
-
-def told_steps(steps: int | None, training: TrainingSpec, images: int, floor: int) -> int | None:
-    """The steps of a task as they leave: of epochs, those that the declared number of images takes."""
-    budget = training.budget
-    if steps is None or budget is None or budget.steps is not None:
-        return steps
-    each = max(1, math.ceil(coded(images, floor).low / training.batch_size))
-    return min(steps, (budget.epochs or MOST_EPOCHS) * each)

@@ -8,7 +8,6 @@ version could not keep what the key promises.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
@@ -27,7 +26,6 @@ from promptfed.shared.privacy.accounting import LEAST_DELTA, steps_of
 from promptfed.shared.service.net import addresses_of
 from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.service.yaml_text import read_yaml
-from promptfed.shared.spec.budget import MOST_EPOCHS
 from promptfed.shared.spec.spec import Name, SpecError
 from promptfed.shared.spec.spec_section import Section
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -156,7 +154,6 @@ class SiteFacts:
     unit: str = "record"  # what is protected at level sample
     sums: int | None = None  # the least number of clients in a sum; None: updates are sent in the clear
     common: bool = True  # whether all clients of a phase are given the same payload
-    timed: bool = False  # whether the number of steps that fit into a task's seconds is told
     today: date = field(default_factory=lambda: datetime.now(UTC).date())
 
 
@@ -182,23 +179,16 @@ def facts_of_task(task: Task, enrolled: SiteFacts) -> SiteFacts:
 def _asked(terms: TrainingTerms, units: int) -> dict[str, Any]:
     """What training by ``terms`` on so many ``units`` asks, as fields of `SiteFacts`."""
     training, backbone, sums = terms.training, terms.backbone, terms.secure_aggregation
-    epochs, steps = training.epochs, steps_of(units, training.batch_size, training.epochs) if units else 0
-    if training.budget is not None:  # of seconds the least and the most that they may be
-        steps = training.steps(units) or 1
-        epochs = training.budget.epochs or MOST_EPOCHS
-        if training.budget.steps is not None and units:
-            epochs = math.ceil(training.budget.steps / math.ceil(units / training.batch_size))
     return {
         "method": str(terms.method.get("name")),
         "backbone": f"{backbone.model}/{backbone.pretrained or 'random'}",
         "rounds": terms.rounds,
-        "epochs": epochs,
-        "steps": steps,
+        "epochs": training.epochs,
+        "steps": steps_of(units, training.batch_size, training.epochs) if units else 0,
         "level": terms.privacy.level if terms.privacy is not None else "none",
         "class_names": terms.class_names is not None,
         "sums": sums.minimum if sums is not None else None,
         "common": _is_common(terms.method),
-        "timed": training.budget is not None and training.budget.seconds is not None,
     }
 
 
@@ -298,12 +288,6 @@ def _witnesses(policy: Policy, facts: SiteFacts) -> str | None:
     return f"payload.witnesses is {wanted}, and this federation gives each client another payload"
 
 
-def _timed(policy: Policy, facts: SiteFacts) -> str | None:
-    if policy.metrics.training or not facts.timed or facts.role != "trainer":
-        return None
-    return "metrics.training is false, and training.budget.seconds has clients tell how many steps they take in a time"
-
-
 Rule = Callable[[Policy, SiteFacts], str | None]
 RULES: dict[str, Rule] = {
     "coordinator": _coordinator,
@@ -322,7 +306,6 @@ RULES: dict[str, Rule] = {
         if facts.images >= policy.metrics.floor
         else f"metrics.floor is {policy.metrics.floor}, and the data have {facts.images} images"
     ),
-    "training": _timed,
     "expired": _expired,
     "privacy": _privacy,
     "unit": _unit,

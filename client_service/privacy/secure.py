@@ -50,7 +50,6 @@ class Trained:
     provenance: TensorOrigin
     metrics: Mapping[str, float] = field(default_factory=dict)
     spent: SpendReport | None = None
-    steps: int | None = None
 
 
 @dataclass(frozen=True)

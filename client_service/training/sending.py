@@ -30,7 +30,6 @@ def made_body(
         metrics=dict(trained.metrics),
         privacy=trained.spent,
         receipt=receipt,
-        steps=trained.steps,
     )
     sent, residual = encoded(task, client, trained.update, payload, state)
     return encode(sent, about.model_dump()), residual

@@ -15,7 +15,7 @@ import torch
 
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.agreement import Agreement
-from promptfed.client_service.privacy.floor import floored, floored_shares, large_enough, told_steps, without_shares
+from promptfed.client_service.privacy.floor import floored, floored_shares, large_enough, without_shares
 from promptfed.client_service.privacy.payloads import receipt, start_of
 from promptfed.client_service.privacy.policy import facts_of_task, refusals
 from promptfed.client_service.privacy.protection import SiteProtection
@@ -34,7 +34,6 @@ from promptfed.client_service.training.site import SitePrivacy as SitePrivacy
 from promptfed.client_service.training.site import SiteRules as SiteRules
 from promptfed.client_service.training.site import torch_settings
 from promptfed.client_service.training.squared_losses import squared_losses
-from promptfed.client_service.training.step_budget import budget_of, taken_steps
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.messages import EvaluationRequest, PayloadReceipt, Peer, Role, Task, TaskConfig
@@ -122,8 +121,8 @@ class TaskWork:
             start = start_of(method, self.backbone, task, own)
             self.rules.payloads.expect_plausible(task, tensors, start, explained=not self.hides_failures)
         trained: list[int] = []
-        protection, budget = self._protection(task, context), budget_of(task, self.state, started)
-        context = replace(context, count_trained=trained.append, protection=protection, budget=budget)
+        protection = self._protection(task, context)
+        context = replace(context, count_trained=trained.append, protection=protection)
         with unexplained(self.hides_failures), torch_settings(context):
             private, peers = self._prepared(method, context, task.config.peers)
             squared = squared_losses(method, context, self.data, tensors, private)
@@ -142,9 +141,7 @@ class TaskWork:
             with unexplained(self.hides_failures):
                 self.rules.payloads.note(task, tensors, update)
         provenance = TensorOrigin(task.task_id, task.round, task.phase, peers, "sample" if protection else "none")
-        taken = taken_steps(context.budget, task, self.state)
-        steps = told_steps(taken, context.training, self.data.count(TRAIN), self.privacy.floor)
-        return Trained(update, private, provenance, finite, spent, steps)
+        return Trained(update, private, provenance, finite, spent)
 
     def own_noise(self, task: Task) -> OwnNoise | None:
         """This client's part of the noise for whole clients, by the terms that its owner agreed to, if there is any."""

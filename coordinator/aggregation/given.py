@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation.global_state import Counted
-from promptfed.coordinator.aggregation.scaled_updates import Scaled
-from promptfed.coordinator.aggregation.unequal_steps import factors
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 
-_COLUMNS = (TaskRow.client, TaskRow.weight, TaskRow.payload_sha256, UpdateRow.sha256, UpdateRow.steps, UpdateRow.stored)
+_COLUMNS = (TaskRow.client, TaskRow.weight, TaskRow.payload_sha256, UpdateRow.sha256, UpdateRow.stored)
 _COUNTED = (
     select(*_COLUMNS)
     .join(UpdateRow, UpdateRow.task_id == TaskRow.id)
@@ -26,20 +24,14 @@ _COUNTED = (
 class Given:
     """The updates in order of client name, and by client: the digest of the payload that each started from.
 
-    ``rounded``: the payloads of those that began at a rounded state. ``steps``: where there is a budget.
+    ``rounded``: the payloads of those that began at a rounded state.
     ``gone``: clients whose updates were removed, by retention or on request.
     """
 
     updates: tuple[Counted, ...] = ()
     payloads: Mapping[str, str] = field(default_factory=dict)
     rounded: Mapping[str, str] = field(default_factory=dict)
-    steps: Mapping[str, int] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()
-
-    def scaled(self, federation: Federation, updates: Sequence[Counted] | None = None) -> Scaled:
-        """What the changes of ``updates`` (default: all) are multiplied by."""
-        chosen = self.updates if updates is None else updates
-        return Scaled(self.rounded, factors(chosen, self.steps, federation.spec.training.momentum))
 
 
 NOTHING = Given()
@@ -53,6 +45,5 @@ def given(session: Session, federation: Federation, phase_id: int) -> Given:
         tuple(sorted((row.client, row.weight or 0.0, row.sha256) for row in rows)),
         {row.client: row.payload_sha256 for row in rows},
         {row.client: row.payload_sha256 for row in rows if is_rounded},
-        {row.client: row.steps for row in rows if row.steps is not None},
         frozenset(row.client for row in rows if not row.stored),
     )

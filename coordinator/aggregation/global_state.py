@@ -12,7 +12,7 @@ import numpy as np
 
 from promptfed.coordinator.aggregation.flame import seed_of
 from promptfed.coordinator.aggregation.rules import Rule
-from promptfed.coordinator.aggregation.scaled_updates import Scaled, moved_on
+from promptfed.coordinator.aggregation.scaled_updates import moved_on
 from promptfed.coordinator.aggregation.server_half import Combined, call
 from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer, fresh_moments, moment_tensors
 from promptfed.coordinator.domain.federation import Client, Federation
@@ -221,14 +221,14 @@ def updates_of(
     state: Arrays,
     phase: Phase,
     updates: Iterable[ClientUpdate],
-    scaled: Scaled,
+    rounded: Mapping[str, str],
     context: ServerContext,
 ) -> Iterable[ClientUpdate]:
-    """``updates`` as the method aggregates them: those that are ``scaled`` have other changes from ``state``."""
-    if not scaled:
+    """``updates`` as the method aggregates them: those from ``rounded`` payloads have their changes from ``state``."""
+    if not rounded:
         return updates
     payload = common_payload(federation, method_part(state), phase, context)
-    return moved_on(blobs, federation, updates, payload, scaled)
+    return moved_on(blobs, updates, payload, rounded)
 
 
 def stored_updates(blobs: Blobs, updates: Iterable[Counted]) -> Iterator[ClientUpdate]:

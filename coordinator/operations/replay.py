@@ -253,8 +253,8 @@ def computed(
         total = np.frombuffer(step.total.body, dtype="<i8").astype(np.int64)
         return secure_jobs.state_after(federation, before, phase, total, step.total.weight, context)[0]
     with room(registry.blobs) as rule.room:
-        stored, scaled = global_state.stored_updates(registry.blobs, updates), step.given.scaled(federation, updates)
-        moved = global_state.updates_of(registry.blobs, federation, before, phase, stored, scaled, context)
+        stored, rounded = global_state.stored_updates(registry.blobs, updates), step.given.rounded
+        moved = global_state.updates_of(registry.blobs, federation, before, phase, stored, rounded, context)
         return global_state.after_phase(federation, before, phase, moved, rule, context)[0]
 
 

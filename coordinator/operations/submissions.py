@@ -39,7 +39,6 @@ from promptfed.shared.messages import (
 )
 from promptfed.shared.methods.core.sizes import change_limit
 from promptfed.shared.secagg.keys import is_signed
-from promptfed.shared.spec.budget import BudgetSpec
 from promptfed.shared.spec.participation import BY_LOSS
 from promptfed.shared.tensors import Arrays, TensorError, check, decode, decode_file
 
@@ -302,18 +301,8 @@ def _examine(blobs: Blobs, federation: Federation, client: Client, task: AskedTa
         raise problems.WrongPayload(
             f"the update was made from payload {about.payload_sha256}; {task.payload_sha256} was served: train again"
         )
-    _check_steps(federation.spec.training.budget, about)
     metrics = {**about.metrics, **spent_metrics(federation, client, about.privacy)}
-    return {"norm": size, "metrics": metrics, "receipt": _receipt(federation, task, about), "steps": about.steps}
-
-
-def _check_steps(budget: BudgetSpec | None, about: UpdateMetadata) -> None:
-    """Refuse an update without its number of steps where there is a budget, and with one where there is none."""
-    if (budget is None) != (about.steps is None):
-        said = "no budget, and nobody asks for steps" if budget is None else "a budget: say how many steps it took"
-        raise problems.BadMetadata(f"metadata steps: training has {said}")
-    if budget is not None and budget.steps is not None and about.steps != budget.steps:
-        raise problems.BadMetadata(f"metadata steps: {about.steps}, where each task takes {budget.steps}")
+    return {"norm": size, "metrics": metrics, "receipt": _receipt(federation, task, about)}
 
 
 def _payload_tensors(place: bytes | Path) -> Arrays:

@@ -277,7 +277,6 @@ def _update_report(
             "weight": task.weight,
             "influence": judged.get("influence"),
             "distance": judged.get("distance"),
-            "steps": update.steps,
             "metrics": _plain_metrics(update.metrics),
             "privacy": spent_privacy(update.metrics),
         }

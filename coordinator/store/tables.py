@@ -224,8 +224,7 @@ class UpdateRow(Base):
 
     ``judged``: what the aggregation rule made of it (``rules.Judged``), where it is not the plain mean. ``receipt``:
     its client's signature of the payload (`PayloadReceipt`), for the other clients of the phase. ``sent``: the digest
-    of the compressed body; ``sha256`` is then that of the decompressed one, which is stored. ``steps``: of its
-    training, where the spec has a budget.
+    of the compressed body; ``sha256`` is then that of the decompressed one, which is stored.
     """
 
     __tablename__ = "updates"
@@ -240,7 +239,6 @@ class UpdateRow(Base):
     judged: Mapped[dict[str, Any] | None]
     receipt: Mapped[dict[str, Any] | None]
     sent: Mapped[str | None]
-    steps: Mapped[int | None]
 
 
 class EvaluationRow(Base):

@@ -79,8 +79,6 @@ def _spec(opened: OpenedExport, kind: Kind) -> dict[str, Any]:
         "licence",
     }
     known = card.model_dump(mode="json", include=fields, exclude_none=True, exclude_unset=True)
-    if kind == "validation":  # nobody trains
-        known.get("training", {}).pop("budget", None)
     task = {TASK: card.method[TASK]} if TASK in card.method else {}
     return {"name": card.federation.name} | known | task
 

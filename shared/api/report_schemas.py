@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
@@ -74,7 +74,6 @@ class UpdateReport(BaseModel):
         description="its share of the aggregate by the rule; null: no other than the weight"
     )
     distance: float | None = Field(description="L2, from the aggregate; null under the plain mean")
-    steps: Annotated[int | None, left_out(description="optimizer steps, where training has a budget")] = None
     metrics: dict[str, float]
     privacy: SpentPrivacy | None = None
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from promptfed.shared.methods.core.checks.budget_checks import check_budget
 from promptfed.shared.methods.core.checks.choice_checks import check_choice
 from promptfed.shared.methods.core.checks.client_checks import with_noise
 from promptfed.shared.methods.core.checks.compression_checks import check_compression
@@ -138,7 +137,6 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
         ("aggregation", lambda: check_rule(method, resolved)),
         ("participation", lambda: check_choice(method, resolved)),
         ("compression", lambda: check_compression(method, resolved)),
-        ("training.budget", lambda: check_budget(method, resolved)),
         ("secure_aggregation", lambda: check_secure(method, resolved)),
         ("privacy", lambda: check_privacy(method, resolved)),
         ("tuning", lambda: check_tuning(resolved)),

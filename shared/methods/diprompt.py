@@ -87,7 +87,6 @@ class DiPrompt(pf.Method):
     name = "diprompt"
     summary = "A reconstruction: a global prompt and one for each candidate domain, which images find by a third."
     paper = "Bai et al., DiPrompT: Disentangled Prompt Tuning for Multiple Latent Domains, 2024 (a reconstruction)"
-    own_steps = "it trains its query and its prompts one after the other"
     unprotected = "which prompts train depends on the images"
     metrics = ("loss", "query_loss", "domain_share_*")
     shares = ("domain_share_*",)

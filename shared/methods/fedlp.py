@@ -40,7 +40,6 @@ class FedLP(pf.Method):
     name = "fedlp"
     summary = "A linear probe of image prototypes and weighted text features, whose steps need no learning rate."
     paper = "Huang et al., LP++: A Surprisingly Strong Linear Probe for Few-Shot CLIP, 2024, made federated"
-    own_steps = "it takes steps of its own length, without the spec's optimizer"
     unprotected = "its steps have a length that follows from all images together"
     Hyper = FedLPHyper
     hyper: FedLPHyper

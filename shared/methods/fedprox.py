@@ -30,7 +30,6 @@ class FedProx(WeightMethod):
     name = "fedprox"
     summary = "FedAvg of the image tower with a penalty on the distance to the received weights."
     paper = "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), 2020"
-    own_steps = "its proximal term draws each step back to the state that was received"
     several_labels = True
     Hyper = FedProxHyper
     hyper: FedProxHyper

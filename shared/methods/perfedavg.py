@@ -48,7 +48,6 @@ class PerFedAvg(WeightMethod):
     name = "perfedavg"
     summary = "Image tower weights from which one step on a client's own images leads far (first-order MAML)."
     paper = "Fallah et al., Personalized Federated Learning with Theoretical Guarantees (Per-FedAvg), 2020"
-    own_steps = "a step of it is two steps, over a pair of batches"
     Hyper = PerFedAvgHyper
     hyper: PerFedAvgHyper
     personal = True

@@ -23,7 +23,6 @@ class PromptFLProx(PromptFL):
     name = "promptfl_prox"
     summary = "PromptFL with a proximal term that holds each client's context near the global one."
     paper = "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), 2020; PromptFL as above"
-    own_steps = "its proximal term draws each step back to the state that was received"
     several_labels = True
     protects = True
     Hyper = PromptFLProxHyper

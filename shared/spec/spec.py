@@ -22,7 +22,6 @@ from pydantic import (
 from promptfed.shared.privacy.settings import Evaluations, PrivacySpec
 from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
-from promptfed.shared.spec.budget import MOST_EPOCHS, BudgetSpec
 from promptfed.shared.spec.compression import CompressionSpec
 from promptfed.shared.spec.participation import ParticipationSpec
 from promptfed.shared.spec.selection import SelectionSpec
@@ -141,11 +140,7 @@ class BackboneSpec(Section):
 class TrainingSpec(Section):
     """Local training of one task. The optimizer is fresh for every client and task."""
 
-    epochs: Annotated[int, Field(ge=1, le=MOST_EPOCHS)] = 1
-    budget: Annotated[
-        BudgetSpec | None,
-        left_out(description="the length of a task in place of epochs, where clients are unequally fast"),
-    ] = None
+    epochs: Annotated[int, Field(ge=1, le=10_000)] = 1
     batch_size: Annotated[int, Field(ge=1, le=100_000)] = 32
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     learning_rate: Annotated[float, Field(gt=0, le=1000)] = 0.002
@@ -185,12 +180,9 @@ class TrainingSpec(Section):
         ),
     ] = False
 
-    def steps(self, images: int) -> int | None:
-        """The optimizer steps of a task on so many images; None: as many as its seconds allow."""
-        each, budget = math.ceil(images / self.batch_size), self.budget
-        if budget is None:
-            return self.epochs * each
-        return budget.epochs * each if budget.epochs is not None else budget.steps
+    def steps(self, images: int) -> int:
+        """The optimizer steps of a task on so many images."""
+        return self.epochs * math.ceil(images / self.batch_size)
 
 
 class EvaluationSpec(Section):

@@ -49,7 +49,6 @@ OFFENCES: dict[str, dict[str, Any]] = {
     "epochs": {"epochs": 6},
     "steps": {"steps": 4},
     "images": {"images": 199},
-    "training": {"timed": True},
     "expired": {"today": date(2027, 7, 1)},
     "privacy": {"level": "none"},
     "unit": {"unit": "group"},

@@ -163,7 +163,6 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
     "kind": {"kind": "validation"},
     "method": {"method": {"name": "promptfl", "m": 5}},
     "training.epochs": {"epochs": 2},
-    "training.budget": {"budget": {"steps": 3}},
     "training.batch_size": {"batch_size": 31},
     "training.optimizer": {"optimizer": "adam"},
     "training.learning_rate": {"learning_rate": 0.2},

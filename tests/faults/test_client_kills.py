@@ -8,7 +8,6 @@ residual.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -27,7 +26,6 @@ from promptfed.shared.data.classes import TOPICS
 from tests.support import forked_client
 from tests.support.coordinators import ForkedCoordinator, fork_server
 from tests.support.ports import free_port
-from tests.support.waiting import PATIENCE, wait_for
 from tests.support.whole_federation import outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -54,15 +52,10 @@ class Client:
     arguments: list[str]
     _child: Any = field(default=None)
 
-    def start(self, fault: str = "") -> None:
+    def start(self) -> None:
         log = str(self.folder / f"{self.name}.log")
-        self._child = fork_server().Process(target=forked_client.run, args=(self.arguments, log, fault))
+        self._child = fork_server().Process(target=forked_client.run, args=(self.arguments, log))
         self._child.start()
-
-    def died(self) -> bool:
-        """Whether it has ended by SIGKILL."""
-        self._child.join(PATIENCE)
-        return self.code == -signal.SIGKILL
 
     @property
     def code(self) -> int | None:
@@ -78,17 +71,15 @@ class Client:
         return (self.folder / f"{self.name}.log").read_text()
 
 
-def started(
-    process: ForkedCoordinator, folder: Path, method: str, features: Path, fault: str = "", **training: Any
-) -> tuple[str, list[Client]]:
-    """A federation that waits for its clients, and the clients, running; the first one until it reaches ``fault``."""
+def started(process: ForkedCoordinator, folder: Path, method: str, features: Path) -> tuple[str, list[Client]]:
+    """A federation that waits for its clients, and the clients, running."""
     name, _, up = method.partition(" with ")
     spec: dict[str, Any] = {
         "name": "kills",
         "method": {"name": name, **METHODS[name]},
         "compression": {"up": up or "none"},
         "rounds": ROUNDS,
-        "training": {"batch_size": 4, "learning_rate": 0.05, **(training or {"epochs": 6})},
+        "training": {"batch_size": 4, "learning_rate": 0.05, "epochs": 6},
         "participation": {"min_clients": len(SITES), "deadline_seconds": 600},
         "start": "when_ready",
         "seed": 5,
@@ -107,7 +98,7 @@ def started(
     for name, data in SITES.items():
         own = common | {"name": name, "data": DATA.format(data), "state-dir": folder / name}
         clients.append(Client(name, folder, [f"--{key}={value}" for key, value in own.items()]))
-        clients[-1].start(fault if len(clients) == 1 else "")
+        clients[-1].start()
     return federation, clients
 
 
@@ -150,33 +141,6 @@ def run(
             client._child.join(60)
             assert client.code == Exit.OK, client.log()
         return found, killed
-    finally:
-        for client in clients:
-            client.kill()
-        process.kill()
-
-
-def test_a_client_that_dies_after_it_has_stored_its_steps_takes_as_many_again(tmp_path: Path) -> None:
-    process = ForkedCoordinator(tmp_path / "coordinator", "--port", str(free_port()))
-    budget = {"seconds": 1.0}
-    federation, clients = started(
-        process, tmp_path, "promptfl", tmp_path / "features", "steps-written:2", budget=budget
-    )
-    try:
-        north = clients[0]
-        assert north.died()
-        stored = json.loads((tmp_path / north.name / "steps.json").read_text())
-        north.start()
-        wait_for("the end", lambda: state_of(process, federation) == "finished", seconds=300)
-        told = {
-            update["client"]: update["steps"]
-            for update in process.get(f"{federation}/rounds/2")["phases"][0]["updates"]
-            if update["verdict"] == "counted"
-        }
-        assert told[north.name] == stored["steps"]
-        assert len(set(told.values())) > 1, "seconds give clients numbers of their own"
-        replayed = process.post(f"{federation}/rounds/2/replay", {})
-        assert all(one["same"] for one in replayed["states"])
     finally:
         for client in clients:
             client.kill()

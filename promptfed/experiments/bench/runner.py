@@ -235,16 +235,13 @@ def steps_in_a_phase(training: TrainingSpec, trial: Trial, sources: SharedSource
     """Optimizer steps of a trainer in one phase of a round, as a mean over the trial's trainers.
 
     Raises:
-        CommandError: data cannot be opened, or the steps depend on the machine.
+        CommandError: data cannot be opened.
     """
-    if training.budget is not None and training.budget.seconds is not None:
-        text = "training.budget.seconds: a benchmark compares equal numbers of steps"
-        raise CommandError(f"{text}: take steps or epochs in place of seconds", Exit.BAD_INPUT)
     try:
         steps = [training.steps(len(sources.open(site.data).train)) for site in trial.sites if site.role == "trainer"]
     except DataError as error:
         raise CommandError(str(error), Exit.BAD_INPUT) from None
-    return fmean(count or 0 for count in steps)
+    return fmean(steps)
 
 
 def _rounded(outcomes: Outcomes) -> Outcomes:

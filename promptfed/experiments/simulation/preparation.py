@@ -93,8 +93,6 @@ def expect_reproducible(spec: FederationSpec) -> None:
     why = None
     if rules.over_select > 1:
         why = "participation.over_select: which answers come first"
-    elif spec.training.budget is not None and spec.training.budget.seconds is not None:
-        why = "training.budget.seconds: how many steps fit"
     elif rules.preferred_seconds is not None:
         why = "participation.preferred_seconds: how long a client takes"
     if why is not None:

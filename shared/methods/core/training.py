@@ -130,22 +130,13 @@ def _minimise(
     optimizer, _ = _optimizer(context, parameters, groups)
     draws = generator(context.seed, context.round, context.phase, context.client, "batches")
     losses = _Losses(context, math.ceil(count / training.batch_size))
-    budget = context.budget if epochs is None else None
-    steps = 0
-    if budget is None:
-        epochs = training.epochs if epochs is None else epochs
-        steps = epochs * math.ceil(count / training.batch_size)
-    elif budget.taken is None:
-        budget.begin(math.ceil(count / training.batch_size))
-    else:
-        raise MethodError("training.budget is for one training loop, and this method has two: leave it out")
+    epochs = training.epochs if epochs is None else epochs
+    steps = epochs * math.ceil(count / training.batch_size)
     soon = getattr(context.train, "soon", None)  # of images that are read beside the step before
     for number, (indices, following) in enumerate(_with_next(batches(count, training.batch_size, epochs, draws))):
         if context.cancelled():
             raise TaskCancelled
-        if budget is not None and not budget.step():
-            break
-        context.progress(number / steps if budget is None else budget.share)
+        context.progress(number / steps)
         if soon is not None and following is not None:
             soon(following)
         optimizer.zero_grad(set_to_none=True)

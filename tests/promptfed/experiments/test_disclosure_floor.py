@@ -51,15 +51,6 @@ def test_sites_with_a_floor_tell_ranges(tmp_path: Path) -> None:
     assert [told.num_samples for told in floored.accuracies()] == [20] * 3
 
 
-def test_steps_tell_no_more_of_the_number_of_images_than_enrolment(tmp_path: Path) -> None:
-    """With a batch of one image, an epoch has as many steps as images."""
-    training = {"budget": {"epochs": 2}, "batch_size": 1, "optimizer": "sgd", "learning_rate": 0.01}
-    run = federation(tmp_path, {"more": 9, "fewer": 8}, FLOOR, rounds=1, training=training)
-    updates = run.reports[-1]["phases"][0]["updates"]
-    assert {one["client"]: one["steps"] for one in updates} == {"more": 40, "fewer": 40}
-    assert {client.name: client.num_samples for client in run.clients} == {"more": 20, "fewer": 20}
-
-
 def test_fractions_of_training_images_stay_at_a_site_with_a_floor(tmp_path: Path) -> None:
     for floor in (1, FLOOR):
         method = {"name": "diprompt", "m": 2, "candidates": ["a photo of a {}.", "a drawing of a {}."]}

@@ -95,17 +95,6 @@ def test_protection_does_not_end_unsaid(exported: Path, tmp_path: Path) -> None:
     assert continued(folder, {"privacy": {"level": "none"}})[0]["privacy"] == {"level": "none"}
 
 
-def test_a_validation_says_nothing_of_training(exported: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "balanced"
-    shutil.copytree(exported, folder)
-    card = json.loads((folder / "card.json").read_text())
-    card |= {"training": card["training"] | {"budget": {"steps": 5}}}
-    (folder / "card.json").write_text(json.dumps(card))
-    raw, _ = continued(folder, {}, kind="validation")
-    assert "budget" not in raw["training"]
-    assert continued(folder, {})[0]["training"]["budget"] == {"steps": 5}
-
-
 def test_the_coordinator_takes_no_other_state(exported: Path, tmp_path: Path) -> None:
     state, _ = decode((exported / STATE_FILE).read_bytes())
     other = encode({name: tensor + 1 for name, tensor in state.items()})

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from promptfed.shared import seeds
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods.core.interface.budget import StepBudget
 from promptfed.shared.methods.core.interface.classifiers import Classifier as Classifier
 from promptfed.shared.methods.core.interface.classifiers import Fixed as Fixed
 from promptfed.shared.methods.core.interface.classifiers import Mixes as Mixes
@@ -135,9 +134,8 @@ class ClientContext:
     ``train`` in training, the classes of the test set in an evaluation. ``label_space`` is always that of ``train``;
     empty means ``class_names``. ``template``: the federation's, or that of the client's data. ``count_trained``
     receives the number of values that each training loop optimises. With ``protection`` training is differentially
-    private. ``label_bias``: the
-    threshold to train, where images have several labels. ``budget``: of the task's steps, where the spec has one.
-    ``progress`` is told the part of the steps that is done.
+    private. ``label_bias``: the threshold to train, where images have several labels. ``progress`` is told the part of
+    the steps that is done.
     """
 
     backbone: Backbone
@@ -156,7 +154,6 @@ class ClientContext:
     label_space: tuple[str, ...] = ()
     protection: Protection | None = None
     label_bias: LabelBias | None = None
-    budget: StepBudget | None = None
 
     @property
     def training(self) -> TrainingSpec:
@@ -239,7 +236,6 @@ class Method(ABC):
     fine_tunes: ClassVar[bool] = False  # whether classifiers are trained once more, without noise, on a client's images
     unprotected: ClassVar[str] = "its training has not been looked at for this"  # the reason why not, as a clause
     several_labels: ClassVar[bool] = False  # whether images may have several labels; not inherited
-    own_steps: ClassVar[str | None] = None  # why its steps are none of the spec's optimizer alone, as a clause
     change_per_number: ClassVar[float] = 10.0  # largest admitted root mean square of a change
 
     def __init__(self, hyper: Hyperparameters):

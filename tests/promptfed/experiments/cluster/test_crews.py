@@ -137,11 +137,10 @@ SHARED = {"name": "promptfl"}
     [
         {"compression": {"up": "int8", "down": "bf16"}, "method": SHARED},
         {"participation": {"fraction": 0.5, "choice": "oort"}, "rounds": 4},
-        {"training": {**SPEC["training"], "budget": {"steps": 3}}, "method": SHARED},
     ],
-    ids=["compressed", "chosen", "steps"],
+    ids=["compressed", "chosen"],
 )
-def test_crews_compress_choose_and_count_steps_as_one_process_does(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_crews_compress_and_choose_as_one_process_does(tmp_path: Path, changes: dict[str, Any]) -> None:
     spec = {**SPEC, **changes}
     assert conducted(tmp_path, SITES, 2, spec=spec).state_hash == simulate(spec, SITES).state_hash
 
