@@ -23,7 +23,6 @@ from promptfed.coordinator.api import (
     clients,
     events,
     health,
-    insights,
     operators,
     page,
     privacy,
@@ -48,7 +47,6 @@ from promptfed.coordinator.http.oidc import Issuer
 from promptfed.coordinator.http.uploads import Uploads
 from promptfed.coordinator.operations import bootstrap, mending, tuning
 from promptfed.coordinator.operations import clients as clients_operations
-from promptfed.coordinator.reports.insights import Insights
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import tokens
 from promptfed.coordinator.store.backend import DatabaseAway
@@ -72,7 +70,6 @@ ROUTERS = (
     results,
     validation,
     privacy,
-    insights,
     events,
     operators,
     health,
@@ -155,7 +152,6 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         store = await asyncio.to_thread(open_store, settings)
     noise: Noise | None = getattr(app.state, "noise", None)
     app.state.registry = registry = Registry(store.database, store.blobs, Metrics(), store.leases, noise)
-    app.state.insights = Insights(registry)
     app.state.operator_digest = tokens.digest(_first_token(settings))
     app.state.issuer = Issuer.of(settings)
     app.state.signer = Signer(settings.data_dir, settings.signing_key_file)

@@ -21,7 +21,6 @@ from playwright.sync_api import sync_playwright
 
 from promptfed.cli.commands.demo import demo_sites, demo_spec
 from promptfed.cli.commands.launch import conduct
-from promptfed.cli.commands.words import supply_words
 from promptfed.runtime.processes import Processes
 from promptfed.runtime.services import LocalFederation
 from promptfed.sdk import operations
@@ -70,7 +69,6 @@ def _run_all(local: LocalFederation) -> None:
         local.folder.mkdir()
         with Watcher(spec.rounds) as watcher:
             conduct(local, spec, demo_sites(demo, spec), watcher)
-        supply_words(local.api, name, allow_backbone=False, as_json=False)
     local.folder = folder
 
 
@@ -91,7 +89,6 @@ def _operators_page(browser: Browser, local: LocalFederation, images: Path) -> N
         page.get_by_label("Operator token").fill(local.operator_token.read_text().strip())
         page.keyboard.press("Enter")
         page.get_by_role("img", name="Accuracy by round").wait_for()
-        page.get_by_role("heading", name="Nearest words").wait_for()
         page.wait_for_timeout(500)  # charts are drawn a moment later
         _save(page, images / f"operator-{width}.png")
         page.context.close()

@@ -18,12 +18,12 @@ from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.http.blob_file import BlobFile
 from promptfed.coordinator.operations import replay
-from promptfed.coordinator.reports import generation, metrics, rounds
+from promptfed.coordinator.reports import metrics, rounds
 from promptfed.coordinator.reports.export_checks import check_card
 from promptfed.coordinator.reports.exports import known_of
 from promptfed.coordinator.reports.pieces import json_pieces
 from promptfed.shared.api.access_schemas import CardSignature
-from promptfed.shared.api.api_schemas import GenerateRequest, MetricList, PromptsView, RemarkList, TensorView
+from promptfed.shared.api.api_schemas import MetricList, PromptsView, RemarkList, TensorView
 from promptfed.shared.api.export_card import Facts
 from promptfed.shared.api.replay_schemas import ReplayReport, ReplayRequest
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
@@ -158,17 +158,6 @@ def _as_json(state: rounds.StoredState, tensors: Arrays, headers: dict[str, str]
         tensors={name: TensorView.of(tensor) for name, tensor in sorted(tensors.items())},
     )
     return JSONResponse(view.model_dump(mode="json"), headers=headers)
-
-
-@router.post(
-    "/prompts/generate",
-    responses=described.for_callers(problems.NotAGenerator, problems.NoState, problems.InvalidRequest),
-)
-def generate(
-    registry: RegistryOf, federation: Operated, request: GenerateRequest, round: RoundQuery = "latest"
-) -> PromptsView:
-    """Prompts for classes from their text features, for methods with a prompt generator."""
-    return generation.generate(registry, federation, request, round_number(round))
 
 
 @router.get(

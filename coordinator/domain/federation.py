@@ -140,7 +140,6 @@ class Federation:
     fingerprint: str | None = None
     shape: BackboneShape | None = None
     supplied_state: str | None = None
-    lexicon: str | None = None
     draw_secret: str | None = None
     noise_key: str | None = None
     sampling_key: str | None = None

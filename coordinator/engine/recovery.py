@@ -109,7 +109,6 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         shape=BackboneShape.model_validate(row.shape) if row.shape else None,
         supplied_state=row.supplied_state,
         repeats=tuple(Repeat.model_validate(one) for one in row.repeats or ()),
-        lexicon=row.lexicon,
         noise_key=row.noise_key,
         tasks={task.client: open_task(task, phase) for task, phase in open_ if task.status == "open"},
         tokens={token.digest: token_of(token) for token in tokens},

@@ -23,7 +23,6 @@ NAMING: tuple[tuple[Any, Any], ...] = (
     (UpdateRow.sha256, UpdateRow.stored),
     (TaskRow.payload_sha256, TaskRow.payload_stored),
     (FederationRow.supplied_state, true()),
-    (FederationRow.lexicon, true()),
 )
 """Columns that name blobs, and where they do."""
 
@@ -114,7 +113,6 @@ def digests_of(session: Session, id: str) -> set[str]:
         select(UpdateRow.sha256).where(UpdateRow.task_id.in_(mine)),
         select(TaskRow.payload_sha256).where(TaskRow.federation_id == id),
         select(FederationRow.supplied_state).where(FederationRow.id == id),
-        select(FederationRow.lexicon).where(FederationRow.id == id),
     ]
     return {digest for query in queries for digest in session.scalars(query) if digest}
 

@@ -24,7 +24,7 @@ from promptfed.coordinator.problems import Refusal
 JSON_BYTES = 8 << 20
 LONG_JSON_BYTES = 32 << 20
 LONG_JSON_PATHS = ("/prompts/generate",)  # with text features
-TENSOR_PATHS = ("/update", "/exchange", "/initial-state", "/lexicon")
+TENSOR_PATHS = ("/update", "/exchange", "/initial-state")
 PROBE_PATH, PROBE_BYTES = "/v1/probe", 2 << 20  # a body that anyone may send, and that is not kept
 NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
 

@@ -116,8 +116,6 @@ def _use(session: Session, federation: Federation, digest: str) -> _Use | None:
         return _Use(f"the state of round {state.round}", needed)
     if row.supplied_state == digest:
         return _Use("the supplied initial state", last is None, "supply it again")
-    if row.lexicon == digest:
-        return _Use("the lexicon", False)
     return _update_use(session, federation, digest) or _payload_use(session, federation, digest)
 
 

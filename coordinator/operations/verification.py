@@ -136,10 +136,9 @@ def _payloads(session: Session, blobs: Blobs) -> Iterator[str]:
 
 
 def _supplied(session: Session, blobs: Blobs) -> Iterator[str]:
-    for row in _rows(session, select(FederationRow.name, FederationRow.supplied_state, FederationRow.lexicon)):
-        for kind, digest in (("supplied initial state", row.supplied_state), ("lexicon", row.lexicon)):
-            if digest is not None:
-                yield from _damage(blobs, f"the {kind} of {row.name}", digest)
+    for row in _rows(session, select(FederationRow.name, FederationRow.supplied_state)):
+        if row.supplied_state is not None:
+            yield from _damage(blobs, f"the supplied initial state of {row.name}", row.supplied_state)
 
 
 def _evaluations(session: Session, blobs: Blobs) -> Iterator[str]:

@@ -164,10 +164,6 @@ class CannotStart(Refusal, status=409, title="The method cannot run with this ba
     """The method cannot run with this backbone and these clients."""
 
 
-class NotAGenerator(Refusal, status=409, title="This method has no prompt generator"):
-    """Prompts asked of a method that generates none."""
-
-
 class NoState(Refusal, status=404, title="There is no state of this round"):
     """No state of this round is there (any more)."""
 

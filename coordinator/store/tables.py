@@ -72,7 +72,6 @@ class FederationRow(Base):
     fingerprint: Mapped[str | None]
     shape: Mapped[dict[str, Any] | None]
     supplied_state: Mapped[str | None]
-    lexicon: Mapped[str | None]
     draw_secret: Mapped[str | None]
     noise_key: Mapped[str | None]
     sampling_key: Mapped[str | None]

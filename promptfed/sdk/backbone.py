@@ -6,17 +6,15 @@ A spec is resolved here once (`resolve`); the other functions take a `Federation
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from promptfed.sdk.errors import CommandError, Exit, offences
-from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
 from promptfed.shared.clip.weights.permissions import permits
 from promptfed.shared.methods import check_fits, method_for, resolve_spec
 from promptfed.shared.methods.core.interface.base import Method, MethodError, NeedsBackbone, ServerContext
-from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import AllowedBackbones, BackboneShape, BackboneSpec, FederationSpec, SpecError
 from promptfed.shared.tensors.torch_tensors import encode
@@ -94,31 +92,6 @@ def check_fingerprint(backbone: Backbone, wanted: str | None) -> str:
         text = f"backbone.fingerprint is {wanted}, but the backbone here is {backbone.fingerprint}"
         raise CommandError(text, Exit.BAD_INPUT)
     return backbone.fingerprint
-
-
-def backbone_of(federation: FederationView, allow_backbone: AllowedBackbones) -> Backbone:
-    """Load the backbone of a federation at a coordinator.
-
-    Raises:
-        CommandError: the backbone cannot be loaded, or its fingerprint differs here.
-    """
-    backbone = open_backbone(federation.spec.backbone, allow_backbone=allow_backbone)
-    check_fingerprint(backbone, federation.backbone.fingerprint)
-    return backbone
-
-
-def text_features(backbone: Backbone, names: Sequence[str]) -> list[list[float]]:
-    """Normalised text features ``(C, d_e)`` of the bare class names.
-
-    Raises:
-        CommandError: a name is too long for the backbone.
-    """
-    try:
-        features = name_features(backbone, names).cpu()
-    except BackboneError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
-    # Nine digits represent a float32 exactly; Python would write seventeen.
-    return [[float(f"{value:.9g}") for value in row] for row in features.tolist()]
 
 
 def _initial_state(method: Method, spec: FederationSpec, backbone: Backbone, shape: BackboneShape) -> bytes | None:

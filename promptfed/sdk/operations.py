@@ -17,7 +17,6 @@ from promptfed.sdk.summary import FederationList, FederationSummary, RoundList, 
 from promptfed.shared.api import access_schemas, report_schemas
 from promptfed.shared.api import api_schemas as schemas
 from promptfed.shared.api.forgetting_schemas import ForgettingPlan, SignedForgetting
-from promptfed.shared.api.insight_schemas import InsightsView, LexiconView
 from promptfed.shared.api.privacy_schemas import PrivacyView
 from promptfed.shared.api.replay_schemas import ReplayReport
 from promptfed.shared.api.validation_report import SignedValidation
@@ -167,11 +166,6 @@ def get_metrics_csv(federation: str) -> Request[schemas.MetricList]:
     return Request("GET", f"{FEDERATIONS}/{federation}/metrics", schemas.MetricList, _query(format="csv"))
 
 
-def get_insights(federation: str, round: int | str = "latest") -> Request[InsightsView]:
-    """Insights into the tensors after a round: drift, agreement, nearest words, planes."""
-    return Request("GET", f"{FEDERATIONS}/{federation}/insights", InsightsView, _query(round=round))
-
-
 def get_validation(federation: str) -> Request[SignedValidation]:
     """What sites have measured of an export, signed."""
     return Request("GET", f"{FEDERATIONS}/{federation}/validation", SignedValidation)
@@ -213,24 +207,6 @@ def get_prompts(
     """The global state after a round, as JSON or as a safetensors body under its hash."""
     path, options = f"{FEDERATIONS}/{federation}/prompts", _query(round=round)
     return Request("GET", path, schemas.PromptsView, options | {"headers": {"Accept": accept}})
-
-
-def generate_prompts(
-    federation: str, round: str, class_names: list[str], text_features: list[list[float]]
-) -> Request[schemas.PromptsView]:
-    """Prompts for any classes, from the features ``text_features (C, d_e)`` of their bare names."""
-    options = _query(round=round) | {"json": {"class_names": class_names, "text_features": text_features}}
-    return Request("POST", f"{FEDERATIONS}/{federation}/prompts/generate", schemas.PromptsView, options)
-
-
-def get_lexicon(federation: str) -> Request[LexiconView]:
-    """The coordinator's lexicon of the backbone's words, and the class names whose features it needs."""
-    return Request("GET", f"{FEDERATIONS}/{federation}/lexicon", LexiconView)
-
-
-def put_lexicon(federation: str, content: bytes) -> Request[LexiconView]:
-    """Upload the backbone's words as safetensors."""
-    return _upload(f"{FEDERATIONS}/{federation}/lexicon", LexiconView, content)
 
 
 def replay(

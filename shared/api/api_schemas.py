@@ -5,11 +5,11 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
-from promptfed.shared.messages import Domain, FederationState, Message, Role, TaskKind
+from promptfed.shared.messages import Domain, FederationState, Role, TaskKind
 from promptfed.shared.spec.selection import SelectionSpec
-from promptfed.shared.spec.spec import BackboneShape, ClassName, FederationSpec
+from promptfed.shared.spec.spec import BackboneShape, FederationSpec
 from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.tensors import Array
 
@@ -47,7 +47,6 @@ class MethodView(BaseModel):
     disclosures: list[dict[str, str]] = Field(
         description="`what` the `operator` or other `sites` can learn of a client, beyond the names of tensors"
     )
-    generates_prompts: bool = Field(description="whether `POST .../prompts/generate` makes prompts for any classes")
 
 
 class MethodList(BaseModel):
@@ -323,21 +322,6 @@ class PromptsView(BaseModel):
     round: int
     state_hash: str
     tensors: dict[str, TensorView]
-
-
-class GenerateRequest(Message):
-    """Text features ``(C, d_e)`` of the classes for which prompts are wanted, in the order of their names."""
-
-    class_names: list[ClassName] = Field(min_length=1, max_length=100_000)
-    text_features: list[list[float]] = Field(min_length=1, max_length=100_000)
-
-    @model_validator(mode="after")
-    def _one_row_a_class(self) -> GenerateRequest:
-        if len(self.text_features) != len(self.class_names):
-            raise ValueError(f"{len(self.class_names)} class names have {len(self.text_features)} text features")
-        if len({len(row) for row in self.text_features}) > 1:
-            raise ValueError("all text features must have the same length")
-        return self
 
 
 class Health(BaseModel):

@@ -83,10 +83,6 @@ class FedMaple(pf.Method):
         uniform = {spec.name: (draws.uniform(*spec.resolve(dims)) * 2 - 1) * bound for spec in (WEIGHT, BIAS)}
         return {TEXT.name: drawn(draws, *TEXT.resolve(dims))} | uniform
 
-    def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
-        """The text prompts at the input: deeper ones stand beside hidden states, not beside words."""
-        return {TEXT.name: state[TEXT.name][0]}
-
     # Client half
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:

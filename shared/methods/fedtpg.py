@@ -10,11 +10,10 @@ numbers below are the paper's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.interface.arithmetic import needs_torch
 from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
@@ -121,31 +120,6 @@ class FedTPG(pf.Method):
                 start = float(spec.name.endswith("weight"))
                 state[spec.name] = draws.xp.full(shape, start, dtype=draws.xp.float32)
         return state
-
-    @needs_torch
-    def generate(self, state: Tensors, text_features: Tensor, context: pf.ServerContext) -> Tensors:
-        """The context ``(m, d_t)`` for classes with text features ``(C, d_e)``."""
-        with torch.no_grad():
-            return {"context": self.context_of(state, F.normalize(text_features, dim=-1))}
-
-    @needs_torch
-    def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
-        """What f_θ makes ``(m, d_t)`` for each client's own class names, where their features are known."""
-        made: Tensors = {}
-        for client in context.clients:
-            names = self.label_space(context.class_names, client.class_names)
-            if names and all(name in class_features for name in names):
-                rows = torch.stack([class_features[name] for name in names])
-                made[client.name] = self.generate(state, rows, context)["context"]
-        return made
-
-    @needs_torch
-    def client_vectors(
-        self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]
-    ) -> Tensors:
-        """The same contexts, each as one vector."""
-        made = self.contexts(state, context, class_features)
-        return {name: tensor.flatten() for name, tensor in made.items()}
 
     # Client half
 

@@ -295,21 +295,6 @@ class PFedPG(pf.Method):
         return state | joined
 
     @needs_torch
-    def prompts(self, state: Tensors) -> Tensors:
-        """The basis, and all clients' descriptors; the generator and its optimizer are no prompts."""
-        return {name: state[name] for name in (BASIS, DESCRIPTORS) if name in self._learned}
-
-    @needs_torch
-    def client_vectors(
-        self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]
-    ) -> Tensors:
-        """The clients' descriptors ``(d_v,)``; of a state that knows them all, since rows go by the roster."""
-        rows = state.get(DESCRIPTORS, ())
-        if len(rows) != len(context.clients):
-            return {}
-        return {client.name: row for client, row in zip(context.clients, rows, strict=True)}
-
-    @needs_torch
     def payload(
         self, state: Tensors, phase: pf.Phase | None, client: pf.ClientInfo, context: pf.ServerContext
     ) -> Tensors:

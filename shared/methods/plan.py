@@ -231,14 +231,6 @@ class Plan(pf.Method):
         known = {**dims, "K": 0}
         return {spec.name: xp.zeros(spec.resolve(known), dtype=getattr(xp, spec.dtype)) for spec in specs}
 
-    def prompts(self, state: Tensors) -> Tensors:
-        """The global prompts; the aggregators are no prompts."""
-        return {spec.name: state[spec.name] for spec in GLOBAL}
-
-    def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
-        """The first block's text prompts: deeper ones stand beside hidden states, not beside words."""
-        return {prompts_of(TEXT).name: state[prompts_of(TEXT).name][0]}
-
     def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """What the phase names; for an evaluation the global prompts."""
         return GLOBAL if phase is None else phase.down

@@ -6,12 +6,11 @@ Notation: w_i the last context of client i as one vector, u_i the mixture that i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.client_rows import ANSWERED, ROWS, ClientRowsMethod, row_of
+from promptfed.shared.methods.core.client_rows import ROWS, ClientRowsMethod, row_of
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import double, lengths, namespace, single
 
@@ -99,17 +98,6 @@ class PromptFLAMP(ClientRowsMethod):
     ) -> Tensors:
         """The rows of those counted become their contexts."""
         return self.with_answers(state, updates, context)
-
-    def prompts(self, state: Tensors) -> Tensors:
-        """The mean of the clients' contexts, before there is one the start."""
-        answered = [row for row, round in enumerate(state[ANSWERED.name].tolist()) if round]
-        if not answered:
-            return {pf.CONTEXT.name: state[pf.CONTEXT.name]}
-        return {pf.CONTEXT.name: single(double(state[ROWS.name][answered]).mean(0))}
-
-    def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
-        """The same, as vectors that words can be near."""
-        return self.prompts(state) if ANSWERED.name in state else {}
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the client's last context, held near the mixture; sends the context."""

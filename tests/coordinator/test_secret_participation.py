@@ -22,7 +22,6 @@ FEDERATION = "/v1/federations/{federation}"
 OF_VIEWERS = {
     FEDERATION: "without who is asked, awaited or has answered, and without the phase's deadline",
     f"{FEDERATION}/prompts": "the noised states, which the amplified epsilon covers",
-    f"{FEDERATION}/lexicon": "class names, which are public",
     f"{FEDERATION}/rounds/{{round}}/card": "a card, without bytes and counted updates",
     f"{FEDERATION}/enrolment-tokens": "who has enrolled, which is public",
 }

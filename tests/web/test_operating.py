@@ -23,7 +23,7 @@ from tests.web.conftest import PATIENCE, Visit
 expect.set_options(timeout=PATIENCE)
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Download, Page, Route
+    from playwright.sync_api import Download, Page
 
 
 def finished(coordinator: InThread, name: str, **changes: object) -> str:
@@ -112,27 +112,6 @@ def test_many_clients_are_drawn_as_mean_lowest_and_highest(coordinator: InThread
     assert found["mean of clients"] == [{"x": 1, "y": 8}, {"x": 2, "y": 4}]
     assert found["lowest"] == [{"x": 1, "y": 0}, {"x": 2, "y": 0}]
     assert found["highest"] == [{"x": 1, "y": 16}, {"x": 2, "y": 8}]
-
-
-def test_words_that_say_nothing_are_folded_away(coordinator: InThread, visited: Visit) -> None:
-    finished(coordinator, "styles")
-    page = visited.page
-    vectors = [[{"word": word, "distance": distance}] for word, distance in (("near", 0.4), ("far", 0.9), ("away", 3))]
-
-    def worded(route: Route) -> None:
-        found = route.fetch()
-        words = {"spacing": 0.5, "contexts": [{"label": "context", "vectors": vectors}]}
-        route.fulfill(response=found, json=found.json() | {"words": words, "missing": []})
-
-    page.route("**/insights?*", worded)
-    visited.open()
-    visited.sign_in()
-    words = page.get_by_role("region", name="Nearest words", exact=True)
-    expect(words.get_by_role("row", name="1 near")).to_be_visible()
-    expect(words.get_by_text("far", exact=True)).to_be_hidden()
-    words.get_by_text("2 more of 3 vectors are near no word").press("Enter")
-    expect(words.get_by_text("far", exact=True)).to_be_visible()
-    page.unroute_all(behavior="ignoreErrors")
 
 
 def test_federations_are_found_and_laid_side_by_side(coordinator: InThread, visited: Visit) -> None:

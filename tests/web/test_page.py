@@ -85,11 +85,6 @@ def test_a_federation_is_watched_and_steered_from_its_start_to_its_end(coordinat
     results = page.get_by_role("region", name="Accuracy after round 2")
     expect(results.get_by_role("row", name="a neon")).to_contain_text("25.0 %50.0 %+25.0")
     expect(results).to_contain_text("sketch (unseen)")
-    expect(page.locator(".matrix td")).to_have_count(4)
-    expect(page.get_by_role("img", name="Drift of the prompts in each round; after round 2")).to_be_visible()
-    page.get_by_label("Moved").select_option("from the start")
-    expect(page.get_by_role("img", name="Drift of the prompts from their start")).to_be_visible()
-    expect(page.get_by_text("promptfed federation words styles")).to_be_visible()
     assert visited.token not in page.url
     assert page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'
 
@@ -324,7 +319,6 @@ def test_of_secure_sums_the_steps_are_shown_and_what_nobody_sees_is_said(coordin
     expect(rows).to_contain_text(
         ["U1trainkeys", "U2shareshares", "U3maskmasked", "U4confirmsignatures", "U5unmaskshares"]
     )
-    expect(page.get_by_role("region", name="Agreement of the clients", exact=True)).to_contain_text("Only the sum")
     expect(page.get_by_role("region", name="Training", exact=True)).to_contain_text(
         "clients send no number that they measured"
     )

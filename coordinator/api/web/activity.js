@@ -40,7 +40,6 @@ function sentence(one) {
     case "initial-state-supplied": return "an initial state was supplied";
     case "trial-created": return `trial ${one.trial} was made`;
     case "method-chosen": return `candidate ${one.candidate + 1} was chosen`;
-    case "lexicon-supplied": return `${one.words} words of the backbone were supplied`;
     default: return one.kind.replaceAll("-", " ");
   }
 }

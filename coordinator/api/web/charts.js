@@ -79,10 +79,10 @@ export class Plot {
       borderDash: one.thin ? [2, 3] : one.dashed ? [7, 4] : [],
       borderRadius: bar ? 2 : 0,
       pointStyle: SHAPES[one.place % MANY],
-      pointRadius: one.thin ? 0 : this.kind === "scatter" ? 6 : one.data.length > 30 ? 0 : 3,
+      pointRadius: one.thin ? 0 : one.data.length > 30 ? 0 : 3,
       pointHoverRadius: one.thin ? 0 : 6,
       pointBorderWidth: 1.75,
-      pointBackgroundColor: this.kind === "scatter" ? ink : variable("--surface"),
+      pointBackgroundColor: variable("--surface"),
       tension: 0,
       maxBarThickness: 28,
       stack: bar ? "all" : undefined,
@@ -92,8 +92,7 @@ export class Plot {
   #configuration() {
     const ink = variable("--muted");
     const grid = variable("--line");
-    const { x = "", y = "", format = (value) => value, min, max, zero = false, square = false } = this.options;
-    const whole = this.kind !== "scatter";
+    const { x = "", y = "", format = (value) => value, min, max, zero = false } = this.options;
     const axis = (text) => ({
       title: { display: text !== "", text, color: ink, font: { size: 11 } },
       grid: { color: grid, drawTicks: false },
@@ -101,10 +100,9 @@ export class Plot {
       ticks: { color: ink, padding: 6, font: { size: 11 }, maxRotation: 0 },
     });
     const across = axis(x);
-    const up = { ...axis(y), min, max, beginAtZero: zero, stacked: this.kind === "bar", grace: square ? "12%" : 0 };
+    const up = { ...axis(y), min, max, beginAtZero: zero, stacked: this.kind === "bar" };
     up.ticks = { ...up.ticks, callback: (value) => format(value), maxTicksLimit: 6 };
-    if (whole) across.ticks.callback = (value) => (Number.isInteger(value) && value >= 0 ? value : ""); // the axis of one round begins before it
-    else across.grace = "12%";
+    across.ticks.callback = (value) => (Number.isInteger(value) && value >= 0 ? value : ""); // the axis of one round begins before it
     if (this.kind === "bar") across.stacked = true;
     return {
       type: this.kind,
@@ -114,18 +112,18 @@ export class Plot {
         maintainAspectRatio: false,
         animation: still.matches ? false : { duration: 250 },
         parsing: true,
-        interaction: { mode: whole ? "index" : "nearest", intersect: !whole, axis: "x" },
+        interaction: { mode: "index", intersect: false, axis: "x" },
         scales: {
-          x: { type: "linear", ...across, ticks: { ...across.ticks, precision: 0 }, grid: { ...across.grid, display: !whole }, offset: this.kind === "bar" },
+          x: { type: "linear", ...across, ticks: { ...across.ticks, precision: 0 }, grid: { ...across.grid, display: false }, offset: this.kind === "bar" },
           y: up,
         },
-        plugins: { legend: { display: false }, tooltip: this.#tooltip(format, whole) },
+        plugins: { legend: { display: false }, tooltip: this.#tooltip(format) },
         font: { family: variable("--font") },
       },
     };
   }
 
-  #tooltip(format, whole) {
+  #tooltip(format) {
     return {
       backgroundColor: variable("--ink"),
       titleColor: variable("--surface"),
@@ -135,8 +133,8 @@ export class Plot {
       usePointStyle: true,
       filter: (item) => !this.series[item.datasetIndex]?.thin,
       callbacks: {
-        title: (items) => (whole && items.length ? `round ${items[0].parsed.x}` : ""),
-        label: (item) => (whole ? ` ${item.dataset.label}: ${format(item.parsed.y)}` : ` ${item.dataset.label}`),
+        title: (items) => (items.length ? `round ${items[0].parsed.x}` : ""),
+        label: (item) => ` ${item.dataset.label}: ${format(item.parsed.y)}`,
       },
     };
   }

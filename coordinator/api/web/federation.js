@@ -28,7 +28,7 @@ export class Federation {
     this.api = api;
     this.path = `/v1/federations/${encodeURIComponent(id)}`;
     this.hooks = hooks;
-    this.model = { view: null, clients: [], rounds: new Map(), insights: null, insightsWhy: "", events: [], places: new Map() };
+    this.model = { view: null, clients: [], rounds: new Map(), events: [], places: new Map() };
     const tell = (error) => this.#refused(error);
     this.status = new Status((verb) => this.steer(verb));
     this.times = new Times();
@@ -49,7 +49,6 @@ export class Federation {
     this.abort = new AbortController();
     this.last = null;
     this.failures = 0;
-    this.insightsOf = "";
   }
 
   async begin() {
@@ -160,7 +159,6 @@ export class Federation {
       await this.#askPrivacy(rounds);
       await this.#askValidation();
       await this.#remark();
-      await this.#look();
     } catch (error) {
       this.#tell(error);
     }
@@ -194,21 +192,6 @@ export class Federation {
     const { remarks } = await this.api.get(`${this.path}/remarks`);
     fill(this.remarks, remarks.map((text) => h("li", {}, inWords(text))));
     this.looksWrong.hidden = remarks.length === 0;
-  }
-
-  /** What the tensors tell, where there is a new state (or lexicon) to tell of. */
-  async #look() {
-    const { model } = this;
-    const newest = [...model.rounds.values()].filter((one) => one.state_hash !== null).at(-1);
-    const wanted = newest ? `${newest.round} ${newest.state_hash} ${this.lexicon ?? ""}` : "";
-    if (wanted === "" || wanted === this.insightsOf) return;
-    try {
-      model.insights = await this.api.get(`${this.path}/insights?round=${newest.round}`);
-      this.insightsOf = wanted;
-      if (!this.abort.signal.aborted) this.#draw();
-    } catch (error) {
-      if (!(error instanceof Refused) || error.status !== 404) throw error;
-    }
   }
 
   #draw() {
@@ -258,7 +241,6 @@ export class Federation {
     this.failures = 0;
     this.last = event.id ?? this.last;
     this.model.events = [...this.model.events, { ...event.data, id: event.id, kind: event.kind }].slice(-SHOWN);
-    if (event.kind === "lexicon-supplied") this.lexicon = event.id;
     const fresh = Date.now() - Date.parse(event.data.at) < 10_000;
     if (fresh && event.kind === "phase-opened" && event.data.kind === "train") announce(`Round ${event.data.round}, ${event.data.phase}`);
     // In the words of `steer`: whichever comes last says the same.

@@ -1,4 +1,4 @@
-"""`promptfed federation metrics`, `rounds`, `insights`, `privacy`, `signing-key`: reports about a run."""
+"""`promptfed federation metrics`, `rounds`, `privacy`, `signing-key`: reports about a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from promptfed.cli.commands.federation import group
-from promptfed.cli.common import Api, Federation, Json, Round
+from promptfed.cli.common import Api, Federation, Json
 from promptfed.sdk import operations
 from promptfed.sdk.files import write_file
 from promptfed.sdk.output import console, print_json, say, table, tell
@@ -64,12 +64,6 @@ def _accuracy(report: RoundSummary, role: str) -> str:
     if mean is None and report.withholds(role):
         return "withheld"
     return percent(mean[0] if mean is not None else None)
-
-
-@group.add()
-def insights(federation: Federation, api: Api, round: Round = "latest") -> None:
-    """Print what the prompts show, as JSON: drift, agreement of clients, nearest words, clients in the plane."""
-    print_json(api.send(operations.get_insights(federation, round)).json)
 
 
 @group.add()

@@ -6,7 +6,6 @@ download the rows themselves; a method decides what other clients receive.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -15,8 +14,6 @@ from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import copied, namespace
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from promptfed.shared.clip import Backbone
 
 ROWS = TensorSpec("client_contexts", ("n", "m", "d_t"), shared_with_clients=False)
@@ -94,16 +91,6 @@ class ClientRowsMethod(pf.ContextMethod):
             for row, round in enumerate(answered)
             if round and (known is None or (known[row].active and known[row].role == "trainer"))
         ]
-
-    def client_vectors(
-        self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]
-    ) -> Tensors:
-        """The clients' last contexts. The state must include all clients, since rows follow the roster."""
-        rows = state.get(ROWS.name, ())
-        if len(rows) != len(context.clients):
-            return {}
-        answered = state[ANSWERED.name].tolist()
-        return {client.name: rows[row].reshape(-1) for row, client in enumerate(context.clients) if answered[row]}
 
 
 def row_of(name: str, context: pf.ServerContext) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from promptfed.shared.methods.core.interface.base import (
@@ -142,10 +142,6 @@ class ContextMethod(Method):
         if len(words) > m:
             raise MethodError(f"context_init has {len(words)} tokens, more than m = {m}: raise m or use fewer words")
         return torch.cat([draws.normal(m - len(words), words.shape[1]) * INIT_STD, words])
-
-    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
-        """The shared context, if the state has one."""
-        return {name: tensor for name, tensor in state.items() if name == self.shared.name}
 
 
 class SharedContextMethod(ContextMethod):

@@ -14,7 +14,6 @@ from typing import Any
 
 from promptfed.shared.methods.core.interface.arithmetic import needs_torch_always
 from promptfed.shared.methods.core.interface.base import Method
-from promptfed.shared.methods.core.interface.insights import GeneratesPrompts
 from promptfed.shared.methods.core.rates import swept_for
 from promptfed.shared.tensors import TensorSpec
 
@@ -206,7 +205,6 @@ def description(kind: type[Method]) -> dict[str, Any]:
         "cached_features": kind.needs.cached_features,
         "metrics": list(kind.metrics),
         "disclosures": [asdict(disclosed) for disclosed in method.disclosures],
-        "generates_prompts": issubclass(kind, GeneratesPrompts),
     }
 
 

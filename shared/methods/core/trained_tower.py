@@ -15,7 +15,6 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import HeadRate
 from promptfed.shared.methods.core.visual import CacheBlocks, Towers, VisualHyper, held_at_once
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.arrays import lengths
 from promptfed.shared.tensors.lazy import checkpointing, torch
 
 if TYPE_CHECKING:
@@ -209,10 +208,3 @@ def _frozen(tower: VisionTower, kind: str, first: int) -> Tensor | None:
     parts = [tower.weights.get(f"{number}.{kind}") for number in range(first, tower.layers)]
     present = [part for part in parts if part is not None]
     return torch.stack(present) if present else None
-
-
-def kind_norms(changes: Mapping[str, Tensor]) -> Tensors:
-    """L2 norms of changes: of a block's kind one for each block ``(k,)``, of the others ``(1,)``."""
-    return {
-        kind: lengths(change.reshape(len(change) if kind in BLOCK_KINDS else 1, -1)) for kind, change in changes.items()
-    }

@@ -222,10 +222,6 @@ class WeightMethod(pf.Method):
             changes[CHANGE + spec.name] += state[spec.name]
         return {spec.name: changes[CHANGE + spec.name] for spec in self.travelling()}
 
-    def prompts(self, state: Tensors) -> Tensors:
-        """How far each kind has moved, by block: the weights themselves are too many to show."""
-        return trained_tower.kind_norms({spec.name: state[spec.name] for spec in self.travelling()})
-
     # Client half
 
     def tower(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TrainedTower:

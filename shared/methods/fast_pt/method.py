@@ -14,7 +14,6 @@ AAAI 2026, Eq. 1-8 and Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -149,14 +148,6 @@ class FastPT(pf.ContextMethod):
             return state
         known = state[DOMAINS.name].tolist()
         return state | rows_for(state, known + [key for key in domains.trainer_domains([client]) if key not in known])
-
-    def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
-        """P^G, and at the end each domain's P^D."""
-        keys = state[LISTED.name].tolist() if self._by_domain else []
-        names = domains.domain_names(keys, context.clients, None)
-        rows = enumerate(zip(names, state.get(PROMPTS.name, ()), strict=True), 1)
-        own = {f"domain_prompts {row}: {name}": prompt for row, (name, prompt) in rows}
-        return super().contexts(state, context, class_features) | own
 
     def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """What the phase needs; for an evaluation all there is."""

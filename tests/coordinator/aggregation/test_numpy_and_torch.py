@@ -103,17 +103,15 @@ def test_every_method_computes_the_same_with_both(name: str) -> None:
         state = after
 
 
-def test_only_pfedpg_and_the_reports_of_fedtpg_need_torch() -> None:
+def test_only_pfedpg_needs_torch() -> None:
     functions = ("initial_state", "adopt", "join", "forget", "payload", "aggregate", "aggregate_measured", "measure")
-    functions += ("prompts", "contexts", "client_vectors", "generate")
     needing = {
         (name, function)
         for name in SMALL
         for function in functions
         if computed(METHODS[name](METHODS[name].Hyper()), function) == "torch"
     }
-    assert {name for name, _ in needing} == {"pfedpg", "fedtpg"}
-    assert {function for name, function in needing if name == "fedtpg"} == {"contexts", "client_vectors", "generate"}
+    assert {name for name, _ in needing} == {"pfedpg"}
 
 
 @pytest.mark.parametrize(

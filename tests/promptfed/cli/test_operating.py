@@ -48,19 +48,15 @@ COMMANDS = {
     "GET /v1/federations/{federation}/clients/{client_id}/forgetting": "forget",
     "POST /v1/federations/{federation}/clients/{client_id}/forgetting": "forget",
     "GET /v1/federations/{federation}/events": "federation watch",
-    "GET /v1/federations/{federation}/insights": "federation insights",
     "GET /v1/federations/{federation}/remarks": "federation status",
     "GET /v1/federations/{federation}/validation": "validate",
     "GET /v1/federations/{federation}/privacy": "federation privacy",
-    "GET /v1/federations/{federation}/lexicon": "federation words",
-    "PUT /v1/federations/{federation}/lexicon": "federation words",
     "GET /v1/federations/{federation}/rounds": "federation rounds",
     "GET /v1/federations/{federation}/rounds/{round}": "federation rounds",
     "POST /v1/federations/{federation}/rounds/{round}/replay": "federation replay",
     "GET /v1/federations/{federation}/rounds/{round}/card": "export",
     "POST /v1/federations/{federation}/rounds/{round}/card/signature": "export",
     "GET /v1/federations/{federation}/prompts": "federation prompts",
-    "POST /v1/federations/{federation}/prompts/generate": "prompts generate",
     "GET /v1/federations/{federation}/metrics": "federation metrics",
     "POST /v1/operators": "operator add",
     "GET /v1/operators": "operator list",
@@ -178,7 +174,7 @@ def test_yes_answers_beforehand(server: InThread, command: Command) -> None:
     assert command("status", "unasked").exit_code == Exit.REFUSED
 
 
-def test_metrics_rounds_insights_and_the_key(command: Command, finished: str, tmp_path: Path) -> None:
+def test_metrics_rounds_and_the_key(command: Command, finished: str, tmp_path: Path) -> None:
     out = tmp_path / "metrics.csv"
     printed = command("metrics", finished).stdout
     assert command.json("metrics", finished, "--out", str(out))["bytes"] == out.stat().st_size
@@ -192,9 +188,6 @@ def test_metrics_rounds_insights_and_the_key(command: Command, finished: str, tm
     shown = command("rounds", finished).stdout
     assert "50.0 %" in shown
     assert "0.5" in shown
-    told = json.loads(command("insights", finished, "--round", "1").stdout)
-    assert told["round"] == 1
-    assert [point["round"] for point in told["drift"]] == [0, 1]
     assert "Nobody's training is protected" in command("privacy", finished).stdout
     assert command.json("privacy", finished)["level"] == "none"
     key = command.server.get("/v1/signing-key")["public_key"]

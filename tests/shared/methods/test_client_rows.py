@@ -146,8 +146,6 @@ def test_rows_come_stay_and_go(kind: Callable[..., ClientRowsMethod]) -> None:
     assert forgotten["client_contexts"][2].tolist() == [[0, 0]]
     assert again["answered"].tolist() == [2, 0, 1], "states are not changed in place"
     assert tried.forget(forgotten, of(wider, "c"), wider) is forgotten
-    assert set(tried.client_vectors(again, wider, {})) == {"a", "c"}
-    assert tried.client_vectors(again, context, {}) == {}
     assert not tried.one_payload
     text = " ".join(one.what for one in tried.disclosures if one.to == "sites")
     assert "this client's last" in text
@@ -385,8 +383,6 @@ def test_who_gets_which_mixture() -> None:
     assert tried.payload(state, None, of(context, "c"), context)["message"].tolist() == [[3.0, 0.0]]
     empty = pool([[0, 0]] * 4, [0] * 4)
     assert tried.payload(empty, None, of(context, "a"), context)["message"].tolist() == [[9.0, 9.0]]
-    assert tried.prompts(empty)["context"].tolist() == [[9.0, 9.0]]
-    assert float(tried.prompts(state)["context"][0, 0]) == pytest.approx(56 / 3)
     stranger = ClientInfo("nobody", "evaluator", 0, ())
     exported = tried.payload(state, None, stranger, replace(context, clients=()))["message"]
     assert float(exported[0, 0]) == pytest.approx(56 / 3)

@@ -241,16 +241,14 @@ def test_prompts_depend_on_the_classes_and_are_the_same_wherever_they_are_made(
     tried = method()
     theta = some_theta(tried)
     features = name_features(backbone, NAMES)
-    made = tried.generate(theta, features, server_context())
-    assert set(made) == {"context"}
-    assert torch.equal(made["context"], tried.generate(theta, features, server_context())["context"])
-    assert torch.allclose(made["context"], tried.generate(theta, 8 * features, server_context())["context"], atol=1e-6)
-    novel = tried.generate(theta, name_features(backbone, ("paintbrush", "anvil")), server_context())["context"]
-    assert novel.shape == made["context"].shape
-    assert float((novel - made["context"]).abs().max()) > 1e-3
+    made = tried.context_of(theta, features)
+    assert torch.equal(made, tried.context_of(theta, features))
+    novel = tried.context_of(theta, name_features(backbone, ("paintbrush", "anvil")))
+    assert novel.shape == made.shape
+    assert float((novel - made).abs().max()) > 1e-3
     context = make_context()
     with torch.no_grad():
-        text = backbone.encode_prompts(made["context"], backbone.class_prompts(NAMES, 3))
+        text = backbone.encode_prompts(made, backbone.class_prompts(NAMES, 3))
     wanted = backbone.logit_scale * context.train.features() @ text.T
     found = tried.classifier(context, theta, {}).logits(context.train, torch.arange(10))
     assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
@@ -281,7 +279,7 @@ def test_contexts_start_near_the_size_of_word_embeddings(start: str, backbone: B
     for feedforward in FORMS:
         tried = method(m=4, feedforward=feedforward, start=start)
         theta = tried.initial_state(server_context(), initial_draws(0))
-        made = tried.generate(theta, name_features(backbone, NAMES), server_context())["context"]
+        made = tried.context_of(theta, name_features(backbone, NAMES))
         assert 0.01 < float(made.std()) < 0.08
         assert float(theta["queries"].std()) == pytest.approx(0.02, rel=0.1)
         again = tried.initial_state(server_context(), initial_draws(0))
