@@ -31,7 +31,7 @@ endef
 # Processes that tests run in; those of one file stay together. Many tests wait for others' processes, so three keep two cores busy.
 WORKERS ?= 3
 
-.PHONY: demo test test-all extras test-faults test-docker lint setup docs screenshots pictures figures bench backbone backbone-emoji lock build-tools sbom dist clean
+.PHONY: demo test test-all extras test-faults test-docker lint setup docs screenshots pictures figures bench backbone lock build-tools sbom dist clean
 
 setup: $(READY)
 
@@ -105,16 +105,11 @@ figures: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.step $(ARGS)
-	$(BIN)/python -m benchmarks.round_overhead
 	$(BIN)/python -m benchmarks.simulation
 	$(BIN)/python -m benchmarks.coordinator_load
 
 backbone: $(READY)
 	$(BIN)/python -m benchmarks.backbones.tiny.pretrain --out $(or $(OUT),weights.safetensors) $(ARGS)
-
-# The backbone that reads emoji: make backbone-emoji DATA=emoji OUT=pretraining; it goes on where it was stopped.
-backbone-emoji: $(READY)
-	$(BIN)/python -m benchmarks.backbones.emoji.pretrain --data $(or $(DATA),emoji) --out $(or $(OUT),pretraining) $(ARGS)
 
 # The hashes of every file that an image installs, for the versions of constraints.txt: $(call lock,NAME,LISTS,PACKAGES).
 define lock

@@ -6,12 +6,11 @@ round is a burst.
 
     python -m benchmarks.coordinator_load --json load.json
     python -m benchmarks.coordinator_load --cases 32:100 --databases sqlite
-    python -m benchmarks.coordinator_load --beside flower --repeat 3 --json benchmarks/coordinator.json
-    python -m benchmarks.coordinator_tables          # writes these numbers to docs/explanation/performance.md
+    python -m benchmarks.coordinator_load --beside flower --repeat 3 --json load.json
 
 With ``--beside flower``, after each case as many clients send updates of the same size to Flower's in-memory gRPC
-server (``benchmarks/flower.py``). ``--flower-python`` is a Python with flwr; by default one is made in a temporary
-folder, from the package index.
+server (``benchmarks/flower/server.py``). ``--flower-python`` is a Python with flwr; by default one is made in a
+temporary folder, from the package index.
 
 - updates/s: accepted updates of all training rounds, over the sum of the rounds' times from the first task to the last
   201.
@@ -36,10 +35,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import beside_flower
-from benchmarks import coordinator_tables as tables
-from benchmarks.beside_flower import ROUNDS
-from benchmarks.harness import allow_many_connections, coordinator, cpu_seconds_of, footprint, machine, parser, write
+from benchmarks.flower import beside
+from benchmarks.flower.beside import ROUNDS
+from benchmarks.harness import (
+    allow_many_connections,
+    coordinator,
+    cpu_seconds_of,
+    machine,
+    parser,
+    peak_mb,
+    table,
+    write,
+)
 from benchmarks.players import SHAPES, Connection, Operator, Player, Record, operator_of
 from tests.support.postgres import PostgresServer
 
@@ -101,11 +108,11 @@ async def play(
     return enrolled - started, ended - enrolled
 
 
-def measure(options: Sequence[str], size: int, count: int, rounds: int | None = None) -> dict[str, Any]:
+def measure(options: Sequence[str], size: int, count: int) -> dict[str, Any]:
     """Measure ``count`` clients with updates of ``size`` KB at a coordinator with the command-line ``options``."""
     record = Record()
     with coordinator(*options) as process:
-        idle = footprint(process.pid).peak_mb
+        idle = peak_mb(process.pid)
         operator = operator_of(process)
         cpu: list[float] = []
 
@@ -113,16 +120,14 @@ def measure(options: Sequence[str], size: int, count: int, rounds: int | None = 
             cpu.append(cpu_seconds_of(process.pid))
 
         async def burst() -> float:
-            number = ROUNDS[count] if rounds is None else rounds
-            kept: dict[str, Any] = {"deadline": 600, "retention": "last_round"}
-            token = await operator.create(size, count, number, **kept)
+            token = await operator.create(size, count, ROUNDS[count], deadline=600, retention="last_round")
             clients = [LoadClient(operator.port, number, size, record) for number in range(count)]
             enrolling, _ = await play(operator, token, clients, WHOLE_SECONDS, note_cpu)
             await note_cpu()
             return enrolling
 
         enrolling = asyncio.run(burst())
-        peak = footprint(process.pid).peak_mb
+        peak = peak_mb(process.pid)
     latencies = np.array(record.accepted)
     return {
         "kilobytes": size,
@@ -154,8 +159,30 @@ def parse_cases(text: str) -> list[tuple[int, int]]:
     return cases
 
 
+def medians(cases: Sequence[dict[str, Any]]) -> str:
+    """A table with the run of median updates/s of each case; Flower has no latencies and no enrolments."""
+    figures = (
+        "updates_per_second",
+        "cpu_ms_per_update",
+        "p50_ms",
+        "p99_ms",
+        "enrolments_per_second",
+        "idle_mb",
+        "peak_mb",
+    )
+    repeats: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    for case in cases:
+        repeats.setdefault((case["database"], case["kilobytes"], case["clients"]), []).append(case)
+    rows = []
+    for (database, size, count), runs in repeats.items():
+        typical = sorted(runs, key=lambda run: run["updates_per_second"])[len(runs) // 2]
+        cells = [f"{typical[name]:,.1f}" if name in typical else "" for name in figures]
+        rows.append([database, f"{size:,}", f"{count:,}", *cells])
+    return table(["server", "KB", "clients", *figures], rows)
+
+
 def main() -> None:
-    """Run all cases on all servers in turn, and print their tables."""
+    """Run all cases on all servers in turn, and print a table."""
     command = parser(__doc__)
     command.add_argument("--cases", type=parse_cases, default=CASES, help="KB:clients, separated by commas")
     command.add_argument("--databases", default="sqlite,postgresql")
@@ -176,13 +203,13 @@ def main() -> None:
                 stack.callback(postgres.remove)
                 servers[database] = partial(measure_on_postgres, postgres)
         if options.beside:
-            python = options.flower_python or stack.enter_context(beside_flower.own_python())
-            servers |= {name: partial(beside_flower.measure, python, name) for name in beside_flower.CLIENTS}
+            python = options.flower_python or stack.enter_context(beside.own_python())
+            servers |= {name: partial(beside.measure, python, name) for name in beside.CLIENTS}
         for (size, count), _, (name, case) in product(options.cases, range(options.repeat), servers.items()):
-            if name not in beside_flower.CLIENTS or beside_flower.compares(name, size, count):
+            if name not in beside.CLIENTS or beside.compares(name, size, count):
                 numbers["cases"].append({"database": name} | case(size, count))
                 print(json.dumps(numbers["cases"][-1]), file=sys.stderr, flush=True)
-    print(f"{tables.rates(numbers)}\n\n{tables.goals(numbers)}")
+    print(medians(numbers["cases"]))
     write(options.json, numbers)
 
 

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import resource
 import signal
 import statistics
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +22,7 @@ import torch
 if TYPE_CHECKING:
     from tests.support.coordinators import CoordinatorProcess
 
-BENCHMARKS = Path(__file__).parent
-DOCS = BENCHMARKS.parent / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -33,11 +30,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("--json", type=Path, help="write all numbers to this file")
     return command
-
-
-def integers(text: str) -> list[int]:
-    """The numbers of ``0,1,2``."""
-    return [int(number) for number in text.split(",") if number]
 
 
 def write(path: Path | None, numbers: object) -> None:
@@ -58,20 +50,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1)
     """A Markdown table. The first ``texts`` columns are aligned left, the others right."""
     lines = ["| " + " | ".join(cells) + " |" for cells in (columns, *rows)]
     return "\n".join([lines[0], "|" + "---|" * texts + "--:|" * (len(columns) - texts), *lines[1:]])
-
-
-def fill_tables(page: str, name: str, made: Mapping[str, str]) -> str:
-    """``page`` with the tables of ``made`` between ``<!-- table: name KEY -->`` and ``<!-- end of table -->``.
-
-    SystemExit if the page has no such place.
-    """
-    for key, text in made.items():
-        begin, end = f"<!-- table: {f'{name} {key}'.strip()} -->\n", "\n<!-- end of table -->"
-        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        if not pattern.search(page):
-            raise SystemExit(f"the page has no place for the table: {begin.strip()}")
-        page = pattern.sub(lambda _, text=f"{begin}{text}{end}": text, page)  # type: ignore[misc]
-    return page
 
 
 def in_words(seconds: float) -> str:
@@ -128,27 +106,10 @@ def coordinator(*options: str) -> Iterator[CoordinatorProcess]:
             process.http.close()
 
 
-@dataclass
-class Footprint:
-    """Memory (MB) and open files of a process at one moment. ``peak_mb``: its largest memory so far."""
-
-    resident_mb: float
-    peak_mb: float
-    open_files: int
-
-
-def memory(pid: int, field: str) -> int:
-    """Bytes of a field of /proc/PID/status, such as VmRSS. LookupError if there is none."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) << 10
-    raise LookupError(field)
-
-
-def footprint(pid: int) -> Footprint:
-    """Memory and open files of a process."""
-    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    return Footprint(memory(pid, "VmRSS") / 2**20, memory(pid, "VmHWM") / 2**20, files)
+def peak_mb(pid: int) -> float:
+    """The largest memory (MB) of a process so far."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def cpu_seconds_of(pid: int) -> float:

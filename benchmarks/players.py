@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from promptfed.shared.service.addresses import HEARTBEAT
 from promptfed.shared.spec.versions import PROTOCOL, VERSION
 from promptfed.testing.clients import content_digest, enrolment, secret_of
 from tests.support.coordinators import CoordinatorProcess
@@ -91,7 +89,6 @@ class Record:
     spans: list[tuple[int, float, float]] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
     too_many: int = 0
-    evaluations: int = 0
 
     def rounds(self) -> dict[int, list[tuple[float, float]]]:
         """Times of the task and of the 201 of each update, by round."""
@@ -122,14 +119,11 @@ class Player:
         body = enrolment(self.name, backbone_shape={"d_t": self._shape[1], "d_e": 8})
         await http.expect(201, token, "POST", f"{self._path}/clients", body)
 
-    async def poll(self, http: Connection, seconds: int, heartbeats: bool = False) -> tuple[int, dict[str, Any]]:
+    async def poll(self, http: Connection, seconds: int) -> tuple[int, dict[str, Any]]:
         """Wait at most ``seconds`` for a task: the status 200, 204 (no task) or 410 (ended), and the task."""
-        headers = {HEARTBEAT.replace("-", "_"): "2"} if heartbeats else {}
-        status, _, body = await http.ask(self._secret, "GET", f"{self._path}/task?wait={seconds}", b"", **headers)
+        status, _, body = await http.ask(self._secret, "GET", f"{self._path}/task?wait={seconds}")
         if status not in (200, 204, 410):
             raise SystemExit(f"a poll is answered {status}: {body[:500]!r}")
-        if status == 200 and not body.strip():
-            status = 204
         return status, json.loads(body) if status == 200 else {}
 
     async def answer(self, http: Connection, task: dict[str, Any]) -> None:
@@ -143,7 +137,6 @@ class Player:
             self.record.spans.append((task["round"], begun, ended))
         else:
             await http.expect(201, self._secret, "PUT", f"{path}/evaluation", EVALUATION)
-            self.record.evaluations += 1
 
     async def _send(self, http: Connection, path: str, task: dict[str, Any], payload: bytes) -> float:
         """Send the update until it is accepted; the time of the 201."""
@@ -196,18 +189,15 @@ class Operator:
         rounds: int,
         *,
         deadline: float,
-        fraction: float = 1.0,
         retention: str,
-        evaluate_every: int | None = None,
     ) -> str:
-        """Create the federation; its enrolment token. By default it evaluates only before and after all rounds."""
-        asked = max(1, int(clients * fraction))
+        """Create the federation; its enrolment token. It evaluates only before and after all rounds."""
         spec = {
             "name": self.federation,
             "method": {"name": "promptfl", "m": SHAPES[kilobytes][0]},
             "rounds": rounds,
-            "participation": {"min_clients": asked, "fraction": fraction, "deadline_seconds": deadline},
-            "evaluation": {"every": evaluate_every or rounds},
+            "participation": {"min_clients": clients, "deadline_seconds": deadline},
+            "evaluation": {"every": rounds},
             "retention": retention,
         }
         await self._http.expect(201, self.token, "POST", "/v1/federations", spec)
@@ -238,16 +228,3 @@ def operator_of(process: CoordinatorProcess, federation: str = "load") -> Operat
     """The operator of a federation at this coordinator."""
     token = process.operator["Authorization"].removeprefix("Bearer ")
     return Operator(int(process.url.rsplit(":", 1)[1]), token, federation)
-
-
-async def each_over(
-    connections: Sequence[Connection], players: Iterable[Player], work: Callable[[Player, Connection], Awaitable[None]]
-) -> None:
-    """Call ``work`` for each player with the next free connection."""
-    left = iter(players)
-
-    async def take(connection: Connection) -> None:
-        for player in left:
-            await work(player, connection)
-
-    await asyncio.gather(*(take(connection) for connection in connections))

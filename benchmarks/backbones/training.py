@@ -1,4 +1,4 @@
-"""Parts of a pre-training step that both backbones share."""
+"""Parts of a pre-training step."""
 
 from __future__ import annotations
 

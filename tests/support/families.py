@@ -1,20 +1,39 @@
-"""One narrow backbone of each family of benchmarks/families.py: of the family's own classes, two blocks deep."""
+"""One narrow backbone of each family that open_clip knows: of the family's own classes, two blocks deep."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import open_clip
 import torch
 
-from benchmarks.families import BIOMEDCLIP, FAMILIES, biomedclip
 from promptfed.shared.clip import Backbone, load_backbone, published
+from promptfed.shared.clip.building import seeded
 from promptfed.shared.clip.stand_in import stand_in
 
-MODELS = [family.model for family in FAMILIES]
+BIOMEDCLIP = "BiomedCLIP"
+MODELS = [
+    "ViT-B-16",
+    "ViT-B-32-quickgelu",
+    "RN50",
+    "ViT-B-16-SigLIP",
+    "ViT-SO400M-14-SigLIP-448",
+    "ViT-B-16-SigLIP2",
+    "EVA02-B-16",
+    "coca_ViT-B-32",
+    "MobileCLIP-B",
+    "MobileCLIP-S1",
+    "PE-Core-B-16",
+    "convnext_base",
+    "ViTamin-B",
+    BIOMEDCLIP,
+    "conch_ViT-B-16",
+]
 TEXT = {"width": 48, "heads": 4, "layers": 2, "vocab_size": 49408}
 VISION = {"image_size": 32, "layers": 2, "width": 64, "head_width": 16, "patch_size": 8}
 PLAIN = {"depth": 2, "embed_dim": 48, "num_heads": 4, "img_size": 32, "patch_size": 8}
@@ -25,6 +44,7 @@ TRUNKS = {
     "convnext_base": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)},
     "fastvit_mci1": {"layers": (1, 1, 1, 1)},
 }
+PREPARATION = {"mean": [0.48145466, 0.4578275, 0.40821073], "std": [0.26862954, 0.26130258, 0.27577711]}
 BERT = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 2}
 
 
@@ -76,6 +96,25 @@ def _narrowed(config: dict[str, Any]) -> dict[str, Any]:
 
 def _decoder(config: dict[str, Any]) -> dict[str, Any]:
     return dict(config["multimodal_cfg"]) | {"width": 48, "heads": 4, "layers": 1}
+
+
+def biomedclip(folder: Path, pixels: int) -> str:
+    """A folder with BiomedCLIP's configuration and random weights, for ``pixels``; open_clip's name for it."""
+    bert = "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract"
+    vision = {"timm_model_name": "vit_base_patch16_224", "timm_model_pretrained": False, "timm_pool": ""}
+    text = {"hf_model_name": bert, "hf_tokenizer_name": bert, "hf_proj_type": "mlp"}
+    text |= {"hf_pooler_type": "cls_last_hidden_state_pooler"}
+    model = {
+        "embed_dim": 512,
+        "vision_cfg": vision | {"timm_proj": "linear", "image_size": pixels},
+        "text_cfg": text | {"context_length": 256},
+    }
+    about = {"model_cfg": model, "preprocess_cfg": PREPARATION}
+    (folder / "open_clip_config.json").write_text(json.dumps(about))
+    with seeded(), published.known_text_models():
+        made = open_clip.create_model(f"local-dir:{folder}", pretrained_text=False)
+    torch.save(made.state_dict(), folder / "open_clip_pytorch_model.bin")
+    return f"local-dir:{folder}"
 
 
 def small_family(model: str, folder: Path, precision: str = "fp32") -> Backbone:

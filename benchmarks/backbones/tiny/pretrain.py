@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.backbones.tiny.corpus import Batch, Recipe, make_batch
-from benchmarks.backbones.tiny.evaluate import measure, summary_line
 from benchmarks.backbones.training import (
     contrast,
     cosine,
@@ -57,11 +56,6 @@ def pretrain(args: argparse.Namespace, recipe: Recipe) -> open_clip.CLIP:
         descend(optimizer, loss, matrices + vectors)
         if step % 50 == 49:
             print(f"step {step + 1} loss {loss.item():.3f} {time.monotonic() - start:.0f} s", flush=True)
-        if args.check and step % args.check == args.check - 1:
-            model.eval()
-            print("  template/random: " + summary_line(measure(model, 2, "validation", contexts=2)), flush=True)
-            save_weights(model, Path(args.out))
-            model.train()
     print(f"pre-trained in {time.monotonic() - start:.0f} s", flush=True)
     return model.eval()
 
@@ -75,7 +69,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--check", type=int, default=575, help="steps between two evaluations; 0: none")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     save_weights(pretrain(args, Recipe()), Path(args.out))

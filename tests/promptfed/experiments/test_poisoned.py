@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.poisoning import ATTACKS, RULES, Bench
+from tests.support.poisoning import ATTACKS, RULES, Bench
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -37,7 +37,7 @@ def test_the_mean_falls_far_below_zero_shot(bench: Bench, clean: tuple[float, fl
 
 
 def test_under_noise_the_mean_loses_what_it_has_learned(bench: Bench, clean: tuple[float, float]) -> None:
-    """Random prompts classify about as well as the template: reliability.md has 66 %, zero-shot 67 %."""
+    """Random prompts classify about as well as the template: 66 %, zero-shot 67 %."""
     assert bench.accuracy("noise", "mean", seed=0)[0] < clean[1] + 0.02
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.families import FAMILIES
 from promptfed.cli.main import app
 from promptfed.runtime import backbones
 from promptfed.runtime.backbones import PARTS, examine, methods_for
@@ -17,8 +15,6 @@ from promptfed.sdk.errors import Exit
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of, tiny
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface.base import MethodError
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +102,3 @@ def test_a_tokenizer_that_is_not_at_hand_is_replaced(monkeypatch: pytest.MonkeyP
     assert "no network" in str(told[-1].tokenizer)
     assert set(told[-1].seconds) == set(PARTS)
     assert set(told[-1].methods) == set(METHODS)
-
-
-def test_the_page_has_each_family_and_each_method() -> None:
-    """tests/shared/methods/test_families.py compares the lists with what runs."""
-    families = json.loads((ROOT / "benchmarks" / "families.json").read_text())["families"]
-    assert [one["model"] for one in families] == [family.model for family in FAMILIES]
-    for one in families:
-        assert set(one["facts"]["methods"]) | set(one["facts"]["refused"]) == set(METHODS), one["model"]

@@ -4,25 +4,18 @@ Each federation runs in this process (`promptfed.experiments.simulation`) with t
 clients hold equal parts of one rare style. The learning rate was chosen among 0.1, 0.3, 0.5 and 1 without any attack,
 on training images held out with `validation=0.25`.
 
-    python -m benchmarks.poisoning --seeds 0,1,2 --json poisoning.json
-    python -m benchmarks.poisoning --backdoor --seeds 0,1,2 --json backdoor.json
-
-Poisoning: a malicious client trains like the others and sends a false result. The table shows the mean over all clients
-of the accuracy on their own test images after the last round.
+Poisoning: a malicious client trains like the others and sends a false result.
 
 Backdoor (Bagdasaryan et al., "How to Backdoor Federated Learning", 2020): a malicious client also trains on copies of
-its images with a chessboard in a corner, labelled as the first class, and doubles the step that it sends. The table
-shows the share of test images of other classes that the last round's context assigns to the first class, with and
-without the chessboard, and the accuracy on clean images.
+its images with a chessboard in a corner, labelled as the first class, and doubles the step that it sends.
 """
 
 from __future__ import annotations
 
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +24,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.harness import integers, parser, table, write
 from promptfed.coordinator.engine import growth
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
@@ -187,59 +179,3 @@ class Bench:
             float((plain[others] == TARGET).float().mean()),
             float((plain == source.test.labels).float().mean()),
         )
-
-
-def mean_and_spread(shares: Sequence[float]) -> str:
-    """``mean ± standard deviation`` of the population, in percent."""
-    return f"{100 * statistics.fmean(shares):.1f} ± {100 * statistics.pstdev(shares):.1f}"
-
-
-def poisonings(bench: Bench, rules: Sequence[str], seeds: Sequence[int]) -> tuple[str, dict[str, Any]]:
-    """A table of accuracies by rule and attack, and the numbers."""
-    accuracies: dict[str, dict[str, list[float]]] = {}
-    zero_shot = 0.0
-    for rule in rules:
-        for attack in (None, *ATTACKS):
-            runs = [bench.accuracy(attack, rule, seed) for seed in seeds]
-            accuracies.setdefault(rule, {})[attack or "none"] = [accuracy for accuracy, _ in runs]
-            zero_shot = runs[0][1]
-            print(rule, attack, [f"{accuracy:.3f}" for accuracy, _ in runs], flush=True)
-    rows = [[rule, *map(mean_and_spread, by_attack.values())] for rule, by_attack in accuracies.items()]
-    shown = f"zero-shot {100 * zero_shot:.1f}\n\n{table(['rule', 'none', *ATTACKS], rows)}"
-    return shown, {"zero_shot": zero_shot, "accuracy": accuracies}
-
-
-def backdoors(bench: Bench, rules: Sequence[str], seeds: Sequence[int]) -> tuple[str, dict[str, Any]]:
-    """A table of the backdoor's success by rule, and the numbers."""
-    cases = [("mean, all honest", "mean", None), *((rule, rule, BOOST) for rule in rules)]
-    measured: dict[str, list[Backdoor]] = {}
-    for title, rule, boost in cases:
-        measured[title] = [bench.backdoor(rule, seed, boost) for seed in seeds]
-        print(title, measured[title], flush=True)
-    rows = [[title, *map(mean_and_spread, zip(*map(astuple, runs), strict=True))] for title, runs in measured.items()]
-    shown = table(["rule", "trigger obeyed", "target without it", "accuracy"], rows)
-    return shown, {"boost": BOOST, "shares": {title: list(map(asdict, runs)) for title, runs in measured.items()}}
-
-
-def main() -> None:
-    """Run all combinations and print a Markdown table."""
-    command = parser(__doc__)
-    command.add_argument("--seeds", type=integers, default=[0, 1, 2])
-    command.add_argument("--rounds", type=int, default=5)
-    command.add_argument("--rules", default=";".join(RULES), help="some of these, separated by semicolons")
-    command.add_argument("--backdoor", action="store_true", help="a backdoor instead of poisoned updates")
-    options = command.parse_args()
-    torch.set_num_threads(1)
-    rules = options.rules.split(";")
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), options.rounds)
-        if options.backdoor:
-            shown, numbers = backdoors(bench, rules, options.seeds)
-        else:
-            shown, numbers = poisonings(bench, rules, options.seeds)
-    print(f"\n{shown}")
-    write(options.json, {"seeds": options.seeds, **numbers})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Flower's in-memory server, and clients that answer at once. Runs in a Python with flwr and without promptfed.
 
-    python benchmarks/flower.py server PORT CLIENTS ROUNDS ROWS COLUMNS
-    python benchmarks/flower.py own-clients PORT CLIENTS ROWS COLUMNS
-    python benchmarks/flower.py lean-clients PORT CLIENTS ROWS COLUMNS
+    python benchmarks/flower/server.py server PORT CLIENTS ROUNDS ROWS COLUMNS
+    python benchmarks/flower/server.py own-clients PORT CLIENTS ROWS COLUMNS
+    python benchmarks/flower/server.py lean-clients PORT CLIENTS ROWS COLUMNS
 
 The server is the one behind flwr's legacy ``start_server``: bidirectional gRPC streams, FedAvg, everything in memory.
 It prints one line of JSON: the seconds of each round, from the first instruction sent to the last answer received,

@@ -14,16 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import BENCHMARKS
 from benchmarks.players import SHAPES
 
 CLIENTS = {"flower": "own-clients", "flower_lean": "lean-clients"}
-"""The kinds of Flower clients, by the name of their cases in the results: see ``benchmarks/flower.py``."""
+"""The kinds of Flower clients, by the name of their cases in the results: see ``benchmarks/flower/server.py``."""
 ROUNDS = {10: 20, 100: 5, 1000: 2}
 MOST_KILOBYTES = 32  # only small updates are compared
 MOST_OWN_CLIENTS = 100  # a thousand in one process did not end two rounds within five minutes
 WANTED = "flwr>=1.41,<1.43"
-SCRIPT = BENCHMARKS / "flower.py"
+SCRIPT = Path(__file__).parent / "server.py"
 WHOLE_SECONDS = 300.0
 
 

@@ -1,6 +1,6 @@
-"""A job of ``benchmarks.simulation_beside_flower`` in Flower's simulation engine.
+"""A job of ``benchmarks.flower.simulation`` in Flower's simulation engine.
 
-    FLOWER_JOB=FOLDER python benchmarks/flower_simulation.py
+    FLOWER_JOB=FOLDER python benchmarks/flower/engine.py
 
 Runs in a Python with flwr, Ray, and what promptfed's backbone needs. ``job.json`` and ``data.npz`` of the folder hold
 the settings, the initial context, and each client's image features and labels; ``result.json`` gets the figures. Each
@@ -116,6 +116,6 @@ def run() -> None:
 
 if __name__ == "__main__":
     # By its name, so that Ray's workers import this file, and keep what they have loaded.
-    from benchmarks import flower_simulation
+    from benchmarks.flower import engine
 
-    flower_simulation.run()
+    engine.run()

@@ -5,7 +5,7 @@ code of the backbone, on two cores. Our side is the whole simulation: coordinato
 an evaluation before the first round and after the last; Flower's keeps everything in memory and does not evaluate. The
 features are computed beforehand. "plain" clients of Flower compute every position of the text tower, as CoOp's code.
 
-    python -m benchmarks.simulation_beside_flower --repeat 3 --json benchmarks/simulation_beside_flower.json
+    python -m benchmarks.flower.simulation --repeat 3 --json beside.json
 
 ``seconds`` are those of a whole command, from its start to its end. ``seconds_of_rounds`` leave out loading and
 enrolment, but Flower's contain the start of Ray's workers. ``others`` are the cores that other processes kept busy.
@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.beside_flower import own_python
-from benchmarks.harness import BENCHMARKS, parser, table, write
+from benchmarks.flower.beside import own_python
+from benchmarks.harness import parser, table, write
 from benchmarks.simulation import plan
 from promptfed.client_service.training.data import TRAIN, ClientData
 from promptfed.experiments.bench.provenance import provenance
@@ -44,6 +44,7 @@ from promptfed.shared.tensors import decode
 CLIENTS, ROUNDS, M = 100, 10, 16
 WANTED = "flwr[simulation]>=1.41,<1.43"
 MOST_SECONDS = 900
+ROOT = Path(__file__).parents[2]
 
 
 def spec_and_sites(fraction: float) -> tuple[dict[str, Any], list[Any]]:
@@ -101,8 +102,8 @@ def ours(folder: Path, pool: int) -> dict[str, Any]:
 def flowers(python: str, folder: Path) -> dict[str, Any]:
     """Flower's side."""
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "FLWR_HOME": str(folder / "flwr")}
-    environment = os.environ | quiet | {"PYTHONPATH": str(BENCHMARKS.parent), "FLOWER_JOB": str(folder)}
-    command = [python, str(BENCHMARKS / "flower_simulation.py")]
+    environment = os.environ | quiet | {"PYTHONPATH": str(ROOT), "FLOWER_JOB": str(folder)}
+    command = [python, str(Path(__file__).parent / "engine.py")]
     done = subprocess.run(  # noqa: S603 (ourselves)
         command, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS, check=False
     )

@@ -1,1 +1,0 @@
-"""promptfed-emoji: corpus, pre-training, the list of texts read, and the gate."""
