@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone
 
 HEAD_RATE = 0.01
-"""The rate of a new linear head beside a trained image tower; docs/results/image.md has the sweep."""
+"""The rate of a new linear head beside a trained image tower, the best of three."""
 HeadRate = Annotated[
     float | None,
     Field(
