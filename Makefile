@@ -31,7 +31,7 @@ endef
 # Processes that tests run in; those of one file stay together. Many tests wait for others' processes, so three keep two cores busy.
 WORKERS ?= 3
 
-.PHONY: demo test test-all extras test-faults test-docker lint setup docs screenshots pictures figures bench backbone lock build-tools sbom dist clean
+.PHONY: demo test test-all extras test-faults test-docker lint setup docs pictures figures bench backbone lock build-tools sbom dist clean
 
 setup: $(READY)
 
@@ -86,13 +86,8 @@ test-docker: $(READY)
 # The pages of docs/ as a site in build/docs; a link that leads nowhere is an error.
 docs: $(READY)
 	@extras=docs; $(install)
-	$(BIN)/python docs/tables.py
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs $(ARGS)
-
-# The pictures of both pages in docs/images, of two federations that it runs: three minutes, and chromium.
-screenshots: $(READY)
-	$(BIN)/python docs/screenshots.py $(ARGS)
 
 # A picture of every state of both pages, 1400 and 420 pixels wide, in build/pages.
 pictures: $(READY)

@@ -1,37 +1,26 @@
-"""The reference pages that are made from the code: spec, commands, settings, exit codes, refusals and backbones.
+"""The reference pages that are made from the code: the spec and the settings.
 
 ``python docs/generate.py`` writes them; ``--check`` only names those that are stale. `tests/docs` does that.
 """
 
 from __future__ import annotations
 
-import inspect
-import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import typer
 from pydantic_settings import BaseSettings
 
 os.environ.pop("PROMPTFED_COORDINATOR", None)  # options that take a variable would show it as their default
 
-from promptfed.cli import main as command
 from promptfed.client_service.settings import Settings as ClientSettings
-from promptfed.coordinator.app import create_app
-from promptfed.coordinator.problems.base import Refusal
 from promptfed.coordinator.settings import Settings as CoordinatorSettings
-from promptfed.shared.service import exit_codes
 from promptfed.shared.spec.spec import FederationSpec
 
 FOLDER = Path(__file__).parent / "reference"
 NOTE = "<!-- Made from the code by `python docs/generate.py`: change the code, not this page. -->\n\n"
-SERVICES = {"client", "coordinator"}  # their options are the settings
-
 # What the spec's schema does not say itself.
 MEANINGS = {
     "name": "name of the federation at its coordinator",
@@ -99,25 +88,14 @@ VARIABLES = {
 }
 
 
-def neighbour(name: str) -> ModuleType:
-    """Another module of this folder, which is no package."""
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    found = spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert found is not None
-    assert found.loader is not None
-    module = module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-TABLES = neighbour("tables")
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
 
 
 def cell(text: Any) -> str:
     """Text for one cell of a table; words in angle brackets would be HTML."""
     plain = " ".join(str(text if text is not None else "").replace("``", "`").split())
-    return str(TABLES._cell(plain)).replace("<", "&lt;")
+    return plain.replace("|", "\\|").replace("<", "&lt;")
 
 
 def code(text: str) -> str:
@@ -147,12 +125,12 @@ def _sections(schema: dict[str, Any], models: dict[str, Any], path: str) -> Iter
         if model:
             inner.append((models[model], full))
         default = field.get("default")
-        shown = "required" if key in schema.get("required", ()) else "" if model else TABLES._json(default)
+        shown = "required" if key in schema.get("required", ()) else "" if model else shown_value(default)
         rows.append(
             [f"`{key}`", shown if shown == "required" else code(shown), _values(field, models), _meaning(full, field)]
         )
     title = f"\n## {path}\n\n" if path else "\n## The whole\n\n"
-    yield title + str(TABLES._table(["key", "default", "may be", "meaning"], rows)) + "\n"
+    yield title + table(["key", "default", "may be", "meaning"], rows) + "\n"
     for model_schema, full in inner:
         yield from _sections(model_schema, models, full)
 
@@ -182,71 +160,33 @@ def _values(field: dict[str, Any], models: dict[str, Any]) -> str:
         return f"`{field['const']}`"
     if field.get("type") == "array":
         return "list"
-    return str(TABLES._range(field))
+    return in_words(field)
 
 
-# commands.md
+def in_words(schema: dict[str, Any]) -> str:
+    """The values that a JSON schema allows, in words."""
+    if "anyOf" in schema:
+        return ", or ".join(in_words(choice) for choice in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    kind = {
+        "integer": "whole number",
+        "number": "number",
+        "boolean": "`true`, `false`",
+        "null": "nothing",
+        "object": "mapping",
+    }.get(schema.get("type", ""), "text")
+    bounds = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
+    limits = [f"{word} {schema[key]:g}" for key, word in bounds.items() if key in schema]
+    return " ".join([kind, *limits])
 
 
-def commands() -> str:
-    """Every command: what it does in one table, then the options of each."""
-    found = list(_commands(typer.main.get_command(command.app), "promptfed"))
-    overview = TABLES._table(
-        ["command", "what it does"],
-        [[f"[`{name}`](#{_anchor(name)})", cell(program.help)] for name, program in found],
-    )
-    whole = typer.main.get_command(command.app)
-    return (
-        "# Commands\n\n"
-        "`promptfed COMMAND --help` shows the same at a terminal. Arguments, in capitals, stand in the order of their "
-        "rows; options of `promptfed` itself stand before the command. [Settings](settings.md) has the options of "
-        "`promptfed client` and `promptfed coordinator`, and the environment variables; [exit codes](exit-codes.md) "
-        "has the codes.\n\n"
-        f"{_options(whole)}\n\n## All commands\n\n{overview}\n"
-        + "".join(_command(name, program) for name, program in found)
-    )
-
-
-def _commands(group: Any, path: str) -> Iterable[tuple[str, Any]]:
-    for name, program in sorted(group.commands.items()):
-        if getattr(program, "hidden", False):
-            continue
-        if hasattr(program, "commands"):
-            yield from _commands(program, f"{path} {name}")
-        else:
-            yield f"{path} {name}", program
-
-
-def _anchor(name: str) -> str:
-    return name.replace(" ", "-")
-
-
-def _command(name: str, program: Any) -> str:
-    if name.split()[-1] in SERVICES:
-        return f"\n## {name}\n\nIts options are the [settings](settings.md#promptfed-{name.split()[-1]}).\n"
-    return f"\n## {name}\n\n{_options(program)}\n"
-
-
-def _options(program: Any) -> str:
-    rows = []
-    for param in program.params:
-        if param.name == "help" or getattr(param, "hidden", False):
-            continue
-        if param.param_type_name == "argument":
-            names = param.name.upper() + ("..." if param.nargs == -1 else "")
-        else:
-            names = ", ".join(sorted(param.opts, key=len, reverse=True))
-        default = param.default() if callable(param.default) else param.default
-        rows.append([code(names), _default(default, param), cell(getattr(param, "help", ""))])
-    return str(TABLES._table(["option", "default", "meaning"], rows)) if rows else ""
-
-
-def _default(value: Any, param: Any) -> str:
-    if getattr(param, "required", False):
-        return "required"
-    if value is None or value is False or value == [] or value == ():
+def shown_value(value: Any) -> str:
+    if isinstance(value, list):
         return ""
-    return code("yes" if value is True else str(getattr(value, "value", value)))
+    if value is None or isinstance(value, bool):  # 1.0 == True: a dictionary would confuse them
+        return {None: "none", True: "true", False: "false"}[value]
+    return str(value)
 
 
 # settings.md
@@ -254,7 +194,7 @@ def _default(value: Any, param: Any) -> str:
 
 def settings() -> str:
     """Options and variables of the two services, and the variables of the command."""
-    variables = TABLES._table(["variable", "meaning"], [[f"`{name}`", said] for name, said in VARIABLES.items()])
+    variables = table(["variable", "meaning"], [[f"`{name}`", said] for name, said in VARIABLES.items()])
     return (
         "# Settings\n\n"
         "Each option of a service is also an environment variable: `--data-dir` is "
@@ -280,68 +220,12 @@ def _settings(model: type[BaseSettings]) -> str:
         else:
             shown = code(f"{default:o}" if name.endswith("_mode") else str(default))
         rows.append([f"`--{name.replace('_', '-')}`", shown, cell(said)])
-    return str(TABLES._table(["option", "default", "meaning"], rows))
-
-
-# exit-codes.md
-
-
-def codes() -> str:
-    """The exit codes with the comments that stand beside them."""
-    said = dict(re.findall(r"^    (\w+) = \d+  # (.+)$", inspect.getsource(exit_codes.Exit), re.MULTILINE))
-    rows = [[str(int(exit)), f"`{exit.name.lower()}`", cell(said[exit.name])] for exit in exit_codes.Exit]
-    own = [
-        ["0", "it was asked to end"],
-        ["2", "it cannot start: options, a folder or database in use, tables of another version, rights, a port"],
-        ["3", "the database did not answer within `--database-wait-seconds`; a later start may succeed"],
-        ["130", "it was asked to end while it waited for the database"],
-    ]
-    return (
-        "# Exit codes\n\n"
-        "The last line on standard error says what happened and what to do.\n\n"
-        f"## The command and the client\n\n{TABLES._table(['code', 'name', 'meaning'], rows)}\n\n"
-        f"## The coordinator\n\n{TABLES._table(['code', 'meaning'], own)}\n\n"
-        "`promptfed coordinator --verify` ends with 0 if everything is as it was stored, 1 if something is damaged, "
-        "2 if it could not look, and 3 if the database did not answer.\n"
-    )
-
-
-# refusals.md
-
-
-def refusals() -> str:
-    """Every kind of refusal that the coordinator has."""
-    create_app(CoordinatorSettings())  # which imports all of them
-    found: dict[tuple[str, str], str] = {}
-    for refusal in _kinds(Refusal):  # a narrower class of the same kind comes after the general one
-        found.setdefault((str(getattr(refusal, "status", "4xx")), refusal.kind), refusal.title)
-    rows = [[status, f"`{kind}`", cell(title)] for (status, kind), title in sorted(found.items())]
-    return (
-        "# Refusals of the coordinator\n\n"
-        "Every refusal is `application/problem+json`. Its `type` ends in the kind, `title` is the text below, and "
-        "`detail` says what is wrong in this case.\n\n" + str(TABLES._table(["status", "kind", "title"], rows)) + "\n"
-    )
-
-
-def _kinds(parent: type[Refusal]) -> Iterable[type[Refusal]]:
-    for kind in parent.__subclasses__():
-        yield kind
-        yield from _kinds(kind)
-
-
-def backbones() -> str:
-    """Families of backbones: how their authors use them, speed and memory, and which methods run with them."""
-    numbers = json.loads((FOLDER.parents[1] / "benchmarks" / "families.json").read_text(encoding="utf-8"))
-    return str(neighbour("families").page(numbers["families"], cell, TABLES._table))
+    return table(["option", "default", "meaning"], rows)
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "spec.md": spec,
-    "commands.md": commands,
     "settings.md": settings,
-    "exit-codes.md": codes,
-    "refusals.md": refusals,
-    "backbones.md": backbones,
 }
 
 

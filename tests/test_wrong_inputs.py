@@ -1,4 +1,4 @@
-"""Sixty wrong inputs: each row of docs/reference/wrong-inputs.md is a command, its exit code and its last line."""
+"""Sixty wrong inputs: each row of tests/wrong_inputs.txt is a command, its exit code and its last line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from promptfed.sdk.client import CA_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE
 from tests import ROOT
 from tests.support.coordinators import in_thread
 
-PAGE = ROOT / "docs" / "reference" / "wrong-inputs.md"
+PAGE = ROOT / "tests" / "wrong_inputs.txt"
 ROW = re.compile(r"\| `promptfed (.+?)` \| (\d+) \| (.+) \|")
 WAY_OUT = re.compile(
     r"\b(give|write|use|check|mend|name a|did you mean|must be|must hold|remove|choose|put|[Rr]estore|export it again|"

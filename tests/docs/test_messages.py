@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
+from promptfed.coordinator.problems.base import Refusal
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
@@ -23,8 +25,14 @@ def strings() -> str:
         for folder in (*FOLDERS, "shared", "promptfed/experiments")
         for path in sorted((ROOT / folder).rglob("*.py"))
     ]
-    refusals = (ROOT / "docs" / "reference" / "refusals.md").read_text()  # made from the classes, which name the kinds
-    return re.sub(r'"\s*\n\s*f?"', "", "\n".join([*texts, refusals]))
+    return re.sub(r'"\s*\n\s*f?"', "", "\n".join([*texts, *kinds(Refusal)]))
+
+
+def kinds(parent: type[Refusal]) -> Iterator[str]:
+    """The kinds of all refusals, which their classes name."""
+    for each in parent.__subclasses__():
+        yield each.kind
+        yield from kinds(each)
 
 
 def pieces(message: str) -> list[str]:
