@@ -68,8 +68,6 @@ class Prediction(BaseModel):
     classes: list[ClassProbability]
     domains: list[DomainShare] | None = None
     present: list[str] | None = None
-    set: list[str] | None = None
-    abstains: bool | None = None
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:

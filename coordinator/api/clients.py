@@ -68,7 +68,6 @@ def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
             enrolment.BadProof,
             enrolment.KeyTaken,
             enrolment.IdentityChanged,
-            problems.LateJoin,
             problems.WrongState,
             problems.CannotStart,
             problems.UnknownClass,

@@ -98,7 +98,7 @@ class _Enrolment:
         row = _row(federation, request, known.id if known else "cli-" + secrets.token_hex(8), token.id)
         client, member = client_of(ClientRow(**row)), member_of(ClientRow(**row), federation.spec.participation)
         for shown in _with_each_method(federation):
-            _check(shown, request, newcomer=known is None)
+            _check(shown, request)
             _check_method(shown, client, request.backbone_shape)
         _keep_reference(change, request)
         _store(change, row)
@@ -187,14 +187,10 @@ def _check_backbone(federation: Federation, request: EnrolRequest) -> None:
             raise problems.OtherBackbone(f"the client's backbone has another shape: {differences}")
 
 
-def _check(federation: Federation, request: EnrolRequest, newcomer: bool) -> None:
+def _check(federation: Federation, request: EnrolRequest) -> None:
     state, needs = federation.run.state, federation.method.needs
     if state in ENDED:
         raise problems.WrongState(f"{federation.name} is {state}: nobody can enrol any more", state=state)
-    if newcomer and state != "enrolling" and not needs.late_join:
-        raise problems.LateJoin(
-            f"{federation.name} has started, and {federation.method.name} takes no newcomers after the start"
-        )
     if digest(request.secret) in federation.by_secret:
         raise problems.SecretTaken("another client has this secret: every client makes its own")
     if request.role == "trainer" and federation.spec.validates:

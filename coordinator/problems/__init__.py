@@ -211,10 +211,6 @@ class SecretTaken(Refusal, status=409, title="Another client has this secret"):
     """A secret that another client of the federation has."""
 
 
-class LateJoin(Refusal, status=409, title="This method takes no newcomers after the start"):
-    """A newcomer to a running federation whose method does not take any."""
-
-
 class TokenUsedUp(Refusal, status=409, title="Nobody new can enrol with this token"):
     """An enrolment token with which as many clients have enrolled as it was minted for, or one that was closed."""
 

@@ -199,7 +199,6 @@ def description(kind: type[Method]) -> dict[str, Any]:
             "text_tower": kind.needs.text_tower,
             "vision_transformer": kind.needs.vision_transformer,
             "domain_descriptions": kind.needs.domain_descriptions,
-            "late_join": kind.needs.late_join,
         },
         "needs_torch": needs_torch_always(method),
         "cached_features": kind.needs.cached_features,

@@ -146,25 +146,21 @@ def test_a_newcomer_joins_at_the_next_round(coordinator: InThread) -> None:
     assert kind(response) == (409, "wrong-state")
 
 
-class Closed(PromptFL):
-    """Takes no newcomers, and needs to know each domain."""
+class Described(PromptFL):
+    """Needs to know each domain."""
 
-    name = "closed"
-    needs: ClassVar[Needs] = Needs(late_join=False, domain_descriptions=True)
+    name = "described"
+    needs: ClassVar[Needs] = Needs(domain_descriptions=True)
 
 
-def test_a_method_may_take_no_newcomers_and_need_domains(
-    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(METHODS, "closed", Closed)
-    federation = coordinator.create(method={"name": "closed"})
+def test_a_method_may_need_domains(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "described", Described)
+    federation = coordinator.create(method={"name": "described"})
     domain = {"name": "sketch", "description": "a sketch of a {}"}
     response = coordinator.client(federation, "a").enrol(coordinator.token(federation))
     assert kind(response) == (422, "domain-missing")
     clients = coordinator.enrol(federation, "a", "b", domain=domain)
     coordinator.post(f"{federation}/start")
-    response = coordinator.client(federation, "c").enrol(coordinator.token(federation), domain=domain)
-    assert kind(response) == (409, "late-join")
     peers = coordinator.task(clients[0])["config"]["peers"]
     assert peers == [{"name": name, "role": "trainer", "domain": domain} for name in ("a", "b")]
 
@@ -172,9 +168,9 @@ def test_a_method_may_take_no_newcomers_and_need_domains(
 def test_a_method_that_describes_clients_to_each_other_takes_no_more_than_clients_accept(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(METHODS, "closed", Closed)
+    monkeypatch.setitem(METHODS, "described", Described)
     monkeypatch.setattr(operations, "MOST_PEERS", 2)
-    federation = coordinator.create(method={"name": "closed"})
+    federation = coordinator.create(method={"name": "described"})
     domain = {"name": "sketch", "description": "a sketch of a {}"}
     a, _ = coordinator.enrol(federation, "a", "b", domain=domain)
     response = coordinator.client(federation, "c").enrol(coordinator.token(federation), domain=domain)

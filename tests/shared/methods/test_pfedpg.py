@@ -189,7 +189,7 @@ def test_all_that_the_coordinator_learns_stays_there() -> None:
                     assert list(method.payload(start(method, context), served, client, context)) == ["prompts"]
     told = describe("pfedpg")
     assert told["needs"]["text_tower"] is False
-    assert told["needs"]["vision_transformer"] is told["needs"]["late_join"] is True
+    assert told["needs"]["vision_transformer"] is True
     assert told["cached_features"] is False
     assert [tensor["name"] for tensor in told["phases"][0]["up"]] == ["delta"]
 

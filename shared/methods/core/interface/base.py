@@ -55,7 +55,6 @@ class Needs:
     text_tower: bool = True
     vision_transformer: bool = False
     domain_descriptions: bool = False
-    late_join: bool = True
     join_when_extended: bool = True
     cached_features: bool = True
     patch_tokens: bool = False
