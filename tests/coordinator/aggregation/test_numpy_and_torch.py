@@ -23,15 +23,53 @@ from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.spec.spec_aggregation import AggregationSpec, ServerOptimizerSpec
 from promptfed.shared.tensors import Arrays
 from promptfed.testing.clients import CLASSES, spec
-from tests.support import recording
-from tests.support.recording import SHAPE
 
-LATER: dict[str, dict[str, Any]] = {  # options of methods that are younger than the record
+SHAPE = {
+    "d_t": 8, "d_e": 8, "d_v": 8, "text_layers": 2, "vision_layers": 2, "context_length": 16, "patch_size": 2,
+    "patch_tokens": 4, "mlp_width": 8, "positions": 5, "heads_t": 2, "heads_v": 2,
+}  # fmt: skip
+TEXT = {"m": 4}
+TOWER = {"trainable": "last_k", "k": 1}
+SMALL: dict[str, dict[str, Any]] = {
+    "coop": TEXT,
+    "diprompt": {"m": 2},
+    "fast_pt": TEXT,
+    "fedapt": {"m": 2},
+    "fedavg": {"trainable": "all"},
+    "fedbabu": {"trainable": "norms"},
+    "fedclip": {},
     "fedclipadapter": {"reduction": 2, "sides": "both"},
+    "fedcocoop": TEXT | {"reduction": 2},
+    "fedkgcoop": TEXT,
+    "fedlora": {"r": 2},
     "fedlp": {},
+    "fedmaple": {"m": 2},
+    "fedotp": TEXT,
+    "fedpgp": TEXT,
+    "fedpr": {"m": 2},
+    "fedprox": {"trainable": "biases"},
+    "fedrep": TOWER,
+    "fedrod": {"trainable": "norms"},
     "fedtaskres": {},
+    "fedtpg": TEXT,
+    "fedvpt": TEXT,
+    "fedvpt_deep": {"m": 2},
+    "perfedavg": {"trainable": "norms"},
+    "pfedmoap": TEXT,
+    "pfedpg": {"m": 2, "inner_width": 4},
+    "pfedprompt": TEXT,
+    "plan": {"m": 2, "reduction": 4},
+    "promptfl": TEXT,
+    "promptfl_amp": TEXT,
+    "promptfl_ft": TEXT,
+    "promptfl_per": TEXT,
+    "promptfl_prox": TEXT,
+    "promptfolio": TEXT,
+    "singleset_full": {"trainable": "norms"},
+    "singleset_vpt": {"m": 2},
+    "zero_shot": {},
 }
-SMALL = recording.METHODS | LATER
+"""Options with which each method is small."""
 NAMES = ("B", "a", "c")
 DOMAINS = {"B": "a blueprint of a {}", "a": "a sketch of a {}", "c": "a neon sign of a {}"}
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
