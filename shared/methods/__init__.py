@@ -25,6 +25,7 @@ from promptfed.shared.methods.core.interface.base import Method, MethodError, Se
 from promptfed.shared.methods.core.rates import swept_rate
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description
 from promptfed.shared.methods.core.several_labels import for_several_labels
+from promptfed.shared.spec.removed import removed_method
 from promptfed.shared.spec.spec import (
     BackboneShape,
     FederationSpec,
@@ -63,8 +64,8 @@ def method_class(name: str) -> type[Method]:
     except UnusableMethod as error:
         detail = str(error)
     except KeyError:
-        near = get_close_matches(name, METHODS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        gone, near = removed_method(name), get_close_matches(name, METHODS, n=1)
+        hint = gone or (f"did you mean {near[0]!r}? " if near else "")
         refusal, detail = UnknownMethod, f"there is no method {name!r}; {hint}`promptfed methods` lists them"
     raise refusal([{"path": "method.name", "detail": detail}])
 

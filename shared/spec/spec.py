@@ -24,6 +24,7 @@ from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
 from promptfed.shared.spec.compression import CompressionSpec
 from promptfed.shared.spec.participation import ParticipationSpec
+from promptfed.shared.spec.removed import removed_key
 from promptfed.shared.spec.selection import SelectionSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec, SecureAggregationSpec
 from promptfed.shared.spec.spec_hints import meant
@@ -84,7 +85,10 @@ class SpecError(ValueError):
             detail = offence(item)
             if item["type"] == "extra_forbidden":
                 near = meant(model, [str(part) for part in item["loc"]], FederationSpec) if model is not None else None
-                detail = f"unknown key; did you mean {near!r}?" if near is not None else "unknown key"
+                gone = removed_key(path)
+                detail = (
+                    f"unknown key; did you mean {near!r}?" if near is not None and not gone else f"unknown key{gone}"
+                )
             offences.append({"path": path or "(spec)", "detail": detail})
         return cls(offences)
 

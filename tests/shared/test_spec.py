@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
 from promptfed.shared.methods import METHODS, UnknownMethod, describe, resolve_spec
-from promptfed.shared.spec.spec import SpecError, merged
+from promptfed.shared.spec import removed
+from promptfed.shared.spec.spec import FederationSpec, SpecError, merged
 
 GOOD: dict[str, Any] = {"name": "eyes-1", "method": {"name": "promptfl"}}
 
@@ -194,6 +196,33 @@ def test_an_unknown_key_suggests_the_one_that_was_meant(change: dict[str, Any], 
     with pytest.raises(SpecError) as caught:
         resolve_spec({"name": "r", "method": {"name": "promptfl"}} | change)
     assert caught.value.errors == [{"path": path, "detail": f"unknown key; did you mean {near!r}?"}]
+
+
+def test_a_removed_name_is_refused_in_one_line_with_its_release() -> None:
+    named = {"name": "r", "method": {"name": "promptfl"}}
+    for change, path in (
+        ({"schedule": {"kind": "buffered"}}, "schedule"),
+        ({"training": {"budget": {"steps": 3}}}, "training.budget"),
+        ({"method": {"name": "promptfl", "pair": True}}, "method.pair"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            resolve_spec(named | change)
+        assert caught.value.errors == [{"path": path, "detail": "unknown key; it was removed in 0.4.0"}]
+    with pytest.raises(SpecError) as caught:
+        resolve_spec({"name": "r", "method": {"name": "dpfpl"}})
+    detail = "there is no method 'dpfpl'; it was removed in 0.4.0; `promptfed methods` lists them"
+    assert caught.value.errors == [{"path": "method.name", "detail": detail}]
+
+
+def test_what_is_listed_as_removed_is_not_there() -> None:
+    assert not removed.METHODS & set(METHODS)
+    for key in removed.KEYS:
+        *parents, name = key.split(".")
+        model: Any = FederationSpec
+        for parent in parents if parents != ["method"] else ():
+            kind = model.model_fields[parent].annotation
+            (model,) = (one for one in (kind, *get_args(kind)) if isinstance(one, type) and issubclass(one, BaseModel))
+        assert name not in (model.model_fields if parents != ["method"] else METHODS["promptfl"].Hyper.model_fields)
 
 
 def test_a_key_that_is_like_no_other_suggests_nothing() -> None:
