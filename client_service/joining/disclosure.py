@@ -273,8 +273,6 @@ class Disclosure:
             everything += f"; of the changes nothing but sums of at least {summed.minimum} clients"
         elif self.exchanges:
             everything += f", and {UPDATES}"
-        if self.terms.squared_losses and self.exchanges:
-            operator.append("how well the federation's state fits the training images: clients are chosen by it")
         lines = [everything, *(f"the operator: {fact}" for fact in operator)]
         lines += [f"every other site: {fact}" for fact in sites] or ["other sites: nothing"]
         return [f"  {line}" for line in lines]

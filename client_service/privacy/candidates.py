@@ -10,7 +10,6 @@ from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo
 from promptfed.shared.methods import MULTI_LABEL, TASK, make_method
 from promptfed.shared.methods.core.interface.base import Method, Phase
 from promptfed.shared.methods.core.several_labels import is_for_several_labels
-from promptfed.shared.spec.participation import SQUARED_LOSSES
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import TensorSpec
 
@@ -71,7 +70,7 @@ def _metrics(method: Method, info: EnrolmentInfo) -> list[str]:
         return []
     if info.privacy is not None:
         return sorted(PROTECTED)
-    return sorted({*method.metrics, *MEASURED, *([SQUARED_LOSSES] if info.squared_losses else [])})
+    return sorted({*method.metrics, *MEASURED})
 
 
 def phases_of(method: Method) -> dict[str, tuple[Phase, list[int]]]:

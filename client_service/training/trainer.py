@@ -33,7 +33,6 @@ from promptfed.client_service.training.sending import made_body
 from promptfed.client_service.training.site import SitePrivacy as SitePrivacy
 from promptfed.client_service.training.site import SiteRules as SiteRules
 from promptfed.client_service.training.site import torch_settings
-from promptfed.client_service.training.squared_losses import squared_losses
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.messages import EvaluationRequest, PayloadReceipt, Peer, Role, Task, TaskConfig
@@ -125,13 +124,12 @@ class TaskWork:
         context = replace(context, count_trained=trained.append, protection=protection)
         with unexplained(self.hides_failures), torch_settings(context):
             private, peers = self._prepared(method, context, task.config.peers)
-            squared = squared_losses(method, context, self.data, tensors, private)
             result = method.train(context, tensors, private)
             update, private = self._sent(phase, result, tensors, private)
         if protection is not None and not protection.used:
             raise Failure("training-failed", f"{method.name} trained without the protection that it promises")
         seconds = round(time.monotonic() - started, 3)
-        measured = {**result.metrics, **squared, "train_seconds": seconds, "trained_parameters": sum(trained)}
+        measured = {**result.metrics, "train_seconds": seconds, "trained_parameters": sum(trained)}
         if protection is not None:
             measured = {"steps": protection.event.count, "trained_parameters": sum(trained)}
         leaving = self._leaving(measured, method, task.config.privacy is not None and protection is None)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from promptfed.coordinator.domain.run_state import Told
 from promptfed.shared.messages import Role
 
 
@@ -34,15 +33,10 @@ class _OfClient(Event):
 
 @dataclass(frozen=True)
 class Enrolled(Event):
-    """A client enrolled, or came back under its name after the operator had reset it.
-
-    ``meets``: as `Member.meets`.
-    """
+    """A client enrolled, or came back under its name after the operator had reset it."""
 
     name: str
     role: Role
-    images: int = 0
-    meets: bool = True
 
 
 class Start(_Timed):
@@ -86,11 +80,8 @@ class Withdraw(Event):
     now: float
 
 
-@dataclass(frozen=True)
 class Answered(_OfClient):
-    """A client's answer to the open stage was accepted. ``told``: what it says for the choice of clients."""
-
-    told: Told | None = None
+    """A client's answer to the open stage was accepted."""
 
 
 class AnsweredLast(_OfClient):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from promptfed.coordinator.domain.run_state import AskStatus
 from promptfed.shared.messages import FederationState, TaskKind
@@ -20,18 +18,6 @@ class _OfClients(Fact):
     names: tuple[str, ...]
 
 
-class _Asking(Fact):
-    """Clients are asked, with ``reasons`` where they were not drawn alike."""
-
-    names: tuple[str, ...]
-    reasons: Mapping[str, str]
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """For the event stream."""
-        return {"asked": list(self.names)} | ({"reasons": dict(self.reasons)} if self.reasons else {})
-
-
 @dataclass(frozen=True)
 class Moved(Fact):
     """The federation's state changed."""
@@ -41,7 +27,7 @@ class Moved(Fact):
 
 
 @dataclass(frozen=True)
-class Opened(_Asking):
+class Opened(Fact):
     """A stage opened and asks ``names``. ``expected``: K̄, the expected number of counted answers."""
 
     round: int
@@ -51,15 +37,6 @@ class Opened(_Asking):
     names: tuple[str, ...]
     sample_size: int
     expected: float
-    reasons: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Asked(_Asking):
-    """The open stage asks ``names`` in addition."""
-
-    names: tuple[str, ...]
-    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,6 +82,10 @@ class AttemptFailed(Fact):
 
 class Completed(Fact):
     """The closed stage is complete: its state is committed, or it was an evaluation."""
+
+
+class Asked(_OfClients):
+    """The open stage asks ``names`` in addition."""
 
 
 class Joined(_OfClients):

@@ -318,7 +318,6 @@ def rules_of(spec: FederationSpec, method: Method) -> Rules:
         secure=spec.secure_aggregation,
         fixed_divisor=spec.privacy.is_central,
         selects=spec.selection is not None,
-        choice=None if part.is_plain else part,
     )
 
 

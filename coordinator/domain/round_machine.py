@@ -7,7 +7,7 @@ back. The facts are what has to be written down; written together with the event
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import replace
 
 from promptfed.coordinator.domain import events, facts, sampling, secure_steps
@@ -87,9 +87,7 @@ class Machine:
                 self._mended(now)
             case events.Withdraw(name, discard, now):
                 self._withdraw(name, discard, now)
-            case events.Answered(name, now, told):
-                if told is not None:
-                    self._set(told={**self.run.told, name: told})
+            case events.Answered(name, now):
                 self._settle_open(name, "answered", now)
             case events.AnsweredLast(name, now):
                 self._answered_last(name, now)
@@ -112,7 +110,7 @@ class Machine:
         if self.run.state in ENDED:
             raise WrongMoment(self.run.state)
         before = self.run.members.get(event.name, Member(event.role))
-        member = replace(before, active=True, images=event.images, meets=event.meets)
+        member = replace(before, active=True)
         self._set(members={**self.run.members, event.name: member})
 
     def _start(self, now: float) -> None:
@@ -232,7 +230,7 @@ class Machine:
 
     def _open_phase(self, plan: PhasePlan, now: float) -> None:
         run, expected = self.run, None
-        names: Collection[str] = run.eligible()
+        names: Sequence[str] = run.eligible()
         if plan.secure is not None and plan.is_fixed:
             asked = run.previous if plan.secure.index else run.cohort
             names = [name for name in asked if run.members[name].active]
@@ -246,21 +244,19 @@ class Machine:
         self._open(plan.kind, plan.name, names, size, now, expected)
 
     def _open(
-        self, kind: TaskKind, name: str, names: Collection[str], size: int, now: float, expected: float | None = None
+        self, kind: TaskKind, name: str, names: Sequence[str], size: int, now: float, expected: float | None = None
     ) -> None:
-        """Open a stage for ``names``, a mapping if each has a reason why it was chosen."""
+        """Open a stage for ``names``."""
         asked = tuple(sorted(names))
         seconds = self.rules.seconds(self._plan())
         stage = Stage(kind, name, dict.fromkeys(asked, "open"), size, now + seconds)
         self._set(stage=stage)
         there = float(size) if expected is None else expected
-        reasons = self._note_asked(names)
-        self.facts.append(facts.Opened(self.run.round, self.run.step, kind, name, asked, size, there, reasons))
+        self.facts.append(facts.Opened(self.run.round, self.run.step, kind, name, asked, size, there))
         self.facts.append(facts.DeadlineSet(seconds))
 
     def _close_if_due(self, stage: Stage, now: float) -> bool:
-        enough = sampling.has_enough(self.rules, self.run, stage)
-        if now < stage.deadline and "open" in stage.asks.values() and not enough:
+        if now < stage.deadline and "open" in stage.asks.values():
             return False
         plan = self._plan()
         if stage.kind == "evaluate":
@@ -319,7 +315,7 @@ class Machine:
         self._set_stage(extended=True, asks={**stage.asks, **dict.fromkeys(added, "open")})
         self.facts.append(facts.Extended(True))
         if added:
-            self.facts.append(facts.Asked(tuple(added), self._note_asked(added)))
+            self.facts.append(facts.Asked(tuple(added)))
         self._set_deadline(now)
 
     def _close(self, stage: Stage, sample_size: int) -> None:
@@ -354,12 +350,6 @@ class Machine:
         self._move(state, reason)
 
     # Small changes
-
-    def _note_asked(self, names: Collection[str]) -> dict[str, str]:
-        """Keep who is asked to train, for the choice of later rounds. Returns the reasons, where there are any."""
-        if self.rules.choice is not None and self.run.step == 0 and self.run.stage and self.run.stage.kind == "train":
-            self._set(asked={**self.run.asked, **dict.fromkeys(names, self.run.round)})
-        return names if isinstance(names, dict) else {}
 
     def _set(self, **changes: object) -> None:
         self.run = replace(self.run, **changes)  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from promptfed.shared.messages import FederationState, Role, TaskKind
-from promptfed.shared.spec.participation import ParticipationSpec
 from promptfed.shared.spec.selection import FINAL
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.spec_section import ceil_fraction
@@ -69,8 +68,7 @@ class Rules:
     ``draw``: what the order follows from in which clients are asked: a secret, or the spec's seed. ``poisson_key``:
     the secret of Poisson sampling, in hex, where that is how clients are sampled. ``fixed_divisor``: K stays what it
     was when a phase opened. ``budget_rounds``: rounds that a privacy budget allows, where it ends before the rounds do.
-    ``selects``: after the last round the best one's state is tested. ``choice``: how clients are chosen, where they are
-    not drawn alike.
+    ``selects``: after the last round the best one's state is tested.
     """
 
     draw: int | str
@@ -88,7 +86,6 @@ class Rules:
     fixed_divisor: bool = False
     budget_rounds: int | None = None
     selects: bool = False
-    choice: ParticipationSpec | None = None
 
     @property
     def last_round(self) -> int:
@@ -122,31 +119,12 @@ class Rules:
 
 @dataclass(frozen=True)
 class Member:
-    """An enrolled client. ``joined``: the state includes it; newcomers join when a round opens, from ``since`` on.
-
-    ``meets``: whether it meets the spec's requirements, without which it is not asked to train.
-    """
+    """An enrolled client. ``joined``: the state includes it; newcomers join when a round opens, from ``since`` on."""
 
     role: Role
     active: bool = True
     joined: bool = False
     since: int = 0
-    images: int = 0
-    meets: bool = True
-
-
-@dataclass(frozen=True)
-class Told:
-    """What the choice of clients knows of a client by its latest update, which was for ``round``.
-
-    ``loss``: the mean of its training. ``squared``: the sum of its images' squared losses. ``seconds``: from being
-    asked to the answer.
-    """
-
-    round: int
-    loss: float | None
-    squared: float | None
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -171,7 +149,6 @@ class Run:
     """The state of a run. ``step`` counts a round's phases from 0; the last step is its evaluation.
 
     Of a secure sum: ``cohort`` sent keys for the latest attempt, ``previous`` answered its last step.
-    With ``Rules.choice``: the round in which each client was ``asked`` to train last, and what it has ``told``.
     """
 
     state: FederationState = "enrolling"
@@ -186,8 +163,6 @@ class Run:
     sample_size: int = 0
     cohort: tuple[str, ...] = ()
     previous: tuple[str, ...] = ()
-    asked: Mapping[str, int] = field(default_factory=dict)
-    told: Mapping[str, Told] = field(default_factory=dict)
 
     @property
     def is_damaged(self) -> bool:
@@ -200,9 +175,8 @@ class Run:
         return self.reason is not None and self.reason.startswith(GROWN)
 
     def trainers(self) -> list[str]:
-        """Active trainers that meet the requirements, newcomers included, in order of name."""
-        known = self.members.items()
-        return sorted(name for name, one in known if one.active and one.role == "trainer" and one.meets)
+        """Active trainers, newcomers included, in order of name."""
+        return sorted(name for name, one in self.members.items() if one.active and one.role == "trainer")
 
     def starters(self, rules: Rules) -> list[str]:
         """The clients that a start waits for: trainers, or all active ones where there are no rounds of training."""

@@ -8,9 +8,8 @@ sample is one like any other, and how many are expected, K̄ = q·N, is fixed wh
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from promptfed.coordinator.domain import choice
 from promptfed.coordinator.domain.run_state import Rules, Run, Stage
 from promptfed.shared.seeds import sampling_order
 from promptfed.shared.spec.spec_section import ceil_fraction
@@ -26,26 +25,14 @@ def poisson_sample(key: str, round: int, names: Iterable[str], q: float) -> list
     return [name for name in names if word(name) < q * 2.0**64]
 
 
-def first_asked(rules: Rules, run: Run, eligible: Sequence[str]) -> tuple[Collection[str], int, float]:
-    """The clients that a round's first phase asks, its K, and the expected number of counted answers (K̄).
-
-    Where clients are not drawn alike, they come with the reasons why they were chosen.
-    """
+def first_asked(rules: Rules, run: Run, eligible: Sequence[str]) -> tuple[Sequence[str], int, float]:
+    """The clients that a round's first phase asks, its K, and the expected number of counted answers (K̄)."""
     poisson = rules.poisson_key
     if poisson is not None:
         names = poisson_sample(poisson, run.round, eligible, rules.fraction)
         return names, len(names), rules.fraction * len(eligible)
     size = rules.sample_size(len(eligible))
-    if rules.choice is None:
-        return sampling_order(rules.draw, run.round, list(eligible))[:size], size, float(size)
-    reasons = choice.chosen(rules, run, eligible, ceil_fraction(rules.choice.over_select, size))
-    return reasons, size, float(size)
-
-
-def has_enough(rules: Rules, run: Run, stage: Stage) -> bool:
-    """Whether a round's first phase, which asks more clients than it needs, has its answers."""
-    over = rules.choice is not None and rules.choice.over_select > 1
-    return over and run.step == 0 and stage.kind == "train" and len(stage.having("answered")) >= stage.sample_size
+    return sampling_order(rules.draw, run.round, list(eligible))[:size], size, float(size)
 
 
 def present(rules: Rules, run: Run, stage: Stage) -> int:

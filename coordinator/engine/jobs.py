@@ -85,7 +85,6 @@ def expect_startable(federation: Federation) -> None:
     trainers, needed = len(federation.run.starters(federation.rules)), federation.rules.min_clients
     if trainers < needed:
         who = "clients" if federation.spec.validates else "trainers"
-        who += " that meet participation.require" if federation.spec.participation.require is not None else ""
         text = f"enrolled {who}: {trainers}, needed: {needed}; enrol more, or lower participation.min_clients"
         raise problems.NotEnoughClients(text, enrolled=trainers, needed=needed)
 

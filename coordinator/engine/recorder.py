@@ -233,14 +233,14 @@ class _Recorder:
         self._phase = _StageRow(insert_phase(self._session, opened | others), **opened)
         self._position = (fact.round, fact.step)
         self._change.federation = replace(self._change.federation, tasks={})
-        self._change.emit("phase-opened", **self._where(), **fact.data)
+        self._change.emit("phase-opened", **self._where(), asked=list(fact.names))
         self._add_tasks(fact.names, 0)
 
     def _asked(self, fact: facts.Asked) -> None:
         self._change.flush()
         tasks = select(func.count()).where(TaskRow.phase_id == self._stage().id)
         self._add_tasks(fact.names, self._session.scalar(tasks) or 0)
-        self._change.emit("clients-asked", **self._where(), **fact.data)
+        self._change.emit("clients-asked", **self._where(), asked=list(fact.names))
 
     def _add_tasks(self, names: tuple[str, ...], first: int) -> None:
         """Ask these clients; their tasks have numbers from ``first`` on."""

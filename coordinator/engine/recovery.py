@@ -22,14 +22,12 @@ from promptfed.coordinator.domain.federation import (
 )
 from promptfed.coordinator.domain.run_state import AskStatus, DueJob, Member, Rules, Run, Stage
 from promptfed.coordinator.domain.secure_steps import KINDS, MASK
-from promptfed.coordinator.engine.choices import chosen_before
 from promptfed.coordinator.engine.recorder import open_task
 from promptfed.coordinator.problems import first_error
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.backend import one_line
 from promptfed.coordinator.store.tables import DELETING, ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
 from promptfed.shared.messages import ENDED, Domain, EnrolledProtection, FederationState, Repeat, Role, TaskKind
-from promptfed.shared.spec.participation import ParticipationSpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec
 
 DAMAGE = (ValueError, TypeError, LookupError, AttributeError)
@@ -142,20 +140,18 @@ def _at_rest(federation: Federation) -> Federation:
 
 def _with_its_clients(session: Session, federation: Federation) -> Federation:
     clients = list(session.scalars(queries.clients(federation.id)))
-    run = replace(federation.run, members=_members(clients, federation.spec.participation))
+    run = replace(federation.run, members=_members(clients))
     return replace(federation.with_clients(*map(client_of, clients)), run=run)
 
 
-def _members(clients: list[ClientRow], part: ParticipationSpec) -> dict[str, Member]:
-    return {client.name: member_of(client, part) for client in clients}
+def _members(clients: list[ClientRow]) -> dict[str, Member]:
+    return {client.name: member_of(client) for client in clients}
 
 
-def member_of(row: ClientRow, part: ParticipationSpec) -> Member:
+def member_of(row: ClientRow) -> Member:
     """A client as the round machine knows it; one that has just enrolled has not joined."""
-    domain = row.domain["name"] if row.domain else None
-    missing = part.require.missing(row.num_samples, row.device, domain) if part.require is not None else None
     joins = row.joins_from or 0
-    return Member(cast(Role, row.role), row.active, bool(row.joined), joins, row.num_samples, missing is None)
+    return Member(cast(Role, row.role), row.active, bool(row.joined), joins)
 
 
 def token_of(row: TokenRow) -> EnrolmentToken:
@@ -224,16 +220,13 @@ def _run(
         reason=row.reason,
         round=row.round,
         step=row.step,
-        members=_members(clients, federation.spec.participation),
+        members=_members(clients),
         stage=stage,
         due_job=cast(DueJob | None, row.work),
         joining=tuple(row.joining),
         answered_first=queries.counted_clients(session, row.id, row.round, 0) if has_closed else (),
         sample_size=first.sample_size if first is not None and has_closed else 0,
     )
-    if rules.choice is not None:
-        asked, told = chosen_before(session, row.id, rules.choice)
-        run = replace(run, asked=asked, told=told)
     return run if rules.secure is None else _with_sets(session, row, rules, run)
 
 

@@ -11,7 +11,7 @@ from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Client, EnrolmentToken, Federation
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.recorder import Change
-from promptfed.coordinator.engine.recovery import client_of, member_of
+from promptfed.coordinator.engine.recovery import client_of
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.batch import Row
 from promptfed.coordinator.store.fault_points import point
@@ -96,7 +96,7 @@ class _Enrolment:
             return False
         token = _check_token(federation, self.token_digest, request, known)
         row = _row(federation, request, known.id if known else "cli-" + secrets.token_hex(8), token.id)
-        client, member = client_of(ClientRow(**row)), member_of(ClientRow(**row), federation.spec.participation)
+        client = client_of(ClientRow(**row))
         for shown in _with_each_method(federation):
             _check(shown, request)
             _check_method(shown, client, request.backbone_shape)
@@ -104,7 +104,7 @@ class _Enrolment:
         _store(change, row)
         _use(change, self.token_digest)
         change.federation = change.federation.with_clients(client).with_named(client.class_names)
-        change.send(events.Enrolled(client.name, client.role, member.images, member.meets))
+        change.send(events.Enrolled(client.name, client.role))
         change.emit("client-enrolled", client=client.name, role=client.role, token=token.name)
         with audit.acting(self.actor):
             change.note("client-enrolled", client=client.name, role=client.role)

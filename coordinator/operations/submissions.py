@@ -16,7 +16,6 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation.changes import change_norm
 from promptfed.coordinator.domain import clock, events
-from promptfed.coordinator.domain.choice import told_by
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
@@ -39,7 +38,6 @@ from promptfed.shared.messages import (
 )
 from promptfed.shared.methods.core.sizes import change_limit
 from promptfed.shared.secagg.keys import is_signed
-from promptfed.shared.spec.participation import BY_LOSS
 from promptfed.shared.tensors import Arrays, TensorError, check, decode, decode_file
 
 # Norms of prompts are far smaller. Squares of such numbers may overflow float32, and one update end the federation.
@@ -203,13 +201,6 @@ class _Update(Answer):
         sent = self.digest if self.digest != self.stored else None
         about = {"sha256": self.stored, "sent": sent, "bytes": self.size, "stored": True}
         change.batch.updates.append({**row, **self.told, **about})
-
-    def event(self, change: Change, task: AskedTask) -> events.Event:
-        told = None
-        if change.federation.spec.participation.choice in BY_LOSS:
-            received = change.batch.updates[-1]["received_at"]
-            told = told_by(self.told["metrics"], task.round, clock.seconds_between(task.opened_at, received))
-        return events.Answered(self.client.name, clock.monotonic(), told)
 
 
 async def accept_evaluation(

@@ -10,7 +10,6 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.engine.choices import reasons
 from promptfed.coordinator.engine.selection import selection_view
 from promptfed.coordinator.reports.privacy import central_privacy
 from promptfed.coordinator.store import queries
@@ -46,7 +45,6 @@ def federation_view(session: Session, federation: Federation) -> schemas.Federat
             "clients": _counts(federation),
             "stage": _stage(federation),
             "asked": sorted(stage.asks) if stage else [],
-            "choice": reasons(session, federation, run.round, stage.name) if stage else {},
             "answered": stage.having("answered") if stage else [],
             "failed": stage.having("failed") if stage else [],
             "awaited": [

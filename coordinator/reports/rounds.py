@@ -14,7 +14,6 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator.aggregation.changes import far_off
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.engine.choices import reasons
 from promptfed.coordinator.engine.selection import selected_round
 from promptfed.coordinator.problems import NoState, NotFound
 from promptfed.coordinator.reports import secure_rounds
@@ -211,7 +210,6 @@ def _phase_report(session: Session, federation: Federation, stage: PhaseRow) -> 
             **_stage_report(stage, tasks),
             "phase": stage.name,
             "sample_size": stage.sample_size,
-            "choice": reasons(session, federation, stage.round, stage.name),
             "extended": stage.extended,
             "bytes_up": sum(update.bytes for update in updates.values()),
             "counted": [

@@ -102,7 +102,6 @@ class FederationSummary(BaseModel):
     stage: StageSummary | None = None
     answered: list[str]
     awaited: list[Awaited]
-    choice: dict[str, str] = {}
     privacy: CentralPrivacySummary | None = None
     selection: SelectionSummary | None = None
     trials: list[TrialSummary] = []

@@ -181,9 +181,6 @@ class FederationView(BaseModel):
     clients: ClientCounts
     stage: StageView | None
     asked: list[str]
-    choice: dict[str, str] = left_out(
-        {}, default_factory=dict, description="why each client was chosen, where they are not drawn alike"
-    )
     answered: list[str]
     failed: list[str]
     awaited: list[Awaited]

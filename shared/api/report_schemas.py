@@ -140,9 +140,6 @@ class PhaseReport(StageReport):
 
     phase: str
     sample_size: int
-    choice: dict[str, str] = left_out(
-        {}, default_factory=dict, description="why each client was chosen, where they are not drawn alike"
-    )
     extended: bool
     counted: list[CountedUpdate]
     updates: list[UpdateReport]

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from promptfed.shared.methods.core.checks.choice_checks import check_choice
 from promptfed.shared.methods.core.checks.client_checks import with_noise
 from promptfed.shared.methods.core.checks.compression_checks import check_compression
 from promptfed.shared.methods.core.checks.distributed_checks import with_parts
@@ -136,7 +135,6 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
     checks: list[tuple[str, Callable[[], object]]] = [
         ("method", lambda: method.check(resolved)),
         ("aggregation", lambda: check_rule(method, resolved)),
-        ("participation", lambda: check_choice(method, resolved)),
         ("compression", lambda: check_compression(method, resolved)),
         ("secure_aggregation", lambda: check_secure(method, resolved)),
         ("privacy", lambda: check_privacy(method, resolved)),

@@ -73,10 +73,6 @@ class TrainingTerms(BaseModel):
     compression: Annotated[
         CompressionSpec, left_out(CompressionSpec(), description="how changes are encoded on their way")
     ] = CompressionSpec()
-    squared_losses: Annotated[
-        bool,
-        left_out(False, description="clients report the sum of their training images' squared losses"),
-    ] = False
 
     @classmethod
     def of(cls, spec: FederationSpec, **known: Any) -> TrainingTerms:
@@ -85,7 +81,6 @@ class TrainingTerms(BaseModel):
         own = {
             "privacy": spec.privacy if spec.privacy.level != "none" else None,
             "weighting": Weighting.of(spec.aggregation) if summed else None,
-            "squared_losses": spec.participation.choice == "oort",
             **known,
         }
         names = TrainingTerms.model_fields

@@ -187,7 +187,6 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
     "secure_aggregation": {"secure_aggregation": {}},
     "weighting": {"weighting": {"weighting": "samples"}},
     "held_out": {"held_out": 0.5},
-    "squared_losses": {"squared_losses": True},
     "compression": {"compression": {"up": "int8"}},
     "selection": {"selection": {"share": 0.5}},
     "keep_rounds": {"keep_rounds": 3},

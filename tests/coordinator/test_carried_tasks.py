@@ -44,8 +44,8 @@ def test_an_open_task_is_told_by_nothing_also_while_paused(coordinator: InThread
     assert a.task().json()["task_id"] == task["task_id"], "whoever asks for its task is told it"
 
 
-def test_who_is_too_late_in_an_over_selected_round_is_told_at_once(coordinator: InThread) -> None:
-    part = {"fraction": 0.5, "over_select": 1.5}
+def test_who_is_too_late_is_told_at_once(coordinator: InThread) -> None:
+    part = {"min_clients": 3, "quorum": 0.6, "deadline_seconds": 5}
     federation, clients, tasks = open_first_phase(coordinator, "a", "b", "c", rounds=1, participation=part)
     thread, answers = answered_later(clients[-1], tasks[-1])
     wait_for("the question", lambda: coordinator.registry.metrics.waiting._value.get() == 1)

@@ -108,15 +108,6 @@ def make_failed(server: InThread) -> None:
             break
 
 
-def make_chosen(server: InThread) -> None:
-    federation = server.create(name="chosen", participation=PATIENT | {"choice": "round_robin"})
-    clients = server.enrol(federation, "a", "b")
-    server.post(f"{federation}/start")
-    for client in clients:
-        client.answer(server.task(client))
-    server.until(federation, round=1, phase="train")
-
-
 def make_tuned(server: InThread) -> None:
     federation = server.post("/v1/federations", tuned(name="tuned"), status=201)["id"]
     for name in "ab":
@@ -163,7 +154,7 @@ def make_several(server: InThread) -> None:
 
 
 MADE: tuple[Callable[[InThread], Any], ...] = (
-    make_enrolling, make_running, make_paused, make_finished, make_cancelled, make_failed, make_chosen,
+    make_enrolling, make_running, make_paused, make_finished, make_cancelled, make_failed,
     make_tuned, make_protected, make_secure, make_several, validated,
 )  # fmt: skip
 

@@ -26,8 +26,8 @@ function sentence(one) {
     case "federation-created": return "created";
     case "federation-state": return `the federation is ${one.state}${one.reason ? `: ${one.reason}` : ""}`;
     case "client-enrolled": return `${one.client ?? one.name} enrolled`;
-    case "phase-opened": return `${where}: ${chosen(one)} asked`;
-    case "clients-asked": return `${where}: ${chosen(one)} asked too`;
+    case "phase-opened": return `${where}: ${names(one.asked)} asked`;
+    case "clients-asked": return `${where}: ${names(one.asked)} asked too`;
     case "phase-extended": return `${where}: too few answered, extended once`;
     case "task-settled": return `${where}: ${one.client} ${one.status}`;
     case "phase-closed": return `${where}: closed, ${one.counted.length} counted`;
@@ -44,7 +44,3 @@ function sentence(one) {
   }
 }
 
-/** The clients that were asked, with the reasons where they were not drawn alike. */
-function chosen({ asked, reasons = {} }) {
-  return names(asked.map((name) => (reasons[name] ? `${name} (${reasons[name]})` : name)));
-}

@@ -3,7 +3,6 @@
 import { Accuracy } from "./accuracy.js";
 import { Activity, SHOWN } from "./activity.js";
 import { Refused } from "./api.js";
-import { Choices } from "./asking.js";
 import { Clients } from "./clients.js";
 import { announce, fill, h, inWords, panel } from "./dom.js";
 import { Downloads } from "./downloads.js";
@@ -32,12 +31,12 @@ export class Federation {
     const tell = (error) => this.#refused(error);
     this.status = new Status((verb) => this.steer(verb));
     this.times = new Times();
-    const [sums, privacy, choices] = [new Sums(), new Privacy(), new Choices()];
+    const [sums, privacy] = [new Sums(), new Privacy()];
     const clients = new Clients(api, this.path, tell, () => this.#soon());
     const [accuracy, losses, insights, traffic] = [new Accuracy(), new Losses(), new Insights(), new Traffic()];
     const [activity, tokens, settings, downloads] = [new Activity(), new Tokens(api, this.path, tell), new Settings(api), new Downloads(api, this.path, tell)];
     const forest = new Forest(api, this.path, tell);
-    this.panels = [this.status, forest, accuracy, losses, this.times, choices, sums, privacy, clients, insights, traffic, activity, tokens, settings, downloads];
+    this.panels = [this.status, forest, accuracy, losses, this.times, sums, privacy, clients, insights, traffic, activity, tokens, settings, downloads];
     this.problem = h("p", { class: "error", role: "alert" });
     this.refusal = h("p", { class: "error", role: "alert" });
     this.remarks = h("ul", { class: "remarks", "aria-label": "Remarks" });

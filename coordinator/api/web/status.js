@@ -158,10 +158,7 @@ export class Status {
     this.roll.hidden = asked.length === 0;
     fill(
       this.roll,
-      asked.map(([name, state, mark, text]) => {
-        const why = view.choice?.[name];
-        return h("li", { "data-state": state }, h("span", { "aria-hidden": "true" }, mark), h("b", {}, name), h("small", {}, why ? `${text}; ${why}` : text));
-      }),
+      asked.map(([name, state, mark, text]) => h("li", { "data-state": state }, h("span", { "aria-hidden": "true" }, mark), h("b", {}, name), h("small", {}, text))),
     );
   }
 }

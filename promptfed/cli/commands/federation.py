@@ -225,7 +225,6 @@ def _show_status(federation: FederationSummary) -> None:
     lines += [f"trial {trial.describe()}" for trial in federation.trials]
     for one in federation.awaited:
         told = [] if one.progress is None else [f"{one.progress:.0%} done"]
-        told += [federation.choice[one.name]] if one.name in federation.choice else []
         about = f" ({', '.join(told)})" if told else ""
         lines.append(f"waiting for {one.name}{about} until {one.until.isoformat()}")
     for line in lines:

@@ -29,7 +29,7 @@ from promptfed.experiments.cluster.connection import (
 from promptfed.experiments.cluster.crew import Assignment, Share, shares, work
 from promptfed.experiments.cluster.orphan import end_orphan
 from promptfed.experiments.cluster.run_folder import RunFolder, identity, run_folder
-from promptfed.experiments.simulation.preparation import expect_reproducible, prepare
+from promptfed.experiments.simulation.preparation import prepare
 from promptfed.experiments.simulation.simulation import ProgressCallback, ended_badly, expect_all_evaluated, last_rounds
 from promptfed.runtime.processes import Processes, ProcessFailed
 from promptfed.runtime.services import COORDINATOR_FOLDER, LocalFederation, Site
@@ -114,10 +114,6 @@ def simulate_on_ray(
     started = time.monotonic()
     _check(on, len(sites), device)
     wanted, initial, _ = prepare(spec, sites, pool, None, allow_backbone)
-    expect_reproducible(wanted)
-    if wanted.participation.preferred_seconds is not None:
-        text = "participation.preferred_seconds: the coordinator of crews measures real seconds"
-        raise CommandError(f"{text}: simulate in one process, or leave it out", Exit.BAD_INPUT)
     if wanted.tuning is not None:
         raise CommandError("tuning: crews take part in one federation only: choose the method first", Exit.BAD_INPUT)
     threads = wanted.training.threads

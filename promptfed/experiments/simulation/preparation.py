@@ -87,18 +87,6 @@ def prepare(
     return *described(spec, backbone), backbone
 
 
-def expect_reproducible(spec: FederationSpec) -> None:
-    """Raise CommandError if the result would depend on how fast this machine is."""
-    rules = spec.participation
-    why = None
-    if rules.over_select > 1:
-        why = "participation.over_select: which answers come first"
-    elif rules.preferred_seconds is not None:
-        why = "participation.preferred_seconds: how long a client takes"
-    if why is not None:
-        raise CommandError(f"{why} depends on this machine in a simulation", Exit.BAD_INPUT)
-
-
 def expect_usable(sites: Sequence[Site], pool: int | None) -> None:
     """Raise CommandError if two sites have the same name, or the pool is empty."""
     names = [site.name for site in sites]

@@ -26,7 +26,6 @@ from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.other_prompts import swapped_outcomes
 from promptfed.experiments.simulation.preparation import (
     SimulationSetup,
-    expect_reproducible,
     open_site,
     prepare,
     warm_all,
@@ -102,7 +101,6 @@ def simulate(
     with _torch_put_back(), new_folder(folder) as place:
         started = time.monotonic()
         wanted, made, backbone = prepare(spec, sites, pool, backbone, allow_backbone, device)
-        expect_reproducible(wanted)
         pool = pool or usual_pool(wanted.training.threads, backbone.device.type)
         cache = features if isinstance(features, FeatureCache) else FeatureCache(features or place / "features")
         shared = sources or SharedSources()

@@ -124,16 +124,6 @@ def declared() -> Declared:
     return Declared("a", "trainer", 4, tuple(NAMES), None, "cpu", "sha256:" + "0" * 64)
 
 
-def test_reported_losses_are_named(declared: Declared, backbone: Backbone) -> None:
-    method, shape = make_method({"name": "promptfl"}), shape_of(backbone)
-    for asked in (False, True):
-        told = told_of(method, declared, shape, [], squared_losses=asked)
-        text = "\n".join(told.lines())
-        assert ("squared_losses" in told.terms.metrics) is asked
-        assert ("fits the training images: clients are chosen by it" in text) is asked
-        assert (", squared_losses" in text) is asked
-
-
 @pytest.mark.parametrize("name", sorted(METHODS.own()))
 def test_every_method_can_be_told(declared: Declared, backbone: Backbone, name: str) -> None:
     method = make_method({"name": name})

@@ -112,15 +112,6 @@ def test_it_is_as_if_the_client_had_never_enrolled(coordinator: InThread, method
         assert all(state["same"] for state in states)
 
 
-def test_turns_are_those_of_the_federation_without_it(coordinator: InThread) -> None:
-    joins, turns = {"a": 0, "B": 0, "c": 0, GONE: 2}, {"participation": {"choice": "round_robin"}}
-    played = Play(coordinator, "played", "promptfl", dict(joins), 0.4, **turns)
-    played.until(4)
-    played.forget(GONE)
-    played.until(None)
-    assert played.hashes == without(coordinator, "promptfl", joins, 0.4, **turns)
-
-
 @pytest.mark.both_databases
 @pytest.mark.parametrize(("method", "finished"), [("promptfl", True), ("pfedpg", False)])
 def test_who_was_there_from_the_start_takes_it_back_to_the_start(
