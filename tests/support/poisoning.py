@@ -124,12 +124,11 @@ def attacked(attack: Attack | None) -> Iterator[None]:
 class Backdoor:
     """Shares of test images.
 
-    ``success``: images of other classes with the trigger that are assigned to the target. ``without_trigger``: the
-    same without the trigger. ``accuracy``: clean images that are assigned to their class.
+    ``success``: images of other classes with the trigger that are assigned to the target.
+    ``accuracy``: clean images that are assigned to their class.
     """
 
     success: float
-    without_trigger: float
     accuracy: float
 
 
@@ -176,6 +175,5 @@ class Bench:
         marked = (backbone.encode_images(triggered(images)) @ text.T).argmax(1)
         return Backdoor(
             float((marked[others] == TARGET).float().mean()),
-            float((plain[others] == TARGET).float().mean()),
             float((plain == source.test.labels).float().mean()),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -106,8 +105,3 @@ def url_of(response: httpx.Response) -> str:
     """Which coordinator has answered."""
     parts = urlsplit(str(response.request.url))
     return f"{parts.scheme}://{parts.netloc}"
-
-
-def environment_with(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables, and ``more``."""
-    return {**os.environ, **more}
