@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from datetime import datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -43,8 +43,6 @@ Told = Annotated[
 ]
 IdentityKey = Annotated[str | None, left_out(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str | None, left_out(pattern=r"^[0-9a-f]{128}$")]
-
-CheckKind = Annotated[str, Field(pattern=r"^[a-z][a-z ]{0,49}$")]
 
 PublicKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="Ed25519, hex")]
 SignatureHex = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$", description="Ed25519, hex")]
@@ -317,23 +315,6 @@ class FailureRequest(Message):
 
     type: Annotated[str, Field(min_length=1, max_length=100)]
     detail: Annotated[str, Field(max_length=2000)]
-
-
-class DataCheckRequest(Message):
-    """``PUT .../data-check``: how many images of a site have which problem, as `promptfed data check --share` sends it.
-
-    ``counts`` are rounded down to multiples of ``floor``, and have ``images`` for all images.
-    """
-
-    floor: Annotated[int, Field(ge=2, le=1000)]
-    counts: Annotated[dict[CheckKind, Annotated[int, Field(ge=0)]], Field(max_length=50)]
-
-    @model_validator(mode="after")
-    def _are_rounded(self) -> Self:
-        exact = [name for name, count in self.counts.items() if count % self.floor]
-        if exact:
-            raise ValueError(f"not rounded down to multiples of {self.floor}: {', '.join(exact)}")
-        return self
 
 
 class Problem(BaseModel):

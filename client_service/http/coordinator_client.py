@@ -30,7 +30,6 @@ from promptfed.client_service.http.connection import (
 from promptfed.client_service.http.poll_wait import PollWait
 from promptfed.client_service.settings import Settings
 from promptfed.shared.messages import (
-    DataCheckRequest,
     EnrolmentInfo,
     EnrolRequest,
     EnrolResponse,
@@ -162,9 +161,6 @@ class CoordinatorClient(CoordinatorConnection):
         """Withdraw this client. Refused 403 if it has withdrawn already, 409 if the federation has ended."""
         await self.call("POST", self._path("withdrawal"), token=self.token)
 
-    async def send_data_check(self, told: DataCheckRequest) -> None:
-        """Send what the owner shares of a check of the images."""
-        await self.call("PUT", self._path("data-check"), token=self.token, body=told.model_dump_json().encode())
 
     async def _poll(
         self,

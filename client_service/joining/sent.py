@@ -60,10 +60,6 @@ FAILURE = {
     "type": "the kind of failure",
     "detail": "its reason, without paths, file names or images",
 }
-DATA_CHECK = {
-    "floor": "the disclosure floor",
-    "counts": "numbers of images by kind of problem, rounded down to multiples of the floor",
-}
 PROGRESS = {
     "progress": "the part of the task's steps that is done, every 10 seconds; not with privacy,\n"
     "secure sums or the policy's metrics.training: false",
@@ -75,7 +71,6 @@ SENT = {
     "in the steps of a secure sum, instead of that": SECURE_SUM,
     "after an evaluation": EVALUATION,
     "instead of an answer to a task": FAILURE,
-    "only by `promptfed data check --share`": DATA_CHECK,
 }
 
 

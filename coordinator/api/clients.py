@@ -35,7 +35,7 @@ from promptfed.coordinator.store.tables import ClientRow
 from promptfed.shared.api.api_schemas import ClientPage, ClientView
 from promptfed.shared.api.forgetting_schemas import ForgettingPlan, SignedForgetting
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.messages import DataCheckRequest, EnrolmentInfo, EnrolRequest, EnrolResponse
+from promptfed.shared.messages import EnrolmentInfo, EnrolRequest, EnrolResponse
 from promptfed.shared.signatures import forgetting_statement
 from promptfed.shared.spec.versions import RELEASE
 
@@ -140,16 +140,6 @@ def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> 
     """Leave the federation: a withdrawal by the client itself. Its update of the open phase does not count."""
     audit.actor.set(audit.Actor(caller.client.name, "client", address_of(request)))
     clients.withdraw(registry, caller.federation.id, caller.client.id, discard=True)
-
-
-@router.put(
-    "/data-check",
-    status_code=status.HTTP_204_NO_CONTENT,
-    responses=described.for_callers(problems.Withdrawn, problems.StorageFull),
-)
-def put_data_check(registry: RegistryOf, caller: Calling, told: DataCheckRequest) -> None:
-    """Share how many of the client's images have which problem; the last check counts."""
-    clients.store_data_check(registry, caller.federation.id, caller.client.name, told)
 
 
 @router.delete(

@@ -15,9 +15,8 @@ from promptfed.coordinator.domain.trials import current, trials_of
 from promptfed.coordinator.engine import jobs, retention
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import TokenRow
-from promptfed.shared.messages import ENDED, DataCheckRequest
+from promptfed.shared.messages import ENDED
 
 
 def client_name(federation: Federation, id_or_name: str) -> str:
@@ -104,7 +103,6 @@ def _delete_updates(registry: Registry, id: str, client: str) -> None:
     with registry.change(id) as change:
         name = _expect_deletable(change.federation, change.session, client)
         digests = retention.remove_updates(change.session, id, name)
-        change.client_row(name).data_check = None
         change.emit("updates-deleted", client=name)
         change.note("updates-deleted", client=name)
     retention.collect(registry, digests)
@@ -149,12 +147,6 @@ class _Refused:
         """Count it."""
         change.batch.refuse(self.federation, self.client, self.about)
         return True
-
-
-def store_data_check(registry: Registry, id: str, name: str, told: DataCheckRequest) -> None:
-    """Keep what a client's owner has shared of a check of the images, instead of what was shared before."""
-    with registry.write(id) as session:
-        queries.client(session, id, name).data_check = {**told.model_dump(mode="json"), "at": clock.now()}
 
 
 def _close_tokens(change: Change, client: str, token_id: str | None) -> None:

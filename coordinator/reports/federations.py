@@ -143,7 +143,6 @@ def client_view(row: ClientRow) -> schemas.ClientView:
         "release": (row.software or {}).get("release"),
         "system": (row.software or {}).get("system"),
         "last_refusal": schemas.LastRefusal.model_validate(row.last_refusal) if row.last_refusal else None,
-        "data_check": schemas.DataCheckView.model_validate(row.data_check) if row.data_check else None,
     }
     stored = {name: getattr(row, name) for name in schemas.ClientView.model_fields if name not in computed}
     return schemas.ClientView.model_validate(stored | computed)

@@ -166,7 +166,6 @@ class ClientRow(Base):
     identity_key: Mapped[str | None]
     protection: Mapped[dict[str, Any] | None]
     joins_from: Mapped[int] = mapped_column(server_default="0")
-    data_check: Mapped[dict[str, Any] | None]
 
 
 class PhaseRow(Base):

@@ -226,14 +226,6 @@ class LastRefusal(BaseModel):
     at: datetime
 
 
-class DataCheckView(BaseModel):
-    """What a site's owner has shared of `promptfed data check`: numbers of images, rounded down to multiples."""
-
-    at: datetime
-    floor: int
-    counts: dict[str, int]
-
-
 class ClientView(BaseModel):
     """An enrolled client."""
 
@@ -253,7 +245,6 @@ class ClientView(BaseModel):
     last_seen: datetime | None
     refusals: int
     last_refusal: LastRefusal | None
-    data_check: DataCheckView | None = Field(None, description="what its owner has shared of a check of the images")
 
 
 class ClientPage(BaseModel):

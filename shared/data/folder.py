@@ -18,7 +18,7 @@ from promptfed.shared.data.errors import shortened
 from promptfed.shared.data.image_files import read_image
 from promptfed.shared.data.label_table import LabelColumns, label_columns, subgroup_columns, subgroup_of
 from promptfed.shared.data.options import Options, kept_names, only, with_classes
-from promptfed.shared.data.source import DataError, ImageDomain, Origin, Source, Split, in_words
+from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, in_words
 from promptfed.shared.data.splitting import divided
 from promptfed.shared.files import open_file
 from promptfed.shared.service import reasons
@@ -245,8 +245,7 @@ def _divided(listing: _Listing, names: tuple[str, ...], labels: torch.Tensor, op
     """The items with ``labels`` of the classes ``names`` in train and test. Raises DataError as `divided`."""
     items = listing.items
     groups = [item.group for item in items if item.group is not None] or None
-    where = [Origin(str(item.path), item.split) for item in items]
-    whole = Split(labels, lambda row: read_image(items[row].path), groups, origin=lambda row: where[row])
+    whole = Split(labels, lambda row: read_image(items[row].path), groups)
     columns = [name for name, _ in items[0].subgroups] if items else []
     whole.subgroups = {name: tuple(dict(item.subgroups)[name] for item in items) for name in columns}
     return divided(whole, [item.split for item in items], names, listing.domain, TEMPLATE, options)

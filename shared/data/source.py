@@ -7,7 +7,6 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -51,13 +50,6 @@ def in_words(text: str) -> str:
     return words if "{}" in words else f"a {{}}, {words}"
 
 
-class Origin(NamedTuple):
-    """The file of an image, for its owner's eyes only, and the split that the data themselves give it."""
-
-    path: str
-    split: str | None = None
-
-
 class Split:
     """Labelled images. ``labels`` (N,) int64 are indices in the source's ``class_names``.
 
@@ -76,11 +68,10 @@ class Split:
         *,
         digest: Callable[[int], str] | None = None,
         ahead: Callable[[Sequence[int]], None] | None = None,
-        origin: Callable[[int], Origin] | None = None,
     ) -> None:
         """read: returns the RGB image at a row of ``labels``; digest: returns its `image_digest` without computing it.
 
-        ahead: as `expect`, of rows of ``labels``; origin: the file of an image.
+        ahead: as `expect`, of rows of ``labels``.
         """
         if groups is not None and len(groups) != len(labels):
             raise ValueError(f"{len(groups)} groups for {len(labels)} labels")
@@ -89,7 +80,6 @@ class Split:
         self._rows = torch.arange(len(labels))
         self._read = read
         self._ahead = ahead
-        self._origin = origin
         self._digest = digest or cache(lambda row: image_digest(read(row)))
 
     def __len__(self) -> int:
@@ -103,11 +93,6 @@ class Split:
         """Say which images are asked for next, so that they can be decoded meanwhile."""
         if self._ahead is not None:
             self._ahead([int(self._rows[index]) for index in indices])
-
-    def origin(self, index: int) -> Origin:
-        """The file of one image; of images without files, such as drawn ones, their number."""
-        row = int(self._rows[index])
-        return Origin(f"image {row}") if self._origin is None else self._origin(row)
 
     def digest(self, index: int) -> str:
         """SHA-256 (hex) of one image, computed once for all selections of a split."""
@@ -145,16 +130,12 @@ def joined(*parts: Split) -> Split:
         part, index = places[row]
         return part.digest(index)
 
-    def origin(row: int) -> Origin:
-        part, index = places[row]
-        return part.origin(index)
-
     def ahead(rows: Sequence[int]) -> None:
         for part in {id(places[row][0]): places[row][0] for row in rows}.values():
             part.expect([index for own, index in map(places.__getitem__, rows) if own is part])
 
     labels = torch.cat([part.labels for part in parts])
-    whole = Split(labels, image, groups, digest=digest, ahead=ahead, origin=origin)
+    whole = Split(labels, image, groups, digest=digest, ahead=ahead)
     shared = set.intersection(*(set(part.subgroups) for part in parts))
     whole.subgroups = {
         name: tuple(value for part in parts for value in part.subgroups[name]) for name in sorted(shared)

@@ -114,7 +114,7 @@ function keepScroll(place, change) {
 
 function clientTable(clients, state) {
   const rows = clients.map((one) => [
-    [one.name, h("small", { class: "under" }, [one.role, one.domain?.name, one.device].filter(Boolean).join(" · "), standing(one, state)), checked(one.data_check)],
+    [one.name, h("small", { class: "under" }, [one.role, one.domain?.name, one.device].filter(Boolean).join(" · "), standing(one, state))],
     one.num_samples.toLocaleString("en"),
     ago(one.last_seen),
     String(one.refusals),
@@ -127,14 +127,6 @@ function standing(one, state) {
   if (one.status === "withdrawn") return " · withdrawn";
   if (one.reset) return " · its name was reset";
   return one.joined || state === "enrolling" ? "" : " · joins at the next round";
-}
-
-/** What an owner has shared of a check of the images: counts that reach the floor. */
-function checked(check) {
-  if (!check) return null;
-  const found = Object.entries(check.counts).filter(([, count]) => count > 0);
-  const text = found.map(([name, count]) => `${name} ${count.toLocaleString("en")}+`).join(", ");
-  return h("small", { class: "under" }, `check of images: ${text || "nothing"}; fewer than ${check.floor} of all else`);
 }
 
 function troubles(clients, rounds) {

@@ -10,7 +10,7 @@ from promptfed.cli.commands.federation import group
 from promptfed.cli.common import Api, Client, Federation, Json, Yes, confirm
 from promptfed.sdk import operations
 from promptfed.sdk.output import console, print_json, say, table, tell
-from promptfed.shared.api.api_schemas import ClientView, DataCheckView
+from promptfed.shared.api.api_schemas import ClientView
 
 COLUMNS = ["client", "role", "images", "classes", "last seen", "refusals", "standing"]
 
@@ -25,8 +25,6 @@ def list_clients(federation: Federation, api: Api, as_json: Json = False) -> Non
     views = operations.clients_of(pages)
     console.print(table(None, COLUMNS, [_row(view) for view in views]))
     for view in views:
-        if view.data_check is not None:
-            say(f"{view.name} has shared a check of its images: {_check(view.data_check)}")
         if view.last_refusal is not None:
             say(f"{view.name} was refused last: {view.last_refusal.type}, {view.last_refusal.detail}")
 
@@ -64,12 +62,6 @@ def delete_updates(federation: Federation, client: Client, api: Api, yes: Yes = 
     confirm(f"What {client} has sent to {federation} would be deleted.", yes)
     api.send(operations.delete_updates(federation, client))
     tell(as_json, {"deleted_updates_of": client}, f"The updates of {client} are deleted.")
-
-
-def _check(view: DataCheckView) -> str:
-    """What is known to be there: counts below the floor were rounded to 0."""
-    found = [f"{name} {count} or more" for name, count in view.counts.items() if count]
-    return f"{', '.join(found) or 'nothing'}; fewer than {view.floor} of all else"
 
 
 def _row(view: ClientView) -> list[str]:

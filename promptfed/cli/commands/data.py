@@ -148,31 +148,6 @@ def show(
     say(f"{out}: {counted(min(count, len(split)), 'image')} of {uri}")
 
 
-@group.add()
-def check(
-    uri: Annotated[str, typer.Argument(help="data URI, as in folder:/data/pets")],
-    out: Annotated[Path, typer.Option(help="the report, an HTML page with thumbnails")] = Path("data-check.html"),
-    share: Annotated[
-        Path | None,
-        typer.Option(help="a client's state folder, whose coordinator gets rounded counts after you agree; or a file"),
-    ] = None,
-    floor: Annotated[
-        int | None,
-        typer.Option(min=2, max=1000, help="--share rounds down to its multiples; default: the site's policy, else 10"),
-    ] = None,
-    model: Annotated[str, typer.Option(help="backbone that looks for label errors")] = "promptfed-tiny",
-    pretrained: Annotated[str, typer.Option(help="its weights, open_clip's tag")] = "embedded",
-    yes: Yes = False,
-    as_json: Json = False,
-) -> None:
-    """Look for unreadable files, duplicates, wrong splits and labels, odd images and burnt-in text."""
-    from promptfed.cli.checking import run_check
-    from promptfed.shared.spec.spec import BackboneSpec
-
-    with _listing_problems(uri, as_json):
-        run_check(uri, out, share, BackboneSpec(model=model, pretrained=pretrained), floor, yes, as_json)
-
-
 @group.add("clear-pacs")
 def clear_pacs(
     index: Annotated[Path | None, typer.Option(help="the index folder of dicomweb:'s option index=")] = None,

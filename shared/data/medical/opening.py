@@ -7,7 +7,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from promptfed.shared.data.medical.keys import Keys, home, kept_in
 from promptfed.shared.data.medical.readers import Answer, readers
 from promptfed.shared.data.medical.table import COLUMNS, PATH, Table, read_table, refuse
 from promptfed.shared.data.options import Options
-from promptfed.shared.data.source import DataError, Origin, Source, Split
+from promptfed.shared.data.source import DataError, Source, Split
 from promptfed.shared.data.splitting import divided
 from promptfed.shared.service.reasons import named, why
 
@@ -75,17 +74,12 @@ def open_files(
     images = _Images(index, items, [shown[row] for row in kept], options.uri)
     rows = [lines[row] for row in kept]
     splits = [table.splits[row] for row in rows]
-    origin = partial(_origin, root, images.paths, splits)
     labels = torch.tensor([item.place[2] - 1 for item in items]) if names else table.labels[rows]
     groups = _groups(table, index, items, rows)
     index.release()
-    whole = Split(labels, images.read, groups, digest=images.digest, ahead=images.ahead, origin=origin)
+    whole = Split(labels, images.read, groups, digest=images.digest, ahead=images.ahead)
     whole.subgroups = {column: tuple(values[row] for row in rows) for column, values in table.subgroups.items()}
     return divided(whole, splits, table.names, None, TEMPLATE, options, told)
-
-
-def _origin(root: Path, paths: Sequence[str], splits: Sequence[str | None], row: int) -> Origin:
-    return Origin(str(root / paths[row]), splits[row])
 
 
 def _listed(index: Index, options: Options) -> list[Listed]:
