@@ -11,7 +11,7 @@ from promptfed.shared.data.emoji.scenes import open_scenes
 from promptfed.shared.data.emoji.source import open_emoji
 from promptfed.shared.data.folder import open_csv, open_folder
 from promptfed.shared.data.hugging_face import open_hugging_face
-from promptfed.shared.data.medical.schemes import open_dicom, open_dicomweb, open_nifti, open_slides
+from promptfed.shared.data.medical.schemes import open_dicom
 from promptfed.shared.data.options import Options, Parts, Role, apply_common
 from promptfed.shared.data.source import DataError, Source
 from promptfed.shared.data.symbols import open_symbols
@@ -27,9 +27,6 @@ SCHEMES: dict[str, Callable[[str, Options], Source]] = {
     "folder": open_folder,
     "csv": open_csv,
     "dicom": open_dicom,
-    "dicomweb": open_dicomweb,
-    "nifti": open_nifti,
-    "wsi": open_slides,
     "torchvision": open_torchvision,
     "hf": open_hugging_face,
     UNION: lambda body, options: open_union(body, options, lambda uri: _part(uri, options)),
@@ -40,7 +37,7 @@ _CLASSES = frozenset({"only", "min_per_class"})
 AT_OPENING = {"folder": _CLASSES, "csv": _CLASSES, "emoji-scenes": frozenset({"tail"})}
 """Common options that the opener of a scheme applies itself: a class left out may be as it likes."""
 
-BY_ROLE = frozenset({"folder", "csv", "dicom", "dicomweb", "nifti", "wsi", UNION})
+BY_ROLE = frozenset({"folder", "csv", "dicom", UNION})
 """Schemes that give an evaluator other images than a trainer."""
 
 REDRAWN = frozenset({"symbols"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from promptfed.cli.app import app, with_options
-from promptfed.cli.common import Json, Yes, confirm
+from promptfed.cli.common import Json
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.output import console, listing, print_json, say, table, tell
+from promptfed.sdk.output import console, listing, print_json, say, table
 from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.service.reasons import why
@@ -40,9 +39,6 @@ SOURCES = {
     "folder": ("folder:/data/pets", "class folders of images", "yours"),
     "csv": ("csv:/data/table.csv", "a table of paths and labels, one or several for each image", "yours"),
     "dicom": ("dicom:/data/scans", "DICOM images, series or studies with a table of labels", "promptfed[medical]"),
-    "dicomweb": ("dicomweb:https://pacs/dicom-web?labels=/data/labels.csv", "images of a PACS", "promptfed[medical]"),
-    "wsi": ("wsi:/data/slides?tile=256", "tiles of whole slide images with a table of labels", "promptfed[medical]"),
-    "nifti": ("nifti:/data/volumes", "slices of NIfTI volumes with a table of labels", "promptfed[medical]"),
     "torchvision": (
         "torchvision:OxfordIIITPet?root=/data",
         "data sets that torchvision reads",
@@ -146,31 +142,6 @@ def show(
     for problem in source.left_out:
         say(f"Left out: {plain(problem)}")
     say(f"{out}: {counted(min(count, len(split)), 'image')} of {uri}")
-
-
-@group.add("clear-pacs")
-def clear_pacs(
-    index: Annotated[Path | None, typer.Option(help="the index folder of dicomweb:'s option index=")] = None,
-    yes: Yes = False,
-    as_json: Json = False,
-) -> None:
-    """Delete the images that dicomweb: keeps on this disk; a later start fetches them again."""
-    from promptfed.shared.data.medical.keys import home, kept_of_pacs
-
-    folder = home(None if index is None else str(index))
-    kept = kept_of_pacs(folder)
-    if not kept:
-        tell(as_json, {"deleted": 0}, f"{folder} keeps no image of a PACS.")
-        return
-    images = sum(1 for cache in kept for _ in cache.glob("*.dcm"))
-    text = f"{counted(images, 'image')} of {counted(len(kept), 'search', 'searches')} in {folder}"
-    confirm(f"{text} would be deleted.", yes)
-    try:
-        for cache in kept:
-            shutil.rmtree(cache)
-    except OSError as error:
-        raise CommandError(f"{folder} cannot be cleared: {why(error)}", Exit.FAILED) from None
-    tell(as_json, {"deleted": images}, f"Deleted {text}.")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Files of hospitals (``promptfed[medical]``): DICOM, NIfTI and slides. Its libraries are imported by use alone.
+"""Files of hospitals (``promptfed[medical]``): DICOM. Its libraries are imported by use alone.
 
 Child processes read the files (`worker`), with bounds on memory and time; `readers` runs them. Of headers only keyed
 ids stay (`keys`), in an index that later starts read (`index`).

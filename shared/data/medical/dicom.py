@@ -32,7 +32,7 @@ _IDS = {
     "accession": "AccessionNumber",
 }
 _PLACE = ("InstanceNumber", "ImagePositionPatient", "ImageOrientationPatient", "NumberOfFrames", "Rows")
-SHOWN = (
+_SHOWN = (
     *("Rows", "Columns", "NumberOfFrames", "SamplesPerPixel", "BitsAllocated", "BitsStored", "PixelRepresentation"),
     *("PhotometricInterpretation", "PlanarConfiguration", "PixelPaddingValue", "PresentationLUTShape"),
     *("ModalityLUTSequence", "RescaleSlope", "RescaleIntercept"),
@@ -41,11 +41,11 @@ SHOWN = (
     *(f"{color}PaletteColorLookupTable{part}" for color in ("Red", "Green", "Blue") for part in ("Descriptor", "Data")),
     *(f"Segmented{color}PaletteColorLookupTableData" for color in ("Red", "Green", "Blue")),
 )
-OF_FRAMES = {  # in functional groups: the sequence, and what of it counts for a frame
+_OF_FRAMES = {  # in functional groups: the sequence, and what of it counts for a frame
     "PixelValueTransformationSequence": ("RescaleSlope", "RescaleIntercept"),
     "FrameVOILUTSequence": ("WindowCenter", "WindowWidth", "VOILUTFunction"),
 }
-FUNCTIONS = ("LINEAR", "LINEAR_EXACT", "SIGMOID")
+_FUNCTIONS = ("LINEAR", "LINEAR_EXACT", "SIGMOID")
 PACKAGES = {  # decoders that are not part of promptfed[medical], with their modules, by the transfer syntax
     "1.2.840.10008.1.2.4.57": ("python-gdcm", "gdcm"),
     "1.2.840.10008.1.2.4.70": ("python-gdcm", "gdcm"),
@@ -60,7 +60,7 @@ def is_named(name: str) -> bool:
     return name.lower().endswith((".dcm", ".dicom"))
 
 
-def facts(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+def facts(path: Path) -> dict[str, Any] | None:
     """Identifiers, number of frames and place in its series; None if the file is no DICOM image."""
     with open_file(path) as file:
         head, size = file.read(132), os.fstat(file.fileno()).st_size
@@ -69,11 +69,6 @@ def facts(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         header = _header(file, ("SOPClassUID", *_IDS.values(), *_PLACE))
     if head[128:] != b"DICM" and not any(header.get(keyword) for keyword in ("SOPClassUID", "Rows")):
         raise Unreadable("it is not a DICOM file")
-    return facts_of(header, size)
-
-
-def facts_of(header: Dataset, size: int) -> dict[str, Any] | None:
-    """As `facts`, of a header in a file of ``size`` bytes."""
     if "Rows" not in header:  # a report, a plan, a directory
         return None
     frames = max(1, int(header.get("NumberOfFrames") or 1))
@@ -107,15 +102,15 @@ def pixels(path: Path, place: int, settings: Mapping[str, Any]) -> np.ndarray:
         Unreadable: the pixels cannot be decoded; the text names the package that could.
     """
     with open_file(path) as file:
-        header = _header(file, SHOWN)
-        check_size(header)
+        header = _header(file, _SHOWN)
+        _check_size(header)
         syntax = _syntax(header)
-        frame = decoded(lambda: _decoded(file, header, syntax, place), syntax)
-    colored = colors(frame, header)
+        frame = _attempted(lambda: _decoded(file, header, syntax, place), syntax)
+    colored = _colors(frame, header)
     return _grey(frame, _of_frame(header, place), settings.get("window")) if colored is None else colored
 
 
-def colors(frame: np.ndarray, header: Dataset) -> np.ndarray | None:
+def _colors(frame: np.ndarray, header: Dataset) -> np.ndarray | None:
     """A frame's colors as RGB (H, W, 3) in 8 bits; None of a grey frame."""
     if header.get("SamplesPerPixel", 1) == 3:
         eight: np.ndarray = (frame >> max(0, int(header.get("BitsStored") or 8) - 8)).astype(np.uint8)
@@ -134,7 +129,7 @@ def _syntax(header: Dataset) -> UID:
     return ImplicitVRLittleEndian if implicit else ExplicitVRLittleEndian if little else ExplicitVRBigEndian
 
 
-def check_size(header: Dataset) -> None:
+def _check_size(header: Dataset) -> None:
     """Raise Unreadable if there are no pixels, or too many."""
     sides = [int(header.get(name) or 0) for name in ("Rows", "Columns")]
     size = sides[0] * sides[1] * int(header.get("SamplesPerPixel") or 1) * (int(header.get("BitsAllocated") or 8) // 8)
@@ -158,7 +153,7 @@ def _decoded(file: BinaryIO, header: Dataset, syntax: UID, place: int) -> np.nda
     return whole
 
 
-def decoded(decode: Callable[[], np.ndarray], syntax: UID) -> np.ndarray:
+def _attempted(decode: Callable[[], np.ndarray], syntax: UID) -> np.ndarray:
     """What ``decode`` returns. Raises Unreadable if it cannot: the text names the package that could."""
     try:
         return decode()
@@ -186,7 +181,7 @@ def _of_frame(header: Dataset, place: int) -> Dataset:
     shared, own = header.get("SharedFunctionalGroupsSequence"), header.get("PerFrameFunctionalGroupsSequence")
     groups = [*(shared or [])[:1], *(own or [])[place : place + 1]]
     for group in groups:
-        for sequence, keywords in OF_FRAMES.items():
+        for sequence, keywords in _OF_FRAMES.items():
             for item in (group.get(sequence) or [])[:1]:
                 for keyword in keywords:
                     if keyword in item:
@@ -205,7 +200,7 @@ def _grey(frame: np.ndarray, header: Dataset, window: tuple[float, float] | None
     elif header.get("WindowCenter") is not None and header.get("WindowWidth") is not None:
         center, width = (float(np.atleast_1d(header[name].value)[0]) for name in ("WindowCenter", "WindowWidth"))
         function = str(header.get("VOILUTFunction") or "LINEAR").upper()
-        if function not in FUNCTIONS:
+        if function not in _FUNCTIONS:
             raise Unreadable("its VOI LUT function is unknown; give a window with window=center,width")
         shown = windowed(values, center, width, function)
     elif int(header.get("BitsStored") or 16) <= 8 and not header.get("PixelRepresentation") and values is frame:

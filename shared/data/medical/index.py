@@ -33,7 +33,7 @@ class Facts(NamedTuple):
     series: str
     sop: str
     accession: str
-    frames: int | list[Any]  # how many places it has, or their list
+    frames: int
     order: float
 
 
@@ -58,7 +58,7 @@ class Item(NamedTuple):
     """One image: a place in a file."""
 
     file: Listed
-    place: Any
+    place: int
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Broken:
 class Index:
     """The index of the files under ``root``, kept in ``folder``."""
 
-    def __init__(self, kind: str, root: Path, folder: Path, keys: Keys, settings: Mapping[str, Any]) -> None:
-        self.kind, self.root, self.keys, self.settings = kind, root, keys, dict(settings)
-        self._file = folder / f"{keys.id('root', kind, root.resolve(), _of_facts(settings))}.jsonl"
+    def __init__(self, root: Path, folder: Path, keys: Keys, settings: Mapping[str, Any]) -> None:
+        self.root, self.keys, self.settings = root, keys, dict(settings)
+        self._file = folder / f"{keys.id('root', root.resolve())}.jsonl"
         self._settings = json.dumps(self.settings, sort_keys=True)
         self._facts: dict[str, tuple[int, int, Facts | None]] = {}
         self._shown: dict[str, Shown] = {}
@@ -96,7 +96,7 @@ class Index:
         """The images among ``files`` with their facts, and the files whose headers cannot be read."""
         new = [file for file in files if self._facts.get(file.id, ())[:2] != (file.size, file.time)]
         broken = []
-        requests = (Request("facts", self.kind, str(self.root / file.path), 0, self.settings) for file in new)
+        requests = (Request("facts", str(self.root / file.path)) for file in new)
         with self._file.open("a") as lines:
             answers = zip(new, readers().each(requests), strict=True)
             for file, answer in tqdm(answers, "headers", len(new), leave=False, disable=_quiet(new)):
@@ -115,22 +115,6 @@ class Index:
         facts = self._facts[file.id][2]
         assert facts is not None
         return facts
-
-    def knows(self, path: str) -> bool:
-        """Whether ``path`` is a file whose facts are stored."""
-        try:
-            about = (self.root / path).stat()
-        except OSError:
-            return False
-        return self._facts.get(self.keys.id("file", path), ())[:2] == (about.st_size, about.st_mtime_ns)
-
-    def note(self, path: str, facts: Mapping[str, Any]) -> None:
-        """Store the facts of a file that was just written without its identifiers."""
-        about = (self.root / path).stat()
-        file = Listed(path, self.keys.id("file", path), about.st_size, about.st_mtime_ns)
-        self._facts[file.id] = file.size, file.time, self._keyed(facts)
-        with self._file.open("a") as lines:
-            lines.write(self._line(file.id))
 
     def _keyed(self, facts: Mapping[str, Any]) -> Facts:
         ids = {name: sys.intern(self.value(name, facts.get(name, ""))) for name in IDS}
@@ -161,9 +145,9 @@ class Index:
         self._facts.clear()
         self._shown.clear()
 
-    def request(self, do: str, path: str, place: Any) -> Request:
+    def request(self, do: str, path: str, place: int) -> Request:
         """Have the pixels of an image read."""
-        return Request(do, self.kind, str(self.root / path), place, self.settings)
+        return Request(do, str(self.root / path), place, self.settings)
 
     def _name(self, item: Item) -> str:
         return self.keys.id("pixels", *item.file[1:], f"[{json.dumps(item.place)}, {self._settings}]")
@@ -230,11 +214,6 @@ def _entries(root: Path, under: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
                 yield from _entries(root, path)
             elif entry.is_file():
                 yield path, entry
-
-
-def _of_facts(settings: Mapping[str, Any]) -> str:
-    """The settings that facts may depend on."""
-    return json.dumps({name: value for name, value in settings.items() if name != "window"}, sort_keys=True)
 
 
 def _quiet(new: Iterable[object]) -> bool | None:

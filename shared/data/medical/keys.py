@@ -13,7 +13,6 @@ from promptfed.shared.data.errors import DataError
 from promptfed.shared.service.reasons import why
 
 KEY_FILE = "key"
-PACS = "pacs-"  # begins the names of folders with images of a PACS
 _KEY_BYTES = 32
 
 
@@ -22,11 +21,6 @@ def home(given: str | None) -> Path:
     if given is not None:
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "promptfed" / "medical"
-
-
-def kept_of_pacs(folder: Path) -> list[Path]:
-    """The folders of images of PACS in an index folder, links left out."""
-    return sorted(path for path in folder.glob(f"{PACS}*") if path.is_dir() and not path.is_symlink())
 
 
 @contextmanager

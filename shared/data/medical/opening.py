@@ -1,16 +1,15 @@
-"""Opens medical files as a source: the images of each line of a table of labels, with their patients as groups."""
+"""Opens DICOM files as a source: the images of each line of a table of labels, with their patients as groups."""
 
 from __future__ import annotations
 
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
 
 from promptfed.shared.data.folder import SKIP, TEMPLATE, skips
@@ -29,42 +28,28 @@ DIGEST = 32  # bytes of an image's digest
 AHEAD_BYTES = 64_000_000  # of decoded images that wait to be used
 
 Found = Sequence[tuple[Listed, Facts]]
-Units = Callable[[Sequence[tuple[Listed, Facts]]], list[list[Item]]]
-"""The files of a line of the table -> lists of places, from each of which images are picked."""
 
 
-def open_files(
-    kind: str,
-    body: str,
-    options: Options,
-    settings: Mapping[str, Any],
-    units: Units,
-    pick: str,
-    keys: Sequence[str],
-    names: tuple[str, ...] = (),
-) -> Source:
-    """Open the files of a ``kind`` in the folder ``body``.
+def open_files(body: str, options: Options, settings: Mapping[str, Any], level: str, pick: str) -> Source:
+    """Open the files in the folder ``body``.
 
     Args:
-        kind: the module of this room that reads them.
         body, options: the folder and the options of the URI.
         settings: for the reader; all that the pixels depend on.
-        units: what belongs together in the files of a line.
-        pick: which images of a unit are used: ``middle``, ``all`` or a number.
-        keys: columns by which a line of the table finds its files.
-        names: classes of the places, whose third number counts them from 1; without any the table has labels.
+        level: what belongs together in the files of a line: ``image``, ``series`` or ``study``.
+        pick: which images of what belongs together are used: ``middle``, ``all`` or a number.
 
     Raises:
         DataError: the table, files or options cannot be used. Only its ``problems`` name files.
     """
     root = _folder(body, options)
-    table = read_table(root / (options.text("labels") or TABLE), keys, options, names)
+    table = read_table(root / (options.text("labels") or TABLE), options)
     if options.names_only:
         return divided(Split(table.labels, _unread), table.splits, table.names, None, TEMPLATE, options)
     with kept_in(folder := home(options.text("index")), options.uri):
-        index = Index(kind, root, folder, Keys(folder, options.uri), settings)
+        index = Index(root, folder, Keys(folder, options.uri), settings)
         found, broken = index.facts(_listed(index, options))
-        items, lines, missing = _items(table, index, found, units, pick)
+        items, lines, missing = _items(table, index, found, level, pick)
         del found  # of many files it takes much memory
         shown, undecoded = index.shown(items)
     told = tuple(local for _, local in _left_out(root, [*broken, *undecoded], missing, options))
@@ -74,10 +59,9 @@ def open_files(
     images = _Images(index, items, [shown[row] for row in kept], options.uri)
     rows = [lines[row] for row in kept]
     splits = [table.splits[row] for row in rows]
-    labels = torch.tensor([item.place[2] - 1 for item in items]) if names else table.labels[rows]
     groups = _groups(table, index, items, rows)
     index.release()
-    whole = Split(labels, images.read, groups, digest=images.digest, ahead=images.ahead)
+    whole = Split(table.labels[rows], images.read, groups, digest=images.digest, ahead=images.ahead)
     whole.subgroups = {column: tuple(values[row] for row in rows) for column, values in table.subgroups.items()}
     return divided(whole, splits, table.names, None, TEMPLATE, options, told)
 
@@ -113,17 +97,13 @@ def _unread(row: int) -> Image.Image:
     raise DataError(f"image {row} is not read where only class names are asked for")
 
 
-def by_level(level: str) -> Units:
-    """Units of DICOM files: each file, or the files of a series or of a study in order."""
-
-    def units(files: Sequence[tuple[Listed, Facts]]) -> list[list[Item]]:
-        together: dict[str, list[tuple[Listed, Facts]]] = {}
-        for file, facts in files:
-            unit = {"image": file.id, "series": facts.series or file.id, "study": facts.study or file.id}[level]
-            together.setdefault(unit, []).append((file, facts))
-        return [places for unit in together.values() for places in [_in_order(unit)]]
-
-    return units
+def _units(files: Found, level: str) -> list[list[Item]]:
+    """What belongs together: each file, or the files of a series or of a study in order."""
+    together: dict[str, list[tuple[Listed, Facts]]] = {}
+    for file, facts in files:
+        unit = {"image": file.id, "series": facts.series or file.id, "study": facts.study or file.id}[level]
+        together.setdefault(unit, []).append((file, facts))
+    return [_in_order(unit) for unit in together.values()]
 
 
 def _in_order(files: Sequence[tuple[Listed, Facts]]) -> list[Item]:
@@ -132,17 +112,7 @@ def _in_order(files: Sequence[tuple[Listed, Facts]]) -> list[Item]:
     for _, facts in files:
         first.setdefault(facts.series, len(first))
     ordered = sorted(files, key=lambda both: (first[both[1].series], both[1].order, both[0].path))
-    return [Item(file, place) for file, facts in ordered for place in places(facts)]
-
-
-def places(facts: Facts) -> Sequence[Any]:
-    """The places of a file."""
-    return range(facts.frames) if isinstance(facts.frames, int) else facts.frames
-
-
-def of_each_file(files: Sequence[tuple[Listed, Facts]]) -> list[list[Item]]:
-    """Units where a file is a whole: a volume, a slide."""
-    return [[Item(file, place) for place in places(facts)] for file, facts in files]
+    return [Item(file, place) for file, facts in ordered for place in range(facts.frames)]
 
 
 def picked(unit: Sequence[Item], pick: str) -> list[Item]:
@@ -153,17 +123,15 @@ def picked(unit: Sequence[Item], pick: str) -> list[Item]:
     return [unit[(2 * number + 1) * len(unit) // (2 * count)] for number in range(count)]
 
 
-def checked_pick(name: str, options: Options, default: str = "middle") -> str:
-    """The option ``name``: middle, all, or a number of at least 1. Raises DataError."""
-    text = options.text(name, default) or default
+def checked_frames(options: Options) -> str:
+    """The option ``frames``: middle, all, or a number of at least 1. Raises DataError."""
+    text = options.text("frames", "middle") or "middle"
     if text not in ("middle", "all") and not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise DataError(f"{options.uri}: {name}={text} is not middle, all or a number of at least 1.")
+        raise DataError(f"{options.uri}: frames={text} is not middle, all or a number of at least 1.")
     return text
 
 
-def _items(
-    table: Table, index: Index, found: Found, units: Units, pick: str
-) -> tuple[list[Item], list[int], list[str]]:
+def _items(table: Table, index: Index, found: Found, level: str, pick: str) -> tuple[list[Item], list[int], list[str]]:
     """The images of the table's lines, the line of each, and a sentence for each line without a file."""
     by_value: dict[str, list[tuple[Listed, Facts]]] = {}
     for file, facts in found:
@@ -174,7 +142,7 @@ def _items(
     for line, value in enumerate(table.values):
         kind = "file" if table.key == PATH else COLUMNS[table.key]
         files = by_value.get(index.value(kind, value), [])
-        chosen = [item for unit in units(files) for item in picked(unit, pick)]
+        chosen = [item for unit in _units(files, level) for item in picked(unit, pick)]
         if not chosen:
             number = table.numbers[line]
             missing.append(f"the table of labels, line {number}: no file that can be read has its {table.key}.")

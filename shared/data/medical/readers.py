@@ -29,11 +29,9 @@ class Request:
     """A file to be read: its ``facts``, whether it can be decoded (``check``), or its ``pixels``."""
 
     do: str
-    kind: str
     path: str
-    place: Any = 0
+    place: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
-    seconds: float = SECONDS
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class _Child:
             late.set()
             process.kill()
 
-        timer = threading.Timer(request.seconds, give_up)
+        timer = threading.Timer(SECONDS, give_up)
         timer.daemon = True
         timer.start()
         try:
@@ -84,7 +82,7 @@ class _Child:
             timer.cancel()
         if not line or len(body) < told.get("bytes", 0):
             self.close()
-            return Answer(f"reading it takes more than {request.seconds:.0f} s") if late.is_set() else None
+            return Answer(f"reading it takes more than {SECONDS:.0f} s") if late.is_set() else None
         return _answer(told, body)
 
     def _running(self) -> subprocess.Popen[bytes]:

@@ -24,6 +24,7 @@ COLUMNS = {
 }
 """Columns by which a line finds its files, the finest first, and the facts that they are compared with."""
 PATH = "path"
+_KEYS = (*COLUMNS, PATH)
 _SPLITS = ("train", "test")
 _TABLE = "the table of labels"
 
@@ -45,10 +46,8 @@ class Table:
     subgroups: Mapping[str, tuple[str, ...]]
 
 
-def read_table(path: Path, keys: Sequence[str], options: Options, names: tuple[str, ...] = ()) -> Table:
-    """Read a table whose lines find their files by the first of the columns ``keys`` that it has.
-
-    With ``names`` it needs no labels: they come from elsewhere.
+def read_table(path: Path, options: Options) -> Table:
+    """Read a table whose lines find their files by the first of `COLUMNS` and the path that it has.
 
     Raises:
         DataError: it cannot be read. The message names lines and columns; only ``problems`` quote cells.
@@ -64,14 +63,16 @@ def read_table(path: Path, keys: Sequence[str], options: Options, names: tuple[s
         raise DataError(f"{options.uri}: {_TABLE} is not a CSV file in UTF-8.") from None
     except OSError as error:
         raise DataError(f"{options.uri}: {_TABLE} cannot be read: {why(error)}.") from None
-    key = next((name for name in keys if name in columns), None)
+    key = next((name for name in _KEYS if name in columns), None)
     if key is None:
-        raise DataError(f"{options.uri}: {_TABLE} has none of the columns {', '.join(keys)}, by which a file is found.")
+        raise DataError(
+            f"{options.uri}: {_TABLE} has none of the columns {', '.join(_KEYS)}, by which a file is found."
+        )
     own = options.text("group") or next((name for name in ("PatientID",) if name in columns and name != key), None)
     subgroups = subgroup_columns(options)
     used = {*COLUMNS, PATH, "split", own or key, *subgroups}
-    several = None if names else label_columns(path, columns, used, _columns_only(options))
-    labelled = ["label"] if several is None and not names else []
+    several = label_columns(path, columns, used, _columns_only(options))
+    labelled = ["label"] if several is None else []
     for needed in [own or key, *labelled, *subgroups]:
         if needed not in columns:
             raise DataError(f"{options.uri}: {_TABLE} has no column {needed}.")
@@ -80,10 +81,7 @@ def read_table(path: Path, keys: Sequence[str], options: Options, names: tuple[s
     problems = _problems(rows, key, [key, *labelled, *([own] if own else [])], several)
     if problems:
         refuse(options, problems)
-    if names:
-        labels = torch.zeros(len(rows), dtype=torch.long)
-    else:
-        names, labels = _one_label(rows) if several is None else several.read(rows)
+    names, labels = _one_label(rows) if several is None else several.read(rows)
     splits = tuple(row.get("split") or None for _, row in rows)
     if None in splits and len(set(splits)) > 1:
         raise DataError(f"{options.uri}: {_TABLE} leaves some splits empty; give it for all lines or for none.")

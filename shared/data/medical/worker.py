@@ -1,6 +1,6 @@
 """A child process that reads medical files. Requests and answers are lines of JSON.
 
-A request is ``{"do": "facts", "check" or "pixels", "kind", "path", "place", "settings"}``. An answer is ``{"facts"}``,
+A request is ``{"do": "facts", "check" or "pixels", "path", "place", "settings"}``. An answer is ``{"facts"}``,
 ``{"mode", "size", "digest", "bytes"}``, which so many bytes of pixels follow, or ``{"error"}``. Files are hostile until
 they are read: memory is bounded here, time by the parent. Errors are our own words, since those of libraries can have
 values of headers.
@@ -8,7 +8,6 @@ values of headers.
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -30,11 +29,12 @@ IDLE_SECONDS = 30.0  # without a request, after which the process ends; the pare
 def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """The answer to a request, and the pixels that follow it."""
     try:
-        kind = importlib.import_module(f"promptfed.shared.data.medical.{request['kind']}")
+        from promptfed.shared.data.medical import dicom
+
         path, settings = Path(request["path"]), request["settings"]
         if request["do"] == "facts":
-            return {"facts": kind.facts(path, settings)}, b""
-        image = Image.fromarray(kind.pixels(path, request["place"], settings))
+            return {"facts": dicom.facts(path)}, b""
+        image = Image.fromarray(dicom.pixels(path, request["place"], settings))
         if image.width * image.height > LARGE:
             image = shrunk(image)
         body = image.tobytes() if request["do"] == "pixels" else b""

@@ -173,8 +173,8 @@ COMPRESSED = {  # what packaged files need that promptfed[medical] does not inst
 def test_each_packaged_file_is_read_or_its_package_named() -> None:
     paths = packaged()
     assert len(paths) > 100
-    facts = list(readers().each(Request("facts", "dicom", str(path)) for path in paths))
-    shown = list(readers().each(Request("pixels", "dicom", str(path)) for path in paths))
+    facts = list(readers().each(Request("facts", str(path)) for path in paths))
+    shown = list(readers().each(Request("pixels", str(path)) for path in paths))
     read, named = 0, set()
     for path, fact, answer in zip(paths, facts, shown, strict=True):
         if decoded(path) is not None:

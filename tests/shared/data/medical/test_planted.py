@@ -15,7 +15,7 @@ import pytest
 
 import promptfed
 from promptfed.shared.data import DataError, open_source
-from tests.shared.data.medical.test_dicom import refused, save, table
+from tests.shared.data.medical.test_dicom import save, table
 
 pydicom = pytest.importorskip("pydicom", reason="DICOM files: pip install '.[medical]'")
 from promptfed.shared.data.medical.phantoms import CLASSES, dataset, scan  # noqa: E402
@@ -157,40 +157,6 @@ def test_the_search_finds_what_is_there(place: int) -> None:
     for name in ("md5", "sha1", "sha256"):
         assert leaks([secret], hashlib.new(name, secret.encode()).hexdigest().encode()) == [secret]
     assert leaks([secret], b"nothing") == []
-
-
-def test_names_and_descriptions_of_volumes_and_slides_stay_in_their_files(
-    tmp_path: Path, own_index: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    nibabel, tifffile = pytest.importorskip("nibabel"), pytest.importorskip("tifffile")
-    caplog.set_level(logging.DEBUG)
-    draws, secrets, told = np.random.default_rng(0), ["QXDESCZK", "QXNOTEZK", "QXBANDZK"], []
-    lines = {kind: ["path,label,PatientID"] for kind in ("nifti", "wsi")}
-    for kind in lines:
-        (tmp_path / kind).mkdir()
-    for number in range(6):
-        name = f"QX47{number}FILEZK"
-        secrets += [name, f"QX47{number}WHOZK"]
-        volume = nibabel.Nifti1Image(draws.integers(0, 256, (8, 8, 3), dtype=np.uint8), np.eye(4))
-        for field, secret in {"descrip": "QXDESCZK", "aux_file": "QXBANDZK", "intent_name": "QXNOTEZK"}.items():
-            volume.header[field] = secret.encode()
-        volume.header.extensions.append(nibabel.nifti1.Nifti1Extension("comment", b"QXNOTEZK"))
-        nibabel.save(volume, tmp_path / "nifti" / f"{name}.nii.gz")
-        lines["nifti"].append(f"{name}.nii.gz,{'xy'[number % 2]},QX47{number}WHOZK")
-        tissue = np.full((256, 256, 3), (200, 90, 160), dtype=np.uint8)
-        about = {"description": "QXDESCZK", "software": "QXNOTEZK", "metadata": {"name": "QXBANDZK"}}
-        tifffile.imwrite(tmp_path / "wsi" / f"{name}.tiff", tissue, tile=(128, 128), photometric="rgb", **about)
-        lines["wsi"].append(f"{name}.tiff,{'xy'[number % 2]},QX47{number}WHOZK")
-    for kind, rows in lines.items():
-        (tmp_path / kind / "labels.csv").write_text("\n".join(rows))
-        uri = f"{kind}:{tmp_path / kind}" + "?tile=128" * (kind == "wsi")
-        assert len(set(open_source(uri).train.groups or ())) > 1
-        last = sorted((tmp_path / kind).glob("QX*"))[-1]
-        last.write_bytes(last.read_bytes()[: 300 if kind == "wsi" else 40])
-        told.append(str(refused(uri)).encode())
-    assert leaks(secrets, contents(tmp_path / "nifti"), contents(tmp_path / "wsi"))
-    assert len(told) == 2
-    assert leaks(secrets, *told, caplog.text.encode(), contents(own_index)) == []
 
 
 def test_an_image_that_changes_while_it_is_used_is_named_by_its_id(tmp_path: Path) -> None:
