@@ -161,7 +161,6 @@ class CoordinatorClient(CoordinatorConnection):
         """Withdraw this client. Refused 403 if it has withdrawn already, 409 if the federation has ended."""
         await self.call("POST", self._path("withdrawal"), token=self.token)
 
-
     async def _poll(
         self,
         verb: str,
