@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from promptfed.shared.data import DataError, Source, open_source
+from promptfed.shared.data.image_files import image_digest, read_image
 from promptfed.shared.data.partition import class_counts, strata
 from promptfed.shared.data.registry import class_names_of
 from promptfed.shared.data.sharing import SharedSources
@@ -201,13 +202,12 @@ def test_a_hub_data_set_with_lists_of_labels(tmp_path: Path) -> None:
 def test_columns_of_subgroups_stay_with_their_images(tmp_path: Path) -> None:
     write_scenes(tmp_path, 24, seed=4)
     with (tmp_path / "labels.csv").open() as lines:
-        scanner = {Path(row["path"]).name: row["scanner"] for row in csv.DictReader(lines)}
+        scanner = {image_digest(read_image(tmp_path / row["path"])): row["scanner"] for row in csv.DictReader(lines)}
     uri = f"csv:{tmp_path}/labels.csv?group=patient&groups=scanner,patient"
     source, whole = open_source(uri), open_source(uri, "evaluator").test
     assert source.class_names == tuple(SHAPES)
     for split in (source.train, source.test, whole):
-        files = [Path(split.origin(row).path).name for row in range(len(split))]
-        assert split.subgroups["scanner"] == tuple(scanner[file] for file in files)
+        assert split.subgroups["scanner"] == tuple(scanner[split.digest(row)] for row in range(len(split)))
         assert split.subgroups["patient"] == split.groups
     assert len(whole) == 24
     with pytest.raises(DataError, match="has no column site"):
