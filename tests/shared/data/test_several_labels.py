@@ -201,8 +201,13 @@ def test_a_hub_data_set_with_lists_of_labels(tmp_path: Path) -> None:
 
 def test_columns_of_subgroups_stay_with_their_images(tmp_path: Path) -> None:
     write_scenes(tmp_path, 24, seed=4)
+    scanner = {}
     with (tmp_path / "labels.csv").open() as lines:
-        scanner = {image_digest(read_image(tmp_path / row["path"])): row["scanner"] for row in csv.DictReader(lines)}
+        for number, row in enumerate(csv.DictReader(lines)):
+            image = read_image(tmp_path / row["path"])
+            image.putpixel((0, 0), (number, 0, 0))  # each image is another
+            image.save(tmp_path / row["path"])
+            scanner[image_digest(image)] = row["scanner"]
     uri = f"csv:{tmp_path}/labels.csv?group=patient&groups=scanner,patient"
     source, whole = open_source(uri), open_source(uri, "evaluator").test
     assert source.class_names == tuple(SHAPES)
