@@ -16,7 +16,6 @@ log = logging.getLogger("promptfed.client")
 Stage = Literal[
     "starting",
     "enrolling",
-    "trying",
     "waiting",
     "training",
     "summing",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import time
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -19,18 +18,16 @@ from promptfed.client_service.joining.consent import Terminal, noted
 from promptfed.client_service.joining.enrolment import explain
 from promptfed.client_service.joining.flow import FederationEnded, Joining
 from promptfed.client_service.joining.parts import Parts
-from promptfed.client_service.joining.trials import trial_parts, trial_settings
 from promptfed.client_service.monitor import Hook, Monitor, Status
 from promptfed.client_service.serving.api import create_app, running_api
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.state.site_log import SiteLog
-from promptfed.client_service.task_loop import POLL_SECONDS, SHORTEST_POLL, TaskLoop
+from promptfed.client_service.task_loop import TaskLoop
 from promptfed.client_service.training.executor import Compute
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.machine import on_signals
-from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.service.leaving import leave
 
 log = logging.getLogger("promptfed.client")
@@ -74,8 +71,7 @@ class Worker:
         self._http = http
         self._ephemeral, self._synced = ephemeral, synced
         self._parts = parts or Parts()
-        self._executor, self._turns, self._sent = executor, turns, sent
-        self._trial: Worker | None = None
+        self._sent = sent
         self._running: asyncio.Task[None] | None = None
         self.work: TaskWork | None = None  # once it has joined
 
@@ -105,8 +101,6 @@ class Worker:
     def stop(self) -> None:
         """End soon, wherever the worker is; from its state folder it can go on later. Call it in the event loop."""
         self.compute.stop()
-        if self._trial is not None:
-            self._trial.stop()
         if self._running is not None:
             self._running.cancel()
 
@@ -128,9 +122,6 @@ class Worker:
         try:
             joining = Joining(settings, self._parts, state, coordinator, self.compute, self.monitor, predictor)
             self.work = work = await joining.join()
-            if joining.info is not None and joining.info.tuning is not None and joining.info.tuning.chosen is None:
-                await self._try_candidates(coordinator, state, joining.info, work)
-                self.work = work = await joining.join()
             await TaskLoop(coordinator, work, self.compute, self.monitor).take_part()
         except FederationEnded:
             self.monitor.tell("ended", federation=settings.federation)
@@ -145,43 +136,6 @@ class Worker:
                 await http.aclose()
             if not self.compute.busy:  # else a job that was left behind may still write: the process's end unlocks
                 state.close()
-
-    async def _try_candidates(
-        self, coordinator: CoordinatorClient, state: PrivateState, info: EnrolmentInfo, work: TaskWork
-    ) -> None:
-        """Take part in the trials until a candidate is chosen; keep which.
-
-        Raises:
-            Refused: as `TaskLoop.take_part`.
-        """
-        assert info.tuning is not None
-        while True:
-            self.monitor.stage("waiting")
-            work.agreement.expect_consent()
-            asked = time.monotonic()
-            offer = await coordinator.trial(POLL_SECONDS)
-            if offer is not None and offer.chosen is not None:
-                if offer.chosen >= len(info.tuning.candidates):
-                    raise BadAnswer(f"the coordinator has chosen candidate {offer.chosen + 1}, and there is none")
-                tuning = info.tuning.model_copy(update={"chosen": offer.chosen})
-                state.save_enrolment(info.model_copy(update={"tuning": tuning}))
-                return
-            if offer is not None and offer.federation is not None:
-                self.monitor.stage("trying")
-                self._trial = Worker(
-                    trial_settings(self.settings, info, offer),
-                    trial_parts(self._parts, info, offer, work),
-                    http=coordinator.http,
-                    executor=self._executor,
-                    turns=self._turns,
-                    ephemeral=self._ephemeral,
-                    synced=self._synced,
-                    sent=coordinator.sent,
-                )
-                await self._trial.run()
-                if self.compute.stopped():
-                    raise asyncio.CancelledError
-            await asyncio.sleep(max(0.0, SHORTEST_POLL - (time.monotonic() - asked)))
 
 
 async def serve(worker: Worker) -> Exit:

@@ -45,7 +45,7 @@ from promptfed.coordinator.http.elsewhere import Elsewhere
 from promptfed.coordinator.http.heartbeats import Heartbeats
 from promptfed.coordinator.http.oidc import Issuer
 from promptfed.coordinator.http.uploads import Uploads
-from promptfed.coordinator.operations import bootstrap, mending, tuning
+from promptfed.coordinator.operations import bootstrap, mending
 from promptfed.coordinator.operations import clients as clients_operations
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import tokens
@@ -160,7 +160,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         registry, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
     )
     app.state.auth_throttle = AuthThrottle(settings.auth_failures_per_minute)
-    scheduler = Scheduler(registry, mending.mend, tuning.start, tuning.advance)
+    scheduler = Scheduler(registry, mending.mend)
     sharing = None
     if store.leases is not None:
         bucket = store.blobs.bucket

@@ -39,7 +39,6 @@ MEANINGS = {
     "evaluation": "see [evaluation](#evaluation)",
     "admission": "see [admission](#admission)",
     "privacy": "see [privacy](#privacy)",
-    "tuning": "see [tuning](#tuning) and [the guide](../guides/operate.md#compare-methods-before-round-1)",
     "backbone.model": "an open_clip model, or `timm:NAME` for methods without text",
     "backbone.pretrained": "open_clip's tag of the weights; `embedded` for promptfed's own",
     "backbone.precision": "number format of the frozen towers",

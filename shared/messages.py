@@ -6,16 +6,15 @@ import hashlib
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.metrics.site_figures import SiteFigures
 from promptfed.shared.privacy.accounting import Event
 from promptfed.shared.privacy.settings import Evaluations
-from promptfed.shared.spec.spec import BackboneShape, ClassNames, Name, Template, TrainingSpec
+from promptfed.shared.spec.spec import BackboneShape, ClassNames, Name, Template
 from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.spec.training_terms import TrainingTerms
-from promptfed.shared.spec.tuning import MOST_CANDIDATES, TuningSpec
 
 MOST_PEERS = 1000  # clients that a task describes to another client
 PROBLEM_BASE = "https://promptfed.invalid/problems/"
@@ -120,36 +119,6 @@ class EnrolmentInfo(TrainingTerms):
     state: FederationState
     evaluate_every: Annotated[int, Field(ge=1, le=100_000)]
     evaluation: Told = None
-    tuning: Annotated[
-        TuningSpec | None,
-        left_out(description="candidates, of which one becomes the method before round 1"),
-    ] = None
-
-    @model_validator(mode="after")
-    def _candidates_are_trainable(self) -> EnrolmentInfo:
-        for number in range(len(self.tuning.candidates)) if self.tuning is not None else ():
-            self.with_candidate(number)
-        return self
-
-    def with_candidate(self, number: int) -> EnrolmentInfo:
-        """The same with a candidate's method and training."""
-        assert self.tuning is not None
-        candidate = self.tuning.candidates[number]
-        training = TrainingSpec.model_validate(candidate.training)
-        return self.model_copy(update={"method": candidate.method, "training": training})
-
-
-class TrialOffer(Message):
-    """``POST /v1/federations/{id}/trial``: the trial to take part in, or at the end the ``chosen`` candidate.
-
-    ``token`` is an enrolment token of the trial's federation for this client; null once it has enrolled there.
-    """
-
-    federation: Id | None = None
-    token: str | None = None
-    rung: Annotated[int, Field(ge=0, le=100)] = 0
-    candidate: Annotated[int, Field(ge=0, lt=MOST_CANDIDATES)] = 0
-    chosen: Annotated[int | None, Field(ge=0, lt=MOST_CANDIDATES)] = None
 
 
 class Peer(Message):

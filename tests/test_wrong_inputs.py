@@ -65,7 +65,6 @@ CHANGED: dict[str, dict[str, Any]] = {
     "unnamed": {"backbone": {"model": ""}},
     "epsilon": {"privacy": {"level": "sample", "epsilon": -1, "clip": 0.3}},
     "guarded": {"method": {"name": "plan"}, "privacy": {"level": "sample", "epsilon": 3, "clip": 0.3}},
-    "tuning": {"tuning": {"candidates": [{"method": {"name": "nope"}}]}},
     "part": {"clients": [{"name": "a", "data": "digits?partition=iid&clients=2&client=2"}, CLIENTS[1]]},
     "weights": {"backbone": {"model": "promptfed-tiny", "pretrained": "laion"}},
 }

@@ -36,7 +36,6 @@ from promptfed.shared.messages import (
     EvaluationRequest,
     FailureRequest,
     Task,
-    TrialOffer,
 )
 from promptfed.shared.service.addresses import HEARTBEAT, HEARTBEAT_SECONDS
 from promptfed.shared.service.network import http_options, trust
@@ -85,11 +84,6 @@ class CoordinatorClient(CoordinatorConnection):
         if self.sent is not None:
             self.sent.asked(task)
         return task
-
-    async def trial(self, wait: int) -> TrialOffer | None:
-        """The trial to take part in, or the chosen candidate; None after ``wait`` seconds. Refused as `task`."""
-        answer = await self._poll("POST", "trial", wait)
-        return None if answer.status == 204 else parse(TrialOffer, answer.body)
 
     async def payload(self, task: Task, folder: Path | None = None) -> bytes | Path:
         """The task's tensors, as announced; large ones in a file of ``folder``, if one is given.

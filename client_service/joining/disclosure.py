@@ -12,7 +12,6 @@ from promptfed.client_service.privacy.candidates import ROUNDS, phases_of
 from promptfed.client_service.privacy.protection import PrivacyPlan
 from promptfed.client_service.training.payloads import known_sizes
 from promptfed.shared.messages import Domain, EnrolmentInfo, Role
-from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.methods.core.interface.disclosures import Disclosed
 from promptfed.shared.plain_text import counted, plain
@@ -110,7 +109,7 @@ class Disclosure:
 
     @property
     def _tests(self) -> tuple[str, ...]:
-        own = "the held-out training images" if self.terms.held_out else "its test images"
+        own = "its test images"
         if self.terms.selection is not None:
             share = f"{self.terms.selection.share:.0%} of the training images, which are held out"
             own = f"{share}, and once at the end its test images"
@@ -119,48 +118,22 @@ class Disclosure:
     def lines(self) -> list[str]:
         """For people. Texts of others are shown as plain text, and cut off if they are long."""
         terms = self.terms
+        name = terms.method["name"]
         return [_line(line) for line in (
             *self._changed(),
-            f'To join the federation "{terms.federation}" ({self._method()}) at {terms.coordinator}:',
+            f'To join the federation "{terms.federation}" (method {name}) at {terms.coordinator}:',
             "",
             "What this machine will do, and nothing else (a task that differs is refused):",
             *(f"  {name:<9} {value}" for name, value in self._work()),
             "Leaves this machine once, when it enrols:",
             *(f"  {name:<9} {value}" for name, value in self._once()),
             *(line for exchange in self.exchanges for line in self._exchange(exchange)),
-            *self._tried(),
             *self._measured(),
             "Who learns what of it:",
             *self._learned(),
             f"Never leaves it: {NEVER}.",
             f"Agreeing to just this without being asked: --agree {terms.digest}",
         )]  # fmt: skip
-
-    def _method(self) -> str:
-        if self.terms.tuning is None:
-            return f"method {self.terms.method['name']}"
-        return f"method to be chosen among {len(self.terms.tuning.candidates)} candidates"
-
-    def _tried(self) -> list[str]:
-        """Every candidate, and what is sent if it is tried or chosen; for trainers."""
-        tuning = self.terms.tuning
-        if tuning is None or self.terms.role != "trainer":
-            return []
-        lines = [
-            "Before round 1 these candidates are compared, and one of them becomes the method:",
-            f"  trials    {' and then '.join(f'{rounds} rounds' for rounds in tuning.rounds)} each, on "
-            f"{1 - tuning.held_out:.0%} of the training images; accuracies on the others leave this machine",
-        ]
-        for number, candidate in enumerate(tuning.candidates, start=1):
-            sends = "; ".join(f"{phase}: {', '.join(tensors)}" for phase, tensors in candidate.sends.items())
-            lines += [
-                f"  {number:<9} {candidate.method['name']}: {_settings(candidate.method) or 'no settings'}",
-                f"            training {_settings(candidate.training.model_dump())}",
-                f"            sends {sends or 'nothing'}; metrics {', '.join(candidate.metrics) or 'none'}",
-            ]
-        if self.plan is not None:
-            lines.append("            each trial is charged to the data set's budget, beside the rounds")
-        return lines
 
     def _measured(self) -> list[str]:
         told = self.terms.evaluation or (self.terms.privacy.evaluations if self.terms.privacy is not None else "plain")
@@ -314,9 +287,7 @@ def disclose(
     """
     trains = declared.role == "trainer"
     exchanges = _exchanges(method, info, shape) if trains else ()
-    candidates = [make_method(candidate.method) for candidate in terms.tuning.candidates] if terms.tuning else [method]
-    facts = dict.fromkeys(fact for candidate in candidates for fact in candidate.disclosures)
-    told = tuple(fact for fact in facts if trains or fact.to == "sites") if exchanges else ()
+    told = tuple(fact for fact in method.disclosures if trains or fact.to == "sites") if exchanges else ()
     return Disclosure(terms, declared, exchanges, told, tuple(changes), plan)
 
 

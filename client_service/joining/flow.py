@@ -108,7 +108,6 @@ class Joining:
         identity = self.state.bind(identity, info.federation_id)
         self.coordinator.federation = info.federation_id
         self._expect_use(info, identity)
-        self._expect_candidates(info, source, policy)
         method, asked = self._method(info, source, policy)
         offer = Offer(info, method, source, tests, policy)
         protection = await self._protection(offer)
@@ -138,19 +137,9 @@ class Joining:
         """The federation's method, and what it asks of this site. Raises ClientError if one of them cannot be."""
         method = federation_method(info)
         asked = site_facts(info, self.settings, source)
-        asked = replace(asked, federation=self.parts.within or asked.federation)
         enforce(policy, asked)
         check_declaration(method, info, self.settings.role, source)
         return method, asked
-
-    def _expect_candidates(self, info: EnrolmentInfo, source: Source, policy: Policy | None) -> None:
-        """Raise ClientError if a candidate could not be tried here, or could not become the method."""
-        if info.tuning is None or info.tuning.chosen is not None:
-            return
-        tried = info.model_copy(update={"held_out": info.tuning.held_out})
-        tested, _ = split_by(tried, source, {}, self.settings.role)
-        for number in range(len(info.tuning.candidates)):
-            self._method(info.with_candidate(number), tested, policy)
 
     def _expect_use(self, info: EnrolmentInfo, identity: Identity) -> None:
         """Raises ClientError or FederationEnded if the federation is over and this client would serve nothing."""
@@ -231,10 +220,10 @@ class Joining:
         return backbone
 
     async def _offer(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
-        """As `_info`, with the first candidate, or with the chosen one, where the method is chosen by comparison."""
+        """As `_info`, of a protocol that this client speaks."""
         info, token = await self._info(token, identity)
         check_protocol(info)
-        return (info if info.tuning is None else info.with_candidate(info.tuning.chosen or 0)), token
+        return info, token
 
     async def _info(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
         """What the coordinator says of the federation, or said when this client enrolled; the token if it is valid."""
@@ -337,7 +326,6 @@ class Joining:
         known = Agreement.kept(self.state, terms)
         changes = known.changes(terms) if known is not None else []
         if known is not None and not changes:
-            known.follow(terms)
             return known, declared
         if self.parts.consent is not None:
             planned, shape = protection.plan if protection is not None else None, await self._shape(info)

@@ -40,7 +40,6 @@ class Parts:
         secret: of the client's identity, if another process will continue with it.
         consent: asked before a client that has not enrolled yet sends anything.
         record: receives, in this process, the answer for each test image.
-        within: the name of the federation whose method a trial helps to choose: by it the site's policy allows it.
         work: makes the object that carries out tasks; it takes the fields of `TaskWork`.
     """
 
@@ -51,7 +50,6 @@ class Parts:
     enrolment_token: str | None = None
     secret: str | None = None
     consent: Consent | None = None
-    within: str | None = None
     record: Record | None = None
     privacy: PrivacyParts = field(default_factory=PrivacyParts)
     work: Callable[..., TaskWork] = TaskWork

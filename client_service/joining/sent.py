@@ -80,7 +80,7 @@ def help_lines() -> list[str]:
     for when, facts in SENT.items():
         lines += [f"  {when}:", *(f"    {line}" for text in facts.values() for line in text.split("\n"))]
     lines += ["  with each request: the federation's name and the secret, or the enrolment token before;"]
-    return [*lines, "    requests also ask for tasks, trials, payloads, receipts and spends, and tell of --withdraw"]
+    return [*lines, "    requests also ask for tasks, payloads, receipts and spends, and tell of --withdraw"]
 
 
 def sent_lines(folder: Path, log_format: Literal["text", "json"]) -> list[str]:

@@ -13,7 +13,7 @@ from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.joining.enrolled import call_enrolled
 from promptfed.client_service.privacy.agreement import FILE, WITHDRAWN
 from promptfed.client_service.settings import Settings
-from promptfed.client_service.state.private_state import TRIALS, PrivateState
+from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.state.site_log import SiteLog
 from promptfed.shared.files import write_whole
 
@@ -33,8 +33,7 @@ def withdraw(settings: Settings) -> int:
     folder = settings.state_dir
     if not (folder / FILE).exists():
         raise ClientError(Exit.STATE, f"{folder} holds no consent to withdraw: give the client's --state-dir")
-    for place in (folder, *folder.glob(f"{TRIALS}/*")):
-        write_whole(place / WITHDRAWN, datetime.now(UTC).isoformat(timespec="seconds").encode(), mode=0o600)
+    write_whole(folder / WITHDRAWN, datetime.now(UTC).isoformat(timespec="seconds").encode(), mode=0o600)
     SiteLog(folder).note("withdrawn", {"delete_private": settings.delete_private})
     log.info("consent is withdrawn: this client answers no further task")
     told = _tell(settings)

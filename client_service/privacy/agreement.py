@@ -19,16 +19,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.privacy.candidates import (
-    AgreedCandidate,
-    AgreedTuning,
-    candidate_terms,
-    settings_of,
-    tuning_terms,
-)
+from promptfed.client_service.privacy.candidates import metrics_of, settings_of, tensors_of
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.messages import EnrolmentInfo, Message, Role, Task, Told
+from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo, Message, Role, Task, Told
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.plain_text import counted, plain
@@ -72,16 +66,11 @@ class AgreedTerms(TrainingTerms):
     metrics: list[str]
     accuracies: list[str]
     figures: list[str] = Field(default_factory=list)
-    tuning: Annotated[AgreedTuning | None, left_out()] = None
 
     @property
     def offer(self) -> dict[str, Any]:
-        """The terms that are not the owner's own choice. If they change, the owner is asked again.
-
-        Which of the candidates is chosen, or is tried first, is no change.
-        """
-        one_of_many = set() if self.tuning is None else set(AgreedCandidate.model_fields)
-        return self.model_dump(mode="json", exclude={"coordinator", "accuracies"} | one_of_many)
+        """The terms that are not the owner's own choice. If they change, the owner is asked again."""
+        return self.model_dump(mode="json", exclude={"coordinator", "accuracies"})
 
     @property
     def digest(self) -> str:
@@ -121,7 +110,10 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
     )
     trains = role == "trainer"
     return AgreedTerms(
-        **dict(offered) | dict(candidate_terms(info, method, trains)),
+        **dict(offered),
+        most_peers=MOST_PEERS if method.needs.domain_descriptions else 0,
+        sends=tensors_of(method) if trains else {},
+        metrics=metrics_of(method, info) if trains else [],
         coordinator=coordinator,
         federation_id=info.federation_id,
         federation=info.name,
@@ -131,7 +123,6 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
         evaluation=info.evaluation,
         accuracies=["test", *sorted(tests)],
         figures=list(FIGURES),
-        tuning=tuning_terms(info, trains),
     )
 
 
@@ -218,13 +209,6 @@ class Agreement:
         if self.sent.restores >= RESTORES:
             changed.append(f"the coordinator went back to earlier rounds {RESTORES} times")
         return changed
-
-    def follow(self, terms: AgreedTerms) -> None:
-        """Go on with the candidate of ``terms``, an offer that `changes` nothing."""
-        names = AgreedCandidate.model_fields
-        if any(getattr(self.consent.terms, name) != getattr(terms, name) for name in names):
-            chosen = {name: getattr(terms, name) for name in names}
-            self._change(terms=self.consent.terms.model_copy(update=chosen))
 
     def pin(self, fingerprint: str) -> None:
         """The weights that were loaded: tasks for others are refused."""

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger, Part
+from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger
 from promptfed.client_service.privacy.ledger_head import keep_head
 from promptfed.client_service.privacy.policy import Policy
 from promptfed.client_service.state.faults import point
@@ -134,11 +134,6 @@ class NoisyCounts:
         """The federation's privacy settings; the defaults if it has none."""
         return self.info.privacy or PrivacySpec()
 
-    @property
-    def part(self) -> Part:
-        """Whose budget pays: held-out images are training images of the rounds that follow."""
-        return "train" if self.info.held_out else "test"
-
     def begun(self, source: Source, tests: Mapping[str, Source], delta: float | None) -> NoisyCounts | None:
         """These counts, with a ledger that has begun; None where an image is both trained and tested on."""
         if overlap(source, tests):
@@ -170,7 +165,7 @@ class NoisyCounts:
         a = self.privacy.evaluation_epsilon
         event = Event("laplace", 1.0, a, len(splits) + len(new))
         try:
-            epsilon = self.ledger.expect([event], self.most, self.part)
+            epsilon = self.ledger.expect([event], self.most, "test")
         except BudgetExhausted as error:
             return self._withheld(error)
         stream = self.noise.stream("evaluation", task.round, task.phase, self.client)
@@ -208,7 +203,7 @@ class NoisyCounts:
             "noise": request.privacy.noise,
         }
         try:
-            self.ledger.spend(drawn.release, events, self.most, about, self.part)
+            self.ledger.spend(drawn.release, events, self.most, about, "test")
             keep_head(self.ledger, self.state)
         except BudgetExhausted as error:
             self.state.write_as(FILE, _Drawn(zero_shot=drawn.zero_shot))

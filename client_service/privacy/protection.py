@@ -18,7 +18,6 @@ from promptfed.client_service.state.faults import point
 from promptfed.client_service.state.private_state import Pending, PrivateState
 from promptfed.shared.data.source import Source, Split
 from promptfed.shared.messages import EnrolledProtection, EnrolmentInfo, PrivacyEvent, SpendReport, Task
-from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.checks.privacy_checks import training_loops
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.methods.core.interface.protection import Protection
@@ -280,36 +279,12 @@ def plan(
             if spend.split == "train" and spend.federation_id != info.federation_id
             for spent in spend.events
         ]
-        others += trial_events(info, units)
         alone = epsilon_of(events, wanted)
         in_all = epsilon_of([*others, *events], wanted) if others else alone
     except PrivacyError as error:
         raise ClientError(Exit.LEDGER, f"this federation cannot be protected here: {error}") from None
     replaced = replace_one_epsilon(events, wanted)
     return PrivacyPlan(units, z, wanted, shape.count, shape.q, alone, in_all, most, privacy.unit, replaced)
-
-
-def trial_events(info: EnrolmentInfo, units: int) -> list[Event]:
-    """About what the trials before round 1 will cost a client with ``units`` images, at most; none once they are over.
-
-    Each trial trains on the images that are not held out, and sends noisy counts of those that are before its first
-    round and after its last, besides the template's.
-    """
-    tuning, privacy = info.tuning, info.privacy
-    if tuning is None or tuning.chosen is not None or privacy is None or privacy.noise_multiplier is None:
-        return []
-    events: list[Event] = []
-    trained = max(1, int(units * (1 - tuning.held_out)))
-    for rung in tuning.rungs:
-        costs = []
-        for number in range(len(tuning.candidates)):
-            offer = info.with_candidate(number)
-            loops = training_loops(make_method(offer.method), rung.rounds)
-            given = offer.training.batch_size, offer.training.epochs, privacy.noise_multiplier, loops
-            costs.append(training_event(trained, *given))
-        events += sorted(costs, key=lambda cost: -cost.count)[: rung.candidates]
-        events += [Event("laplace", 1.0, privacy.evaluation_epsilon, 3)] * rung.candidates
-    return events
 
 
 def _check_unit(ledger: Ledger, privacy: PrivacySpec) -> None:

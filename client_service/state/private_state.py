@@ -11,7 +11,7 @@ Layout of the state folder (mode 0700):
     serving.json             the last evaluation's task, and serving-*.safetensors, the payload that came with it
     last-refusal.json        the last refusal, for people
     consent.json             what the owner agreed to, answers.json what was sent since; withdrawn: it was withdrawn
-    sent.jsonl               what left this machine (`http.sent_log`); site-log.*; trials/: folders like this one
+    sent.jsonl               what left this machine (`http.sent_log`); site-log.*
 
 Every other file appears by rename after fsync. Accepting an update is one rename (pending's private tensors over the
 committed ones), so that a kill at any instant leaves either the state before or the state after.
@@ -47,7 +47,6 @@ PENDING = "pending"
 ANSWERED = "answered"
 COMMITTED = "committed.safetensors"
 PAYLOADS = "payloads"
-TRIALS = "trials"
 RESIDUAL = "residual#"  # before the names of tensors that compression keeps beside the private ones
 FORM = 1  # of the files here; a folder of promptfed before 0.4.0 says none
 READS_OLDER = "7368013d"  # the last commit that reads folders of promptfed before 0.4.0
@@ -339,8 +338,8 @@ class PrivateState:
         self._disk.sync_folder(self.folder)
 
     def delete_private(self) -> None:
-        """Delete private tensors, pending updates, prompts for predictions, features and trials. The identity stays."""
-        for name in (PENDING, ANSWERED, "pending.tmp", "discarded", "features", PAYLOADS, TRIALS):
+        """Delete private tensors, pending updates, prompts for predictions and features. The identity stays."""
+        for name in (PENDING, ANSWERED, "pending.tmp", "discarded", "features", PAYLOADS):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         own = ("secure-work*", "secure-attempt*", "secure-masked*")
         for pattern in (f"{COMMITTED}*", "before-*", "round-*", "serving*", "last-refusal.json*", *own):

@@ -270,9 +270,7 @@ def split_by(
     if terms.selection is not None:
         apart = held_out(source, terms.selection.share, terms.seed)
         return replace(apart, test=source.test), {**tests, terms.selection.split: apart}
-    if not terms.held_out:
-        return source, tests
-    return held_out(source, terms.held_out, terms.seed), NO_TESTS
+    return source, tests
 
 
 def held_out(source: Source, share: float, seed: int) -> Source:

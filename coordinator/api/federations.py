@@ -25,18 +25,16 @@ from promptfed.coordinator.api.deps import (
     knows_who_takes_part,
 )
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.domain.trials import trials_of
-from promptfed.coordinator.engine import deletion, recovery
+from promptfed.coordinator.engine import deletion, jobs, recovery
 from promptfed.coordinator.engine.disk_room import disk_told
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import OperatorCaller
 from promptfed.coordinator.http.certificates import fingerprint
 from promptfed.coordinator.http.uploads import Incoming
-from promptfed.coordinator.operations import federations, tokens, tuning
+from promptfed.coordinator.operations import federations, tokens
 from promptfed.coordinator.reports.federations import federation_view, without_participation
 from promptfed.shared.api.access_schemas import MintedToken, TokenPage, TokenRequest
 from promptfed.shared.api.api_schemas import Awaited, DryRun, FederationPage, FederationView, SuppliedState
-from promptfed.shared.messages import ENDED
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
 
@@ -129,19 +127,13 @@ def get_federation(registry: RegistryOf, federation: Viewed, caller: IsViewer) -
     responses=described.for_callers(problems.StorageFull, problems.WrongState),
 )
 def delete_federation(registry: RegistryOf, federation: OperatedAny) -> None:
-    """Delete a federation with all its data, and with the trials of its tuning."""
-    parent = registry.federations.get(federation.spec.trial.of) if federation.spec.trial is not None else None
-    if parent is not None and parent.tunes and parent.run.state not in ENDED:
-        text = f"{federation.name} is a trial of {parent.name}, which waits for it: cancel the trial"
-        raise problems.WrongState(text, state=federation.run.state)
-    for trial in trials_of(registry.federations.values(), federation.id).values():
-        deletion.delete_federation(registry, trial.id)
+    """Delete a federation with all its data."""
     deletion.delete_federation(registry, federation.id)
 
 
 def _steer(registry: RegistryOf, federation: Operated, verb: str) -> FederationView:
     if verb == "start":
-        tuning.start(registry, federation.id)
+        jobs.start(registry, federation.id)
     else:
         federations.steer(registry, federation.id, verb)
     with registry.database.read() as session:
@@ -160,7 +152,7 @@ def _steer(registry: RegistryOf, federation: Operated, verb: str) -> FederationV
     ),
 )
 def start(registry: RegistryOf, federation: Operated) -> FederationView:
-    """Start the rounds, or first the trials of `tuning`. This confirms the backbone of the first enrolment."""
+    """Start the rounds. This confirms the backbone of the first enrolment."""
     return _steer(registry, federation, "start")
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 from typing import Annotated, Any
 
-from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
 from starlette.types import Receive, Scope, Send
@@ -24,10 +23,10 @@ from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.http.blob_file import first_byte
 from promptfed.coordinator.http.heartbeats import BEAT, Heartbeats
 from promptfed.coordinator.http.uploads import Incoming, Uploads, announced_digest, expect_digest
-from promptfed.coordinator.operations import exchanges, payloads, submissions, tuning
+from promptfed.coordinator.operations import exchanges, payloads, submissions
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.api.api_schemas import Receipt, UpdateReceipt
-from promptfed.shared.messages import ENDED, Digest, EvaluationRequest, FailureRequest, Task, TrialOffer
+from promptfed.shared.messages import ENDED, Digest, EvaluationRequest, FailureRequest, Task
 from promptfed.shared.service.addresses import BASE, HEARTBEAT
 from promptfed.shared.spec.selection import FINAL
 
@@ -134,33 +133,6 @@ async def next_task(
             await wait(wakeup, left)
     finally:
         registry.metrics.waiting.dec()
-
-
-@router.post(
-    "/trial",
-    response_model=TrialOffer,
-    responses={
-        204: {"description": "nothing to do within the time"},
-        **described.for_clients(problems.Ended, problems.StorageFull),
-    },
-)
-async def post_trial(
-    registry: RegistryOf,
-    caller: Calling,
-    wait_seconds: Annotated[float, Query(alias="wait", ge=0, le=60, description="seconds")] = 0,
-) -> Response:
-    """The trial that the client is to take part in before round 1, or the chosen candidate. Waits if there is none."""
-    id, name = caller.federation.id, caller.client.name
-    until = clock.monotonic() + wait_seconds
-    while True:
-        wakeup = registry.wakeups.listen((id, name))
-        offered = await run_sync(tuning.offer, registry, id, name)
-        left = until - clock.monotonic()
-        if offered is not None:
-            return Response(offered.model_dump_json(), media_type="application/json")
-        if left <= 0 or registry.wakeups.closed:
-            return Response(status_code=status.HTTP_204_NO_CONTENT)
-        await wait(wakeup, left)
 
 
 def _open_task(registry: Registry, id: str, client: Client) -> tuple[Federation, OpenTask] | None:

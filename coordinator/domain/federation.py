@@ -22,7 +22,7 @@ from promptfed.shared.methods.core.interface.base import (
 )
 from promptfed.shared.methods.core.sizes import update_limit
 from promptfed.shared.privacy.settings import PrivacySpec
-from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec
+from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms
 
 
@@ -170,29 +170,6 @@ class Federation:
     def privacy(self) -> PrivacySpec | None:
         """The privacy settings; None at level ``none``."""
         return self.spec.privacy if self.spec.privacy.level != "none" else None
-
-    @property
-    def tunes(self) -> bool:
-        """Whether its method is still to be chosen."""
-        return self.spec.tuning is not None and self.spec.tuning.chosen is None
-
-    def with_candidate(self, number: int) -> Federation:
-        """This federation with a candidate's method and training; raises as ``method_for``."""
-        assert self.spec.tuning is not None
-        candidate = self.spec.tuning.candidates[number]
-        training = TrainingSpec.model_validate(candidate.training)
-        spec = self.spec.model_copy(update={"method": candidate.method, "training": training})
-        method = method_for(spec)
-        made = rules_of(spec, method)
-        rules = replace(self.rules, phases=made.phases, join_when_extended=made.join_when_extended)
-        return replace(self, spec=spec, method=method, rules=rules)
-
-    def chosen(self, number: int) -> Federation:
-        """This federation with the candidate that was chosen."""
-        assert self.spec.tuning is not None
-        made = self.with_candidate(number)
-        tuning = self.spec.tuning.model_copy(update={"chosen": number})
-        return replace(made, spec=made.spec.model_copy(update={"tuning": tuning}))
 
     def training_terms(self) -> TrainingTerms:
         """The terms of training, as offered to clients and repeated in every task."""

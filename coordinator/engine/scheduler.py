@@ -19,7 +19,6 @@ from promptfed.coordinator.aggregation.server_half import NoTorch
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
-from promptfed.coordinator.domain.trials import current, everybody_is_in, trials_of
 from promptfed.coordinator.engine import deletion, expiry, jobs, json_logs, retention
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.malloc import give_back
@@ -49,14 +48,10 @@ Job = Callable[[Registry, str], None]
 class Scheduler:
     """Drives the federations of one registry."""
 
-    def __init__(self, registry: Registry, mend: Job, start: Job, tune: Job):
-        """``mend`` sees to what was found damaged of a federation (``Registry.damaged``).
-
-        ``start`` starts a federation, and ``tune`` goes on with choosing its method.
-        """
+    def __init__(self, registry: Registry, mend: Job):
+        """``mend`` sees to what was found damaged of a federation (``Registry.damaged``)."""
         self._registry = registry
-        self._mend, self._start, self._tune = mend, start, tune
-        self._trials_since: dict[str, float] = {}
+        self._mend = mend
         self._mended_at: dict[str, float] = {}
         self._driver: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
@@ -195,10 +190,6 @@ class Scheduler:
             return jobs.fill_payloads
         if run.state == "running" and run.stage is not None and run.stage.deadline <= clock.monotonic():
             return _tick
-        if run.state == "enrolling" and federation.tunes and (trials := self._trials(federation)):
-            return self._tune if self._is_trial_due(federation, trials) else None
-        if run.state not in ENDED and self._is_forsaken(federation):
-            return _cancel
         if run.state == "enrolling" and self._could_start(federation):
             return self._start_by_itself
         if retention.has_to_retire(federation, self._registry.retired.get(federation.id, 0)):
@@ -214,31 +205,8 @@ class Scheduler:
         self._mended_at[id] = now
         return True
 
-    def _trials(self, federation: Federation) -> dict[tuple[int, int], Federation]:
-        return trials_of(self._registry.federations.values(), federation.id)
-
-    def _is_trial_due(self, federation: Federation, trials: dict[tuple[int, int], Federation]) -> bool:
-        """Whether the last trial has ended, or can start: all are in, or enough once a phase's time is over."""
-        trial = current(trials)
-        if trial is None:
-            return True
-        if trial.run.state != "enrolling":
-            return False
-        now, rules = clock.monotonic(), federation.rules
-        waited = now - self._trials_since.setdefault(trial.id, now)
-        late = waited >= rules.deadline_seconds and len(trial.run.trainers()) >= rules.min_clients
-        return late or everybody_is_in(federation, trials, trial)
-
-    def _is_forsaken(self, federation: Federation) -> bool:
-        """Whether it is a trial of a federation that is gone or over."""
-        if federation.spec.trial is None:
-            return False
-        parent = self._registry.federations.get(federation.spec.trial.of)
-        return parent is None or parent.run.state in ENDED
-
     def _could_start(self, federation: Federation) -> bool:
-        chosen = federation.spec.tuning is not None and not federation.tunes
-        if federation.spec.start != "when_ready" and not chosen:
+        if federation.spec.start != "when_ready":
             return False
         if len(federation.run.starters(federation.rules)) < federation.rules.min_clients:
             return False
@@ -247,7 +215,7 @@ class Scheduler:
     def _start_by_itself(self, registry: Registry, id: str) -> None:
         federation = registry.get(id)
         try:
-            self._start(registry, id)
+            jobs.start(registry, id)
         except Refusal as refusal:
             # Not to be tried again before its clients or its initial state change.
             self._refused_starts[id] = _start_key(federation)
@@ -306,11 +274,6 @@ class Scheduler:
 def _tick(registry: Registry, id: str) -> None:
     with registry.change(id) as change:
         change.send(events.Tick(clock.monotonic()))
-
-
-def _cancel(registry: Registry, id: str) -> None:
-    with registry.change(id) as change:
-        change.send(events.Cancel())
 
 
 def _start_key(federation: Federation) -> object:

@@ -11,7 +11,6 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
-from promptfed.coordinator.domain.trials import current, trials_of
 from promptfed.coordinator.engine import jobs, retention
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
@@ -41,7 +40,7 @@ def expect_discardable(federation: Federation) -> None:
 
 
 def withdraw(registry: Registry, id: str, client: str, discard: bool) -> None:
-    """Withdraw a client, also from a trial that runs for the federation. Repeating it changes nothing.
+    """Withdraw a client. Repeating it changes nothing.
 
     Raises:
         NotFound, WrongState: there is no such client, or the federation has ended.
@@ -64,9 +63,6 @@ def withdraw(registry: Registry, id: str, client: str, discard: bool) -> None:
         raise problems.WrongState(
             f"the federation is {error}: nobody can be withdrawn any more", state=str(error)
         ) from None
-    trial = current(trials_of(registry.federations.values(), id))
-    if trial is not None and name in trial.clients:
-        withdraw(registry, trial.id, name, discard)
 
 
 async def delete_updates(registry: Registry, id: str, client: str) -> None:

@@ -42,7 +42,6 @@ def enrolment_info(federation: Federation) -> EnrolmentInfo:
         state=federation.run.state,
         evaluate_every=spec.evaluation.every,
         evaluation=spec.evaluations if spec.secure_aggregation is not None else None,
-        tuning=spec.tuning,
     )
 
 
@@ -97,9 +96,8 @@ class _Enrolment:
         token = _check_token(federation, self.token_digest, request, known)
         row = _row(federation, request, known.id if known else "cli-" + secrets.token_hex(8), token.id)
         client = client_of(ClientRow(**row))
-        for shown in _with_each_method(federation):
-            _check(shown, request)
-            _check_method(shown, client, request.backbone_shape)
+        _check(federation, request)
+        _check_method(federation, client, request.backbone_shape)
         _keep_reference(change, request)
         _store(change, row)
         _use(change, self.token_digest)
@@ -109,13 +107,6 @@ class _Enrolment:
         with audit.acting(self.actor):
             change.note("client-enrolled", client=client.name, role=client.role)
         return True
-
-
-def _with_each_method(federation: Federation) -> list[Federation]:
-    """The federation, as it would be with each candidate if its method is not chosen yet."""
-    if federation.spec.tuning is None or not federation.tunes:
-        return [federation]
-    return [federation.with_candidate(number) for number in range(len(federation.spec.tuning.candidates))]
 
 
 def _recognise(federation: Federation, known: Client, request: EnrolRequest) -> None:

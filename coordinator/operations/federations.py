@@ -88,8 +88,8 @@ def _budgeted(federation: Federation, noise: Noise) -> Federation:
         raise problems.InvalidSpec(f"privacy.epsilon: {error}", errors=errors) from None
 
 
-def create(registry: Registry, raw: dict[str, Any], key: str | None = None, trial: bool = False) -> Federation:
-    """Create a federation, or return the one that this Idempotency-Key has created; ``trial``: for `tuning`.
+def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> Federation:
+    """Create a federation, or return the one that this Idempotency-Key has created.
 
     Raises:
         InvalidSpec, NameTaken, KeyReused, StorageFull: it cannot be created.
@@ -100,7 +100,6 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None, tria
         if known is not None:
             return known
         spec = resolve(raw)
-        _expect_tunable(registry, spec, trial)
         if any(spec.name in (federation.name, federation.id) for federation in registry.federations.values()):
             raise _taken(spec)
         federation = replace(new_federation("fed-" + secrets.token_hex(8), spec), noise_key=secrets.token_hex(32))
@@ -118,17 +117,6 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None, tria
         registry.add(federation)
     point("federation-created")
     return federation
-
-
-def _expect_tunable(registry: Registry, spec: FederationSpec, trial: bool) -> None:
-    """Trials are made here alone, and all by one coordinator."""
-    if spec.trial is not None and not trial:
-        path, detail = "trial", "the coordinator sets it for the trials of tuning: leave it out"
-    elif spec.tuning is not None and registry.leases is not None:
-        path, detail = "tuning", "several coordinators share these federations, and trials need a single one"
-    else:
-        return
-    raise problems.InvalidSpec(f"{path}: {detail}", errors=[{"path": path, "detail": detail}])
 
 
 def _expect_room(registry: Registry, federation: Federation) -> None:
@@ -224,9 +212,6 @@ def supply_state(registry: Registry, id: str, body: bytes) -> str:
     """
     federation = registry.get(id)
     _expect_enrolling(federation)
-    if federation.spec.tuning is not None:
-        text = f"{federation.name} chooses its method, and an initial state fits one method only"
-        raise problems.WrongState(text, state=federation.run.state)
     try:
         tensors, _ = decode(body)
         _check_supplied(federation, tensors)

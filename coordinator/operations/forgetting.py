@@ -87,9 +87,7 @@ def _name_of(federation: Federation) -> FederationName:
 def _way(session: Session, federation: Federation, name: str) -> Way:
     """Raises CannotForget."""
     spec = federation.spec
-    if spec.trial is not None or spec.tuning is not None:
-        text = "its method was chosen, or is being chosen, by what this client has measured too"
-    elif federation.run.members[name].joined and spec.secure_aggregation is not None:
+    if federation.run.members[name].joined and spec.secure_aggregation is not None:
         text = "clients send one sum for each round, and the difference of two sums would be this client's part"
     elif federation.run.members[name].joined and spec.privacy.level == "client":
         text = "a second release of the same rounds is one that its privacy budget has not paid for"

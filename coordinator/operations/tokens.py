@@ -27,12 +27,10 @@ def mint(
     request: TokenRequest,
     default_hours: float,
     authority: str | None = None,
-    holder: str | None = None,
 ) -> MintedToken:
     """Create an enrolment token. Only this answer contains the token itself, and an invitation if there is an address.
 
-    ``authority``: the fingerprint of the coordinator's certificate, for the invitation. ``holder``: the token is for a
-    new client of this name.
+    ``authority``: the fingerprint of the coordinator's certificate, for the invitation.
 
     Raises:
         NotFound: it is for a name that no client has.
@@ -46,7 +44,7 @@ def mint(
         name = request.name or token_id
         if any(name in (known.name, known.id) for known in federation.tokens.values()):
             raise problems.NameTaken(f"{federation.name} has an enrolment token {name!r}: choose another name")
-        client = _reset_name(federation, request.client) if request.client is not None else holder
+        client = _reset_name(federation, request.client) if request.client is not None else None
         row = TokenRow(
             digest=digest(token),
             federation_id=id,

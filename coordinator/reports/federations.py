@@ -16,7 +16,6 @@ from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow, FederationRow
 from promptfed.shared.api import api_schemas as schemas
 from promptfed.shared.messages import ENDED
-from promptfed.shared.spec.tuning import WORST
 
 
 def federation_view(session: Session, federation: Federation) -> schemas.FederationView:
@@ -53,34 +52,8 @@ def federation_view(session: Session, federation: Federation) -> schemas.Federat
             "state_hash": newest.state_hash if newest is not None else None,
             "privacy": central_privacy(session, federation),
             "selection": selection_view(session, federation),
-            "trials": _trials(session, federation),
         }
     )
-
-
-def _trials(session: Session, federation: Federation) -> list[schemas.TrialView]:
-    """The trials of its tuning. They are read from the database: deleted ones are missing."""
-    if federation.spec.tuning is None:
-        return []
-    trials = []
-    for row in session.scalars(queries.trials(federation.id)):
-        place, rounds = row.spec["trial"], row.spec["rounds"]
-        score = queries.score(session, row.id, rounds) if row.state == "finished" else WORST
-        trials.append(
-            schemas.TrialView.model_validate(
-                {
-                    "federation": row.name,
-                    "title": federation.spec.tuning.candidates[place["candidate"]].title,
-                    "candidate": place["candidate"],
-                    "rung": place["rung"],
-                    "state": row.state,
-                    "round": row.round,
-                    "rounds": rounds,
-                    "accuracy": score if score != WORST else None,
-                }
-            )
-        )
-    return trials
 
 
 def _time(stored: object) -> datetime | None:

@@ -73,8 +73,7 @@ def _of_evaluations(session: Session, federation: Federation, client: Client) ->
     for row in _answers(session, federation, client, EvaluationRow, *columns):
         if row.body.get("privacy") is not None:
             spent = SpendReport.model_validate(row.body["privacy"])
-            # Held-out images are training images of another federation, whose budget is the same.
-            yield _spend(row, spent, spent.events, None, split="train" if federation.spec.held_out else "test")
+            yield _spend(row, spent, spent.events, None, split="test")
 
 
 def _spend(

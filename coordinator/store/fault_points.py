@@ -51,8 +51,6 @@ FORGETTING_POINTS = ("forget-before-commit", "forget-committed", "forget-erased"
 #: Those that only secure sums reach.
 SECURE_POINTS = ("exchange-before-commit", "exchange-committed", "sum-computed", "exchanges-deleted")
 
-#: Of choosing a method, in their order; the first comes once for each trial.
-TUNING_POINTS = ("trial-created", "choice-before-commit", "choice-committed")
 
 _armed = os.environ.get(VARIABLE, "")
 _reached: Counter[str] = Counter()

@@ -12,13 +12,11 @@ from promptfed.coordinator.store.tables import (
     Base,
     ClientRow,
     EvaluationRow,
-    FederationRow,
     PhaseRow,
     StateRow,
     TaskRow,
 )
 from promptfed.shared.spec.selection import SelectionSpec
-from promptfed.shared.spec.tuning import WORST
 
 T = TypeVar("T", bound=Base)
 
@@ -82,26 +80,6 @@ def counted_clients(session: Session, id: str, round: int, step: int) -> tuple[s
     here = (PhaseRow.round == round, PhaseRow.step == step, TaskRow.counted)
     query = tasks_with_phases(id).with_only_columns(TaskRow.client).where(*here)
     return tuple(session.scalars(query.order_by(TaskRow.client)))
-
-
-def trial_key(id: str, rung: int, candidate: int) -> str:
-    """The idempotency key of a trial of the federation ``id``: it is made once."""
-    return f"trial of {id} {rung} {candidate}"
-
-
-def trials(id: str) -> Select[FederationRow]:
-    """The trials of the federation ``id``, in the order in which they were made."""
-    key = FederationRow.idempotency_key.startswith(f"trial of {id} ", autoescape=True)
-    return select(FederationRow).where(key).order_by(FederationRow.created_at, FederationRow.id)
-
-
-def score(session: Session, id: str, round: int) -> float:
-    """The mean of the clients' accuracies after ``round``; `WORST` if none was sent."""
-    answered = (PhaseRow.kind == "evaluate", PhaseRow.round == round, TaskRow.status == "answered")
-    query = tasks_with_phases(id).join(EvaluationRow, EvaluationRow.task_id == TaskRow.id).where(*answered)
-    bodies = session.scalars(query.with_only_columns(EvaluationRow.body).order_by(TaskRow.client))
-    told = [body["splits"]["test"]["accuracy"] for body in bodies if "test" in body["splits"]]
-    return fmean(told) if told else WORST
 
 
 def means_by_round(session: Session, id: str, phase: str, selection: SelectionSpec) -> dict[int, float]:

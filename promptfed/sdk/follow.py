@@ -25,7 +25,6 @@ class Snapshot:
     phase: str | None
     answered: tuple[str, ...]
     awaited: tuple[str, ...]
-    trial: str | None = None  # of tuning, while the method is not chosen
 
     @classmethod
     def of(cls, federation: FederationSummary) -> Snapshot:
@@ -38,7 +37,6 @@ class Snapshot:
             phase=federation.phase,
             answered=tuple(federation.answered),
             awaited=tuple(awaited.name for awaited in federation.awaited),
-            trial=federation.trials[-1].describe() if federation.trials else None,
         )
 
     @property
@@ -49,8 +47,6 @@ class Snapshot:
 
     def describe(self) -> str:
         """One line for people."""
-        if self.state == "enrolling" and self.trial is not None:
-            return f"choosing its method; {self.trial}"
         if self.state != "running":
             return f"{self.state}{f' ({self.reason})' if self.reason else ''}"
         waiting = f", waiting for {', '.join(self.awaited[:4])}" if self.awaited else ""

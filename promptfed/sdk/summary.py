@@ -55,23 +55,6 @@ class CentralPrivacySummary(BaseModel):
     warnings: list[str]
 
 
-class TrialSummary(BaseModel):
-    """A trial of one candidate, before the federation's first round."""
-
-    federation: str
-    title: str
-    state: str
-    round: int
-    rounds: int
-    accuracy: float | None
-
-    def describe(self) -> str:
-        """One line for people."""
-        if self.accuracy is not None:
-            return f"{self.title}: {self.accuracy:.1%} on held-out images after {self.rounds} rounds"
-        return f"{self.title}: {self.state}, round {self.round} of {self.rounds} ({self.federation})"
-
-
 class SelectionSummary(BaseModel):
     """The best round so far."""
 
@@ -104,7 +87,6 @@ class FederationSummary(BaseModel):
     awaited: list[Awaited]
     privacy: CentralPrivacySummary | None = None
     selection: SelectionSummary | None = None
-    trials: list[TrialSummary] = []
 
 
 class FederationList(BaseModel):

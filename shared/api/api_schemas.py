@@ -135,19 +135,6 @@ class CentralPrivacyView(BaseModel):
     warnings: list[str]
 
 
-class TrialView(BaseModel):
-    """A trial of one candidate: a federation of its own. ``accuracy``: on held-out training images, once it is over."""
-
-    federation: str
-    title: str = Field(description="the candidate's method and learning rate")
-    candidate: int = Field(description="its number in the spec's tuning.candidates, from 0")
-    rung: int
-    state: FederationState
-    round: int
-    rounds: int
-    accuracy: float | None
-
-
 class SelectionView(SelectionSpec):
     """The round that is chosen, and how: the best mean of ``metric`` among those that were ``compared``."""
 
@@ -187,9 +174,6 @@ class FederationView(BaseModel):
     state_hash: str | None
     privacy: CentralPrivacyView | None = left_out(default=None, description="where whole clients are protected")
     selection: SelectionView | None = left_out(default=None, description="the best round so far, with selection")
-    trials: list[TrialView] = left_out(
-        [], default_factory=list, description="the trials by which the method is chosen, in order; with tuning"
-    )
 
 
 class FederationPage(BaseModel):

@@ -18,7 +18,6 @@ from promptfed.shared.methods.core.checks.distributed_checks import with_parts
 from promptfed.shared.methods.core.checks.privacy_checks import check_privacy
 from promptfed.shared.methods.core.checks.rule_checks import check_rule
 from promptfed.shared.methods.core.checks.secure_checks import check_secure
-from promptfed.shared.methods.core.checks.tuning_checks import check_tuning, with_candidates
 from promptfed.shared.methods.core.checks.validation_checks import check_selection, check_validation
 from promptfed.shared.methods.core.interface.base import Method, MethodError, ServerContext
 from promptfed.shared.methods.core.rates import swept_rate
@@ -138,7 +137,6 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
         ("compression", lambda: check_compression(method, resolved)),
         ("secure_aggregation", lambda: check_secure(method, resolved)),
         ("privacy", lambda: check_privacy(method, resolved)),
-        ("tuning", lambda: check_tuning(resolved)),
         ("kind", lambda: check_validation(resolved)),
         ("selection", lambda: check_selection(method, resolved)),
     ]
@@ -157,7 +155,7 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
         resolved = with_parts(method, with_noise(method, resolved))
     except MethodError as error:
         raise SpecError([{"path": "privacy.noise_multiplier", "detail": str(error)}]) from None
-    return with_candidates(resolved, raw, resolve_spec, METHODS)
+    return resolved
 
 
 def _parts(raw: dict[str, Any]) -> tuple[FederationSpec, Method]:

@@ -29,7 +29,6 @@ from promptfed.shared.spec.selection import SelectionSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec, SecureAggregationSpec
 from promptfed.shared.spec.spec_hints import meant
 from promptfed.shared.spec.spec_section import Section, left_out
-from promptfed.shared.spec.tuning import TrialSpec, TuningSpec
 
 VIEWS = 8
 
@@ -262,21 +261,9 @@ class FederationSpec(Section):
         ),
     ] = 0
     start: Literal["manual", "when_ready"] = "manual"
-    tuning: Annotated[TuningSpec | None, left_out()] = None
     selection: Annotated[
         SelectionSpec | None, left_out(description="the result is the best round's; default: the last round's")
     ] = None
-    held_out: Annotated[
-        float,
-        left_out(
-            0.0,
-            ge=0,
-            lt=1,
-            description="share of each trainer's training images that are not trained on, and tested on in place of "
-            "its test images",
-        ),
-    ] = 0.0
-    trial: Annotated[TrialSpec | None, left_out(description="of a trial of `tuning`; the coordinator sets it")] = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
 
     @property

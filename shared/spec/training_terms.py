@@ -61,15 +61,6 @@ class TrainingTerms(BaseModel):
         int,
         left_out(0, ge=0, le=100_000, description="rounds whose private tensors are kept, to go back with"),
     ] = 0
-    held_out: Annotated[
-        float,
-        left_out(
-            0.0,
-            ge=0,
-            lt=1,
-            description="share of the training images that are tested on, and not trained on",
-        ),
-    ] = 0.0
     compression: Annotated[
         CompressionSpec, left_out(CompressionSpec(), description="how changes are encoded on their way")
     ] = CompressionSpec()

@@ -186,7 +186,6 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
     "privacy": {"privacy": {"level": "sample", "clip": 1.0, "noise_multiplier": 1.0}},
     "secure_aggregation": {"secure_aggregation": {}},
     "weighting": {"weighting": {"weighting": "samples"}},
-    "held_out": {"held_out": 0.5},
     "compression": {"compression": {"up": "int8"}},
     "selection": {"selection": {"share": 0.5}},
     "keep_rounds": {"keep_rounds": 3},

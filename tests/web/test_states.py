@@ -19,7 +19,6 @@ from promptfed.testing.clients import drive, trained, update_body
 from tests.client_service.serving.test_page import image, served_page
 from tests.support.coordinators import InThread
 from tests.support.secure_clients import SecureClient
-from tests.support.tuned import play, tuned
 from tests.web.conftest import Visit, visit
 from tests.web.test_validation import validated
 
@@ -108,14 +107,6 @@ def make_failed(server: InThread) -> None:
             break
 
 
-def make_tuned(server: InThread) -> None:
-    federation = server.post("/v1/federations", tuned(name="tuned"), status=201)["id"]
-    for name in "ab":
-        assert server.client(federation, name).enrol(server.token(federation)).status_code == 201
-    server.post(f"{federation}/start")
-    play(server, federation, lambda: any(one["accuracy"] for one in server.get(federation)["trials"]))
-
-
 def make_protected(server: InThread) -> None:
     federation = server.create(
         name="protected", participation=PATIENT, privacy={"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
@@ -155,7 +146,7 @@ def make_several(server: InThread) -> None:
 
 MADE: tuple[Callable[[InThread], Any], ...] = (
     make_enrolling, make_running, make_paused, make_finished, make_cancelled, make_failed,
-    make_tuned, make_protected, make_secure, make_several, validated,
+    make_protected, make_secure, make_several, validated,
 )  # fmt: skip
 
 

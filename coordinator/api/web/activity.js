@@ -38,8 +38,6 @@ function sentence(one) {
     case "client-reset": return `the name ${one.client} was reset`;
     case "state-committed": return `state of round ${one.round} committed (${one.origin})`;
     case "initial-state-supplied": return "an initial state was supplied";
-    case "trial-created": return `trial ${one.trial} was made`;
-    case "method-chosen": return `candidate ${one.candidate + 1} was chosen`;
     default: return one.kind.replaceAll("-", " ");
   }
 }

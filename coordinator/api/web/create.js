@@ -4,7 +4,7 @@ import { announce, fill, h, inWords, say } from "./dom.js";
 import { fieldsOf, nested, told } from "./schema.js";
 
 const TITLES = { "": "Federation", method: "Method", training: "Local training", loss: "Loss", backbone: "Backbone", participation: "Participation", aggregation: "Aggregation", evaluation: "Evaluation", admission: "Admission", privacy: "Differential privacy (optional)", secure_aggregation: "Secure aggregation (optional)", schedule: "Asynchronous rounds (optional)" };
-const NOT_TYPED = /^method$|^(origin|trial|tuning|backbone\.(fingerprint|shape))($|\.)/; // set otherwise, or mappings
+const NOT_TYPED = /^method$|^(origin|backbone\.(fingerprint|shape))($|\.)/; // set otherwise, or mappings
 const OPEN = ["", "method", "training"];
 const UNSET = "";
 

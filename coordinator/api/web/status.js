@@ -54,7 +54,7 @@ export class Status {
     say(this.heading, view.name);
     if (moved) fill(this.badge, badge(view.state));
     say(this.what, [view.spec.method.name, view.spec.backbone.model, counted(view.clients.trainers, "trainer"), counted(view.clients.evaluators, "evaluator")].join(" · "));
-    const told = [view.reason && (REASONS[view.reason] ?? view.reason), trials(view)].filter(Boolean).join(" ");
+    const told = view.reason && (REASONS[view.reason] ?? view.reason);
     this.reason.hidden = !told;
     say(this.reason, told);
     this.#showButtons();
@@ -101,8 +101,7 @@ export class Status {
   }
 
   #possible() {
-    const begun = Boolean(this.view.trials?.length); // the comparison of methods starts the rounds by itself
-    return Object.keys(VERBS).filter((verb) => VERBS[verb].includes(this.view.state) && !(verb === "start" && begun)).map((verb) => this.buttons[verb]);
+    return Object.keys(VERBS).filter((verb) => VERBS[verb].includes(this.view.state)).map((verb) => this.buttons[verb]);
   }
 
   #showButtons() {
@@ -163,13 +162,6 @@ export class Status {
   }
 }
 
-/** The comparison of methods before round 1: each candidate's accuracy, or where its trial stands. */
-function trials(view) {
-  if (!view.trials?.length) return "";
-  const each = view.trials.map((one) => `${one.title}: ${one.accuracy === null ? `${one.state} (${one.federation})` : percent(one.accuracy)}`);
-  return `Methods compared on held-out images: ${each.join("; ")}.`;
-}
-
 function completed(view) {
   if (view.state === "finished") return view.spec.rounds;
   return Math.max(0, view.round - (view.stage?.kind === "evaluate" ? 0 : 1));
@@ -182,7 +174,6 @@ function againstZeroShot(mean) {
 function sentence(view) {
   const { stage, state, spec } = view;
   if (state === "enrolling") {
-    if (view.trials?.length) return "Comparing methods before round 1";
     const needed = spec.participation.min_clients;
     const more = Math.max(0, needed - view.clients.trainers);
     return more ? `Enrolling: ${counted(more, "more trainer")} needed before the start` : "Enrolling: ready to start";

@@ -222,7 +222,6 @@ def _show_status(federation: FederationSummary) -> None:
     if federation.privacy is not None:
         lines += _privacy_lines(federation.privacy)
     lines += [] if federation.selection is None else [federation.selection.describe()]
-    lines += [f"trial {trial.describe()}" for trial in federation.trials]
     for one in federation.awaited:
         told = [] if one.progress is None else [f"{one.progress:.0%} done"]
         about = f" ({', '.join(told)})" if told else ""

@@ -114,8 +114,6 @@ def simulate_on_ray(
     started = time.monotonic()
     _check(on, len(sites), device)
     wanted, initial, _ = prepare(spec, sites, pool, None, allow_backbone)
-    if wanted.tuning is not None:
-        raise CommandError("tuning: crews take part in one federation only: choose the method first", Exit.BAD_INPUT)
     threads = wanted.training.threads
     with run_folder(on.storage, identity(wanted, sites)) as folder, connected(on.address) as cluster:
         expect_room(cluster.nodes(), "crew", on.crews, threads * pool, on.gpus_per_crew)

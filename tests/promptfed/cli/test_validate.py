@@ -129,7 +129,6 @@ def test_what_cannot_be_validated_is_refused(exported: Path, tmp_path: Path) -> 
         state = open_export(exported).card.hashes.state
         for changes, text in (
             ({}, "kind validation takes an export"),
-            ({"continues": state, "held_out": 0.5}, "leave held_out out"),
             ({"continues": state, "secure_aggregation": {}}, "leave secure_aggregation out"),
         ):
             refused = server.post("/v1/federations", spec | changes, status=422)

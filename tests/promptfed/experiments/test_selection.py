@@ -87,8 +87,10 @@ def test_personalised_clients_end_with_the_private_state_of_the_chosen_round(
     assert view is not None
     assert 0 < view.round < ROUNDS
     # The same federation without selection, which ends with that round and trains on the same images.
-    run(METHOD, data, folder=tmp_path / "short", rounds=view.round, selection=None, held_out=0.25)
-    run(METHOD, data, folder=tmp_path / "long", selection=None, held_out=0.25)
+    seed = selected.taken.spec["seed"]
+    apart = {name: held_out(open_source(uri), 0.25, seed) for name, uri in data.items()}
+    run(METHOD, apart, folder=tmp_path / "short", rounds=view.round, selection=None)
+    run(METHOD, apart, folder=tmp_path / "long", selection=None)
     for name in data:
         chosen, short, longer = (
             decode((place / f"client-{name}" / "committed.safetensors").read_bytes())[0]
@@ -106,7 +108,6 @@ def test_a_selection_under_protection_is_refused_with_a_reason(data: dict[str, s
     for more, text in (
         ({"privacy": {"level": "sample", "clip": 1.0, "noise_multiplier": 1.0}}, "protection withholds"),
         ({"secure_aggregation": {}}, "protection withholds"),
-        ({"held_out": 0.5}, "leave tuning and held_out out"),
         ({"retention": "last_round"}, "give retention all"),
     ):
         with pytest.raises(CommandError, match=text):

@@ -6,7 +6,7 @@ from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.methods.core.interface.hooks import AdoptsStates, GrowsWithClients
 from promptfed.shared.spec.spec import FederationSpec
 
-OF_TRAINING = ("privacy", "secure_aggregation", "tuning", "selection", "held_out")
+OF_TRAINING = ("privacy", "secure_aggregation", "selection")
 """Sections of a spec that say something of training alone."""
 
 
@@ -25,8 +25,6 @@ def check_selection(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError if no round of a federation of ``spec`` can be selected."""
     if spec.selection is None:
         return
-    if spec.tuning is not None or spec.held_out:
-        raise MethodError("selection holds out training images itself: leave tuning and held_out out")
     if spec.evaluations != "plain" or spec.privacy.level != "none" or spec.secure_aggregation is not None:
         text = "a choice among rounds takes the sites' accuracies, which protection withholds and noise would decide"
         raise MethodError(f"{text}: leave selection, or privacy and secure_aggregation, out")
