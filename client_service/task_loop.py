@@ -154,9 +154,8 @@ class TaskLoop:
                 trained = await self._watched(task, partial(self.work.trained, task, payload))
             finally:
                 self._inquiries.tell_payload()
-            noise = self.work.own_noise(task)
             with unexplained(self.work.hides_failures):
-                await self.compute.run(lambda: secure.keep(task, decode_place(payload)[0], trained, noise))
+                await self.compute.run(lambda: secure.keep(task, decode_place(payload)[0], trained))
             self.monitor.tell("trained", **_facts(task), payload=task.payload.sha256, **trained.metrics)
         elif task.kind != "train":
             self.monitor.task(task.round, task.phase, "summing")

@@ -73,7 +73,6 @@ MEANINGS = {
     "secure_aggregation.neighbours": "clients that share masks with one client; default: all up to 128, then as needed",
     "secure_aggregation.colluding_share": "share of the clients that may be on the operator's side",
     "secure_aggregation.dropping_share": "share of the clients that may fail during the sum",
-    "privacy.adaptive_clip": "see [privacy.adaptive_clip](#privacyadaptive_clip)",
 }  # fmt: skip
 
 # Variables beside those of the settings.

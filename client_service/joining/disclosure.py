@@ -176,10 +176,8 @@ class Disclosure:
             ]
         if self.plan is not None:
             work += self.plan.lines()
-        if terms.privacy is not None and terms.privacy.is_central:
+        if terms.privacy is not None and terms.privacy.protects_clients:
             work += [("privacy", _central(terms.privacy))]
-        if terms.privacy is not None and terms.privacy.is_distributed:
-            work += [("privacy", _distributed(terms.privacy))]
         if terms.secure_aggregation is not None:
             least = terms.secure_aggregation.minimum
             text = f"changes leave under masks; the operator learns sums of at least {least} clients"
@@ -260,12 +258,6 @@ def _central(privacy: PrivacySpec) -> str:
     most = "" if privacy.epsilon is None else f", ε = {privacy.epsilon:g} at most"
     noise = f"noise of {privacy.noise_multiplier:g} times the clip {privacy.clip:g}{most} at δ = {privacy.delta:g}"
     return f"the operator sees every update, and adds {noise}: whoever gets the prompts learns little of any one client"
-
-
-def _distributed(privacy: PrivacySpec) -> str:
-    noise = f"in each sum noise of {privacy.noise_multiplier:g} times the clip {privacy.clip:g} or more"
-    others = f"with up to {privacy.colluding} others on the operator's side, at δ = {privacy.delta:g}"
-    return f"every client adds a part of the noise before it sends: {noise}, also {others}; a whole client is protected"
 
 
 def _settings(settings: dict[str, Any]) -> str:

@@ -13,11 +13,9 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.peers import Met, identity_of, meet
@@ -25,10 +23,8 @@ from promptfed.client_service.privacy.secure_notes import AttemptAbout, KeptAtte
 from promptfed.client_service.state.faults import point
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import SpendReport, Task, TaskKind
-from promptfed.shared.privacy.distributed import PartialNoise
-from promptfed.shared.privacy.noise import Kind, NoiseStream
 from promptfed.shared.secagg import SecureError, member
-from promptfed.shared.secagg.encoding import blurred, expect_summable, flat_change, for_sum
+from promptfed.shared.secagg.encoding import blurred, encoded, flat_change
 from promptfed.shared.secagg.member import Limits, Secrets
 from promptfed.shared.secagg.messages import ConfirmJob, KeysAnswer, MaskJob, RosterMessage, UnmaskJob, alive_digest
 from promptfed.shared.secagg.roster import Roster, read_roster
@@ -50,15 +46,6 @@ class Trained:
     provenance: TensorOrigin
     metrics: Mapping[str, float] = field(default_factory=dict)
     spent: SpendReport | None = None
-
-
-@dataclass(frozen=True)
-class OwnNoise:
-    """This client's part of the noise for whole clients, and the draws that it is made of."""
-
-    part: PartialNoise
-    stream: NoiseStream
-    kind: Kind
 
 
 @dataclass(frozen=True)
@@ -119,22 +106,15 @@ class SecureWork:
         if task.round < markers.round:
             raise Failure("payload-repeated", f"round {task.round} is asked for after round {markers.round}")
 
-    def keep(self, task: Task, payload: Tensors, trained: Trained, noise: OwnNoise | None = None) -> None:
-        """Make a trained change durable, with its part of the noise. It is never kept where updates are sent from.
-
-        With ``noise``, the change is clipped and noised before its range is checked, so that no failure depends on the
-        data; one that is not finite counts as zero.
+    def keep(self, task: Task, payload: Tensors, trained: Trained) -> None:
+        """Make a trained change durable. It is never kept where updates are sent from.
 
         Raises:
             Failure: out-of-range.
         """
         try:
             update = arrays_of(trained.update)
-            change = flat_change(update, arrays_of(payload), checked=noise is None)
-            if noise is None:
-                numbers: NDArray[Any] = blurred(change, update)
-            else:
-                numbers = expect_summable(noise.part.noised(change, noise.stream))
+            numbers = blurred(flat_change(update, arrays_of(payload)), update)
         except SecureError as error:
             raise Failure(error.kind, str(error)) from None
         about = KeptChange(
@@ -143,7 +123,6 @@ class SecureWork:
             payload=task.payload.sha256,
             provenance=trained.provenance,
             privacy=trained.spent,
-            noise=None if noise is None else noise.kind,
         )
         private = {f"private.{name}": tensor.detach().clone() for name, tensor in trained.private.items()}
         content = {"change": torch.from_numpy(numbers), **private}
@@ -226,9 +205,9 @@ class SecureWork:
         tensors, kept = self._work()
         if kept is None or kept.payload != attempt.about.payload_sha256:
             raise SecureError("bad-roster", "the change that this attempt is about is not here any more")
-        vector = for_sum(tensors["change"].numpy(), roster.weights[place])
+        vector = encoded(tensors["change"].numpy(), roster.weights[place])
         masked = member.mask_vector(own, roster, place, job.sharing, vector.view(np.uint64))
-        about = {"roster_sha256": roster.sha256.hex(), **kept.model_dump(include={"privacy", "noise"})}
+        about = {"roster_sha256": roster.sha256.hex(), **kept.model_dump(include={"privacy"})}
         self._state.write_file(MASKED, encode({"masked": torch.from_numpy(masked.view(np.int64))}, about))
         return ""
 

@@ -8,7 +8,6 @@ from pydantic import BaseModel, BeforeValidator, PlainSerializer
 
 from promptfed.client_service.state.private_state import TensorOrigin
 from promptfed.shared.messages import SpendReport, Task, TaskKind
-from promptfed.shared.privacy.noise import Kind
 from promptfed.shared.spec.spec_section import left_out
 
 HexBytes = Annotated[
@@ -37,7 +36,6 @@ class KeptChange(OfPhase):
     payload: str
     provenance: TensorOrigin
     privacy: Annotated[SpendReport | None, left_out()] = None
-    noise: Annotated[Kind | None, left_out()] = None
 
 
 class AttemptAbout(OfPhase):

@@ -72,10 +72,3 @@ def as_sent(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor.bfloat16() if dtype == torch.bfloat16 else tensor.float()
-
-
-def unchanged(tensor: Tensor, before: Tensor | None) -> Tensor:
-    """What is sent for ``tensor`` if nothing has changed: the payload's tensor, or zeros if it has none."""
-    if before is None or before.shape != tensor.shape:
-        return torch.zeros_like(tensor)
-    return before.detach().cpu().to(tensor.dtype)

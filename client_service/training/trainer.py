@@ -19,7 +19,7 @@ from promptfed.client_service.privacy.floor import floored, floored_shares, larg
 from promptfed.client_service.privacy.payloads import receipt, start_of
 from promptfed.client_service.privacy.policy import facts_of_task, refusals
 from promptfed.client_service.privacy.protection import SiteProtection
-from promptfed.client_service.privacy.secure import OwnNoise, Trained
+from promptfed.client_service.privacy.secure import Trained
 from promptfed.client_service.privacy.unexplained import unexplained
 from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.state.faults import TRAINING_POINT, point
@@ -28,7 +28,7 @@ from promptfed.client_service.state.private_state import PrivateState, Serving, 
 from promptfed.client_service.training.augmentation import kept_bytes
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
-from promptfed.client_service.training.payloads import as_sent, check_payload, known_sizes, phase_of, unchanged
+from promptfed.client_service.training.payloads import as_sent, check_payload, known_sizes, phase_of
 from promptfed.client_service.training.sending import made_body
 from promptfed.client_service.training.site import SitePrivacy as SitePrivacy
 from promptfed.client_service.training.site import SiteRules as SiteRules
@@ -48,7 +48,6 @@ from promptfed.shared.methods.core.interface.base import (
 from promptfed.shared.methods.core.interface.hooks import Prepares
 from promptfed.shared.methods.core.interface.protection import Protection
 from promptfed.shared.metrics.outcomes import Record
-from promptfed.shared.privacy.distributed import PartialNoise
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import DTYPES, decode_place
 
@@ -125,7 +124,7 @@ class TaskWork:
         with unexplained(self.hides_failures), torch_settings(context):
             private, peers = self._prepared(method, context, task.config.peers)
             result = method.train(context, tensors, private)
-            update, private = self._sent(phase, result, tensors, private)
+            update = _sent(phase, result)
         if protection is not None and not protection.used:
             raise Failure("training-failed", f"{method.name} trained without the protection that it promises")
         seconds = round(time.monotonic() - started, 3)
@@ -139,28 +138,12 @@ class TaskWork:
             with unexplained(self.hides_failures):
                 self.rules.payloads.note(task, tensors, update)
         provenance = TensorOrigin(task.task_id, task.round, task.phase, peers, "sample" if protection else "none")
-        return Trained(update, private, provenance, finite, spent)
-
-    def own_noise(self, task: Task) -> OwnNoise | None:
-        """This client's part of the noise for whole clients, by the terms that its owner agreed to, if there is any."""
-        terms = self.agreement.consent.terms
-        privacy, secure = terms.privacy, terms.secure_aggregation
-        if privacy is None or secure is None or not self.adds_client_noise:
-            return None
-        honest = secure.minimum - privacy.colluding
-        part = PartialNoise(float(privacy.clip or 0), float(privacy.noise_multiplier or 0), honest)
-        return OwnNoise(part, self.privacy.noise.stream(task.round, task.phase, self.name), self.privacy.noise.kind)
+        return Trained(update, result.private, provenance, finite, spent)
 
     @property
     def hides_failures(self) -> bool:
         """Whether failures of tasks are reported without their cause, which no noise covers: under any protection."""
         return self.agreement.consent.terms.privacy is not None
-
-    @property
-    def adds_client_noise(self) -> bool:
-        """Whether this client adds its part of the noise for whole clients."""
-        privacy = self.agreement.consent.terms.privacy
-        return privacy is not None and privacy.is_distributed
 
     def _receipt(self, task: Task) -> PayloadReceipt | None:
         """This client's signature of what it was given, for the others of the phase; of simulations there is none."""
@@ -185,26 +168,6 @@ class TaskWork:
             text = "this client's private tensors were trained without noise, and the next update would tell of them"
             raise Failure("private-state-unprotected", f"{text}: start them anew with --reset-private")
         return site.begin(task, self.name, len(context.train))
-
-    def _sent(self, phase: Phase, result: TrainResult, payload: Tensors, private: Tensors) -> tuple[Tensors, Tensors]:
-        """The update as it is sent, and the private tensors that belong to it.
-
-        With distributed noise, an update that is not finite is replaced by one that changes nothing, and ``private``
-        stays as it was before training: a failure would tell something of the data that no noise covers.
-
-        Raises:
-            MethodError: without such noise, an update that is not finite.
-        """
-        dtypes = {spec.name: DTYPES[spec.dtype] for spec in phase.up}
-        update = {name: as_sent(tensor, dtypes.get(name)) for name, tensor in result.update.items()}
-        broken = [name for name, tensor in update.items() if not bool(torch.isfinite(tensor).all())]
-        if not broken:
-            return update, result.private
-        text = f"the trained tensor {broken[0]!r} holds NaN or infinity: lower training.learning_rate"
-        if not self.adds_client_noise:
-            raise MethodError(text)
-        log.warning("%s; this round this client sends noise, and no change", text)
-        return {name: unchanged(tensor, payload.get(name)) for name, tensor in update.items()}, private
 
     def _check(self, tensors: Tensors, method: Method, phase: Phase | None, config: TaskConfig) -> None:
         names = tuple(config.class_names) if config.class_names else None
@@ -369,6 +332,16 @@ class TaskWork:
                 private = method.prepare(context, private)
             self.state.commit_prepared(private, replace(provenance, peers=digest))
         return private, digest
+
+
+def _sent(phase: Phase, result: TrainResult) -> Tensors:
+    """The update as it is sent. Raises MethodError if it is not finite."""
+    dtypes = {spec.name: DTYPES[spec.dtype] for spec in phase.up}
+    update = {name: as_sent(tensor, dtypes.get(name)) for name, tensor in result.update.items()}
+    for name, tensor in update.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise MethodError(f"the trained tensor {name!r} holds NaN or infinity: lower training.learning_rate")
+    return update
 
 
 def _digest(peers: list[Peer]) -> str:

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from promptfed.shared.methods.core.interface.base import ClientUpdate
-from promptfed.shared.privacy.client_level import AdaptedClip
 from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.tensors import Array, Arrays, Shape
 
@@ -32,7 +31,6 @@ class NoiseTerms:
     noise_multiplier: float
     expected: float
     key: bytes
-    adapted: AdaptedClip | None = None
 
     @property
     def divisor(self) -> float:
@@ -42,11 +40,10 @@ class NoiseTerms:
 
 @dataclass(frozen=True)
 class PrivateMean:
-    """The tensors after a phase; ``lengths`` of the clients' changes before clipping; the ``next_clip``."""
+    """The tensors after a phase; ``lengths`` of the clients' changes before clipping."""
 
     tensors: Arrays
     lengths: dict[str, float]
-    next_clip: float
 
 
 def private_mean(
@@ -63,17 +60,8 @@ def private_mean(
         lengths[update.client] = length
         total += change * min(1.0, terms.clip / length) if length > 0 else change
     stream = NoiseStream(terms.key)
-    z = terms.noise_multiplier if terms.adapted is None else terms.adapted.noise_of_changes(terms.noise_multiplier)
-    noised = (total + z * terms.clip * stream.normals(size)) / terms.divisor
-    return PrivateMean(_tensors(base + noised, shapes, names), lengths, _next_clip(terms, stream, lengths))
-
-
-def _next_clip(terms: NoiseTerms, stream: NoiseStream, lengths: Mapping[str, float]) -> float:
-    if terms.adapted is None:
-        return terms.clip
-    within = sum(length <= terms.clip for length in lengths.values())
-    drawn = float(stream.normals(1)[0])
-    return terms.adapted.next_clip(terms.clip, within, len(lengths), terms.divisor, drawn)
+    noised = (total + terms.noise_multiplier * terms.clip * stream.normals(size)) / terms.divisor
+    return PrivateMean(_tensors(base + noised, shapes, names), lengths)
 
 
 def _base(payload: Mapping[str, Array], shapes: Mapping[str, Shape], names: list[str]) -> Vector:

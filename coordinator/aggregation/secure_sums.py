@@ -95,13 +95,6 @@ class Attempt:
         """Σ a over the clients in the sum; exact, since weights are multiples of 1/65,536."""
         return sum(self.roster.weights[place] for place in self.confirm.alive)
 
-    @property
-    def has_seeded_noise(self) -> bool:
-        """Whether a client reports simulated noise, which protects nobody."""
-        with self._database.read() as session:
-            rows = _answers(session, self._id, self._round, self._first + MASK, ExchangeRow.metrics)
-            return any((row.metrics or {}).get("privacy_seeded") for row in rows)
-
     def total(self) -> Whole:
         """``(d,)`` int64: the sum. Raises SecureError: ``bad-shares`` or ``sum-invalid``."""
         reveals = {self.place(c): UnmaskAnswer.model_validate_json(body) for c, body in self._answers(UNMASK).items()}

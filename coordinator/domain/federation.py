@@ -293,7 +293,7 @@ def rules_of(spec: FederationSpec, method: Method) -> Rules:
         and spec.secure_aggregation is None
         and part.sampling == "fixed",
         secure=spec.secure_aggregation,
-        fixed_divisor=spec.privacy.is_central,
+        fixed_divisor=spec.privacy.protects_clients,
         selects=spec.selection is not None,
     )
 

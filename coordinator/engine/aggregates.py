@@ -71,7 +71,7 @@ def _computed(
         summed = secure_jobs.summed(registry, federation, state, run.round, run.step)
         return Computed(summed.after, summed.measured(), {}, [], summed)
     phase = federation.method_phase(run.round, run.step)
-    if federation.spec.privacy.is_central:
+    if federation.spec.privacy.protects_clients:
         return _computed_with_noise(registry, federation, state, phase_id, phase, given)
     context, rule = federation.context(), global_state.rule_of(federation, state, run.round, phase.name)
     payload = lru_cache(maxsize=8)(lambda sha256: registry.blobs.tensors(sha256)[0])  # of most, the same
@@ -95,7 +95,7 @@ def _computed_with_noise(
     given: Given,
 ) -> Computed:
     with registry.database.read() as session:
-        terms = private_jobs.terms_of(session, federation, session.get_one(PhaseRow, phase_id))
+        terms = private_jobs.terms_of(federation, session.get_one(PhaseRow, phase_id))
         before = private_jobs.released(session, federation)
     stream, context = global_state.stored_updates(registry.blobs, given.updates), federation.context()
     noised = private_jobs.noised(federation, state, phase, stream, terms, context)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select, tuple_
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state, secure_sums
@@ -14,54 +14,25 @@ from promptfed.coordinator.aggregation.private_mean import NoiseTerms, PrivateMe
 from promptfed.coordinator.aggregation.rules import Judged
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.store.tables import PhaseRow, StateRow
-from promptfed.shared.methods.core.checks.client_checks import adapted, costs
+from promptfed.shared.methods.core.checks.client_checks import costs
 from promptfed.shared.methods.core.interface.base import ClientUpdate, Phase, ServerContext
 from promptfed.shared.tensors import Arrays
 
 
-def terms_of(session: Session, federation: Federation, row: PhaseRow) -> NoiseTerms:
-    """What the closed phase of ``row`` is noised with: its key and K̄, and the clip that the phases before have left."""
+def terms_of(federation: Federation, row: PhaseRow) -> NoiseTerms:
+    """What the closed phase of ``row`` is noised with: its key and K̄."""
     privacy = federation.spec.privacy
     assert row.noise_key is not None, "a phase at client level closes with its key"
     assert row.expected is not None, "a phase opens with how many are expected"
     assert privacy.clip is not None
     assert privacy.noise_multiplier is not None
-    clip, follows = privacy.clip, None
-    if privacy.adaptive_clip is not None:
-        follows = adapted(federation.spec, row.expected or 1.0)
-        before = _noised_before(session, row)
-        clip = (before.measured or {})["privacy"]["next_clip"] if before is not None else clip
-    return NoiseTerms(clip, privacy.noise_multiplier, row.expected, bytes.fromhex(row.noise_key), follows)
-
-
-def _noised_before(session: Session, row: PhaseRow) -> PhaseRow | None:
-    """The last phase before that of ``row`` whose noised sum is committed."""
-    earlier = tuple_(PhaseRow.round, PhaseRow.step) < (row.round, row.step)
-    query = select(PhaseRow).join(StateRow, StateRow.phase_id == PhaseRow.id)
-    query = query.where(PhaseRow.federation_id == row.federation_id, earlier)
-    return session.scalars(query.order_by(PhaseRow.round.desc(), PhaseRow.step.desc()).limit(1)).one_or_none()
+    return NoiseTerms(privacy.clip, privacy.noise_multiplier, row.expected, bytes.fromhex(row.noise_key))
 
 
 def released(session: Session, federation: Federation) -> int:
     """How many noised sums there have been so far."""
     mine = (StateRow.federation_id == federation.id, StateRow.phase_id.is_not(None))
     return session.scalar(select(func.count()).where(*mine)) or 0
-
-
-def release(
-    federation: Federation, releases: int, clip: float | None, next_clip: float | None, expected: float, noise: str
-) -> dict[str, Any]:
-    """What the report of a noised sum keeps: its terms, and what all ``releases`` so far have cost."""
-    privacy = federation.spec.privacy
-    return {
-        **costs(federation.spec, releases),
-        "delta": privacy.delta,
-        "clip": clip,
-        "next_clip": next_clip,
-        "noise_multiplier": privacy.noise_multiplier,
-        "expected": expected,
-        "noise": noise,
-    }
 
 
 @dataclass(frozen=True)
@@ -82,8 +53,14 @@ class Noised:
 
     def measured(self, federation: Federation, phases: int, noise: str) -> dict[str, Any]:
         """Of the phase: what it was noised with, and what all ``phases`` so far have cost."""
-        kind = "seeded" if noise == "seeded" else "central"
-        return release(federation, phases, self.terms.clip, self.mean.next_clip, self.terms.expected, kind)
+        return {
+            **costs(federation.spec, phases),
+            "delta": federation.spec.privacy.delta,
+            "clip": self.terms.clip,
+            "noise_multiplier": self.terms.noise_multiplier,
+            "expected": self.terms.expected,
+            "noise": "seeded" if noise == "seeded" else "central",
+        }
 
 
 def noised(

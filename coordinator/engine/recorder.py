@@ -283,7 +283,7 @@ class _Recorder:
     def _closed(self, fact: facts.Closed) -> None:
         stage = self._stage()
         self._set(closed_at=clock.now(), sample_size=fact.sample_size)
-        if stage.kind == "train" and self._change.federation.spec.privacy.is_central:
+        if stage.kind == "train" and self._change.federation.spec.privacy.protects_clients:
             purpose = ("central", self._change.federation.name, *self._position)
             self._set(noise_key=self._change.noise.key(*purpose).hex())
         if self._change.batch.tasks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +13,15 @@ from promptfed.coordinator.aggregation import global_state, secure_sums
 from promptfed.coordinator.aggregation.secure_sums import Attempt
 from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.run_state import SecureStep
-from promptfed.coordinator.engine import private_jobs
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, SumRow, TaskRow
-from promptfed.shared.methods.core.checks.client_checks import partial_noise
 from promptfed.shared.methods.core.interface.base import Phase, ServerContext
 from promptfed.shared.methods.core.sizes import change_limit
 from promptfed.shared.secagg import SecureError
-from promptfed.shared.secagg.encoding import LARGEST_CHANGE, SCALE, Whole, as_tensors, mean_change
+from promptfed.shared.secagg.encoding import LARGEST_CHANGE, Whole, as_tensors, mean_change
 from promptfed.shared.tensors import Arrays
-
-MOST_DEVIATIONS = 40.0  # of the noise of a mean, which nothing honest ever reaches
 
 
 def attempt_of(registry: Registry, federation: Federation, round: int, step: int) -> Attempt:
@@ -61,13 +56,11 @@ class Summed:
     weight: float
     clients: int
     norm: float
-    privacy: dict[str, Any] | None = None
 
     def measured(self) -> dict[str, Any]:
         """What the round's report keeps: nothing of any one client."""
         phase = {"sum_clients": self.clients, "sum_weight": self.weight, "mean_norm": self.norm}
-        told = {} if self.privacy is None else {"privacy": self.privacy}
-        return {"phase": phase, "clients": {}, **told}
+        return {"phase": phase, "clients": {}}
 
     def row(self, phase_id: int) -> SumRow:
         """The sum as it is kept."""
@@ -85,44 +78,22 @@ def summed(registry: Registry, federation: Federation, state: Arrays, round: int
     total, phase = attempt.total(), federation.method_phase(round, step)
     after, norm = state_after(federation, state, phase, total, attempt.weight, federation.context())
     point("sum-computed")
-    count = len(attempt.confirm.alive)
-    return Summed(after, total, attempt.weight, count, norm, _noised(registry, federation, attempt, count))
-
-
-def _noised(registry: Registry, federation: Federation, attempt: Attempt, count: int) -> dict[str, Any] | None:
-    """What the clients' noise in all sums so far has cost; None where they add none."""
-    privacy = federation.spec.privacy
-    if not privacy.is_distributed:
-        return None
-    with registry.database.read() as session:
-        sums = private_jobs.released(session, federation) + 1
-    noise = "seeded" if attempt.has_seeded_noise else "distributed"
-    return private_jobs.release(federation, sums, privacy.clip, privacy.clip, count, noise)
+    return Summed(after, total, attempt.weight, len(attempt.confirm.alive), norm)
 
 
 def state_after(
     federation: Federation, state: Arrays, phase: Phase, total: Whole, weight: float, context: ServerContext
 ) -> tuple[Arrays, float]:
     """The state after ``phase``, whose payload changes by total/(2³²·``weight``); and the L2 norm of that change."""
-    mean = mean_change(total, weight, _largest(federation, weight))
+    mean = mean_change(total, weight)
     norm = float(np.linalg.norm(mean))
-    if not federation.spec.privacy.is_distributed:  # The clients' noise is longer than their changes.
-        limit = change_limit(federation.spec, federation.method, mean.size)
-        if norm > limit:
-            text = f"the mean change's norm is {norm:.6g}; {limit:.6g} is allowed (admission.max_update_norm)"
-            raise SecureError("sum-invalid", text)
+    limit = change_limit(federation.spec, federation.method, mean.size)
+    if norm > limit:
+        text = f"the mean change's norm is {norm:.6g}; {limit:.6g} is allowed (admission.max_update_norm)"
+        raise SecureError("sum-invalid", text)
     payload = global_state.common_payload(federation, state, phase, context)
     tensors = as_tensors(mean, payload, secure_sums.shapes(federation, phase))
     return global_state.after_mean(federation, state, phase, tensors, context), norm
-
-
-def _largest(federation: Federation, count: float) -> float:
-    """The largest number that a mean of ``count`` honest clients can have; with their noise, that it will have."""
-    privacy = federation.spec.privacy
-    if not privacy.is_distributed:
-        return LARGEST_CHANGE
-    deviation = math.sqrt(partial_noise(federation.spec).variance) / SCALE
-    return float(privacy.clip or 0.0) + MOST_DEVIATIONS * deviation / math.sqrt(count)
 
 
 def forget_answers(session: Session, federation: Federation, round: int) -> None:

@@ -124,9 +124,7 @@ def _examine(
     if task.kind == "share":
         opening.check_shares(roster, place, SharesAnswer.model_validate_json(body))
     elif task.kind == "mask":
-        spent, noise = _examine_vector(federation, task, body, roster.sha256.hex())
-        if noise is not None:
-            return {"privacy_seeded": float(noise == "seeded")}
+        spent = _examine_vector(federation, task, body, roster.sha256.hex())
         return spent_metrics(federation, client, spent) or None
     elif task.kind == "confirm":
         opening.check_confirmation(roster, place, attempt.confirm.alive, ConfirmAnswer.model_validate_json(body))
@@ -157,10 +155,8 @@ def _examine_keys(federation: Federation, client: Client, task: AskedTask, answe
         raise BadSignature("the entry is not signed with the identity key that this client enrolled")
 
 
-def _examine_vector(
-    federation: Federation, task: AskedTask, body: bytes, roster: str
-) -> tuple[SpendReport | None, str | None]:
-    """Check a masked vector; returns its report of the privacy cost, and the kind of the noise in it."""
+def _examine_vector(federation: Federation, task: AskedTask, body: bytes, roster: str) -> SpendReport | None:
+    """Check a masked vector; returns its report of the privacy cost."""
     try:
         tensors, about = decode(body)
     except TensorError as error:
@@ -170,15 +166,12 @@ def _examine_vector(
     if len(tensors) != 1 or vector is None or vector.dtype != np.int64 or tuple(vector.shape) != (size,):
         raise BadExchange(f"one tensor {secure_sums.MASKED!r} of {size} int64 numbers is expected")
     told: dict[str, Any] = dict(about) if isinstance(about, dict) else {}
-    privacy, noise = told.pop("privacy", None), told.pop("noise", None)
+    privacy = told.pop("privacy", None)
     if told != {"roster_sha256": roster}:
         raise WrongRoster("the metadata is not just the roster's SHA-256 under roster_sha256")
     if looks_unmasked(secure_sums.vector_of(body)):
         raise LooksUnmasked("most of its numbers are small: it was sent without masks, and was not stored")
-    if (noise in ("secret", "seeded")) != federation.spec.privacy.is_distributed:
-        text = f"{federation.name} has {'' if federation.spec.privacy.is_distributed else 'no '}noise in each change"
-        raise problems.PrivacyMismatch(f"{text}, and the metadata says {noise!r} of it")
-    return None if privacy is None else SpendReport.model_validate(privacy), noise
+    return None if privacy is None else SpendReport.model_validate(privacy)
 
 
 @dataclass(frozen=True)

@@ -152,12 +152,12 @@ def steps_of(session: Session, federation: Federation, round: int) -> list[Commi
 
 def _with_noise(session: Session, federation: Federation, step: CommittedStep) -> CommittedStep:
     """The step with the terms of its noise at level ``client``. Raises UpdatesGone if the noise key is deleted."""
-    if not federation.spec.privacy.is_central or step.state.phase_id is None:
+    if not federation.spec.privacy.protects_clients or step.state.phase_id is None:
         return step
     phase = session.get_one(PhaseRow, step.state.phase_id)
     if phase.noise_key is None:
         raise _gone(federation, step.state.round)
-    return replace(step, terms=private_jobs.terms_of(session, federation, phase))
+    return replace(step, terms=private_jobs.terms_of(federation, phase))
 
 
 def joined_by_state(session: Session, federation: Federation) -> dict[int, list[str]]:

@@ -244,7 +244,6 @@ def _secure_report(session: Session, federation: Federation, stages: list[PhaseR
             "bytes_up": secure_rounds.bytes_up(session, stages),
             "bytes_down": int(down or 0),
             "state_hash": state,
-            "privacy": secure_rounds.central_privacy(last),
             **secure_rounds.troubles(session, report, stages),
             "secure": secure_rounds.secure_report(session, federation, stages),
         }

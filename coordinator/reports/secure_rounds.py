@@ -70,12 +70,6 @@ def _step(session: Session, stage: PhaseRow) -> report_schemas.SecureStepReport:
     )
 
 
-def central_privacy(stage: PhaseRow) -> report_schemas.CentralPrivacy | None:
-    """The cumulative privacy cost of the sums up to this attempt; None if clients add no noise."""
-    told = (stage.measured or {}).get("privacy")
-    return None if told is None else report_schemas.CentralPrivacy.model_validate(told)
-
-
 def troubles(
     session: Session, report: report_schemas.PhaseReport, stages: Sequence[PhaseRow]
 ) -> dict[str, list[report_schemas.FailureReport] | list[str]]:

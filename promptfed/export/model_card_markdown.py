@@ -96,7 +96,7 @@ def markdown(card: Card, snippet: str | None) -> str:
         "## Participants",
         _participants(card.participants),
         "## Privacy",
-        _privacy(card.privacy, card.secure_aggregation is not None),
+        _privacy(card.privacy),
         *_sums(card.secure_aggregation),
         "## Use",
         *_use(card, snippet),
@@ -113,12 +113,12 @@ UNPROTECTED = (
 )
 
 
-def _privacy(given: PrivacySummary | None, summed: bool = False) -> str:
+def _privacy(given: PrivacySummary | None) -> str:
     """What ε covers and what it does not cover. Clients report their ε and noise themselves."""
     if given is None or given.epsilon_max is None:
         return UNPROTECTED
     if given.level == "client":
-        return _clients(given, summed)
+        return _clients(given)
     text = (
         f"Each of {given.clients} clients trained with DP-SGD (clip {given.clip:g}, noise at least "
         f"{given.noise_multiplier:g}) at the level of one {given.unit}: by the clients' own word ε is "
@@ -132,16 +132,14 @@ def _privacy(given: PrivacySummary | None, summed: bool = False) -> str:
     return text
 
 
-def _clients(given: PrivacySummary, summed: bool) -> str:
-    who, word = "The coordinator", "operator's word, who saw every update"
-    if summed:
-        who, word = "All clients together", "clients' own word, whose changes nobody else saw"
+def _clients(given: PrivacySummary) -> str:
     text = (
-        f"{who} added noise (clip {given.clip:g}, noise {given.noise_multiplier:g}) to each round's mean at "
+        f"The coordinator added noise (clip {given.clip:g}, noise {given.noise_multiplier:g}) to each round's mean at "
         f"the level of one whole client of {given.clients}: ε is {given.epsilon_max:.3g} at δ = {given.delta:g} "
         f"({given.relation}, {given.accountant}) after {given.rounds_counted} rounds{_replaced(given)}. It covers the "
-        f"prompts, by the {word}, and holds also against those who know who took part. It does not cover numbers of "
-        f"images, class names, nor what many clients share. Accuracies: {given.evaluation}."
+        "prompts, by the operator's word, who saw every update, and holds also against those who know who took part. "
+        "It does not cover numbers of images, class names, nor what many clients share. "
+        f"Accuracies: {given.evaluation}."
     )
     if given.epsilon_if_secret is not None:
         text += (

@@ -280,8 +280,7 @@ class Tally:
             clients=view.privacy.clients if view.privacy is not None else 0,
             delta=given.delta,
             noise_multiplier=given.noise_multiplier,
-            noise=last.noise if last is not None else given.noise,
-            accountant="zcdp" if given.is_distributed else ACCOUNTANT,
+            noise=last.noise if last is not None else "central",
             rounds_counted=self.states,
             evaluation=view.spec.evaluations,
         )

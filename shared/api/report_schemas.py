@@ -45,12 +45,9 @@ class CentralPrivacy(BaseModel):
     epsilon_if_secret: float | None = Field(None, description="with Poisson sampling, if nobody learns who took part")
     delta: float
     clip: float
-    next_clip: float = Field(description="of the next phase; another one where it is adaptive")
     noise_multiplier: float
-    expected: float = Field(description="K̄, by which the sum is divided, whoever came; of a secure sum its clients")
-    noise: Literal["central", "distributed", "seeded"] = Field(
-        description="distributed: of the clients together, in a secure sum; seeded: simulated, a guarantee to nobody"
-    )
+    expected: float = Field(description="K̄, by which the sum is divided, whoever came")
+    noise: Literal["central", "seeded"] = Field(description="seeded: simulated, a guarantee to nobody")
 
 
 class UpdateReport(BaseModel):

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from promptfed.shared.methods.core.checks.client_checks import with_noise
 from promptfed.shared.methods.core.checks.compression_checks import check_compression
-from promptfed.shared.methods.core.checks.distributed_checks import with_parts
 from promptfed.shared.methods.core.checks.privacy_checks import check_privacy
 from promptfed.shared.methods.core.checks.rule_checks import check_rule
 from promptfed.shared.methods.core.checks.secure_checks import check_secure
@@ -152,7 +151,7 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
     if errors:
         raise SpecError(errors)
     try:
-        resolved = with_parts(method, with_noise(method, resolved))
+        resolved = with_noise(method, resolved)
     except MethodError as error:
         raise SpecError([{"path": "privacy.noise_multiplier", "detail": str(error)}]) from None
     return resolved

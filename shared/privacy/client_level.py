@@ -77,34 +77,3 @@ class Drowned:
             f"long as {self.phases} of them that all point the same way: have more clients, fewer numbers (a smaller "
             "m) or a larger epsilon"
         )
-
-
-@dataclass(frozen=True)
-class AdaptedClip:
-    """Andrew et al., "Differentially Private Learning with Adaptive Clipping", 2021: S follows a quantile of the norms.
-
-    ``rate``: η of S ← S·exp(−η·(b̃ − quantile)). ``count_noise``: σ_b on the number of changes no longer than S.
-    """
-
-    quantile: float
-    rate: float
-    count_noise: float
-
-    def noise_of_changes(self, z: float) -> float:
-        """z_Δ = (z⁻² − (2σ_b)⁻²)^(−1/2): the noise multiplier of the changes if changes and counts together cost as z.
-
-        Each count enters as ±1/2, so that its sensitivity is 1/2. Raises PrivacyError if the counts alone cost more.
-        """
-        left = z**-2 - (2 * self.count_noise) ** -2
-        if left <= 0:
-            text = f"adaptive_clip.count_noise {self.count_noise:g} is not above half of the noise multiplier {z:g}"
-            raise PrivacyError(f"{text}: the count alone would cost more than the whole")
-        return float(left**-0.5)
-
-    def next_clip(self, clip: float, within: int, counted: int, expected: float, drawn: float) -> float:
-        """S of the next phase. ``within`` of ``counted`` changes were no longer than ``clip``; ``drawn`` ~ N(0, 1).
-
-        b̃ = 1/2 + (Σ (1[‖Δ‖ ≤ S] − 1/2) + σ_b·drawn)/K̄. It does not depend on absent clients, not even on their number.
-        """
-        share = 0.5 + (within - counted / 2 + self.count_noise * drawn) / expected
-        return clip * math.exp(-self.rate * (share - self.quantile))

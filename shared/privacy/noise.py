@@ -5,8 +5,8 @@ and simulations, which must be reproducible. It must be passed to a worker expli
 
 Normal draws are sums of four Box-Muller draws in float64, which makes it impractical, but not impossible, to infer a
 value from its low bits (Holohan and Braghin, "Secure Random Sampling in Differential Privacy", 2021). Discrete Laplace
-and Gaussian draws are exact, in integers: algorithms 1 to 3 of Canonne, Kamath and Steinke, "The Discrete Gaussian for
-Differential Privacy", 2020.
+draws are exact, in integers: algorithms 1 and 2 of Canonne, Kamath and Steinke, "The Discrete Gaussian for Differential
+Privacy", 2020.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import hashlib
 import secrets
 from abc import ABC, abstractmethod
 from fractions import Fraction
-from math import isqrt
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -77,18 +76,6 @@ class NoiseStream:
         """k with P(k) ∝ e^(−a·|k|)."""
         exact = Fraction(repr(a)) if isinstance(a, float) else Fraction(a)
         return self._laplace(exact.numerator, exact.denominator)
-
-    def discrete_gaussian(self, variance: Fraction | int) -> int:
-        """k with P(k) ∝ e^(−k²/2σ²), for ``variance`` σ² > 0."""
-        exact = Fraction(variance)
-        num, den = exact.numerator, exact.denominator
-        if num <= 0:
-            raise ValueError(f"a variance of {variance} is not above 0")
-        t = isqrt(num // den) + 1
-        while True:
-            drawn = self._laplace(1, t)
-            if self._exp(((abs(drawn) * t * den) - num) ** 2, 2 * num * t * t * den):
-                return drawn
 
     def _laplace(self, s: int, t: int) -> int:
         """P(k) ∝ e^(−|k|·s/t) (CKS, algorithm 2)."""

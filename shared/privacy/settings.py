@@ -11,22 +11,11 @@ from promptfed.shared.privacy.accounting import LEAST_DELTA, LEAST_NOISE, MOST_N
 Evaluations = Literal["withheld", "noisy", "plain"]
 
 
-class AdaptiveClip(BaseModel):
-    """``level: client``: the clip follows a quantile of the changes' lengths by noisy counts (Andrew et al., 2021)."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
-
-    quantile: Annotated[float, Field(gt=0, lt=1, description="share of the changes that are not to be clipped")] = 0.5
-    rate: Annotated[float, Field(gt=0, le=10, description="how fast the clip follows, as a power of e")] = 0.2
-    count_noise: Annotated[
-        float | None, Field(gt=0, le=1e6, description="noise of the count; default: K̄/20, of the expected clients")
-    ] = None
-
-
 class PrivacySpec(BaseModel):
     """Differential privacy of the training.
 
-    ``level: sample``: each client adds noise that protects its records. ``client``: the noise protects whole clients.
+    ``level: sample``: each client adds noise that protects its records. ``client``: the coordinator adds noise that
+    protects whole clients.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
@@ -61,16 +50,11 @@ class PrivacySpec(BaseModel):
     ] = None
     unit: Annotated[Literal["record", "group"], Field(description="what is protected at level sample")] = "record"
     per_group: Annotated[int, Field(ge=1, le=1024, description="records of a group that count")] = 8
-    noise: Annotated[Literal["central", "distributed"], Field(description="level client: who adds the noise")] = (
-        "central"
-    )
-    colluding: Annotated[int, Field(ge=1, le=1023, description="distributed noise: clients on the operator's side")] = 1
     evaluation: Annotated[
         Evaluations | None,
         Field(description="which accuracies leave a site; default: withheld at levels sample and client"),
     ] = None
     evaluation_epsilon: Annotated[float, Field(gt=0, le=10, description="ε of one noisy count")] = 0.1
-    adaptive_clip: AdaptiveClip | None = None
     accept_noise: Annotated[bool, Field(description="run even if the noise is larger than all that can be learned")] = (
         False
     )
@@ -81,18 +65,8 @@ class PrivacySpec(BaseModel):
         return self.level == "sample"
 
     @property
-    def is_central(self) -> bool:
-        """Whether the coordinator adds noise for whole clients."""
-        return self.level == "client" and self.noise == "central"
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether each client adds a part of the noise for whole clients, which suffices in a secure sum."""
-        return self.level == "client" and self.noise == "distributed"
-
-    @property
     def protects_clients(self) -> bool:
-        """Whether the noise protects whole clients."""
+        """Whether the coordinator adds noise for whole clients."""
         return self.level == "client"
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +27,11 @@ SMALL_WORD = 1 << 60
 Whole = NDArray[np.int64]
 
 
-def flat_change(update: Mapping[str, Array], payload: Mapping[str, Array], checked: bool = True) -> NDArray[np.float64]:
+def flat_change(update: Mapping[str, Array], payload: Mapping[str, Array]) -> NDArray[np.float64]:
     """``(d,)`` float64: update - payload over all tensors in name order; tensors missing in the payload count as zero.
 
     Raises:
-        SecureError: ``out-of-range`` if ``checked`` and a number is not finite or has changed by more than 16.
+        SecureError: ``out-of-range`` if a number is not finite or has changed by more than 16.
     """
     parts = []
     for name, tensor in sorted(update.items()):
@@ -41,7 +40,7 @@ def flat_change(update: Mapping[str, Array], payload: Mapping[str, Array], check
         if before is not None and before.shape == tensor.shape:
             change -= np.asarray(before).astype(np.float64)
         flat = change.reshape(-1)
-        if checked and flat.size and not bool(np.all(np.abs(flat) <= LARGEST_CHANGE)):
+        if flat.size and not bool(np.all(np.abs(flat) <= LARGEST_CHANGE)):
             text = f"the change of {name!r} is beyond {LARGEST_CHANGE:g} or not finite: training has diverged"
             raise SecureError("out-of-range", f"{text}; lower training.learning_rate")
         parts.append(flat)
@@ -71,30 +70,6 @@ def encode_change(update: Mapping[str, Array], payload: Mapping[str, Array], wei
 def encoded(change: NDArray[np.float64], weight: float = 1.0) -> Whole:
     """x = rint(Δ·a·2³²)."""
     return np.rint(change * (weight * SCALE)).astype(np.int64)
-
-
-def for_sum(kept: NDArray[Any], weight: float) -> Whole:
-    """``(d,)`` int64: the summand of a stored change. A change with noise consists of integers already.
-
-    Raises:
-        SecureError: ``bad-roster`` if a change with noise has a weight below 1: its noise is made for weight 1.
-    """
-    if kept.dtype != np.int64:
-        return encoded(kept, weight)
-    if weight != 1:
-        raise SecureError("bad-roster", "a change with its part of the noise has to weigh as all others do")
-    return kept
-
-
-def expect_summable(whole: Whole) -> Whole:
-    """Return ``whole`` if `MOST_CLIENTS` vectors of its size can be summed without wrapping.
-
-    Raises:
-        SecureError: ``out-of-range`` if a number is too large.
-    """
-    if whole.size and int(np.abs(whole).max()) > LARGEST_SUM // MOST_CLIENTS:
-        raise SecureError("out-of-range", "the noised change is too large to be summed")
-    return whole
 
 
 def signed_sum(total: Words) -> Whole:

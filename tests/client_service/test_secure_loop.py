@@ -20,9 +20,7 @@ from promptfed.client_service.privacy.protection import PrivacyPlan, SiteProtect
 from promptfed.client_service.privacy.secure import SecureWork, StepAnswer, Trained
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.client_service.task_loop import TaskLoop
-from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.messages import PrivacyEvent, SpendReport
-from promptfed.shared.methods.core.interface.base import MethodError, Phase, TrainResult
 from promptfed.shared.privacy.accounting import epsilon_of
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.privacy.settings import PrivacySpec
@@ -130,23 +128,6 @@ def test_what_was_trained_without_protection_is_no_masked_change_of_a_protected_
     with pytest.raises(Failure, match="not trained under protection") as refused:
         asyncio.run(loop._pay_masked(world.works[0], StepAnswer("mask-1", "mask", b"")))
     assert refused.value.kind == "privacy-missing"
-
-
-def test_private_tensors_of_a_change_that_is_not_finite_are_not_kept() -> None:
-    payload, before = {"a": torch.ones(2), "other shape": torch.ones(1)}, {"own": torch.ones(1)}
-    update = {"a": torch.tensor([2.0, float("nan")]), "b": torch.ones(3), "other shape": torch.ones(2)}
-    result = TrainResult(update, {"own": torch.full((1,), float("nan"))})
-    work = cast(Any, SimpleNamespace(adds_client_noise=True))
-    sent, private = TaskWork._sent(work, Phase("train", (), ()), result, payload, before)
-    assert private is before
-    assert {name: tensor.tolist() for name, tensor in sent.items()} == {
-        "a": [1.0, 1.0],
-        "b": [0.0] * 3,
-        "other shape": [0.0] * 2,
-    }
-    work.adds_client_noise = False
-    with pytest.raises(MethodError, match="'a' holds NaN"):
-        TaskWork._sent(work, Phase("train", (), ()), result, payload, before)
 
 
 def test_attempts_of_earlier_versions_are_read_and_others_end_the_client_by_name(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo, PayloadRef, Pee
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.interface.base import Needs
 from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.privacy.settings import AdaptiveClip, PrivacySpec
+from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.compression import CompressionSpec
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
@@ -59,7 +59,7 @@ CONFIG = TaskConfig(
     template="a photo of a {}.",
     rounds=3,
     seed=7,
-    privacy=PrivacySpec(level="client", clip=1.0, noise_multiplier=1.0, adaptive_clip=AdaptiveClip()),
+    privacy=PrivacySpec(level="client", clip=1.0, noise_multiplier=1.0),
     secure_aggregation=SecureAggregationSpec(),
     weighting=Weighting(weighting="samples", max_weight_share=0.5),
     peers=[],
@@ -129,7 +129,7 @@ AGREED = sorted(path for path in FIELDS if not is_listed(path))
 
 def test_the_example_has_every_part() -> None:
     """Else the walk below would miss the fields of a part that is None."""
-    parts = (TrainingSpec, BackboneSpec, PrivacySpec, AdaptiveClip, SecureAggregationSpec, TrainingTerms)
+    parts = (TrainingSpec, BackboneSpec, PrivacySpec, SecureAggregationSpec, TrainingTerms)
     walked = {path.rpartition(".")[2] for path in FIELDS} | {part for path in FIELDS for part in path.split(".")}
     assert {name for part in parts for name in part.model_fields} <= walked
     assert all(any(path == one or path.startswith(f"{one}.") for path in FIELDS) for one in NOT_AGREED_TO)

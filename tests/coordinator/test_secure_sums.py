@@ -320,7 +320,7 @@ def refusal(coordinator: InThread, **changes: Any) -> str:
         ({"secure_aggregation": {"threshold": 0.5}}, "greater than 0.5"),
         ({"secure_aggregation": {"neighbours": 5}}, "multiple of 2"),
         ({"secure_aggregation": {"neighbours": 20}}, "weighting uniform"),
-        ({"privacy": {"level": "client", "clip": 0.3, "noise_multiplier": 1.0}}, "take noise: distributed"),
+        ({"privacy": {"level": "client", "clip": 0.3, "noise_multiplier": 1.0}}, "take level sample"),
     ],
 )
 def test_what_cannot_be_summed_is_refused_at_creation(

@@ -115,7 +115,6 @@ def test_methods_whose_phases_are_means_take_any_rule() -> None:
         ({"privacy": SAMPLE | {"level": "client"}}, "privacy", "take aggregation.weighting uniform"),
         ({"privacy": SAMPLE | {"unit": "group", "evaluation": "noisy"}}, "privacy", "noisy counts protect single test"),
         ({"task": "multi_label", "privacy": SAMPLE | {"evaluation": "noisy"}}, "privacy", "the figure is no count"),
-        ({"privacy": SAMPLE | {"adaptive_clip": {}}}, "privacy", "adaptive_clip is of level client"),
         ({"privacy": SAMPLE, "method": {"name": "plan"}}, "privacy", "aggregators have millions"),
         ({"privacy": SAMPLE, "method": {"name": "zero_shot"}}, "privacy", "it trains nothing"),
         ({"aggregation": {"rule": "best"}}, "aggregation.rule", "'mean', 'median', 'trimmed_mean'"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import httpx
 
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.peers import identity_of
-from promptfed.client_service.privacy.secure import OwnNoise, SecureWork, Trained
+from promptfed.client_service.privacy.secure import SecureWork, Trained
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import EnrolRequest, SpendReport, Task
 from promptfed.shared.secagg.keys import public_identity, sign
@@ -29,7 +28,6 @@ class SecureClient(ScriptedClient):
         self.trained = 0
         self.spent: SpendReport | None = None
         self.withheld = False
-        self.noise: Callable[[Task], OwnNoise] | None = None
         self.bodies: list[bytes] = []
 
     def enrol(self, token: str, **changes: Any) -> httpx.Response:
@@ -71,9 +69,8 @@ class SecureClient(ScriptedClient):
                 self.trained += 1
                 update = trained(payload, self.name, {"round": task.round, "phase": task.phase})
                 about = TensorOrigin(task.task_id, task.round)
-                own = self.noise(task) if self.noise is not None else None
                 private = {"own": next(iter(update.values())) * 0 + task.round}
-                self.secure.keep(task, payload, Trained(update, private, about, {}, self.spent), own)
+                self.secure.keep(task, payload, Trained(update, private, about, {}, self.spent))
             answer = self.secure.keys(task)
         else:
             answer = self.secure.answer(task, told)

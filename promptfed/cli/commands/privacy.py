@@ -46,7 +46,7 @@ def _plans(path: Path, samples: str, clients: int, ledger: Any) -> list[dict[str
     from promptfed.shared.methods.core.checks.privacy_checks import training_loops
 
     spec = resolve_spec(read_federation(path))
-    if spec.privacy.is_central:
+    if spec.privacy.protects_clients:
         return [_planned_for_clients(spec, clients)]
     if spec.privacy.level != "sample":
         raise ValueError("the spec is not protected: give privacy: {level: sample, ...}")

@@ -11,7 +11,6 @@ from scipy import stats
 
 from promptfed.coordinator.aggregation.private_mean import NoiseTerms, private_mean
 from promptfed.shared.methods.core.interface.base import ClientUpdate
-from promptfed.shared.privacy.client_level import AdaptedClip
 from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.tensors import Tensors
 
@@ -54,7 +53,6 @@ def test_the_formula_written_out_with_a_divisor_that_nobody_who_stays_away_moves
     assert flat(found.tensors) == pytest.approx(wanted, rel=1e-6, abs=1e-6)
     assert all(tensor.dtype == np.float32 for tensor in found.tensors.values())
     assert set(found.lengths) == {f"c{number}" for number in range(came)}
-    assert found.next_clip == 1.5
 
 
 def test_one_client_moves_the_sum_by_the_clip_at_most() -> None:
@@ -87,18 +85,3 @@ def test_the_noise_is_normal_of_the_right_size_and_other_keys_make_other_noise()
     assert max(map(abs, lags)) < 5 / math.sqrt(size)
     other = private_mean([], base, {"a": (size,)}, NoiseTerms(0.7, 1.3, 4.0, bytes(32))).tensors["a"].astype(float)
     assert abs(float(np.corrcoef(found, other)[0, 1])) < 5 / math.sqrt(size)
-
-
-def test_an_adaptive_clip_follows_the_noisy_share_and_leaves_the_changes_more_noise() -> None:
-    base, adapted = tensors(0), AdaptedClip(0.5, 0.2, 3.0)
-    given = [ClientUpdate(str(number), 0.25, tensors(number, 0.01 if number < 4 else 9.0)) for number in range(1, 5)]
-    found = private_mean(given, base, SHAPES, NoiseTerms(1.0, 1.2, 4.0, KEY, adapted))
-    z = (1.2**-2 - (2 * 3.0) ** -2) ** -0.5
-    updates = [dict(update.tensors) for update in given]
-    assert flat(found.tensors) == pytest.approx(literal(updates, base, 1.0, z, 4.0), rel=1e-6, abs=1e-6)
-    stream = NoiseStream(KEY)
-    stream.normals(10)
-    within = sum(length <= 1.0 for length in found.lengths.values())
-    assert within == 0 or within == 3
-    share = (within + 3.0 * float(stream.normals(1)[0])) / 4.0  # everybody came: the share as it is in the paper
-    assert found.next_clip == pytest.approx(math.exp(-0.2 * (share - 0.5)), rel=1e-12)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger
+from promptfed.client_service.privacy.secure import SecureWork
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
@@ -18,7 +19,6 @@ from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.data import DataError
 from promptfed.shared.methods.core.interface.base import MethodError, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.privacy.distributed import MOST_NUMBERS, PartialNoise, epsilon_of_sums
 
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=4&client={}"
 SITES = [Site(f"site-{k}", DATA.format(k)) for k in range(4)]
@@ -117,49 +117,23 @@ def test_accuracies_stay_with_the_sites_unless_the_spec_says_otherwise(
     assert result.reports[1]["phases"][0]["metrics"] == {}
 
 
-DISTRIBUTED = {"level": "client", "noise": "distributed", "clip": 0.5, "noise_multiplier": 0.5, "delta": 1e-2}
+PROTECTED = {"level": "sample", "clip": 0.3, "noise_multiplier": 4.0}
 
 
 def under_noise(
     monkeypatch: pytest.MonkeyPatch, own: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]], *given: Any
 ) -> Any:
-    """One round under distributed noise, where ``own`` of context and payload is what site-0 trains."""
+    """One round of protected training, where ``own`` of context and payload is what site-0 trains."""
     train = PromptFL.train
 
     def patched(self: PromptFL, context: Any, payload: Any, private: Any) -> TrainResult:
         if context.client == "site-0":
-            return TrainResult(own(context, payload))
+            own(context, payload)
         return train(self, context, payload, private)
 
     monkeypatch.setattr(PromptFL, "train", patched)
-    privacy = DISTRIBUTED | {"accept_noise": True}
-    wanted = spec(
-        rounds=1,
-        privacy=privacy,
-        participation={"min_clients": 4, "quorum": 0.75},
-        secure_aggregation={},
-        aggregation={"weighting": "uniform"},
-    )
+    wanted = spec(rounds=1, privacy=PROTECTED, participation={"min_clients": 4, "quorum": 0.75}, secure_aggregation={})
     return simulate(wanted, SITES, backbone=given[0], features=given[1])
-
-
-@pytest.mark.parametrize("value", [1e30, float("nan"), float("inf")])
-def test_under_distributed_noise_a_diverged_change_is_sent_like_any_other(
-    value: float, backbone: Backbone, features: FeatureCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A huge change is clipped, one that is not finite counts as zero; the coordinator sees no difference."""
-
-    def own(add: float) -> Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]:
-        return lambda context, payload: {name: tensor + add for name, tensor in payload.items()}
-
-    found = under_noise(monkeypatch, own(value), backbone, features)
-    phase = found.round_reports[1].phases[0]
-    assert phase.failed == []
-    assert phase.secure.sum_clients == 4
-    monkeypatch.undo()
-    same = under_noise(monkeypatch, own(10.0 if value == 1e30 else 0.0), backbone, features)
-    for name, tensor in same.state.items():
-        assert (found.state[name] - tensor).abs().max() <= 1e-6, name
 
 
 def _raise(error: Exception) -> Any:
@@ -181,7 +155,7 @@ WRONG = ValueError("record 17 has label 3")
         ("keeping", MemoryError("too many images of class 3")),
     ],
 )
-def test_under_distributed_noise_the_coordinator_is_not_told_why_training_failed(
+def test_under_protection_the_coordinator_is_not_told_why_training_failed(
     when: str, error: Exception, backbone: Backbone, features: FeatureCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing: list[int] = []
@@ -196,7 +170,7 @@ def test_under_distributed_noise_the_coordinator_is_not_told_why_training_failed
     where = {
         "images": (TaskWork, "_train_split"),
         "preparing": (TaskWork, "_prepared"),
-        "keeping": (PartialNoise, "noised"),
+        "keeping": (SecureWork, "keep"),
     }.get(when)
     if where is not None:
         original = getattr(*where)
@@ -212,28 +186,10 @@ def test_under_distributed_noise_the_coordinator_is_not_told_why_training_failed
 
 
 @pytest.mark.parametrize("error", [DIVERGED, WRONG])
-def test_under_distributed_noise_the_coordinator_is_not_told_why_evaluation_failed(
+def test_under_protection_the_coordinator_is_not_told_why_evaluation_failed(
     error: Exception, backbone: Backbone, features: FeatureCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TaskWork, "_serve", lambda *given: _raise(error))
     said = "evaluation-failed: protected evaluation failed; this client's own log says why$"
     with pytest.raises(CommandError, match=said):
         under_noise(monkeypatch, lambda context, payload: dict(payload), backbone, features)
-
-
-@pytest.mark.slow
-def test_with_the_clients_own_noise_for_whole_clients(backbone: Backbone, features: FeatureCache) -> None:
-    wanted = spec(
-        privacy=DISTRIBUTED | {"accept_noise": True}, secure_aggregation={}, aggregation={"weighting": "uniform"}
-    )
-    first, again = (simulate(wanted, SITES, backbone=backbone, features=features) for _ in range(2))
-    assert first.state_hash == again.state_hash
-    told = first.privacy()
-    assert told is not None
-    assert (told.level, told.noise, told.rounds_counted) == ("client", "seeded", 2)
-    # Sums are of three at least, of whom one may collude: two parts of the noise are secret.
-    assert told.epsilon_max == epsilon_of_sums(PartialNoise(0.5, 0.5, 2).rho(MOST_NUMBERS), 2, 1e-2)
-    assert all(one["withheld"] for one in first.reports[2]["evaluation"]["clients"].values())
-    clear = simulate(spec(aggregation={"weighting": "uniform"}), SITES, backbone=backbone, features=features)
-    far = max(float((first.state[name] - tensor).abs().max()) for name, tensor in clear.state.items())
-    assert 0.01 < far < 5, "noised, and still a state"

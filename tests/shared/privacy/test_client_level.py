@@ -1,4 +1,4 @@
-"""Client level: the design's table of hopeless and useful settings, budgets in rounds, the cost of an adaptive clip."""
+"""Client level: the design's table of hopeless and useful settings, budgets in rounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 
 from promptfed.shared.privacy.accounting import PrivacyError, calibrate, epsilon_of
-from promptfed.shared.privacy.client_level import AdaptedClip, Drowned, budget_rounds, client_event
+from promptfed.shared.privacy.client_level import Drowned, budget_rounds, client_event
 
 NUMBERS = 8192
 
@@ -55,21 +55,3 @@ def test_as_many_rounds_as_the_budget_allows() -> None:
     assert budget_rounds(4.0, 1.0, 2, 100, 4.0, 1e-3) == allowed // 2
     with pytest.raises(PrivacyError, match=r"one round with noise_multiplier 0\.5 costs ε = "):
         budget_rounds(0.5, 1.0, 1, 10, 1.0, 1e-3)
-
-
-def test_changes_and_their_count_cost_together_what_the_whole_is_said_to_cost() -> None:
-    adapted = AdaptedClip(0.5, 0.2, 5.0)
-    z = adapted.noise_of_changes(2.0)
-    assert z > 2.0
-    # Two Gaussians at once are one whose squared ratio is the sum of theirs; the count moves by 1/2 at most.
-    assert z**-2 + (0.5 / 5.0) ** 2 == pytest.approx(2.0**-2, rel=1e-12)
-    with pytest.raises(PrivacyError, match="count_noise 1 is not above half of the noise multiplier 2"):
-        AdaptedClip(0.5, 0.2, 1.0).noise_of_changes(2.0)
-
-
-def test_an_absent_client_moves_the_next_clip_by_what_its_half_does() -> None:
-    adapted = AdaptedClip(0.5, 0.2, 5.0)
-    there = adapted.next_clip(1.0, 4, 7, 10.0, 0.3)
-    for within in (4, 3):  # the seventh was longer than the clip, or not
-        moved = math.log(adapted.next_clip(1.0, within, 6, 10.0, 0.3) / there) / -0.2
-        assert abs(moved) == pytest.approx(0.5 / 10)

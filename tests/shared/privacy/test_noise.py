@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -78,10 +77,6 @@ def fits(drawn: list[int], weight: object, reach: int) -> float:
 
 def test_discrete_draws_are_exact() -> None:
     stream = SeededNoise(3).stream()
-    gauss = [stream.discrete_gaussian(9) for _ in range(20_000)]
-    assert fits(gauss, lambda k: math.exp(-k * k / 18), 9) > 1e-4
     laplace = [stream.discrete_laplace(0.5) for _ in range(20_000)]
     assert fits(laplace, lambda k: math.exp(-abs(k) / 2), 10) > 1e-4
-    wide = [stream.discrete_gaussian(Fraction(10) ** 18) for _ in range(500)]
-    assert np.std(wide) == pytest.approx(1e9, rel=0.15)
     assert Counter(stream.below(5) for _ in range(10_000)).keys() == {0, 1, 2, 3, 4}

@@ -97,13 +97,6 @@ def test_blurring_stays_within_half_a_step_and_is_the_same_again() -> None:
     assert np.array_equal(mean[[0, 2]], payload["x"][[0, 2]]), "what has not changed stays as it was"
 
 
-def test_noise_is_of_weight_one_and_a_change_with_it_takes_no_other() -> None:
-    whole = np.array([3, -5], dtype=np.int64)
-    assert np.array_equal(encoding.for_sum(whole, 1.0), whole)
-    with pytest.raises(SecureError, match="as all others do"):
-        encoding.for_sum(whole, 0.5)
-
-
 def test_a_change_starts_from_the_payload_and_goes_back_to_it() -> None:
     start = np.random.default_rng(1).standard_normal((2, 3)).astype(np.float32)
     payload = {"a": start, "unsent": np.ones(1, np.float32)}
@@ -122,14 +115,6 @@ def test_what_is_out_of_range_is_refused(value: float) -> None:
     with pytest.raises(SecureError) as refused:
         encoding.encode_change({"x": np.array([0.0, value], np.float32)}, {})
     assert refused.value.kind == "out-of-range"
-
-
-def test_a_noised_change_is_refused_only_where_a_sum_of_it_might_wrap() -> None:
-    whole = np.array([-(1 << 52), 1 << 52, 0])
-    assert encoding.expect_summable(whole) is whole
-    for sign in (-1, 1):
-        with pytest.raises(SecureError, match="too large to be summed"):
-            encoding.expect_summable(whole + sign)
 
 
 def test_an_update_in_the_clear_is_told_from_a_masked_one() -> None:

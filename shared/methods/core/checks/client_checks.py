@@ -7,8 +7,7 @@ import math
 from promptfed.shared.methods.core.checks.mean_checks import check_one_mean, distinct_phases
 from promptfed.shared.methods.core.interface.base import Method, MethodError, ServerContext
 from promptfed.shared.privacy import accounting
-from promptfed.shared.privacy.client_level import AdaptedClip, Drowned, budget_rounds, client_event
-from promptfed.shared.privacy.distributed import MOST_NUMBERS, PartialNoise, epsilon_of_sums
+from promptfed.shared.privacy.client_level import Drowned, budget_rounds, client_event
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.spec.spec_section import ceil_fraction
 
@@ -17,13 +16,18 @@ def check_central(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError if noise at the coordinator cannot provide the protection in ``spec``."""
     given, rule, part = spec.privacy, spec.aggregation, spec.participation
     check_one_mean(method, spec.rounds, "protect", "no noise fits them")
-    check_client_level(spec)
+    if given.clip is None:
+        raise MethodError("give clip, the longest that one client's change may be, such as the median of plain rounds")
+    if rule.weighting != "uniform" or rule.max_weight_share not in (None, 1.0):
+        raise MethodError("each client counts the same: take aggregation.weighting uniform, and max_weight_share 1")
+    if given.unit == "group":
+        raise MethodError("unit: group is of level sample: a whole client is protected here")
     if given.noise_multiplier is None and given.epsilon is None:
         raise MethodError("give noise_multiplier, or epsilon, from which it follows, or both: then rounds end in time")
     if rule.rule != "mean" or rule.clip_norm is not None:
         raise MethodError("the noise is for a mean of changes that are clipped already: take rule mean, no clip_norm")
     if spec.secure_aggregation is not None:
-        raise MethodError("central noise needs each update, and secure sums hide them: take noise distributed")
+        raise MethodError("noise at the coordinator needs each update, and secure sums hide them: take level sample")
     if given.evaluation == "noisy":
         raise MethodError("noisy counts are of level sample: at level client take evaluation plain or withheld")
     if part.sampling == "poisson" and any(len(phases) > 1 for phases in _rounds(method, spec)):
@@ -31,21 +35,10 @@ def check_central(method: Method, spec: FederationSpec) -> None:
         raise MethodError(f"{text}: no accountant amplifies that, take participation.sampling fixed")
 
 
-def check_client_level(spec: FederationSpec) -> None:
-    """Raise MethodError if ``spec`` has settings that noise at level client cannot protect."""
-    given, rule = spec.privacy, spec.aggregation
-    if given.clip is None:
-        raise MethodError("give clip, the longest that one client's change may be, such as the median of plain rounds")
-    if rule.weighting != "uniform" or rule.max_weight_share not in (None, 1.0):
-        raise MethodError("each client counts the same: take aggregation.weighting uniform, and max_weight_share 1")
-    if given.unit == "group":
-        raise MethodError("unit: group is of level sample: a whole client is protected here")
-
-
 def check_sampling(spec: FederationSpec) -> None:
-    """Raise MethodError for Poisson sampling without central noise, its only purpose."""
-    if spec.participation.sampling == "poisson" and not spec.privacy.is_central:
-        raise MethodError("sampling poisson is for privacy.level client with central noise: leave it out")
+    """Raise MethodError for Poisson sampling without noise for whole clients, its only purpose."""
+    if spec.participation.sampling == "poisson" and not spec.privacy.protects_clients:
+        raise MethodError("sampling poisson is for privacy.level client: leave it out")
 
 
 def _rounds(method: Method, spec: FederationSpec) -> list[tuple[object, ...]]:
@@ -65,7 +58,7 @@ def with_noise(method: Method, spec: FederationSpec) -> FederationSpec:
         MethodError: δ does not suit the number of clients, or no noise multiplier is large enough.
     """
     given = spec.privacy
-    if not given.is_central:
+    if not given.protects_clients:
         return spec
     least = spec.participation.min_clients
     delta = given.delta or accounting.default_delta(least)
@@ -73,18 +66,9 @@ def with_noise(method: Method, spec: FederationSpec) -> FederationSpec:
     try:
         accounting.check_delta(delta, least)
         z = given.noise_multiplier or accounting.calibrate(given.epsilon or 0.0, delta, 1.0, phases)
-        if given.adaptive_clip is not None:
-            adapted(spec, expected_clients(spec, least)).noise_of_changes(z)
     except accounting.PrivacyError as error:
         raise MethodError(str(error)) from None
     return spec.model_copy(update={"privacy": given.model_copy(update={"delta": delta, "noise_multiplier": z})})
-
-
-def adapted(spec: FederationSpec, expected: float) -> AdaptedClip:
-    """The adaptive clip of a phase with ``expected`` clients."""
-    given = spec.privacy.adaptive_clip
-    assert given is not None
-    return AdaptedClip(given.quantile, given.rate, given.count_noise or expected / 20)
 
 
 def allowed_rounds(method: Method, spec: FederationSpec) -> int | None:
@@ -94,7 +78,7 @@ def allowed_rounds(method: Method, spec: FederationSpec) -> int | None:
         MethodError: the budget does not allow a single round.
     """
     given = spec.privacy
-    if not given.is_central or given.epsilon is None:
+    if not given.protects_clients or given.epsilon is None:
         return None
     assert given.noise_multiplier is not None
     assert given.delta is not None
@@ -117,8 +101,6 @@ def spent(spec: FederationSpec, phases: int) -> float:
         return 0.0
     assert given.noise_multiplier is not None
     assert given.delta is not None
-    if given.is_distributed:
-        return epsilon_of_sums(partial_noise(spec).rho(MOST_NUMBERS), phases, given.delta)
     return accounting.epsilon_of([client_event(given.noise_multiplier, 1.0, phases)], given.delta)
 
 
@@ -134,9 +116,6 @@ def costs(spec: FederationSpec, phases: int) -> dict[str, float | None]:
         return spending | {"epsilon_replace_one": 0.0, "epsilon_if_secret": 0.0 if part.is_secret else None}
     assert given.noise_multiplier is not None
     assert given.delta is not None
-    if given.is_distributed:  # twice the distance means four times ρ
-        rho = 4 * partial_noise(spec).rho(MOST_NUMBERS)
-        return spending | {"epsilon_replace_one": epsilon_of_sums(rho, phases, given.delta)}
     spending["epsilon_replace_one"] = accounting.replace_one_epsilon(
         [client_event(given.noise_multiplier, 1.0, phases)], given.delta
     )
@@ -144,20 +123,6 @@ def costs(spec: FederationSpec, phases: int) -> dict[str, float | None]:
         amplified = client_event(given.noise_multiplier, part.fraction, phases)
         spending["epsilon_if_secret"] = accounting.epsilon_of([amplified], given.delta)
     return spending
-
-
-def honest_parts(spec: FederationSpec) -> int:
-    """h: the least number of noise parts in a secure sum that are unknown to the operator and colluding clients."""
-    assert spec.secure_aggregation is not None
-    return spec.secure_aggregation.minimum - spec.privacy.colluding
-
-
-def partial_noise(spec: FederationSpec) -> PartialNoise:
-    """One client's part of the noise of a resolved spec. Raises PrivacyError if it is impossible."""
-    given = spec.privacy
-    assert given.clip is not None
-    assert given.noise_multiplier is not None
-    return PartialNoise(given.clip, given.noise_multiplier, honest_parts(spec))
 
 
 def expected_clients(spec: FederationSpec, clients: int) -> float:
@@ -174,10 +139,6 @@ def drowned(method: Method, spec: FederationSpec, context: ServerContext, client
     phases = distinct_phases(method, spec.rounds)
     numbers = max(sum(math.prod(tensor.resolve(dims)) for tensor in phase.up) for phase in phases)
     expected, z = expected_clients(spec, clients), spec.privacy.noise_multiplier or 0.0
-    if spec.privacy.adaptive_clip is not None:
-        z = adapted(spec, expected).noise_of_changes(z)
-    if spec.privacy.is_distributed:
-        z *= math.sqrt(expected / honest_parts(spec))  # every client adds a part, although fewer parts would be enough
     return Drowned(z, numbers, expected, noised_phases(method, spec.rounds, spec.rounds))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from promptfed.shared.methods.core.checks.client_checks import check_central, check_sampling
-from promptfed.shared.methods.core.checks.distributed_checks import check_distributed
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.methods.core.interface.hooks import Prepares
 from promptfed.shared.privacy.accounting import PrivacyError
@@ -26,13 +25,9 @@ def check_privacy(method: Method, spec: FederationSpec) -> None:
         if given != alone:
             raise MethodError("the level is none, and something else is asked for: give level: sample, or leave it out")
         return
-    if given.is_central:
+    if given.protects_clients:
         check_central(method, spec)
         return
-    if given.is_distributed:
-        check_distributed(spec)
-        return
-    _check_of_this_level(given)
     if given.unit == "group" and given.evaluation == "noisy":
         raise MethodError("noisy counts protect single test images, and unit is group: take evaluation withheld")
     if given.clip is None:
@@ -47,13 +42,6 @@ def check_privacy(method: Method, spec: FederationSpec) -> None:
         raise MethodError(
             f"{method.name} cannot be trained at level sample (what it prepares has no noise): take another"
         )
-
-
-def _check_of_this_level(given: PrivacySpec) -> None:
-    others = {"noise: distributed": given.noise == "distributed", "adaptive_clip": given.adaptive_clip is not None}
-    for name, asked in others.items():
-        if asked:
-            raise MethodError(f"{name} is of level client: leave it out, each client adds noise of its own here")
 
 
 def training_loops(method: Method, rounds: int) -> int:

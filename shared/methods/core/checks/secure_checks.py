@@ -22,8 +22,8 @@ def check_secure(method: Method, spec: FederationSpec) -> None:
         raise MethodError("clip_norm needs each update, and only their sum is known: leave it out")
     if given.neighbours is not None and rule.weighting != "uniform":
         raise MethodError("neighbours needs aggregation.weighting uniform: a client knows only its neighbours' weights")
-    if spec.privacy.is_central:
-        raise MethodError("central noise needs each update, and only their sum is known: take noise: distributed")
+    if spec.privacy.protects_clients:
+        raise MethodError("privacy.level client needs each update, and only their sum is known: take level sample")
     if spec.participation.min_clients < given.minimum:
         least = spec.participation.min_clients
         text = f"a round may begin with {least} clients (participation.min_clients), and a sum is of {given.minimum}"
