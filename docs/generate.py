@@ -69,10 +69,6 @@ MEANINGS = {
     "secure_aggregation.threshold": "share of a phase's clients that can open the sum, above a half",
     "secure_aggregation.minimum": "fewest clients in a sum",
     "secure_aggregation.step_seconds": "time for each of the four exchanges after training",
-    "secure_aggregation.attempts": "attempts at a phase, with the same training",
-    "secure_aggregation.neighbours": "clients that share masks with one client; default: all up to 128, then as needed",
-    "secure_aggregation.colluding_share": "share of the clients that may be on the operator's side",
-    "secure_aggregation.dropping_share": "share of the clients that may fail during the sum",
 }  # fmt: skip
 
 # Variables beside those of the settings.

@@ -84,7 +84,6 @@ class SecureAggregation(Section):
     ``min_effective``: as how many clients of equal weight a sum has to count, (Σ a)²/Σ a² of its weights a.
     ``peers``: fingerprints that were compared over another channel. With any given, at most ``unverified`` of the
     other members may have another key, and at least ``verified`` of those in a sum must have one of these.
-    ``sparse``: whether a graph is accepted in which this site shares masks with only some of the others.
     """
 
     require: bool = False
@@ -94,7 +93,6 @@ class SecureAggregation(Section):
     peers: list[Fingerprint] = Field(default_factory=list)
     verified: Annotated[int, Field(ge=0, le=1023)] = 0
     unverified: Annotated[int, Field(ge=0, le=1023)] = 0
-    sparse: bool = False
 
     @model_validator(mode="after")
     def _keys_can_be_checked(self) -> SecureAggregation:
@@ -104,8 +102,6 @@ class SecureAggregation(Section):
             raise ValueError("unverified counts members who are not among peers, and peers lists nobody")
         if self.unverified and not self.verified:
             raise ValueError("with unverified over 0, give verified: how many of a sum's members must be among peers")
-        if self.sparse and self.peers:
-            raise ValueError("sparse and peers exclude each other: in a sparse graph a site sees only some keys")
         return self
 
 

@@ -15,6 +15,7 @@ from promptfed.shared.spec.spec_section import ceil_fraction
 
 KINDS: tuple[TaskKind, ...] = ("train", "share", "mask", "confirm", "unmask")
 TRAIN, SHARE, MASK, CONFIRM, UNMASK = range(5)
+ATTEMPTS = 2  # at a phase, with the same training
 
 
 def steps_of(phases: Iterable[PhasePlan], spec: SecureAggregationSpec) -> tuple[PhasePlan, ...]:
@@ -22,10 +23,10 @@ def steps_of(phases: Iterable[PhasePlan], spec: SecureAggregationSpec) -> tuple[
     plans: list[PhasePlan] = []
     for number, phase in enumerate(phases):
         begin = len(plans)
-        after = begin + len(KINDS) * spec.attempts
-        for attempt in range(1, spec.attempts + 1):
+        after = begin + len(KINDS) * ATTEMPTS
+        for attempt in range(1, ATTEMPTS + 1):
             first = len(plans)
-            following = first + len(KINDS) if attempt < spec.attempts else None
+            following = first + len(KINDS) if attempt < ATTEMPTS else None
             name = phase.name if attempt == 1 else f"{phase.name}/{attempt}"
             for index, kind in enumerate(KINDS):
                 step = SecureStep(index, attempt, number, phase.name, first, following, after)

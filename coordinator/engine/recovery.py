@@ -21,7 +21,7 @@ from promptfed.coordinator.domain.federation import (
     kept_method,
 )
 from promptfed.coordinator.domain.run_state import AskStatus, DueJob, Member, Rules, Run, Stage
-from promptfed.coordinator.domain.secure_steps import KINDS, MASK
+from promptfed.coordinator.domain.secure_steps import ATTEMPTS, KINDS, MASK
 from promptfed.coordinator.engine.recorder import open_task
 from promptfed.coordinator.problems import first_error
 from promptfed.coordinator.store import queries
@@ -232,9 +232,8 @@ def _run(
 
 def _with_sets(session: Session, row: FederationRow, rules: Rules, run: Run) -> Run:
     """The run with who sent keys for the latest attempt of a secure sum, and who answered its step before this one."""
-    assert rules.secure is not None
     # Of the round's first phase, the attempt that came furthest last says whose vectors were taken.
-    for attempt in range(rules.secure.attempts):
+    for attempt in range(ATTEMPTS):
         taken = queries.counted_clients(session, row.id, row.round, MASK + len(KINDS) * attempt)
         run = replace(run, answered_first=taken or run.answered_first)
     plan = rules.plan(row.round, row.step)

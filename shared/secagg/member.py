@@ -64,7 +64,6 @@ class Limits:
 
     minimum: int = LEAST_CLIENTS
     max_own_share: float = 0.5
-    sparse: bool = True
     peers: frozenset[str] = frozenset()
     verified: int = 0
     unverified: int = 0
@@ -92,20 +91,13 @@ def expect_roster(roster: Roster, place: int, limits: Limits) -> None:
     that is if n - c + 2c >= 2t. Hence c <= 2t - n - 1 is required.
 
     Raises:
-        SecureError: ``policy-sparse`` if a graph is sparse against the policy, or if peers are listed, since this
-            client would not see most members' keys. ``policy-peers`` if too many members have other keys.
+        SecureError: ``policy-peers`` if too many members have other keys.
     """
-    if roster.graph.neighbours is not None:
-        if not limits.sparse:
-            raise SecureError("policy-sparse", "this site's policy permits no sparse graph (secure_aggregation.sparse)")
-        if limits.peers:
-            text = "in a sparse graph a site does not see the keys of most members, and its policy lists peers"
-            raise SecureError("policy-sparse", f"{text} (secure_aggregation.peers)")
     if not limits.peers:
         return
     others = len(roster.hashes) - 1
     unlisted = others - _listed(roster, set(range(len(roster.hashes))) - {place}, limits)
-    safe = 2 * roster.graph.least - len(roster.hashes) - 1
+    safe = 2 * roster.threshold - len(roster.hashes) - 1
     if unlisted > safe:
         text = f"{unlisted} of the {others} other members are not among this site's peers; with more than {safe}"
         raise SecureError("policy-peers", f"{text} the operator could open a single change: list their fingerprints")
@@ -116,17 +108,16 @@ def expect_roster(roster: Roster, place: int, limits: Limits) -> None:
 
 def _listed(roster: Roster, places: set[int], limits: Limits) -> int:
     """The number of ``places`` whose fingerprint is in the site's policy."""
-    entries = (roster.entries[place] for place in places if place in roster.entries)
+    entries = (roster.entries[place] for place in places)
     return sum(fingerprint(bytes.fromhex(entry.identity_key)) in limits.peers for entry in entries)
 
 
 def share_secrets(own: Secrets, roster: Roster, place: int) -> tuple[SharesAnswer, Pair]:
-    """Step 1: encrypted shares of the seed and of the mask key for each neighbour, and the client's own two shares."""
-    holders = roster.holders(place)
-    at = [holder + 1 for holder in holders]
-    seeds = shamir.split(own.seed, roster.graph.threshold, at)
-    keys = shamir.split(own.mask_key, roster.graph.threshold, at)
-    pairs = {to: (seeds[to + 1], keys[to + 1]) for to in holders}
+    """Step 1: encrypted shares of the seed and the mask key for each other client, and the client's own two shares."""
+    at = [holder + 1 for holder in roster.entries]
+    seeds = shamir.split(own.seed, roster.threshold, at)
+    keys = shamir.split(own.mask_key, roster.threshold, at)
+    pairs = {to: (seeds[to + 1], keys[to + 1]) for to in roster.entries}
     answer = SharesAnswer(
         roster_sha256=roster.sha256.hex(),
         boxes=[_box(own, roster, place, to, b"".join(pair)) for to, pair in pairs.items() if to != place],
@@ -147,16 +138,16 @@ def _about(roster: Roster, sender: int, recipient: int) -> bytes:
 
 
 def open_boxes(own: Secrets, roster: Roster, place: int, job: MaskJob, limits: Limits) -> dict[int, Pair]:
-    """Step 2, receiving: a pair of shares from each neighbour that has shared.
+    """Step 2, receiving: a pair of shares from each other client that has shared.
 
     Raises:
         SecureError: ``bad-roster`` if too few clients or unknown clients have shared; ``bad-shares`` if a box does not
             open, or its shares do not match the sender's commitments.
     """
     sharing = expect_set(roster, job.sharing, place, limits)
-    wanted = [other for other in roster.neighbours(place) if other in sharing]
+    wanted = [other for other in roster.others(place) if other in sharing]
     if any([sender for sender, _ in given] != wanted for given in (job.boxes, job.commitments)):
-        raise SecureError("bad-shares", "the boxes are not exactly those of the neighbours that have shared")
+        raise SecureError("bad-shares", "the boxes are not exactly those of the others that have shared")
     committed = dict(job.commitments)
     return {sender: _open(own, roster, sender, place, box, committed[sender]) for sender, box in job.boxes}
 
@@ -181,8 +172,8 @@ def _open(own: Secrets, roster: Roster, sender: int, recipient: int, box: bytes,
 
 
 def mask_vector(own: Secrets, roster: Roster, place: int, sharing: Sequence[int], vector: masks.Words) -> masks.Words:
-    """Step 2, sending: ``vector`` plus the self mask and the pair masks with all neighbours that have shared."""
-    peers = [other for other in roster.neighbours(place) if other in set(sharing)]
+    """Step 2, sending: ``vector`` plus the self mask and the pair masks with all others that have shared."""
+    peers = [other for other in roster.others(place) if other in set(sharing)]
     keys = [bytes.fromhex(roster.entries[other].mask_key) for other in peers]
     return masks.masked(vector, own.seed, own.mask_key, keys, roster.sha256)
 
@@ -197,7 +188,7 @@ def expect_set(roster: Roster, places: Sequence[int], place: int, limits: Limits
     chosen = set(places)
     if list(places) != sorted(chosen) or not chosen <= set(range(len(roster.hashes))) or place not in chosen:
         raise SecureError("bad-roster", "the list is not one of this roster's clients, with this one among them")
-    least = max(LEAST_CLIENTS, limits.minimum, roster.graph.least)
+    least = max(LEAST_CLIENTS, limits.minimum, roster.threshold)
     if len(chosen) < least:
         raise SecureError("policy-minimum", f"the sum would be over {len(chosen)} clients; {least} are the least")
     weights = {member: roster.weights[member] for member in chosen}
@@ -256,9 +247,9 @@ def reveal_shares(
     """
     digest = alive_digest([roster.hashes[member] for member in confirm.alive])
     known = [signer for signer, signature in job.signatures if _has_signed(roster, place, signer, digest, signature)]
-    if len(known) < len(job.signatures) or len(set(known)) < len(known) or len(known) < roster.graph.threshold:
+    if len(known) < len(job.signatures) or len(set(known)) < len(known) or len(known) < roster.threshold:
         text = f"{len(set(known))} of {len(job.signatures)} signatures are of this client's own list"
-        raise SecureError("bad-roster", f"{text}; {roster.graph.threshold} are needed")
+        raise SecureError("bad-roster", f"{text}; {roster.threshold} are needed")
     alive, dropped = set(confirm.alive), set(confirm.dropped)
     assert not alive & dropped, "nobody's seed and mask key are both told"
     return UnmaskAnswer(
@@ -269,7 +260,7 @@ def reveal_shares(
 
 def _has_signed(roster: Roster, place: int, signer: int, digest: str, signature: str) -> bool:
     entry = roster.entries.get(signer)
-    if entry is None or signer not in roster.holders(place):
+    if entry is None:
         return False
     body = confirmed(roster, place, digest)
     return is_signed(bytes.fromhex(entry.identity_key), bytes.fromhex(signature), "confirm", body)

@@ -72,14 +72,13 @@ class KeysAnswer(SecureMessage):
 
 
 class RosterMessage(SecureMessage):
-    """The input of step 1: the entries that the client may use, and the ``hashes`` of all if some are missing."""
+    """The input of step 1: the entries of all clients."""
 
     entries: Annotated[list[KeysAnswer], Field(max_length=1024)]
-    hashes: Annotated[list[Hex32], Field(max_length=1024)] | None = None
 
 
 class SharesAnswer(SecureMessage):
-    """The answer of step 1: one encrypted pair of shares for each neighbour, in order of place.
+    """The answer of step 1: one encrypted pair of shares for each other client, in order of place.
 
     ``commitments`` to the pair of each holder, including the client itself, in order of place. ``seed_sha256``: the
     commitment to the seed that the shares open (`promptfed.shared.secagg.commitments`).

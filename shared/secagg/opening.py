@@ -25,7 +25,7 @@ MOST_SUBSETS = 100  # subsets of the shares of one secret that are tried if thei
 
 def check_shares(roster: Roster, place: int, answer: SharesAnswer) -> None:
     """Raise SecureError (``bad-exchange``) if the boxes cannot come from ``place``."""
-    wanted = len(roster.neighbours(place))
+    wanted = len(roster.others(place))
     if answer.roster_sha256 != roster.sha256.hex():
         raise SecureError("wrong-roster", "the shares are for another roster")
     if len(answer.boxes) != wanted or any(len(box) != 2 * shamir.SHARE_BYTES + 16 for box in answer.boxes):
@@ -36,15 +36,15 @@ def check_shares(roster: Roster, place: int, answer: SharesAnswer) -> None:
 
 def mask_job(roster: Roster, place: int, shares: Mapping[int, SharesAnswer]) -> MaskJob:
     """The input of step 2 for the client at ``place``; ``shares`` by the places of the clients that have shared."""
-    senders = [sender for sender in roster.neighbours(place) if sender in shares]
-    boxes = [(sender, shares[sender].boxes[roster.neighbours(sender).index(place)]) for sender in senders]
+    senders = [sender for sender in roster.others(place) if sender in shares]
+    boxes = [(sender, shares[sender].boxes[roster.others(sender).index(place)]) for sender in senders]
     commitments = [(sender, _committed(roster, sender, place, shares)) for sender in senders]
     return MaskJob(sharing=sorted(shares), boxes=boxes, commitments=commitments)
 
 
 def _committed(roster: Roster, owner: int, holder: int, shares: Mapping[int, SharesAnswer]) -> bytes:
     """The commitment of ``owner`` to the shares of ``holder``."""
-    return shares[owner].commitments[roster.holders(owner).index(holder)]
+    return shares[owner].commitments[holder]
 
 
 def confirm_job(sharing: Collection[int], alive: Collection[int]) -> ConfirmJob:
@@ -60,18 +60,16 @@ def check_confirmation(roster: Roster, place: int, alive: Sequence[int], answer:
         raise SecureError("bad-signature", "this is not the client's signature of the list of step confirm")
 
 
-def unmask_job(roster: Roster, place: int, answers: Mapping[int, ConfirmAnswer]) -> UnmaskJob:
-    """The input of step 4 for the client at ``place``: the signatures of the clients whose keys it knows."""
-    signers = [holder for holder in roster.holders(place) if holder in answers]
-    return UnmaskJob(signatures=[(signer, answers[signer].signature) for signer in signers])
+def unmask_job(answers: Mapping[int, ConfirmAnswer]) -> UnmaskJob:
+    """The input of step 4: the signatures of step 3."""
+    return UnmaskJob(signatures=[(signer, answers[signer].signature) for signer in sorted(answers)])
 
 
 def check_reveal(
     roster: Roster, place: int, confirm: ConfirmJob, answer: UnmaskAnswer, shares: Mapping[int, SharesAnswer]
 ) -> None:
     """Raise SecureError (``bad-shares``) if these are not exactly the requested shares that ``place`` received."""
-    held = roster.holders(place)
-    wanted = [[owner for owner in held if owner in set(kind)] for kind in (confirm.alive, confirm.dropped)]
+    wanted = [sorted(kind) for kind in (confirm.alive, confirm.dropped)]
     if [[owner for owner, _ in given] for given in (answer.seeds, answer.keys)] != wanted:
         raise SecureError(
             "bad-shares", "these are not the shares that were asked for: own masks of those who count, keys of the rest"
@@ -79,14 +77,6 @@ def check_reveal(
     for kind, given in enumerate((answer.seeds, answer.keys)):
         for owner, share in given:
             expect_share(roster.sha256, owner, place, kind, share, _committed(roster, owner, place, shares))
-
-
-def can_open(roster: Roster, sharing: Iterable[int], answered: Collection[int]) -> bool:
-    """Whether the shares of the clients that ``answered`` step 4 open the secrets of all clients in ``sharing``."""
-    if roster.graph.neighbours is None:
-        return len(answered) >= roster.graph.threshold
-    there = set(answered)
-    return all(len(there.intersection(roster.holders(owner))) >= roster.graph.threshold for owner in sharing)
 
 
 def open_sum(
@@ -117,7 +107,7 @@ def open_sum(
     alive = set(confirm.alive)
     for owner in confirm.dropped:
         key = opener.secret(owner, keys.get(owner, {}), opener.key_digest, roster.entries[owner].mask_key)
-        for peer in roster.neighbours(owner):
+        for peer in roster.others(owner):
             if peer in alive:
                 # The peer added the negative of the owner's mask.
                 other = bytes.fromhex(roster.entries[peer].mask_key)
@@ -138,7 +128,7 @@ class _Opener:
     """Opens secrets. The Lagrange factors, which many secrets share, are computed once."""
 
     def __init__(self, roster: Roster):
-        self._roster, self._threshold = roster, roster.graph.threshold
+        self._roster, self._threshold = roster, roster.threshold
         self._factors: dict[tuple[int, ...], dict[int, int]] = {}
 
     def seed_digest(self, seed: bytes) -> str:

@@ -173,14 +173,9 @@ class SecureAggregationSpec(Section):
     """Sums that nobody sees into: the coordinator receives the sum of the clients' changes and none of its parts.
 
     ``threshold``: share of a phase's clients that open the sum, above a half. ``minimum``: clients of a sum, at least.
-    ``step_seconds``: for each of the four exchanges after training. ``attempts``: of a phase, with the same training.
-    ``neighbours``: with how many a client shares masks (default: all up to 128 clients, then what the two shares need).
+    ``step_seconds``: for each of the four exchanges after training.
     """
 
     threshold: Annotated[float, Field(gt=0.5, le=1)] = 0.6
     minimum: Annotated[int, Field(ge=3, le=1024)] = 3
     step_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0
-    attempts: Annotated[int, Field(ge=1, le=5)] = 2
-    neighbours: Annotated[int | None, Field(ge=4, le=1022, multiple_of=2)] = None
-    colluding_share: Annotated[float, Field(ge=0, le=0.4)] = 0.1
-    dropping_share: Annotated[float, Field(ge=0, le=0.4)] = 0.3

@@ -119,7 +119,6 @@ def test_the_other_rules() -> None:
         ({"secure_aggregation": {"verified": 2}}, "verified is 2, and peers lists 0"),
         ({"secure_aggregation": {"unverified": 0}}, "peers lists nobody"),
         ({"secure_aggregation": {"peers": [PEER], "unverified": 1}}, "give verified"),
-        ({"secure_aggregation": {"peers": [PEER], "sparse": True}}, "sparse and peers exclude each other"),
         ({"secure_aggregation": {"max_own_share": 0.6}}, "secure_aggregation.max_own_share"),
         ({"metrics": {"accuracy": "rounded"}}, "metrics.accuracy"),
         ({"limits": {"rounds": "50"}}, "limits.rounds"),

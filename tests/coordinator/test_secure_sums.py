@@ -318,8 +318,6 @@ def refusal(coordinator: InThread, **changes: Any) -> str:
         ({"method": {"name": "promptfl_amp"}}, "only their sum is known"),
         ({"method": {"name": "zero_shot"}}, "nothing to sum"),
         ({"secure_aggregation": {"threshold": 0.5}}, "greater than 0.5"),
-        ({"secure_aggregation": {"neighbours": 5}}, "multiple of 2"),
-        ({"secure_aggregation": {"neighbours": 20}}, "weighting uniform"),
         ({"privacy": {"level": "client", "clip": 0.3, "noise_multiplier": 1.0}}, "take level sample"),
     ],
 )

@@ -43,7 +43,7 @@ KEYS = "    if not limits.peers:\n        return\n    others", "    return\n    
 MUTANTS = (
     Mutant("other_lists", MEMBER, "_has_signed", *SIGNATURE),
     Mutant("forged_signatures", MEMBER, "_has_signed", *SIGNATURE),
-    Mutant("too_few_signatures", MEMBER, "reveal_shares", " or len(known) < roster.graph.threshold:", ":"),
+    Mutant("too_few_signatures", MEMBER, "reveal_shares", " or len(known) < roster.threshold:", ":"),
     Mutant("one_signature_thrice", MEMBER, "reveal_shares", "len(set(known)) < len(known) or ", ""),
     Mutant("a_second_list", SECURE, "SecureWork.answer", "if task.kind in attempt.answers:", "if False:"),
     Mutant("a_second_mask", SECURE, "SecureWork.answer", "if task.kind in attempt.answers:", "if False:"),

@@ -74,16 +74,16 @@ class Invented:
         """Steps 3 and 4 of the honest ``clients``, all told ``job``; the invented sign with them."""
         world = self.world
         signed = {world.place[k]: self.confirm(k, job) for k in (*clients, *self.invented)}
-        told = {k: opening.unmask_job(world.roster, world.place[k], signed) for k in clients}
+        told = {k: opening.unmask_job(signed) for k in clients}
         return [UnmaskAnswer.model_validate_json(world.ask("unmask", k, told[k])) for k in clients]
 
     def open(self, masked: Words, seeds: dict[int, bytes], mask_keys: dict[int, bytes]) -> None:
         """Take all masks off client 0's vector, and compare what is left with its change."""
         roster, place = self.world.roster, self.world.place[0]
-        needed = roster.graph.threshold
+        needed = roster.threshold
         seed, mask_key = (shamir.combine(dict(list(shares.items())[:needed])) for shares in (seeds, mask_keys))
         vector = masked - masks.self_mask(seed, roster.sha256, len(masked))
-        for other in roster.neighbours(place):
+        for other in roster.others(place):
             peer = bytes.fromhex(roster.entries[other].mask_key)
             vector -= masks.pair_mask(mask_key, peer, roster.sha256, len(masked))
         assert np.array_equal(vector.view(np.int64), change_of(0, len(vector)))

@@ -124,7 +124,7 @@ class World:
     def share(self, **about: Any) -> None:
         """Step 1 of everybody."""
         for k in range(self.count):
-            body = self.ask("share", k, self.roster.message(self.signed, self.place[k]), **about)
+            body = self.ask("share", k, self.roster.message(self.signed), **about)
             self.shares[self.place[k]] = SharesAnswer.model_validate_json(body)
 
     def mask_job(self, client: int, sharing: Sequence[int] | None = None) -> MaskJob:
@@ -152,7 +152,7 @@ class World:
         self.begin()
         self.mask()
         signed = {self.place[k]: self.confirm(k, self.listed()) for k in range(self.count)}
-        jobs = {k: opening.unmask_job(self.roster, self.place[k], signed) for k in range(self.count)}
+        jobs = {k: opening.unmask_job(signed) for k in range(self.count)}
         return {k: UnmaskAnswer.model_validate_json(self.ask("unmask", k, job)) for k, job in jobs.items()}
 
 
@@ -163,7 +163,7 @@ def other_lists(world: World) -> None:
     here, there = world.listed(4), world.listed(3)
     signed = {world.place[k]: world.confirm(k, here if k < 2 else there) for k in (0, 1, 2)}
     for k in (0, 2):
-        world.ask("unmask", k, opening.unmask_job(world.roster, world.place[k], signed))
+        world.ask("unmask", k, opening.unmask_job(signed))
 
 
 def too_few_signatures(world: World) -> None:
@@ -171,7 +171,7 @@ def too_few_signatures(world: World) -> None:
     world.begin()
     world.mask()
     signed = {world.place[0]: world.confirm(0, world.listed(4))}
-    world.ask("unmask", 0, opening.unmask_job(world.roster, world.place[0], signed))
+    world.ask("unmask", 0, opening.unmask_job(signed))
 
 
 def one_signature_thrice(world: World) -> None:
@@ -230,7 +230,7 @@ def an_attempt_set_back(world: World) -> None:
         job = world.listed(gone)
         there = [k for k in range(world.count) if k != gone]
         signed = {world.place[k]: world.confirm(k, job) for k in there}
-        world.ask("unmask", 0, opening.unmask_job(world.roster, world.place[0], signed))
+        world.ask("unmask", 0, opening.unmask_job(signed))
 
 
 def the_same_payload(world: World) -> None:
@@ -249,7 +249,7 @@ def another_payload(world: World) -> None:
     """One client gets prompts of its own."""
     world.entries = {k: world.keys(k, payload=b"crafted" if k == 0 else b"prompts") for k in range(world.count)}
     world.gather()
-    world.ask("share", 0, world.roster.message(world.signed, world.place[0]))
+    world.ask("share", 0, world.roster.message(world.signed))
 
 
 def swapped_keys(world: World) -> None:
@@ -258,7 +258,7 @@ def swapped_keys(world: World) -> None:
     entry = world.entries[1].entry.model_copy(update={"mask_key": keys.public_of(keys.new_pair()).hex()})
     world.entries[1] = KeysAnswer(entry=entry, signature=world.entries[1].signature)
     world.gather()
-    world.ask("share", 0, world.roster.message(world.signed, world.place[0]))
+    world.ask("share", 0, world.roster.message(world.signed))
 
 
 def one_identity_twice(world: World) -> None:
@@ -270,7 +270,7 @@ def one_identity_twice(world: World) -> None:
         other = member.Secrets(colluder.identity, keys.new_pair(), keys.new_pair(), colluder.seed)
         world.entries[k] = member.signed_entry(other, about)
     world.gather()
-    world.ask("share", 0, world.roster.message(world.signed, world.place[0]))
+    world.ask("share", 0, world.roster.message(world.signed))
 
 
 def swapped_boxes(world: World) -> None:

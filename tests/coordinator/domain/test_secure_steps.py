@@ -92,10 +92,12 @@ def test_too_few_in_a_step_begin_another_attempt_with_those_of_the_first() -> No
 
 
 def test_the_last_attempt_pauses_and_can_be_resumed() -> None:
-    run = play(attempts=1)
-    run.all_answer()
-    run.send(Failed("e", run.now))
-    late(run)
+    run = play()
+    for attempt in ("train", "train/2"):
+        assert run.run.stage.name == attempt
+        run.all_answer()
+        run.send(Failed("e", run.now))
+        late(run)
     assert (run.run.state, run.run.reason) == ("paused", QUORUM_MISSED)
     run.send(Resume(run.now))
     assert run.open == list(FIVE), "who failed is asked again"
@@ -140,10 +142,10 @@ def test_two_phases_each_have_their_own_steps() -> None:
 class AnyOrder(RuleBasedStateMachine):
     """Events in any order: later sets are within earlier ones, and after a reveal no attempt begins."""
 
-    @initialize(attempts=st.integers(1, 3), clients=st.integers(3, 6), two=st.booleans())
-    def begin(self, attempts: int, clients: int, two: bool) -> None:
+    @initialize(clients=st.integers(3, 6), two=st.booleans())
+    def begin(self, clients: int, two: bool) -> None:
         names = [f"c{number}" for number in range(clients)]
-        base = secure(TWO if two else ONE, attempts=attempts)
+        base = secure(TWO if two else ONE)
         self.play = Play(replace(base, min_clients=3), *names).start().evaluated()
         self.closed: dict[tuple[int, int], set[str]] = {}
         self.revealed: set[tuple[int, int]] = set()

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import promptfed.shared.secagg as package
-from promptfed.shared.secagg import SecureError, encoding, graph, keys, masks, shamir
-from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
+from promptfed.shared.secagg import SecureError, encoding, keys, masks, shamir
 
 
 def test_x25519_is_that_of_rfc_7748() -> None:
@@ -146,25 +145,6 @@ def test_masks_of_two_cancel_and_are_not_small() -> None:
     assert not encoding.looks_unmasked(given)
     another = masks.pair_mask(one, keys.public_of(other), hashlib.sha256(b"another").digest(), 1000)
     assert (given != another).all()
-
-
-@pytest.mark.parametrize(
-    ("shares", "expected"),
-    [((0.05, 0.05), (32, 18)), ((0.1, 0.1), (46, 26)), ((0.1, 0.3), (88, 36)), ((0.2, 0.2), (98, 54))],
-)
-def test_the_sparse_graph_of_a_thousand(shares: tuple[float, float], expected: tuple[int, int]) -> None:
-    assert graph.sparse(1000, *shares) == expected
-
-
-def test_neighbours_are_mutual_and_as_many_as_said() -> None:
-    made = graph.graph_of(SecureAggregationSpec(), 200, uniform=True)
-    assert made.neighbours is not None
-    for ring in range(200):
-        beside = made.beside(ring)
-        assert len(set(beside)) == made.neighbours
-        assert all(ring in made.beside(other) for other in beside)
-    assert graph.graph_of(SecureAggregationSpec(), 128, uniform=True).neighbours is None
-    assert graph.graph_of(SecureAggregationSpec(), 200, uniform=False).neighbours is None
 
 
 def test_no_statistical_generator_makes_secrets() -> None:

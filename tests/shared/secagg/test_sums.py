@@ -48,21 +48,11 @@ def test_sums_with_weights_are_exact(count: int, data: some.DataObject) -> None:
     assert np.array_equal(played.total, clear_sum(clients, played.counted))
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_the_sparse_graph_gives_the_same_sum(step: str) -> None:
-    spec = SecureAggregationSpec(neighbours=12, colluding_share=0.05)
-    clients = members(40, 5, spec)
-    played = play(clients, spec, lost(40, 0.1, step))
-    assert played.roster.graph.neighbours == 12
-    assert np.array_equal(played.total, clear_sum(clients, played.counted))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
-def test_a_thousand_clients(step: str) -> None:
-    clients = members(1000, 64, SPEC)
-    played = play(clients, SPEC, lost(1000, 0.3, step))
-    assert played.roster.graph.neighbours == (84 if step == "keys" else 88)  # of the 700 or 1,000 in the roster
+def test_two_hundred_clients(step: str) -> None:
+    clients = members(200, 64, SPEC)
+    played = play(clients, SPEC, lost(200, 0.3, step))
     assert np.array_equal(played.total, clear_sum(clients, played.counted))
 
 
@@ -89,7 +79,7 @@ def sharing(count: int = 5) -> tuple[list[Member], roster.Roster, dict[int, Shar
     clients.sort(key=lambda client: made.place_of(client.entry.entry))
     shares = {}
     for place, client in enumerate(clients):
-        client.share(made.message(signed, place).model_dump_json())
+        client.share(made.message(signed).model_dump_json())
         shares[place], client.own = member.share_secrets(client.secrets, client.roster, place)
     return clients, made, shares
 
@@ -131,23 +121,23 @@ def test_an_entry_that_is_not_as_it_was_signed_is_refused(changed: str) -> None:
         forged["entry"][changed] = other[changed]
     entries = [clients[0].entry, clients[1].entry, KeysAnswer.model_validate(forged), clients[3].entry]
     made, signed = roster.make_roster(entries, SPEC, UNIFORM)
-    refusal("bad-roster", clients[0].share, made.message(signed, 0).model_dump_json())
+    refusal("bad-roster", clients[0].share, made.message(signed).model_dump_json())
 
 
 def test_a_signed_entry_for_another_round_is_refused() -> None:
     clients = members(4, 3, SPEC)
     old = member.signed_entry(clients[3].secrets, {**ABOUT, "round": 7, "samples": 1})
     made, signed = roster.make_roster([*(client.entry for client in clients[:3]), old], SPEC, UNIFORM)
-    assert "round" in refusal("bad-roster", clients[0].share, made.message(signed, 0).model_dump_json())
+    assert "round" in refusal("bad-roster", clients[0].share, made.message(signed).model_dump_json())
 
 
 def test_a_roster_without_the_own_entry_twice_a_key_or_too_few_is_refused() -> None:
     clients = members(4, 3, SPEC)
     made, signed = roster.make_roster([client.entry for client in clients[1:]], SPEC, UNIFORM)
-    refusal("bad-roster", clients[0].share, made.message(signed, 0).model_dump_json())
+    refusal("bad-roster", clients[0].share, made.message(signed).model_dump_json())
     twice = member.signed_entry(clients[1].secrets, {**ABOUT, "samples": 2})
     made, signed = roster.make_roster([*(client.entry for client in clients), twice], SPEC, UNIFORM)
-    assert "twice" in refusal("bad-roster", clients[0].share, made.message(signed, 0).model_dump_json())
+    assert "twice" in refusal("bad-roster", clients[0].share, made.message(signed).model_dump_json())
     few = RosterMessage(entries=[client.entry for client in sorted(clients[:2], key=lambda c: c.entry.entry.digest())])
     refusal("bad-roster", clients[0].share, few.model_dump_json())
 
@@ -163,7 +153,7 @@ def test_a_heavy_weight_or_too_small_a_set_is_refused() -> None:
     place = {made.place_of(client.entry.entry): client for client in heavy}
     shares = {}
     for at, client in place.items():
-        client.share(made.message(signed, at).model_dump_json())
+        client.share(made.message(signed).model_dump_json())
         shares[at], _ = member.share_secrets(client.secrets, client.roster, at)
     at = made.place_of(heavy[0].entry.entry)
     assert "uniform" in refusal("policy-share", heavy[0].mask, opening.mask_job(made, at, shares).model_dump_json())
@@ -194,14 +184,14 @@ def test_nothing_is_revealed_without_enough_signatures_of_the_own_list() -> None
             clients[place].secrets, made, place, clients[place].sharing, here, clients[place].limits
         )
     answers[3] = member.confirm_list(clients[3].secrets, made, 3, clients[3].sharing, there, clients[3].limits)
-    job = opening.unmask_job(made, 0, answers)
+    job = opening.unmask_job(answers)
     refusal("bad-roster", clients[0].unmask, job.model_dump_json())
     two = UnmaskJob(signatures=job.signatures[:2])
     refusal("bad-roster", clients[0].unmask, two.model_dump_json())
     again = UnmaskJob(signatures=[*job.signatures[:2], job.signatures[0]])
     refusal("bad-roster", clients[0].unmask, again.model_dump_json())
     answers[3] = member.confirm_list(clients[3].secrets, made, 3, clients[3].sharing, here, clients[3].limits)
-    answer = UnmaskAnswer.model_validate_json(clients[0].unmask(opening.unmask_job(made, 0, answers).model_dump_json()))
+    answer = UnmaskAnswer.model_validate_json(clients[0].unmask(opening.unmask_job(answers).model_dump_json()))
     assert [one for one, _ in answer.seeds] == [0, 1, 2, 3]
     assert [one for one, _ in answer.keys] == [4]
 
@@ -225,11 +215,11 @@ def vectors(clients: list[Member], sharing: list[int]) -> list[Words]:
 
 def test_one_share_less_than_the_threshold_opens_nothing() -> None:
     clients, made, shares = masked(6)
-    assert made.graph.threshold == 4
+    assert made.threshold == 4
     reveals = {place: revealed(clients, place) for place in range(3)}
     for place, answer in reveals.items():
         opening.check_reveal(made, place, LIST, answer, shares)
-    assert not opening.can_open(made, range(6), reveals)
+    assert not len(reveals) >= made.threshold
     refusal("bad-shares", opening.open_sum, made, LIST, vectors(clients, [*range(6)]), reveals, shares)
 
 
@@ -251,14 +241,14 @@ def test_a_false_share_at_opening_is_refused_and_the_others_open_the_sum(kind: s
 def dealt_falsely(to: Sequence[int]) -> tuple[list[Member], roster.Roster, dict[int, SharesAnswer]]:
     """Member 2 commits to other shares of its seed for the holders ``to``, and deals just these."""
     clients, made, shares = sharing(6)
-    false = shamir.split(keys.new_pair(), made.graph.threshold, range(1, 7))
+    false = shamir.split(keys.new_pair(), made.threshold, range(1, 7))
     boxes, commitments = list(shares[2].boxes), list(shares[2].commitments)
     for holder in to:
         honest = clients[holder], opening.mask_job(made, holder, shares)
         pair = member.open_boxes(honest[0].secrets, made, holder, honest[1], honest[0].limits)[2]
         given = false[holder + 1], pair[1]
         commitments[holder] = commitment(made.sha256, 2, holder, given)
-        boxes[made.neighbours(2).index(holder)] = member._box(clients[2].secrets, made, 2, holder, b"".join(given))
+        boxes[made.others(2).index(holder)] = member._box(clients[2].secrets, made, 2, holder, b"".join(given))
     shares[2] = shares[2].model_copy(update={"boxes": boxes, "commitments": commitments})
     for place, client in enumerate(clients):
         client.mask(opening.mask_job(made, place, shares).model_dump_json())

@@ -20,8 +20,6 @@ def check_secure(method: Method, spec: FederationSpec) -> None:
         raise MethodError(f"the rule {rule.rule} needs each update, and only their sum is known: take rule mean")
     if rule.clip_norm is not None:
         raise MethodError("clip_norm needs each update, and only their sum is known: leave it out")
-    if given.neighbours is not None and rule.weighting != "uniform":
-        raise MethodError("neighbours needs aggregation.weighting uniform: a client knows only its neighbours' weights")
     if spec.privacy.protects_clients:
         raise MethodError("privacy.level client needs each update, and only their sum is known: take level sample")
     if spec.participation.min_clients < given.minimum:
