@@ -254,7 +254,7 @@ class CoordinatorConnection:
         """Count an exchange."""
         self.traffic.bytes_up += _length_of(response.request)
         self.traffic.bytes_down += len(content)
-        self.traffic.clock = _ahead(response.headers.get("date"), self.traffic.clock)
+        self.traffic.clock = seconds_ahead(response.headers.get("date"), self.traffic.clock)
 
     def take(self, response: httpx.Response, content: bytes) -> None:
         """Count an exchange; raise Unavailable, Refused or ClientError unless it succeeded."""
@@ -373,7 +373,7 @@ def _clean(text: Any, length: int = 500) -> str:
     return " ".join(printable.split())[:length]
 
 
-def _ahead(date: str | None, before: float | None) -> float | None:
+def seconds_ahead(date: str | None, before: float | None = None) -> float | None:
     """Seconds by which this clock is ahead of an answer's ``Date``, which has whole seconds; ``before`` without one."""
     try:
         return (datetime.now(UTC) - parsedate_to_datetime(date or "")).total_seconds() - 0.5

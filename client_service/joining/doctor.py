@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http.connection import BadAnswer, Refused
-from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
+from promptfed.client_service.exits import ClientError
+from promptfed.client_service.http.connection import BadAnswer, Refused, seconds_ahead
+from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http, options_of
 from promptfed.client_service.http.sent_log import SentLog
 from promptfed.client_service.joining.checks import (
     Check,
@@ -41,7 +42,6 @@ from promptfed.client_service.joining.enrolment import (
     label_space,
     open_backbone,
 )
-from promptfed.client_service.joining.network import Way
 from promptfed.client_service.privacy.agreement import terms_of
 from promptfed.client_service.privacy.floor import declared_images, floor_of
 from promptfed.client_service.privacy.policy import RULES, Policy, expect_origin, read_policy, refusals
@@ -54,9 +54,12 @@ from promptfed.shared.messages import ENDED, EnrolmentInfo
 from promptfed.shared.methods import check_fits
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.methods.core.interface.hooks import ReadsDomains
+from promptfed.shared.service.reasons import why
+from promptfed.shared.service.tls import explained
 from promptfed.shared.spec.spec import BackboneSpec, SpecError
 
 ANSWER_SECONDS = 5.0  # that a coordinator gets to answer
+NETWORK_ADVICE = "check the address, the port and --ca-file, or name a proxy with --proxy"
 NOBODY = "0" * 64  # in the place of a secret: none is made for a look
 NEEDED = {"coordinator": "http://localhost", "federation": "none", "data": "none"}  # for what is not looked at
 
@@ -94,7 +97,6 @@ class Examination:
     checks: list[Check] = field(default_factory=list)
     disclosure: Disclosure | None = None
     policy: Policy | None = None
-    way: Way | None = None  # where the network was looked at
 
     @classmethod
     def of(cls, backbone: BackboneSpec, **options: Any) -> Examination:
@@ -160,17 +162,28 @@ class Examination:
             return None
         token_file = self.settings.enrolment_token_file
         if self.trouble is None and ("federation" in self.missing or token_file is None):
-            self._try("network", self._walk)
+            self._try("network", self._reach)
             advice = "give --federation and --enrolment-token-file, to check whether this machine can join"
             self.checks.append(Check("coordinator", "warn", "its federation was not asked for", advice))
             return None
         return self._try("coordinator", lambda: self._ask(token_file))
 
-    def _walk(self) -> None:
-        """Look at the network between."""
-        self.way = Way(self.settings)
-        self.way.walk()
-        self.checks += self.way.checks
+    def _reach(self) -> None:
+        """Whether a coordinator answers at all: name, port, proxy, certificate, and its clock."""
+        address = self.settings.first_coordinator
+        try:
+            with httpx.Client(timeout=ANSWER_SECONDS, **options_of(self.settings)) as http:
+                answer = http.get(f"{address}/healthz")
+        except httpx.TransportError as error:
+            self.checks.append(
+                Check("network", "fail", f"no answer: {explained(error, address) or why(error)}", NETWORK_ADVICE)
+            )
+            return
+        if not answer.is_success:
+            self.checks.append(Check("network", "fail", f"{address} answers {answer.status_code}", NETWORK_ADVICE))
+            return
+        self.checks.append(Check("network", "pass", "a coordinator answers"))
+        self.checks.append(check_clock(seconds_ahead(answer.headers.get("date"))))
 
     def _ask(self, token_file: Path | None) -> EnrolmentInfo:
         if self.trouble is not None or token_file is None:
@@ -189,10 +202,6 @@ class Examination:
             info, clock = asyncio.run(ask())
         except Refused as refused:
             raise explain(refused, settings) from None
-        except ClientError as error:
-            if error.exit == Exit.UNREACHABLE:
-                self._walk()
-            raise
         check_protocol(info)
         text = f"answers, and takes the enrolment token; {info.name} is {info.state}"
         over = info.state in ENDED

@@ -25,7 +25,6 @@ JSON_BYTES = 8 << 20
 LONG_JSON_BYTES = 32 << 20
 LONG_JSON_PATHS = ("/prompts/generate",)  # with text features
 TENSOR_PATHS = ("/update", "/exchange", "/initial-state")
-PROBE_PATH, PROBE_BYTES = "/v1/probe", 2 << 20  # a body that anyone may send, and that is not kept
 NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
 
 
@@ -51,14 +50,11 @@ class JsonBody:
 
     def __init__(self, scope: Scope, receive: Receive, seconds: float, known: bool = False):
         """``scope`` and ``receive`` are the request's; ``known``: the caller is known to be allowed."""
-        probes = scope["path"] == PROBE_PATH
-        self._known = known or probes
+        self._known = known
         self._scope = scope
         self._receive = receive
         self._seconds = seconds
         self._limit = LONG_JSON_BYTES if scope["path"].endswith(LONG_JSON_PATHS) else JSON_BYTES
-        if probes:
-            self._limit = PROBE_BYTES
         self._received = 0
         self._until: float | None = None
         self._whole = False

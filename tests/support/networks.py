@@ -1,34 +1,17 @@
-"""What a site's network does to connections: a forward proxy with a login, idle connections that end, a slow line."""
+"""What a site's network does to connections: a forward proxy with a login, and TLS inspection."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
-import random
 import ssl
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.loopback_server import LoopbackServer
 
 SEGMENT = 1460  # bytes of a TCP segment on Ethernet
-RETRANSMISSION = 1.0  # seconds: the first retransmission timeout of RFC 6298
-
-
-@dataclass(frozen=True)
-class Line:
-    """How bytes pass in each direction.
-
-    ``rate``: bits per second; ``lost``: share of the segments that wait a retransmission timeout; ``idle``: seconds
-    without a byte in either direction after which a connection ends.
-    """
-
-    rate: float | None = None
-    lost: float = 0.0
-    idle: float | None = None
-    seed: int = 5
 
 
 class SiteProxy(LoopbackServer):
@@ -37,13 +20,12 @@ class SiteProxy(LoopbackServer):
     ``login``: USER:PASSWORD that CONNECT must bring; ``refusal``: the status that it answers instead; ``header``: of
     its answers. With
     ``inspecting``, a certificate with its key, it ends TLS itself and speaks TLS to ``upstream``.
-    ``tunnels``, ``stalls`` and ``idled`` count; ``protocols`` are those that callers chose when it inspects.
+    ``tunnels`` counts; ``protocols`` are those that callers chose when it inspects.
     """
 
     def __init__(
         self,
         upstream: str,
-        line: Line | None = None,
         *,
         login: str = "",
         refusal: int = 0,
@@ -51,10 +33,9 @@ class SiteProxy(LoopbackServer):
         header: str = "X-Proxy: test",
         inspecting: Path | None = None,
     ):
-        self._line, self._login, self._refusal, self._scheme = line or Line(), login, refusal, scheme
+        self._login, self._refusal, self._scheme = login, refusal, scheme
         self._inspecting, self._header = inspecting, header
-        self._draws = random.Random(self._line.seed)
-        self.tunnels = self.stalls = self.idled = 0
+        self.tunnels = 0
         self.protocols: set[str | None] = set()
         super().__init__(upstream)
 
@@ -95,12 +76,7 @@ class SiteProxy(LoopbackServer):
     async def _tunnel(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: bytes) -> None:
         async with self._reached() as (above, below):
             below.write(first)
-            heard = [asyncio.get_running_loop().time()]
-            ways = [
-                asyncio.create_task(self._pass(reader, below, heard)),
-                asyncio.create_task(self._pass(above, writer, heard)),
-                asyncio.create_task(self._until_idle(heard)),
-            ]
+            ways = [asyncio.create_task(self._pass(reader, below)), asyncio.create_task(self._pass(above, writer))]
             try:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -122,28 +98,9 @@ class SiteProxy(LoopbackServer):
         finally:
             below.close()
 
-    async def _until_idle(self, heard: list[float]) -> None:
-        loop, idle = asyncio.get_running_loop(), self._line.idle
-        if idle is None:
-            await loop.create_future()
-            return
-        while True:
-            left = heard[0] + idle - loop.time()
-            if left <= 0:
-                break
-            await asyncio.sleep(left)
-        self.idled += 1
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, heard: list[float]) -> None:
-        line = self._line
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while part := await reader.read(SEGMENT):
-                heard[0] = asyncio.get_running_loop().time()
-                if line.rate is not None:
-                    await asyncio.sleep(len(part) * 8 / line.rate)
-                if line.lost and self._draws.random() < line.lost:
-                    self.stalls += 1
-                    await asyncio.sleep(RETRANSMISSION)
                 writer.write(part)
                 await writer.drain()
 

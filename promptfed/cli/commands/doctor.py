@@ -55,8 +55,7 @@ def doctor(
 ) -> None:
     """Check data, GPU, backbone, clock and coordinator, and show what would leave this machine, without joining.
 
-    With --coordinator alone, or where it does not answer, also the network: half a minute, in which it names what
-    stands in between, and writes a paragraph for those who run the network.
+    With --coordinator alone: whether a coordinator answers there.
     """
     if backbone is not None:
         _tell_of(backbone, options.device, seconds, as_json)
@@ -68,11 +67,7 @@ def doctor(
     examination.run()
     if as_json:
         disclosure = examination.disclosure.facts() if examination.disclosure is not None else None
-        way = examination.way
-        network = {"faults": way.faults, "request": way.request()} if way is not None else None
-        print_json(
-            {"checks": [asdict(check) for check in examination.checks], "leaves": disclosure, "network": network}
-        )
+        print_json({"checks": [asdict(check) for check in examination.checks], "leaves": disclosure})
     else:
         _show(examination)
     failed = [check.name for check in examination.checks if check.verdict == "fail"]
@@ -83,9 +78,6 @@ def doctor(
 def _show(examination: Any) -> None:
     for check in examination.checks:
         console.print(check.line(), style=COLOURS[check.verdict], highlight=False, markup=False, soft_wrap=True)
-    request = examination.way.request() if examination.way is not None else None
-    if request is not None:
-        say(f"\n{request}")
     if examination.disclosure is not None:
         for line in ("", *examination.disclosure.lines()):
             say(line)

@@ -188,6 +188,14 @@ def test_what_fails_says_why(
 
 
 @pytest.mark.usefixtures("loaded")
+def test_with_an_address_alone_it_is_asked_whether_a_coordinator_answers(coordinator: InThread) -> None:
+    found = verdicts(doctor("--coordinator", coordinator.url, "--json"))
+    assert (found["network"], found["clock"], found["coordinator"]) == ("pass", "pass", "warn")
+    nobody = doctor("--coordinator", "http://127.0.0.1:1", "--json")
+    assert (nobody.exit_code, verdicts(nobody)["network"]) == (Exit.BAD_INPUT, "fail")
+
+
+@pytest.mark.usefixtures("loaded")
 def test_what_fails_says_what_to_do(coordinator: InThread, token: Path, pets: Path, tmp_path: Path) -> None:
     token.write_text("0" * 64)
     lines = doctor(*joining(coordinator, token, pets, data=str(pets))).stdout.splitlines()
