@@ -116,7 +116,7 @@ class Worker:
         if not self._ephemeral:
             site = SiteLog(settings.state_dir)
             self.monitor.record = site.note
-            coordinator.sent = self._sent or SentLog(settings.state_dir, site.note)
+            coordinator.sent = self._sent or SentLog(site.note)
             self._parts = replace(self._parts, consent=noted(self._parts.consent, site))
         self.monitor.watch(coordinator.traffic)
         try:

@@ -47,6 +47,7 @@ from promptfed.client_service.privacy.floor import declared_images, floor_of
 from promptfed.client_service.privacy.policy import RULES, Policy, expect_origin, read_policy, refusals
 from promptfed.client_service.privacy.protection import own_ledger, site_facts, site_plan
 from promptfed.client_service.settings import Settings, make_settings, read_token
+from promptfed.client_service.state.site_log import SiteLog
 from promptfed.client_service.training.data import domain_of, open_data
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.data import Source
@@ -195,7 +196,7 @@ class Examination:
                 coordinator = CoordinatorClient(http, settings.coordinator, settings.federation, ANSWER_SECONDS)
                 coordinator.may_move = partial(expect_origin, policy)
                 if settings.state_dir.is_dir():  # a look makes no folder
-                    coordinator.sent = SentLog(settings.state_dir)
+                    coordinator.sent = SentLog(SiteLog(settings.state_dir).note)
                 return await coordinator.enrolment(token), coordinator.traffic.clock
 
         try:

@@ -35,7 +35,7 @@ async def call_enrolled(settings: Settings, call: Callable[[CoordinatorClient], 
         )
         if settings.policy_file is not None:
             coordinator.may_move = partial(expect_origin, read_policy(settings.policy_file)[0])
-        coordinator.sent = SentLog(settings.state_dir, SiteLog(settings.state_dir).note)
+        coordinator.sent = SentLog(SiteLog(settings.state_dir).note)
         use_known(coordinator.book, settings.state_dir)
         await call(coordinator)
     return True

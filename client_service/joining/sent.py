@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http.sent_log import FILE, Line, read_sent
+from promptfed.client_service.state.site_log import FILE, ChangedLog, Line, read, verify
 from promptfed.shared.plain_text import counted
 
 ENROLMENT = {
@@ -89,17 +89,19 @@ def sent_lines(folder: Path, log_format: Literal["text", "json"]) -> list[str]:
     Raises:
         ClientError: STATE where there is no record, or it was changed.
     """
-    lines, wrong = read_sent(folder)
-    if not lines:
-        raise ClientError(Exit.STATE, f"{folder} records no message: give the --state-dir of a client that has joined")
-    if wrong is not None:
-        raise ClientError(Exit.STATE, f"{wrong} (--log-format json and other tools still read {folder / FILE})")
+    try:
+        lines = [line for line in read(folder) if line["what"] in ("sent", "questions")]
+        if not lines:
+            text = f"{folder} records no message: give the --state-dir of a client that has joined"
+            raise ClientError(Exit.STATE, text)
+        verify(folder)
+    except ChangedLog as changed:
+        raise ClientError(Exit.STATE, f"the site log was changed: {changed}") from None
     if log_format == "json":
         return [json.dumps(line) for line in lines]
-    messages = [line for line in lines if line["what"] != "questions"]
-    first = f", from number {lines[0]['n']} on" if lines[0]["n"] > 1 else ""
+    messages = [line for line in lines if line["what"] == "sent"]
     total = sum(line.get("bytes", 0) for line in messages)
-    sent = f"{counted(len(messages), 'message')} of {total:,} bytes{first}"
+    sent = f"{counted(len(messages), 'message')} of {total:,} bytes"
     head = f"{folder / FILE}: {sent}; no line was changed or removed"
     return [head, *(text for line in lines for text in _described(line))]
 
@@ -111,7 +113,7 @@ def _described(line: Line) -> list[str]:
         asked = ", ".join(f"{count} for {name}" for name, count in line["asked"].items()) or "none"
         text = f"{at}  requests without a body to {line['to']}, also later in this hour"
         return [f"{text}; since the last such line: {asked}"]
-    begin = f"{at}  {line['what']}"
+    begin = f"{at}  {line['message']}"
     where = f", round {line['round']}, {line['phase']}" if "round" in line else ""
     size = f", {line['bytes']:,} bytes, sha256 {line['sha256']}" if "bytes" in line else ""
     told = [f"{begin}{where} to {line['to']}{size}"]

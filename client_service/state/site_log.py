@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http.sent_log import Line, chained
 from promptfed.client_service.state.faults import point
 from promptfed.shared import machine
 from promptfed.shared.files import write_whole
 from promptfed.shared.service.reasons import why
 
 FILE, HEAD = "site-log.jsonl", "site-log.head"
+
+Line = dict[str, Any]
 
 
 class ChangedLog(ValueError):
@@ -100,6 +101,11 @@ class SiteLog:
 
     def _write_head(self, head: Head) -> None:
         write_whole(self.folder / HEAD, json.dumps({k: v for k, v in vars(head).items() if v is not None}).encode())
+
+
+def chained(before: str, line: Line) -> str:
+    """The chain of ``line``, which has none yet, after a line with the chain ``before``."""
+    return hashlib.sha256((before + json.dumps(line)).encode()).hexdigest()
 
 
 def read(folder: Path) -> list[Line]:

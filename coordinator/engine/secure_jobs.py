@@ -20,7 +20,7 @@ from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, SumRow, Ta
 from promptfed.shared.methods.core.interface.base import Phase, ServerContext
 from promptfed.shared.methods.core.sizes import change_limit
 from promptfed.shared.secagg import SecureError
-from promptfed.shared.secagg.encoding import LARGEST_CHANGE, Whole, as_tensors, mean_change
+from promptfed.shared.secagg.encoding import Whole, as_tensors, mean_change
 from promptfed.shared.tensors import Arrays
 
 

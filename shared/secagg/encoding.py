@@ -84,15 +84,16 @@ def signed_sum(total: Words) -> Whole:
     return signed
 
 
-def mean_change(total: Whole, weight: float, largest: float = LARGEST_CHANGE) -> NDArray[np.float64]:
+def mean_change(total: Whole, weight: float) -> NDArray[np.float64]:
     """Σ x/(2³²·Σ a) in float64; ``weight``: Σ a.
 
     Raises:
-        SecureError: ``sum-invalid`` if a number of the mean exceeds ``largest``, the bound for every client's change.
+        SecureError: ``sum-invalid`` if a number of the mean exceeds the bound for every client's change.
     """
     mean: NDArray[np.float64] = total.astype(np.float64) / (SCALE * weight)
-    if mean.size and float(np.abs(mean).max()) > largest:
-        raise SecureError("sum-invalid", f"the mean has changed by more than {largest:g}: a client's part was wrong")
+    if mean.size and float(np.abs(mean).max()) > LARGEST_CHANGE:
+        text = f"the mean has changed by more than {LARGEST_CHANGE:g}: a client's part was wrong"
+        raise SecureError("sum-invalid", text)
     return mean
 
 

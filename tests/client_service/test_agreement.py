@@ -453,7 +453,6 @@ def test_the_command_calls_back_and_deletes(
         "withdrawn",
         "site-log.head",
         "site-log.jsonl",
-        "sent.jsonl",
         "lock",
     }
     state = PrivateState(folder)

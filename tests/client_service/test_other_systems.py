@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from promptfed.client_service.exits import Exit
-from promptfed.client_service.http.sent_log import FILE
+from promptfed.client_service.state.site_log import FILE
 from promptfed.shared import machine
 from tests.client_service.conftest import MakeCoordinator
 from tests.support.client_processes import ClientProcess, served, wait_for

@@ -1,4 +1,4 @@
-"""The record of what left: complete, written before the message leaves, chained, bounded."""
+"""The record of what left: complete, and written before the message leaves."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 
 from promptfed.client_service.__main__ import start
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http import sent_log
 from promptfed.client_service.http.bodies import Body
-from promptfed.client_service.http.sent_log import FILE, SentLog, read_sent
+from promptfed.client_service.http.sent_log import SentLog
 from promptfed.client_service.settings import Settings
+from promptfed.client_service.state.site_log import FILE, SiteLog, read, verify
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
@@ -31,9 +31,8 @@ class Killed(BaseException):
 
 
 def messages(folder: Path) -> list[dict[str, Any]]:
-    lines, wrong = read_sent(folder)
-    assert wrong is None
-    return [line for line in lines if line["what"] != "questions"]
+    verify(folder)
+    return [line for line in read(folder) if line["what"] == "sent"]
 
 
 def test_every_request_of_a_federation_is_in_it_before_it_leaves(
@@ -48,7 +47,9 @@ def test_every_request_of_a_federation_is_in_it_before_it_leaves(
             assert any(line["what"] == "questions" for line in lines)
         else:
             bodies.append(request.content)
-            assert lines[-1]["sha256"] == hashlib.sha256(request.content).hexdigest()
+            assert [line["sha256"] for line in lines if line["what"] == "sent"][-1] == hashlib.sha256(
+                request.content
+            ).hexdigest()
 
     assert (
         asyncio.run(make_worker(coordinator, http=httpx.AsyncClient(transport=Wire(coordinator.app, look))).run()) == 0
@@ -56,9 +57,9 @@ def test_every_request_of_a_federation_is_in_it_before_it_leaves(
     recorded = messages(settings.state_dir)
     assert [line["sha256"] for line in recorded] == [hashlib.sha256(body).hexdigest() for body in bodies]
     assert [line["bytes"] for line in recorded] == list(map(len, bodies))
-    assert recorded[0]["what"] == "enrolment"
+    assert recorded[0]["message"] == "enrolment"
     assert set(recorded[0]["fields"]) == {name for name, value in json.loads(bodies[0]).items() if value is not None}
-    updates = [(line, body) for line, body in zip(recorded, bodies, strict=True) if line["what"] == "update"]
+    updates = [(line, body) for line, body in zip(recorded, bodies, strict=True) if line["message"] == "update"]
     assert [line["round"] for line, _ in updates] == [1, 2]
     for line, body in updates:
         shapes = {name: f"F32 {list(tensor.shape)}" for name, tensor in decode(body)[0].items()}
@@ -89,9 +90,9 @@ def test_a_kill_between_record_and_message_loses_no_record(
     wire = Wire(coordinator.app, **{"after" if arrives else "before": kill})
     with pytest.raises(Killed):
         asyncio.run(make_worker(coordinator, http=httpx.AsyncClient(transport=wire)).run())
-    assert [line["what"] for line in messages(settings.state_dir)].count("update") == 1
+    assert [line["message"] for line in messages(settings.state_dir)].count("update") == 1
     assert asyncio.run(make_worker(coordinator).run()) == 0
-    both = [line["sha256"] for line in messages(settings.state_dir) if line["what"] == "update"]
+    both = [line["sha256"] for line in messages(settings.state_dir) if line["message"] == "update"]
     assert len(both) == 2
     assert both[0] == both[1]
 
@@ -101,69 +102,30 @@ def test_without_room_for_the_record_nothing_leaves(
 ) -> None:
     coordinator = make_coordinator(rounds=1)
 
-    def full(self: SentLog, path: Path) -> Any:
+    def full(self: SiteLog) -> Any:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(SentLog, "_found", full)
-    with pytest.raises(ClientError, match=r"nothing is sent unrecorded.*free some space") as caught:
+    monkeypatch.setattr(SiteLog, "_found", full)
+    with pytest.raises(ClientError, match=r"nothing is done unrecorded.*free some space") as caught:
         asyncio.run(make_worker(coordinator).run())
     assert caught.value.exit == Exit.STATE
     assert coordinator.calls == []
 
 
-def noted(folder: Path, count: int = 6) -> SentLog:
-    log = SentLog(folder)
-    for number in range(count):
-        log.note("https://c", "POST", f"/v1/federations/f/tasks/t{number}/failure", Body.of(b'{"type": "x"}'))
-    return log
-
-
-def test_changed_cut_and_reordered_lines_show_and_an_unfinished_one_is_dropped(tmp_path: Path) -> None:
-    noted(tmp_path)
-    path = tmp_path / FILE
-    lines = path.read_text().splitlines(keepends=True)
-    for changed in (
-        [lines[0], lines[1].replace("13", "14"), *lines[2:]],
-        [*lines[:2], *lines[3:]],
-        [*lines[1:]],
-        [lines[0], lines[2], lines[1], *lines[3:]],
-    ):
-        path.write_text("".join(changed))
-        assert "the record was changed" in str(read_sent(tmp_path)[1])
-    path.write_text("".join(lines) + '{"n": 7, "at"')
-    SentLog(tmp_path).note("https://c", "POST", "/v1/federations/f/withdrawal", None)
-    told, wrong = read_sent(tmp_path)
-    assert (len(told), told[-1]["what"], wrong) == (7, "withdrawal", None)
-
-
 def test_two_writers_keep_one_chain_and_resending_at_once_adds_no_line(tmp_path: Path) -> None:
-    first, second = noted(tmp_path, 1), SentLog(tmp_path)
+    first, second = (SentLog(SiteLog(tmp_path).note) for _ in range(2))
+    first.note("https://c", "POST", "/v1/federations/f/tasks/t0/failure", Body.of(b'{"type": "x"}'))
     second.note("https://c", "POST", "/v1/federations/f/withdrawal", None)
     for _ in range(3):
         first.note("https://c", "PUT", "/v1/federations/f/tasks/t/update", Body.of(b"12345678"))
     first.note("https://other", "PUT", "/v1/federations/f/tasks/t/update", Body.of(b"12345678"))
-    told, wrong = read_sent(tmp_path)
-    assert ([line["to"] for line in told], wrong) == (["https://c"] * 3 + ["https://other"], None)
-
-
-def test_full_files_are_turned_and_the_oldest_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sent_log, "MOST_BYTES", 1000)
-    monkeypatch.setattr(sent_log, "KEPT", 2)
-    noted(tmp_path, 40)
-    files = list(tmp_path.iterdir())
-    assert len(files) == 3
-    assert max(path.stat().st_size for path in files) < 1500
-    told, wrong = read_sent(tmp_path)
-    assert (told[-1]["n"], wrong) == (40, None)
-    assert told[0]["n"] > 1
-    SentLog(tmp_path).note("https://c", "POST", "/v1/federations/f/withdrawal", None)
-    assert read_sent(tmp_path)[1] is None
+    assert [line["to"] for line in messages(tmp_path)] == ["https://c"] * 3 + ["https://other"]
 
 
 def test_an_hour_of_questions_is_one_line(tmp_path: Path) -> None:
-    log = SentLog(tmp_path)
+    log = SentLog(SiteLog(tmp_path).note)
     for _ in range(50):
         log.note("https://c", "GET", "/v1/federations/f/task?wait=30", None)
-    told, _ = read_sent(tmp_path)
+    told = read(tmp_path)
     assert len(told) <= 2  # the hour may end meanwhile
     assert told[0]["asked"] == {"task": 1}

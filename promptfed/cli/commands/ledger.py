@@ -133,6 +133,7 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
     from promptfed.client_service.http.coordinator_client import CoordinatorClient, http_to
     from promptfed.client_service.http.sent_log import SentLog
     from promptfed.client_service.privacy.agreement import FILE
+    from promptfed.client_service.state.site_log import SiteLog
     from promptfed.shared.api.privacy_schemas import SpendList
 
     try:
@@ -146,7 +147,7 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
     async def ask() -> SpendList:
         async with http_to(address, ca_file, proxy=os.environ.get(PROXY_VARIABLE)) as http:
             client = CoordinatorClient(http, address, federation, ANSWER_SECONDS, secret)
-            client.sent = SentLog(folder)
+            client.sent = SentLog(SiteLog(folder).note)
             return await client.ask(SpendList, "spends")
 
     try:

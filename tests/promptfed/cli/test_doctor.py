@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 
 from promptfed.cli.main import app
 from promptfed.client_service.__main__ import main as client
-from promptfed.client_service.http.sent_log import read_sent
 from promptfed.client_service.joining import doctor as doctor_module
 from promptfed.client_service.settings import make_settings
+from promptfed.client_service.state.site_log import read, verify
 from promptfed.sdk.backbone import open_backbone
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.clip import shape_of
@@ -108,8 +108,9 @@ def test_the_question_is_in_the_record_of_a_folder_that_is_there(
     folder = token.parent / "state"
     folder.mkdir()
     assert doctor(*joining(coordinator, token, pets)).exit_code == Exit.OK
-    told, wrong = read_sent(folder)
-    assert ([line["asked"] for line in told], told[0]["to"], wrong) == ([{"enrolment": 1}], coordinator.url, None)
+    told = read(folder)
+    assert ([line["asked"] for line in told], told[0]["to"]) == ([{"enrolment": 1}], coordinator.url)
+    verify(folder)
 
 
 @pytest.mark.usefixtures("loaded")

@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
-from promptfed.client_service.http.sent_log import read_sent
 from promptfed.client_service.privacy.ledger import Ledger
+from promptfed.client_service.state.site_log import read, verify
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.export.export import ExportOptions, export
 from promptfed.runtime.services import Site
@@ -93,8 +93,9 @@ def test_adopt_records_its_question_before_it_is_sent(tmp_path: Path, monkeypatc
     (tmp_path / "identity.json").write_text(json.dumps({"federation_id": "f", "secret": "s"}))
     asked = run("ledger", "adopt", "--state-dir", str(tmp_path), "--coordinator", "http://127.0.0.1:1")
     assert asked.exit_code != 0
-    told, wrong = read_sent(tmp_path)
-    assert ([line["asked"] for line in told], told[0]["to"], wrong) == ([{"spends": 1}], "http://127.0.0.1:1", None)
+    told = read(tmp_path)
+    assert ([line["asked"] for line in told], told[0]["to"]) == ([{"spends": 1}], "http://127.0.0.1:1")
+    verify(tmp_path)
 
 
 def test_a_ledger_that_is_not_there_is_named(tmp_path: Path) -> None:
