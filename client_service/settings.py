@@ -85,17 +85,6 @@ class Settings(BaseSettings):
         Path | None,
         Field(description="folder of image features, which clients may share; default: in the state folder"),
     ] = None
-    keep_patches: Annotated[
-        bool,
-        Field(
-            description="keep the features of image patches on disk (16 bits), for methods that need them; otherwise "
-            "the image tower runs in every step"
-        ),
-    ] = True
-    image_cache_mib: Annotated[
-        int | None,
-        Field(ge=0, description="preprocessed images kept in memory; default: 1024, for all clients of a process"),
-    ] = None
     policy: Annotated[
         Path | None,
         Field(description="this site's policy; default: ~/.config/promptfed/policy.yaml, if it exists"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from promptfed.shared.service.net import is_loopback
@@ -30,10 +30,6 @@ def _check_store(url: str) -> None:
         raise ValueError(
             "--store must be s3://BUCKET/PREFIX, and nothing more: credentials and endpoint come from the environment"
         )
-
-
-def _from_octal(mode: object) -> object:
-    return int(mode, 8) if isinstance(mode, str) else mode
 
 
 class Settings(BaseSettings):
@@ -120,13 +116,6 @@ class Settings(BaseSettings):
     enrolment_token_file: Annotated[Path | None, Field(description="where --bootstrap writes an enrolment token")] = (
         None
     )
-    enrolment_token_uses: Annotated[
-        int | None,
-        Field(ge=1, le=100_000, description="how many clients enrol with it (default: the spec's min_clients)"),
-    ] = None
-    enrolment_token_mode: Annotated[
-        int, BeforeValidator(_from_octal), Field(ge=0, le=0o777, description="octal mode of that file (default: 600)")
-    ] = 0o600
     verify: Annotated[
         bool,
         Field(description="check everything that is stored, list what is damaged, and end with 0, or 1 if anything is"),

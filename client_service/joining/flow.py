@@ -42,7 +42,6 @@ from promptfed.client_service.state.known_coordinators import keep_known
 from promptfed.client_service.state.private_state import Identity, PrivateState
 from promptfed.client_service.training.data import TEST, TRAIN, ClientData, domain_of, open_data, split_by
 from promptfed.client_service.training.executor import Compute
-from promptfed.client_service.training.image_cache import IMAGES, ImageCache
 from promptfed.client_service.training.trainer import SitePrivacy, SiteRules, TaskWork
 from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, shape_of
 from promptfed.shared.clip.sizes import shape_by_name
@@ -188,16 +187,14 @@ class Joining:
         self, offer: Offer, backbone: Backbone, agreement: Agreement, privacy: SitePrivacy, rules: SiteRules
     ) -> TaskWork:
         settings, parts = self.settings, self.parts
-        cache = parts.features or FeatureCache(settings.features_dir, keep_patches=settings.keep_patches)
-        own = settings.image_cache_mib
-        images = IMAGES if own is None else ImageCache(own << 20)
+        cache = parts.features or FeatureCache(settings.features_dir)
         if settings.reset_private:
             self.state.reset_private()
         return parts.work(
             settings.name,
             settings.role,
             backbone,
-            ClientData(offer.source, backbone, cache, self.compute.stopped, offer.tests, images),
+            ClientData(offer.source, backbone, cache, self.compute.stopped, offer.tests),
             self.state,
             self.predictor,
             agreement,

@@ -30,7 +30,7 @@ def operator_token(data_dir: Path) -> str:
     if path.exists():
         return path.read_text().strip()
     token = new_token()
-    write_secret(path, token, 0o600)
+    write_secret(path, token)
     return token
 
 
@@ -45,6 +45,6 @@ def given_operator_token(path: Path) -> str:
     return token
 
 
-def write_secret(path: Path, text: str, mode: int) -> None:
-    """Write ``text`` to a file with ``mode`` atomically."""
-    write_whole(path, f"{text}\n".encode(), mode=mode)
+def write_secret(path: Path, text: str) -> None:
+    """Write ``text`` atomically to a file that only its owner can read."""
+    write_whole(path, f"{text}\n".encode(), mode=0o600)

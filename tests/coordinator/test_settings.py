@@ -32,19 +32,16 @@ def test_settings_come_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMPTFED_COORDINATOR_PORT", "1234")
     assert Settings().port == 1234
     assert Settings(port=5).port == 5
-    monkeypatch.setenv("PROMPTFED_COORDINATOR_ENROLMENT_TOKEN_MODE", "640")
-    assert Settings().enrolment_token_mode == 0o640
 
 
 def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--port", "7", "--upload-timeout-seconds", "1.5", "--allow-plain-http", "--enrolment-token-mode", "640"]
+    given = ["--port", "7", "--upload-timeout-seconds", "1.5", "--allow-plain-http"]
     settings = Settings(**given_settings(Settings, "coordinator", given))
     changed = {name: getattr(settings, name) for name in settings.model_fields_set}
     assert changed == {
         "port": 7,
         "upload_timeout_seconds": 1.5,
         "allow_plain_http": True,
-        "enrolment_token_mode": 0o640,
     }
     with pytest.raises(SystemExit):
         main(["--help"])

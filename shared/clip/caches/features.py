@@ -58,23 +58,22 @@ def rows_before(backbone: Backbone, images: Tensor, start: int) -> Tensor:
 class FeatureCache(RowCache):
     """Pooled features in float32, normalised and followed by their length `(d_e + 1,)`, and caches of the other kinds.
 
-    The other kinds are kept on disk only with ``keep_patches``. ``max_bytes`` bounds the pooled features and,
-    separately, the blocks' rows; ``patches`` have no bound.
+    ``max_bytes`` bounds the pooled features and, separately, the blocks' rows; ``patches`` have no bound.
     """
 
     dtype = torch.float32
     in_memory = True
 
-    def __init__(self, root: Path, *, max_bytes: int | None = None, keep_patches: bool = True) -> None:
+    def __init__(self, root: Path, *, max_bytes: int | None = None) -> None:
         super().__init__(root, max_bytes=max_bytes)
-        self.patches = PatchCache(self._root / PATCHES, keep=keep_patches)
-        self._keep_blocks, self._blocks = keep_patches, dict[int, BlockCache]()
+        self.patches = PatchCache(self._root / PATCHES)
+        self._blocks = dict[int, BlockCache]()
 
     def blocks(self, start: int) -> BlockCache:
         """The cache of the rows before block ``start``, with the same bound."""
         if start not in self._blocks:
             root = self._root / BLOCKS
-            self._blocks[start] = BlockCache(root, start, keep=self._keep_blocks, max_bytes=self._max_bytes)
+            self._blocks[start] = BlockCache(root, start, max_bytes=self._max_bytes)
         return self._blocks[start]
 
     def about(self) -> dict[str, str]:
