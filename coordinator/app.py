@@ -29,7 +29,6 @@ from promptfed.coordinator.api import (
     public,
     results,
     tasks,
-    validation,
 )
 from promptfed.coordinator.api import federations as federations_api
 from promptfed.coordinator.api.round_calls import RoundCalls
@@ -68,7 +67,6 @@ ROUTERS = (
     clients,
     tasks,
     results,
-    validation,
     privacy,
     events,
     operators,

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from promptfed.library.connection import Connection, Federation, connect
     from promptfed.library.result import Prediction, Result
     from promptfed.library.run import run
-    from promptfed.library.validation import validate
     from promptfed.sdk.errors import CommandError
     from promptfed.sdk.result import Accuracy
 
@@ -43,7 +42,6 @@ _WHERE = {
     "Verification": "promptfed.export.verification",
     "connect": "promptfed.library.connection",
     "run": "promptfed.library.run",
-    "validate": "promptfed.library.validation",
     "__version__": "promptfed.shared",
     "verify_export": "promptfed.export.verification",
 }
@@ -58,7 +56,6 @@ __all__ = [
     "Verification",
     "connect",
     "run",
-    "validate",
     "verify_export",
 ]
 

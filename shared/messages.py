@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.metrics.site_figures import SiteFigures
 from promptfed.shared.privacy.accounting import Event
 from promptfed.shared.privacy.settings import Evaluations
 from promptfed.shared.spec.spec import BackboneShape, ClassNames, Name, Template
@@ -270,7 +269,6 @@ class EvaluationRequest(Message):
 
     splits: SplitResults
     zero_shot: SplitResults = {}
-    figures: Annotated[SiteFigures | None, left_out(description="of a validation, by class and subgroup")] = None
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
     withheld: Annotated[bool, left_out(False, description="measured, and kept by the site")] = False
     privacy: Annotated[

@@ -1,4 +1,4 @@
-"""What a coordinator signs with its key: states, cards of exports, reports of validations (Ed25519, RFC 8032)."""
+"""What a coordinator signs with its key: states, cards of exports (Ed25519, RFC 8032)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ def statement(federation: str, round: int, state_hash: str) -> bytes:
 def export_statement(card: bytes) -> bytes:
     """What is signed of an export: the bytes of its ``card.json``, which names every other file with its digest."""
     return b"promptfed export 1\n" + card
-
-
-def validation_statement(report: str) -> bytes:
-    """What is signed of a validation: the report as canonical JSON."""
-    return b"promptfed validation 1\n" + report.encode()
 
 
 def forgetting_statement(report: str) -> bytes:

@@ -143,12 +143,6 @@ class Disclosure:
             a = self.terms.privacy.evaluation_epsilon
             text = f"as numbers of right answers with noise, ε = {a:g} each out of the test images' own budget"
             return ["Leaves it after an evaluation:", f"  accuracy  on {', '.join(self._tests)}, {text}"]
-        if self.terms.kind == "validation":
-            return [
-                "Leaves it after the evaluation:",
-                "  figures   of all test images and of each subgroup, by class: AUROC, average precision, sensitivity",
-                "            and others, with intervals; counts as ranges, those below the site's floor only as such",
-            ]
         return [
             "Leaves it after an evaluation:",
             f"  accuracy  on {', '.join(self._tests)}, with the number of images, and the template's beside it",

@@ -272,7 +272,7 @@ class Examination:
         if domain is not None and settings.role == "trainer" and isinstance(method, ReadsDomains):
             method.check_domain(backbone, space, domain)
         own = source.train if settings.role == "trainer" else source.test
-        images = declared_images(len(own), floor_of(self.policy, info), info)
+        images = declared_images(len(own), floor_of(self.policy), info)
         declared = declaration(settings, source, domain, backbone, images)
         enrol_request(declared, NOBODY, backbone)
         terms = terms_of(info, method, settings.coordinator, settings.role, list(settings.tests))

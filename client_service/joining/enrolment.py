@@ -125,9 +125,6 @@ def check_declaration(method: Method, info: EnrolmentInfo, role: Role, source: S
     Raises:
         ClientError: BAD_INPUT.
     """
-    if info.kind == "validation" and role == "trainer":
-        text = f"the federation {info.name} validates an export, and nobody trains"
-        raise ClientError(Exit.USAGE, f"{text}: start this client with --role evaluator")
     check_classes(source.class_names, label_space(method, info, source.class_names))
     if (source.test.labels.ndim == 2) != is_for_several_labels(method):
         kinds = ("one label per image", "any number of labels per image")

@@ -159,7 +159,7 @@ class Joining:
 
     def _floor(self, offer: Offer) -> int:
         given = self.parts.privacy.floor
-        return floor_of(offer.policy, offer.info) if given is None else given
+        return floor_of(offer.policy) if given is None else given
 
     def _counts(self, offer: Offer) -> NoisyCounts | None:
         settings, rules = self.settings, offer.policy.privacy if offer.policy is not None else None

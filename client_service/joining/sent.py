@@ -51,7 +51,6 @@ EVALUATION = {
     "splits": "accuracy and number of images of each test set, by its name (--test);\n"
     "ECE and macro-F1 if the federation asks for them",
     "zero_shot": "the same figures for the template",
-    "figures": "of a validation: figures and ranges of counts, by class and subgroup",
     "metrics": "the method's metrics, such as seconds of computing",
     "withheld": "or only that it was made, if accuracies are withheld",
     "privacy": "for noisy counts: what they cost, and ε and δ of the ledger",

@@ -8,17 +8,15 @@ from collections.abc import Callable, Mapping
 from promptfed.client_service.privacy.policy import Policy
 from promptfed.shared.messages import EnrolmentInfo, SplitResult
 from promptfed.shared.methods.core.interface.base import Method
-from promptfed.shared.metrics.disclosure import FLOOR, coded, coded_accuracy, coded_mean
+from promptfed.shared.metrics.disclosure import coded, coded_accuracy, coded_mean
 
 Patients = Callable[[str], int | None]
 """The number of patients of a test set by its name; None where the data name none."""
 
 
-def floor_of(policy: Policy | None, info: EnrolmentInfo) -> int:
-    """The site's floor: its policy's. Without a policy a validation has the usual one, and training has none (1)."""
-    if policy is not None:
-        return policy.metrics.floor
-    return FLOOR if info.kind == "validation" else 1
+def floor_of(policy: Policy | None) -> int:
+    """The site's floor: its policy's, without a policy none (1)."""
+    return policy.metrics.floor if policy is not None else 1
 
 
 def declared_images(count: int, floor: int, info: EnrolmentInfo) -> int:

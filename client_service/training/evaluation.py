@@ -27,7 +27,6 @@ from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.metrics import calibration_error, macro_f1
 from promptfed.shared.metrics.clinical import mean_average_precision
 from promptfed.shared.metrics.outcomes import ZERO_SHOT, Outcomes, Record
-from promptfed.shared.metrics.site_figures import Answered, SiteFigures, site_figures
 from promptfed.shared.tensors import Tensors
 
 EVALUATION_BATCH = 256
@@ -109,32 +108,6 @@ class Evaluation:
                 if by_template is not None:
                     zero_shot |= _there(name, self._measure_template(name, context, by_template))
         return splits, zero_shot
-
-    def figures_of(self, classifier: Classifier, context: ClientContext, floor: int) -> SiteFigures:
-        """The figures of the client's own test images, by class and subgroup.
-
-        Images of no class, and images with an unknown label, are left out.
-        """
-        split, images = self.data.split(TEST, context.class_names), self.data.images_of(TEST)
-        labels, classes = split.labels, torch.arange(len(context.class_names))
-        if labels.ndim == 2:
-            told = presences(classifier, split)
-            truth, decided, known = labels == 1, told > 0.5, (labels >= 0).all(dim=1)
-        else:
-            told = probabilities(classifier, split)
-            truth, decided = labels[:, None] == classes, told.argmax(dim=-1)[:, None] == classes
-            known = labels >= 0
-        answered = Answered(
-            names=context.class_names,
-            truth=truth.numpy(),
-            decided=decided.numpy(),
-            scores=told.numpy(),
-            patients=images.groups,
-            subgroups=images.subgroups,
-            exclusive=labels.ndim == 1,
-        )
-        answered = answered.among(known.numpy())
-        return site_figures(answered, floor)
 
     def zero_shot_keys(self, own: ClientContext, template: str | None) -> dict[str, str]:
         """By test set: what the template's accuracy on it depends on, its images, its names and the template."""

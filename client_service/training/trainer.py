@@ -205,8 +205,6 @@ class TaskWork:
         kept = self.privacy.counts.kept(task) if self.privacy.counts is not None else None
         if kept is not None:
             return kept
-        if task.config.kind == "validation":
-            return self._validated(served)
         floor, patients = self.privacy.floor, self.data.patients
         with torch_settings(served.context, "evaluate"):
             splits, zero_shot = self.evaluation.run(
@@ -226,14 +224,6 @@ class TaskWork:
         metrics["evaluate_seconds"] = round(time.monotonic() - started, 3)
         splits, zero_shot = (floored(results, floor, patients) for results in (splits, zero_shot))
         return EvaluationRequest(splits=splits, zero_shot=zero_shot, metrics=metrics)
-
-    def _validated(self, served: Served) -> EvaluationRequest:
-        """The figures of a validation. Under noise there are none: they are not counts."""
-        if self.privacy.counts is not None:
-            return EvaluationRequest(splits={}, withheld=True)
-        with torch_settings(served.context, "evaluate"):
-            figures = self.evaluation.figures_of(served.classifier, served.context, self.privacy.floor)
-        return EvaluationRequest(splits={}, figures=figures)
 
     @property
     def withholds(self) -> bool:

@@ -85,7 +85,7 @@ def _made(federation: Federation, context: ServerContext) -> Arrays:
 
 def adopted(federation: Federation, supplied: Arrays, context: ServerContext) -> Arrays:
     """The supplied state of round 0, adapted to the clients of ``context``."""
-    if federation.spec.validates or not isinstance(federation.method, AdoptsStates):
+    if not isinstance(federation.method, AdoptsStates):
         return supplied
     adopted: Arrays = call(federation, "adopt", supplied, context)
     return adopted

@@ -74,7 +74,6 @@ def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
             problems.TooManyClassNames,
             problems.DomainMissing,
             problems.UnfitClient,
-            problems.NobodyTrains,
             problems.NoSamples,
             problems.PrivacyMismatch,
             problems.StorageFull,

@@ -281,7 +281,7 @@ def rules_of(spec: FederationSpec, method: Method) -> Rules:
 
     return Rules(
         draw=spec.seed,
-        rounds=0 if spec.validates else spec.rounds,
+        rounds=spec.rounds,
         min_clients=part.min_clients,
         fraction=part.fraction,
         quorum=part.quorum,

@@ -84,7 +84,7 @@ def expect_startable(federation: Federation) -> None:
         raise problems.WrongState(text, state=federation.run.state)
     trainers, needed = len(federation.run.starters(federation.rules)), federation.rules.min_clients
     if trainers < needed:
-        who = "clients" if federation.spec.validates else "trainers"
+        who = "trainers" if federation.spec.rounds else "clients"
         text = f"enrolled {who}: {trainers}, needed: {needed}; enrol more, or lower participation.min_clients"
         raise problems.NotEnoughClients(text, enrolled=trainers, needed=needed)
 

@@ -184,9 +184,6 @@ def _check(federation: Federation, request: EnrolRequest) -> None:
         raise problems.WrongState(f"{federation.name} is {state}: nobody can enrol any more", state=state)
     if digest(request.secret) in federation.by_secret:
         raise problems.SecretTaken("another client has this secret: every client makes its own")
-    if request.role == "trainer" and federation.spec.validates:
-        text = f"{federation.name} validates an export and trains nobody"
-        raise problems.NobodyTrains(f"{text}: start the client with --role evaluator")
     if request.role == "trainer" and request.num_samples == 0:
         raise problems.NoSamples("a trainer needs at least one training sample: enrol as evaluator, or give it data")
     if needs.domain_descriptions and request.role == "trainer" and request.domain is None:

@@ -168,10 +168,6 @@ class NoState(Refusal, status=404, title="There is no state of this round"):
     """No state of this round is there (any more)."""
 
 
-class NoValidation(Refusal, status=404, title="There is no report of a validation"):
-    """The federation trains, or has not started."""
-
-
 class UpdatesGone(Refusal, status=410, title="The round's tensors are no longer kept"):
     """A replay of a round whose tensors were removed."""
 
@@ -241,10 +237,6 @@ class UnfitClient(Refusal, status=409, title="The method cannot take this client
 
 class NoSamples(Refusal, status=422, title="A trainer needs at least one sample"):
     """A trainer without a training sample."""
-
-
-class NobodyTrains(Refusal, status=422, title="This federation only validates an export"):
-    """A trainer in a federation of kind validation."""
 
 
 # Tasks and updates

@@ -344,7 +344,6 @@ def _client_evaluation(federation: Federation, name: str, row: Any) -> report_sc
             "splits": row.body["splits"],
             "zero_shot": row.body["zero_shot"],
             "metrics": row.body["metrics"],
-            "figures": row.body.get("figures"),
             "withheld": row.body.get("withheld", False),
             "privacy": _spent_counts(row.body.get("privacy")),
             "received_at": row.received_at,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from promptfed.cli.predicting import model_of_export
 from promptfed.cli.scoring_presences import presence_figures, show_presences
-from promptfed.cli.scoring_subgroups import SubgroupFigures, draw_subgroups, show_subgroups, subgroup_figures
+from promptfed.cli.scoring_subgroups import SubgroupFigures, show_subgroups, subgroup_figures
 from promptfed.client_service.serving.prediction import Served
 from promptfed.client_service.training.data import TEST, ClientData
 from promptfed.client_service.training.evaluation import answers, probabilities
@@ -28,8 +28,7 @@ from promptfed.sdk.text import percent
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data import Split, open_source
 from promptfed.shared.metrics import BINS, calibration_error, class_accuracies, macro_f1
-from promptfed.shared.metrics.clinical import ClassFigures, Estimate, class_figures, interval_text, proportion
-from promptfed.shared.metrics.site_figures import POOLED
+from promptfed.shared.metrics.clinical import POOLED, ClassFigures, Estimate, class_figures, interval_text, proportion
 from promptfed.shared.plain_text import counted, csv_cell, plain
 from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.tensors.torch_tensors import state_hash
@@ -62,7 +61,6 @@ def run_score(
         if served.several_labels:
             several = presence_figures(served, split, names, source.test, state)
             write_file(folder / SCORE_FILE, (several.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
-            draw_subgroups(several.subgroups, folder)
             show_presences(several, uri, as_json)
             return
         told = probabilities(served.classifier, split)
@@ -77,7 +75,6 @@ def run_score(
         matrix = confusion(split.labels, predicted, len(names))
         write_file(folder / SCORE_FILE, (figures.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
         write_file(folder / CONFUSION_FILE, _csv(matrix, names).encode())
-        draw_subgroups(figures.subgroups, folder)
         _draw(matrix, names).savefig(folder / PICTURE, dpi=150, bbox_inches="tight")
     if as_json:
         print_json(figures.model_dump(exclude_none=True))

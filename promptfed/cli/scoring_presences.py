@@ -13,8 +13,7 @@ from promptfed.client_service.training.evaluation import presences
 from promptfed.sdk.output import console, print_json, table
 from promptfed.sdk.text import percent
 from promptfed.shared.data import Split
-from promptfed.shared.metrics.clinical import ClassFigures, class_figures, interval_text, mean_average_precision
-from promptfed.shared.metrics.site_figures import POOLED
+from promptfed.shared.metrics.clinical import POOLED, ClassFigures, class_figures, interval_text, mean_average_precision
 from promptfed.shared.plain_text import counted
 
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from pydantic import BaseModel
 
-from promptfed.cli.forest_plot import forest
 from promptfed.sdk.output import console, table
 from promptfed.shared.data import Split
 from promptfed.shared.metrics.clinical import ClassFigures, Estimate, interval_text
-from promptfed.shared.metrics.pooling import PooledFigure
 
 SHOWN = 30  # rows in a table on the terminal
-SUBGROUPS_PICTURE = "subgroups.png"
 Measured = tuple[Estimate | None, list[ClassFigures]]
 
 
@@ -41,23 +37,6 @@ def subgroup_figures(images: Split, measured: Callable[[Sequence[int]], Measured
                 )
             )
     return found
-
-
-def draw_subgroups(subgroups: Sequence[SubgroupFigures], folder: Path) -> None:
-    """Write a forest plot of the accuracy and of the classes' AUROCs by subgroup, where the data name any."""
-    names = list(dict.fromkeys(one.name for each in subgroups for one in each.classes))
-    found: list[tuple[str, str | None, dict[str, Estimate | None]]] = []
-    found.append(("accuracy", None, {_title(each): each.accuracy_interval for each in subgroups}))
-    for name in names:
-        classes = {_title(each): {one.name: one for one in each.classes}.get(name) for each in subgroups}
-        found.append(("auroc", name, {title: one.auroc if one else None for title, one in classes.items()}))
-    figures = [
-        PooledFigure(figure=figure, class_name=name, sites=known, pooled=None)
-        for figure, name, of_groups in found
-        if (known := {title: estimate for title, estimate in of_groups.items() if estimate is not None})
-    ]
-    if figures:
-        forest(figures).savefig(folder / SUBGROUPS_PICTURE, dpi=150, bbox_inches="tight")
 
 
 def _title(group: SubgroupFigures) -> str:

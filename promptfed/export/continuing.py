@@ -11,7 +11,7 @@ from promptfed.sdk.backbone import resolve
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.methods import TASK, method_for
 from promptfed.shared.methods.core.interface.base import MethodError, ServerContext
-from promptfed.shared.spec.spec import FederationSpec, Kind, Origin, merged
+from promptfed.shared.spec.spec import FederationSpec, Origin, merged
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import encode, state_hash
 
@@ -19,13 +19,11 @@ FORMER_SUMS = ("class_counts", "calibration", "calibration_sites")
 """Tensors that promptfed 0.3.0 added to a state beside the method's own: sums over the clients, which nothing reads."""
 
 
-def continued(
-    folder: Path, given: Mapping[str, Any], key: str | None = None, kind: Kind = "training"
-) -> tuple[dict[str, Any], bytes]:
+def continued(folder: Path, given: Mapping[str, Any], key: str | None = None) -> tuple[dict[str, Any], bytes]:
     """The spec of the export in ``folder`` under the fields that are ``given``, and its state as safetensors.
 
-    What each client keeps private is not part of an export: clients of personalised methods begin anew with it. They
-    cannot be validated.
+    What each client keeps private is not part of an export: clients of personalised methods begin anew with it. Such an
+    export is not for 0 rounds.
 
     Raises:
         CommandError: it is no export, ``key`` has not signed it, its state does not fit the given method, or its
@@ -38,14 +36,15 @@ def continued(
             f"the export in {folder} is of {has}, the spec names {wanted}: a federation continues with the same method"
         )
         raise CommandError(text, Exit.BAD_INPUT)
-    missing = opened.model.missing() if kind == "validation" else None
-    if missing is not None:
-        raise CommandError(f"the export in {folder} cannot be validated: {missing}", Exit.BAD_INPUT)
-    if kind == "training":
+    if given.get("rounds") == 0:
+        missing = opened.model.missing()
+        if missing is not None:
+            raise CommandError(f"the export in {folder} cannot be evaluated: {missing}", Exit.BAD_INPUT)
+    else:
         _expect_protection(opened, given)
     state = {name: tensor for name, tensor in opened.state.items() if name not in FORMER_SUMS}
-    own = {"continues": state_hash(state), "origin": _origin(opened), "kind": kind}
-    raw = merged(_spec(opened, kind), dict(given)) | own
+    own = {"continues": state_hash(state), "origin": _origin(opened)}
+    raw = merged(_spec(opened), dict(given)) | own
     _expect_fit(resolve(raw), state)
     return raw, encode(state)
 
@@ -66,7 +65,7 @@ def _origin(opened: OpenedExport) -> dict[str, Any]:
     return origin.model_dump(mode="json")
 
 
-def _spec(opened: OpenedExport, kind: Kind) -> dict[str, Any]:
+def _spec(opened: OpenedExport) -> dict[str, Any]:
     card = opened.card
     fields = {
         "method",

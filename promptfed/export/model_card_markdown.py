@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from promptfed.export.model_card import carries_backbone
-from promptfed.export.model_card_forest import forest
 from promptfed.sdk.text import percent, size
 from promptfed.shared.api.export_card import (
     BACKBONE_CONFIG,
@@ -92,7 +91,6 @@ def markdown(card: Card, snippet: str | None) -> str:
         _table(["", ""], [[key, value] for key, value in facts.items()]),
         "## Accuracy",
         accuracies(card.accuracy),
-        *_forest(card),
         "## Participants",
         _participants(card.participants),
         "## Privacy",
@@ -233,14 +231,6 @@ def accuracies(measured: Accuracies | None) -> str:
     else:
         head, rows = head[:6], [row[:6] for row in rows]
     return f"{text}\n\n{_table(head, rows)}"
-
-
-def _forest(card: Card) -> list[str]:
-    rows = forest(card)
-    text = (
-        "With 95 % intervals, from 0 to 100 %; the mean is a random-effects mean, and a next site may lie on its line."
-    )
-    return [text, _table(["client", "accuracy", "0 to 100 %"], rows)] if rows else []
 
 
 def _participants(participants: list[Participant]) -> str:

@@ -18,7 +18,6 @@ from promptfed.sdk.progress import Watcher
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.messages import Role
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.spec.spec import AllowedBackbones
@@ -97,11 +96,6 @@ def _all_sites(sources: SharedSources, data: Data, unseen: Data, tests: Mapping[
     further = {name: _uri(sources, f"test-{name}", source) for name, source in tests.items()}
     trainers = [Site(name, uri, "trainer", further) for name, uri in _sites(sources, data, "client")]
     return trainers + [Site(name, uri, "evaluator") for name, uri in _sites(sources, unseen, "unseen")]
-
-
-def sites_of(sources: SharedSources, data: Data, role: Role) -> list[Site]:
-    """A site for each of the ``data``."""
-    return [Site(name, uri, role) for name, uri in _sites(sources, data, "site")]
 
 
 def _described(sites: list[Site], domains: Mapping[str, str]) -> list[Site]:

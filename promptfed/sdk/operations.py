@@ -19,7 +19,6 @@ from promptfed.shared.api import api_schemas as schemas
 from promptfed.shared.api.forgetting_schemas import ForgettingPlan, SignedForgetting
 from promptfed.shared.api.privacy_schemas import PrivacyView
 from promptfed.shared.api.replay_schemas import ReplayReport
-from promptfed.shared.api.validation_report import SignedValidation
 from promptfed.shared.spec.spec import FederationSpec
 
 Page = TypeVar(
@@ -164,11 +163,6 @@ def list_metrics(federation: str) -> Operation[list[Answer[schemas.MetricList]]]
 def get_metrics_csv(federation: str) -> Request[schemas.MetricList]:
     """All metrics by round as CSV: only ``body`` can be read."""
     return Request("GET", f"{FEDERATIONS}/{federation}/metrics", schemas.MetricList, _query(format="csv"))
-
-
-def get_validation(federation: str) -> Request[SignedValidation]:
-    """What sites have measured of an export, signed."""
-    return Request("GET", f"{FEDERATIONS}/{federation}/validation", SignedValidation)
 
 
 def get_privacy(federation: str) -> Request[PrivacyView]:

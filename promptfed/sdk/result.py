@@ -47,7 +47,6 @@ class FederationResult:
     Only simulations set the rest. ``wall_seconds`` is the time from the start of the first round to the end and
     ``setup_seconds`` the time before it (data, features, enrolment). ``outcomes`` holds all clients' last answers on
     their test sets for each image.
-    ``validation`` is the signed report of a federation that validates.
     """
 
     status: dict[str, Any]
@@ -59,7 +58,6 @@ class FederationResult:
     wall_seconds: float = 0.0
     setup_seconds: float = 0.0
     outcomes: tuple[Outcomes, ...] = ()
-    validation: dict[str, Any] | None = None
 
     @property
     def spec(self) -> dict[str, Any]:

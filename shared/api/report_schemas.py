@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from promptfed.shared.messages import Role, SplitResult, TaskKind
-from promptfed.shared.metrics.site_figures import SiteFigures
 from promptfed.shared.spec.spec_section import left_out
 
 
@@ -165,7 +164,6 @@ class ClientEvaluation(BaseModel):
     splits: dict[str, SplitResult]
     zero_shot: dict[str, SplitResult]
     metrics: dict[str, float]
-    figures: SiteFigures | None = left_out(default=None, description="of a validation")
     withheld: bool = False  # measured, and kept by the site: accuracies depend on records, and no noise covers them
     privacy: SpentCounts | None = left_out(default=None, description="of accuracies that are noisy counts")
     received_at: datetime

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from promptfed.shared.methods.core.checks.client_checks import with_noise
 from promptfed.shared.methods.core.checks.compression_checks import check_compression
 from promptfed.shared.methods.core.checks.privacy_checks import check_privacy
+from promptfed.shared.methods.core.checks.round_checks import check_rounds, check_selection
 from promptfed.shared.methods.core.checks.rule_checks import check_rule
 from promptfed.shared.methods.core.checks.secure_checks import check_secure
-from promptfed.shared.methods.core.checks.validation_checks import check_selection, check_validation
 from promptfed.shared.methods.core.interface.base import Method, MethodError, ServerContext
 from promptfed.shared.methods.core.rates import swept_rate
 from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description
@@ -136,7 +136,7 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
         ("compression", lambda: check_compression(method, resolved)),
         ("secure_aggregation", lambda: check_secure(method, resolved)),
         ("privacy", lambda: check_privacy(method, resolved)),
-        ("kind", lambda: check_validation(resolved)),
+        ("rounds", lambda: check_rounds(resolved)),
         ("selection", lambda: check_selection(method, resolved)),
     ]
     if resolved.class_names is not None:

@@ -22,6 +22,15 @@ _CELLS = 1 << 22  # numbers in one part of the bootstrap
 Floats = NDArray[np.float64]
 
 
+POOLED = {
+    "auroc": "AUROC",
+    "average_precision": "average precision",
+    "sensitivity": "sensitivity",
+    "specificity": "specificity",
+}
+"""Figures of a class, with their titles."""
+
+
 class Estimate(BaseModel):
     """A figure between 0 and 1 with its 95 % interval; ``se``: the standard error of its logit, where it has one."""
 

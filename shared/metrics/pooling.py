@@ -7,14 +7,13 @@ I²: Higgins and Thompson, 2002; prediction interval: Higgins, Thompson and Spie
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import BaseModel
 
 from promptfed.shared.metrics.clinical import Estimate, logistic
-from promptfed.shared.metrics.site_figures import POOLED, GroupFigures, SiteFigures
 
 LEAST_SE, MOST_SE = 1e-6, 1e6  # of a logit; a site may say any number
 MOST_LOGIT = 28.0  # of one of 2⁴⁰ cases
@@ -85,40 +84,3 @@ def _edge(value: float, se: float) -> float:
     """
     cases = 1 / (se * se - 2) - 0.5 if 2 < se * se < 4 else 1e4
     return math.copysign(math.log(2 * cases + 1), value - 0.5)
-
-
-class PooledFigure(BaseModel):
-    """One figure of one class (None: of all), by site, and its mean where two sites or more have it.
-
-    ``column`` and ``value``: of the subgroup, where it is one's.
-    """
-
-    figure: str
-    class_name: str | None
-    sites: dict[str, Estimate]
-    pooled: Pooled | None
-    column: str | None = None
-    value: str | None = None
-
-
-def pooled_figure(figure: str, name: str | None, of_sites: Mapping[str, Estimate | None]) -> PooledFigure:
-    """The figure with its mean over those sites that have it."""
-    known = {site: estimate for site, estimate in of_sites.items() if estimate is not None}
-    return PooledFigure(figure=figure, class_name=name, sites=known, pooled=pool_estimates(list(known.values())))
-
-
-def pooled_sites(by_site: Mapping[str, SiteFigures]) -> list[PooledFigure]:
-    """The accuracy and the figures of each class, of all images and then of each subgroup, pooled over the sites."""
-    groups: dict[tuple[str | None, str | None], dict[str, GroupFigures]] = {}
-    for site, figures in by_site.items():
-        for group in figures.groups:
-            groups.setdefault((group.column, group.value), {})[site] = group
-    pooled = []
-    for (column, value), of_sites in groups.items():
-        found = [pooled_figure("accuracy", None, {site: group.accuracy for site, group in of_sites.items()})]
-        classes = {site: {each.name: each for each in group.classes} for site, group in of_sites.items()}
-        for name in dict.fromkeys(name for known in classes.values() for name in known):
-            own = {site: known[name] for site, known in classes.items() if name in known}
-            found += [pooled_figure(key, name, {at: getattr(own[at], key) for at in own}) for key in POOLED]
-        pooled += [each.model_copy(update={"column": column, "value": value}) for each in found if each.sites]
-    return pooled

@@ -57,7 +57,6 @@ StateHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Template = Annotated[str, Field(max_length=500), AfterValidator(_with_one_slot)]
 """A text with ``{}`` where the class name goes."""
 Licence = Annotated[str, Field(min_length=1, max_length=200, description="such as CC-BY-4.0")]
-Kind = Literal["training", "validation"]
 Width = Annotated[int, Field(ge=1, le=1 << 15)]
 Depth = Annotated[int, Field(ge=1, le=256)]
 
@@ -217,13 +216,6 @@ class FederationSpec(Section):
     """One run, resolved: a method with its hyperparameters, a backbone, rounds, participation rules, a seed."""
 
     name: Name
-    kind: Annotated[
-        Kind,
-        left_out(
-            "training",
-            description="validation: sites test the state of the export that it `continues`, and nobody trains",
-        ),
-    ] = "training"
     method: dict[str, Any]
     backbone: BackboneSpec = BackboneSpec()
     task: Annotated[
@@ -238,7 +230,7 @@ class FederationSpec(Section):
     ] = None
     origin: Annotated[Origin | None, left_out(description="that export, as its card says it")] = None
     licence: Annotated[Licence | None, left_out(description="of the result; its card says it")] = None
-    rounds: Annotated[int, Field(ge=1, le=100_000)] = 10
+    rounds: Annotated[int, Field(ge=0, le=100_000)] = 10  # 0: the state that it `continues` is evaluated
     training: TrainingSpec = TrainingSpec()
     participation: ParticipationSpec = ParticipationSpec()
     compression: Annotated[
@@ -265,11 +257,6 @@ class FederationSpec(Section):
         SelectionSpec | None, left_out(description="the result is the best round's; default: the last round's")
     ] = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
-
-    @property
-    def validates(self) -> bool:
-        """Whether nobody trains."""
-        return self.kind == "validation"
 
     @property
     def figure(self) -> str:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.compression import CompressionSpec
 from promptfed.shared.spec.selection import SelectionSpec
-from promptfed.shared.spec.spec import BackboneSpec, ClassName, FederationSpec, Kind, TrainingSpec
+from promptfed.shared.spec.spec import BackboneSpec, ClassName, FederationSpec, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.spec.weighting import Weighting
@@ -30,7 +30,6 @@ class TrainingTerms(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    kind: Annotated[Kind, left_out("training", description="validation: nobody trains")] = "training"
     method: dict[str, Any]
     training: TrainingSpec
     backbone: BackboneSpec

@@ -160,7 +160,6 @@ def test_a_task_without_a_part_that_was_agreed_to_is_refused(tmp_path: Path, par
 # Over the wire, to a client at work
 
 ON_THE_WIRE: dict[str, dict[str, Any]] = {
-    "kind": {"kind": "validation"},
     "method": {"method": {"name": "promptfl", "m": 5}},
     "training.epochs": {"epochs": 2},
     "training.batch_size": {"batch_size": 31},

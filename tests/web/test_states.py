@@ -20,7 +20,6 @@ from tests.client_service.serving.test_page import image, served_page
 from tests.support.coordinators import InThread
 from tests.support.secure_clients import SecureClient
 from tests.web.conftest import Visit, visit
-from tests.web.test_validation import validated
 
 expect = pytest.importorskip("playwright.sync_api").expect
 
@@ -146,7 +145,7 @@ def make_several(server: InThread) -> None:
 
 MADE: tuple[Callable[[InThread], Any], ...] = (
     make_enrolling, make_running, make_paused, make_finished, make_cancelled, make_failed,
-    make_protected, make_secure, make_several, validated,
+    make_protected, make_secure, make_several,
 )  # fmt: skip
 
 
@@ -155,8 +154,6 @@ def federations(page: Page, server: InThread) -> Iterator[str]:
         page.evaluate(f"location.hash = '#/federations/{view['id']}'")
         expect(page.get_by_role("heading", level=1)).to_have_text(view["name"])
         page.locator(".activity li").first.wait_for()
-        if view["spec"].get("kind") == "validation":
-            page.get_by_role("region", name="Validation", exact=True).wait_for()
         yield view["name"]
 
 

@@ -19,7 +19,6 @@ export class Accuracy {
 
   update(model) {
     this.model = model;
-    this.element.hidden = model.view.spec.kind === "validation";
     this.measure = measure(model.view?.spec.task);
     this.element.querySelector("h2").textContent = this.measure;
     this.evaluated = [...model.rounds.values()].filter((one) => one.evaluation && Object.keys(one.evaluation.clients).length);

@@ -6,7 +6,6 @@ import { Refused } from "./api.js";
 import { Clients } from "./clients.js";
 import { announce, fill, h, inWords, panel } from "./dom.js";
 import { Downloads } from "./downloads.js";
-import { Forest } from "./forest.js";
 import { Insights } from "./insights.js";
 import { Losses } from "./losses.js";
 import { Privacy } from "./privacy.js";
@@ -35,14 +34,13 @@ export class Federation {
     const clients = new Clients(api, this.path, tell, () => this.#soon());
     const [accuracy, losses, insights, traffic] = [new Accuracy(), new Losses(), new Insights(), new Traffic()];
     const [activity, tokens, settings, downloads] = [new Activity(), new Tokens(api, this.path, tell), new Settings(api), new Downloads(api, this.path, tell)];
-    const forest = new Forest(api, this.path, tell);
-    this.panels = [this.status, forest, accuracy, losses, this.times, sums, privacy, clients, insights, traffic, activity, tokens, settings, downloads];
+    this.panels = [this.status, accuracy, losses, this.times, sums, privacy, clients, insights, traffic, activity, tokens, settings, downloads];
     this.problem = h("p", { class: "error", role: "alert" });
     this.refusal = h("p", { class: "error", role: "alert" });
     this.remarks = h("ul", { class: "remarks", "aria-label": "Remarks" });
     this.looksWrong = panel("Remarks", { hidden: true }, this.remarks);
     const pair = (...some) => h("div", { class: "pair" }, some.map((one) => one.element));
-    this.body = h("div", { class: "federation", hidden: true }, this.status.element, this.looksWrong, forest.element, accuracy.element, pair(losses, this.times), choices.element, arrivals.element, sums.element, privacy.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element); // hidden until there is something to show
+    this.body = h("div", { class: "federation", hidden: true }, this.status.element, this.looksWrong, accuracy.element, pair(losses, this.times), choices.element, arrivals.element, sums.element, privacy.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element); // hidden until there is something to show
     this.back = h("p", { class: "back" }, h("a", { href: "#/" }, "← All federations"));
     this.element = h("article", { class: "federation" }, this.back, this.problem, this.refusal, this.body);
     this.abort = new AbortController();
@@ -156,7 +154,6 @@ export class Federation {
       this.#draw();
       if (before !== undefined && before !== view.state) this.hooks.changed();
       await this.#askPrivacy(rounds);
-      await this.#askValidation();
       await this.#remark();
     } catch (error) {
       this.#tell(error);
@@ -171,16 +168,6 @@ export class Federation {
     if (model.privacy && wanted === this.privacyOf) return;
     model.privacy = await this.api.get(`${this.path}/privacy`);
     this.privacyOf = wanted;
-    this.#draw();
-  }
-
-  /** What sites have measured of an export, where another one has answered. */
-  async #askValidation() {
-    const { model } = this;
-    const answered = [...model.rounds.values()].map((one) => Object.keys(one.evaluation?.clients ?? {})).join(" ");
-    if (model.view.spec.kind !== "validation" || model.view.state === "enrolling" || (model.validation && answered === this.validationOf)) return;
-    model.validation = await this.api.get(`${this.path}/validation`);
-    this.validationOf = answered;
     this.#draw();
   }
 

@@ -14,7 +14,7 @@ export function badge(state) {
 
 /** How far it has come, in words. */
 export function progress({ spec, round }) {
-  return spec.kind === "validation" ? "validation of an export" : `${round} of ${counted(spec.rounds, "round")}`;
+  return spec.rounds === 0 ? "an export, evaluated" : `${round} of ${counted(spec.rounds, "round")}`;
 }
 
 export class List {

@@ -20,7 +20,7 @@ export class Losses {
 
   update(model) {
     this.model = model;
-    this.element.hidden = model.view.spec.kind === "validation";
+    this.element.hidden = model.view.spec.rounds === 0;
     this.found = measured([...model.rounds.values()]);
     const names = [...this.found.keys()].sort((one, other) => rank(one) - rank(other) || one.localeCompare(other));
     const known = [...this.select.options].map((option) => option.value);

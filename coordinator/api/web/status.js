@@ -62,7 +62,7 @@ export class Status {
     this.compare.setAttribute("href", `#/compare/${view.id}`);
     this.reports = [...rounds.values()];
     this.#showFigures(this.reports);
-    this.rounds.hidden = validates(view);
+    this.rounds.hidden = evaluates(view);
     this.rounds.max = Math.max(1, view.spec.rounds);
     this.rounds.value = completed(view);
     this.#showNow();
@@ -111,7 +111,7 @@ export class Status {
       button.disabled = button.hidden;
     }
     const { clients, spec, state } = this.view;
-    const [there, who] = validates(this.view) ? [clients.evaluators, "evaluator"] : [clients.trainers, "trainer"];
+    const [there, who] = evaluates(this.view) ? [clients.trainers + clients.evaluators, "client"] : [clients.trainers, "trainer"];
     const short = state === "enrolling" && there < spec.participation.min_clients;
     this.buttons.start.title = short ? `${counted(spec.participation.min_clients, who)} needed` : "";
   }
@@ -133,7 +133,7 @@ export class Status {
     const last = rounds.filter((one) => one.bytes_up > 0).at(-1);
     if (last) shown.push(["A round costs", bytes(last.bytes_up + last.bytes_down), `round ${last.round}: ${bytes(last.bytes_up)} up, ${bytes(last.bytes_down)} down`]);
     if (view.selection) shown.splice(1, 0, ["Best round", String(view.selection.round), `of ${view.selection.compared}, ${percent(view.selection.value)} on held-out images`]);
-    if (validates(view)) shown.splice(0, 3);
+    if (evaluates(view)) shown.splice(0, 3);
     const left = secondsLeft(view, rounds);
     if (left !== null) shown.splice(1, 0, ["Left, about", duration(left), null]);
     fill(this.figures, shown.map(([name, value, remark]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, remark ? h("small", {}, remark) : null))));
@@ -178,7 +178,7 @@ function sentence(view) {
     const more = Math.max(0, needed - view.clients.trainers);
     return more ? `Enrolling: ${counted(more, "more trainer")} needed before the start` : "Enrolling: ready to start";
   }
-  if (["finished", "failed", "cancelled"].includes(state)) return `${state[0].toUpperCase()}${state.slice(1)}${validates(view) ? "" : ` after round ${view.round}`}`;
+  if (["finished", "failed", "cancelled"].includes(state)) return `${state[0].toUpperCase()}${state.slice(1)}${evaluates(view) ? "" : ` after round ${view.round}`}`;
   if (!stage) return state === "paused" ? "Paused" : `Round ${view.round}: opening`;
   const phase = stage.kind === "evaluate" ? "evaluation" : stage.phase;
   if (stage.closing) return `Round ${stage.round}, ${phase}: aggregating`;
@@ -186,7 +186,7 @@ function sentence(view) {
   return `Round ${stage.round}, ${phase}: ${answered}${state === "paused" ? " (paused)" : ""}`;
 }
 
-/** Whether sites test an export, and nobody trains. */
-function validates(view) {
-  return view.spec.kind === "validation";
+/** Whether sites evaluate an export, and nobody trains. */
+function evaluates(view) {
+  return view.spec.rounds === 0;
 }

@@ -76,7 +76,7 @@ def onnx(
 
 @app.add(section="Use a result")
 def verify(
-    folder: Annotated[Path, typer.Argument(help="folder that `promptfed export` or `promptfed validate` has written")],
+    folder: Annotated[Path, typer.Argument(help="folder that `promptfed export` has written")],
     allow_backbone: AllowBackbone,
     key: Annotated[
         str | None,
@@ -86,15 +86,7 @@ def verify(
         bool, typer.Option(help="load the backbone and compute the class weights and the merged model again")
     ] = True,
 ) -> None:
-    """Check that an export is, file by file, what its card says and what the coordinator with this key has signed.
-
-    Of a validation's report: its signature, and that its means are those of the sites' figures.
-    """
-    if folder.is_file() or (folder / "validation.json").is_file():
-        from promptfed.cli.validating import verify_report
-
-        verify_report(folder, key)
-        return
+    """Check that an export is, file by file, what its card says and what the coordinator with this key has signed."""
     from promptfed.export.verification import verify_export
 
     verified = verify_export(folder, key, recompute=recompute, allow_backbone=allow_backbone)

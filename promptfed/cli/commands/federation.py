@@ -37,9 +37,6 @@ def create(
         Path | None,
         typer.Option("--from", help="an export whose state it starts from; its spec too, where SPEC gives no other"),
     ] = None,
-    validate: Annotated[
-        Path | None, typer.Option(help="an export that sites test, and nobody trains (`promptfed validate` also waits)")
-    ] = None,
     key: Key = None,
     dry_run: Annotated[bool, typer.Option(help="only check the spec")] = False,
     backbone: Annotated[
@@ -48,15 +45,13 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Create a federation from a spec."""
-    if spec is None and export is None and validate is None:
+    if spec is None and export is None:
         raise CommandError("give the file of a spec, or --from EXPORT", Exit.USAGE)
-    if export is not None and validate is not None:
-        raise CommandError("--from trains and --validate does not: give one of them", Exit.USAGE)
     asked, initial_state = ({} if spec is None else read_federation(spec)), None
-    if (folder := export or validate) is not None:
+    if export is not None:
         from promptfed.export.continuing import continued
 
-        asked, initial_state = continued(folder, asked, key, "training" if export is not None else "validation")
+        asked, initial_state = continued(export, asked, key)
     elif backbone:
         from promptfed.sdk.backbone import resolve, with_backbone
 

@@ -107,7 +107,7 @@ def simulated_spec(spec: FederationSpec, sites: Sequence[Site]) -> FederationSpe
     Raises:
         CommandError: there are too few trainers.
     """
-    check_trainers(sites, 0 if spec.validates else spec.participation.min_clients)
+    check_trainers(sites, spec.participation.min_clients if spec.rounds else 0)
     changes: dict[str, Any] = {"deadline_seconds": NO_DEADLINE}
     if "draw" not in spec.participation.model_fields_set:
         changes["draw"] = "public"

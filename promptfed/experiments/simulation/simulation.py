@@ -202,10 +202,8 @@ async def _run(
             await api.send(operations.steer(federation, "start"))
             await _follow(progress, api, federation, clients)
             ended = time.monotonic()
-            last = 0 if setup.spec.validates else None if setup.spec.selection is not None else setup.spec.rounds
+            last = None if setup.spec.selection is not None else setup.spec.rounds
             result = await api.run(operations.take(federation, last))
-            if setup.spec.validates:
-                result = replace(result, validation=(await api.send(operations.get_validation(federation))).json)
             expect_all_evaluated(result.reports)
             swapped = await asyncio.to_thread(swapped_outcomes, clients.works()) if swap_prompts else []
             wall, setup_seconds = ended - begun, begun - started

@@ -49,7 +49,6 @@ COMMANDS = {
     "POST /v1/federations/{federation}/clients/{client_id}/forgetting": "forget",
     "GET /v1/federations/{federation}/events": "federation watch",
     "GET /v1/federations/{federation}/remarks": "federation status",
-    "GET /v1/federations/{federation}/validation": "validate",
     "GET /v1/federations/{federation}/privacy": "federation privacy",
     "GET /v1/federations/{federation}/rounds": "federation rounds",
     "GET /v1/federations/{federation}/rounds/{round}": "federation rounds",

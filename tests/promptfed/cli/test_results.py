@@ -14,13 +14,12 @@ import torch
 from typer.testing import CliRunner, Result
 
 import promptfed
-from promptfed.cli.forest_plot import forest
 from promptfed.cli.main import app
 from promptfed.cli.scoring import _draw, confusion, scores
 from promptfed.export.hub import push, repository_of
 from promptfed.sdk.errors import Exit
 from promptfed.shared.metrics.clinical import Estimate
-from promptfed.shared.metrics.pooling import pool_estimates, pooled_figure
+from promptfed.shared.metrics.pooling import pool_estimates
 from tests.support import exports
 from tests.support.hub import running_hub
 from tests.support.own_images import SHAPES, picture, write_folder
@@ -122,40 +121,30 @@ def test_scores_of_several_sites_are_pooled(exported: Path, tmp_path: Path) -> N
     scored = json.loads((files[0] / "score.json").read_text())
     [bar, circle] = sorted(scored["classes"], key=lambda one: one["name"])
     assert (bar["positives"], bar["negatives"], circle["positives"]) == (6, 6, 6)
-    done = command("pool", *files[:2], f"third={files[2]}", "--out", tmp_path / "pooled", "--json")
+    done = command("pool", *files, "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
-    assert told["images"] == {"north": 12, "south": 8, "third": 10}
-    accuracy = told["figures"][0]
     of_sites = [json.loads((file / "score.json").read_text())["accuracy_interval"] for file in files]
     wanted = pool_estimates([Estimate(**one) for one in of_sites])
     assert wanted is not None
-    assert accuracy["pooled"]["mean"] == pytest.approx(wanted.mean)
-    assert {each["class_name"] for each in told["figures"]} == {None, "circle", "bar"}
-    assert (tmp_path / "pooled" / "forest.png").stat().st_size > 1000
-    one = command("pool", *files, "--class", "bar", "--out", tmp_path / "bar")
-    assert "sensitivity" in one.output
-    assert "circle" not in one.output
+    assert told["figures"]["accuracy"]["mean"] == pytest.approx(wanted.mean)
+    assert set(told["figures"]) <= {"accuracy", "AUROC of circle", "AUROC of bar"}
+    assert "accuracy" in command("pool", *files).output
     other = scored | {"state": "sha256:" + "0" * 64}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "score.json").write_text(json.dumps(other))
     for given, text in (
         ((files[0],), "give two sites or more"),
-        ((files[0], files[0]), "two sites are called north"),
         ((files[0], tmp_path / "other"), "not scored the same export"),
-        ((files[0], f"south={tmp_path}/none.json"), "cannot read"),
-        ((*files, "--class", "ring"), "no site has images of the class ring"),
+        ((files[0], tmp_path / "none.json"), "cannot read"),
     ):
-        refused = command("pool", *given, "--out", tmp_path / "refused")
+        refused = command("pool", *given)
         assert refused.exit_code == Exit.BAD_INPUT
         assert text in refused.stderr.replace("\n", " ")
 
 
 def test_a_class_named_like_a_formula_is_drawn_as_text() -> None:
-    name, estimate = "cost $\\frac$", Estimate(value=0.8, low=0.7, high=0.9, se=0.2)
-    figure = pooled_figure("auroc", name, {"north": estimate, "$\\no$": estimate})
-    for drawn in (forest([figure]), _draw(np.eye(2, dtype=np.int64), [name, "b"])):
-        drawn.savefig(io.BytesIO())
+    _draw(np.eye(2, dtype=np.int64), ["cost $\\frac$", "b"]).savefig(io.BytesIO())
 
 
 def test_figures_of_a_score_by_hand() -> None:

@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import promptfed
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.shared.metrics.disclosure import FLOOR, coded_accuracy
 from tests.support import exports
-from tests.support.attacker import Attacker
 from tests.support.own_images import SHAPES, write_folder
 
 SPEC = {
@@ -63,7 +61,7 @@ def test_fractions_of_training_images_stay_at_a_site_with_a_floor(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_a_hundred_federations_tell_no_small_count(tmp_path: Path, part: int) -> None:
-    """Training and then validation: an attacker with everything that sites sent narrows no count below the floor."""
+    """An attacker with everything that sites sent narrows no count below the floor."""
     tried = 0
     for seed in range(10 * part, 10 * part + 10):
         draws = np.random.default_rng(seed)
@@ -82,16 +80,6 @@ def test_a_hundred_federations_tell_no_small_count(tmp_path: Path, part: int) ->
         )
         for ours, theirs in zip(told.reports, exact.reports, strict=True):
             tried += _attack_accuracies(ours["evaluation"]["clients"], theirs["evaluation"]["clients"])
-        promptfed.Result(told, exports.backbone()).export(folder / "export")
-        known, report = (
-            promptfed.validate(folder / "export", data, floor=floor, backbone=exports.backbone()).report
-            for floor in (1, FLOOR)
-        )
-        for name, figures in report.sites.items():
-            exactly = known.sites[name]
-            assert figures is not None
-            assert exactly is not None
-            tried += _attack_figures(figures, exactly, classes)
     assert tried > 50
 
 
@@ -120,15 +108,3 @@ def _attack_accuracies(told: dict[str, Any], exact: dict[str, Any]) -> int:
 def _answer(right: int, count: int) -> tuple[float, int] | None:
     told = coded_accuracy(right, count, FLOOR)
     return None if told is None else (told.value, told.images.low)
-
-
-def _attack_figures(figures: Any, exact: Any, classes: int) -> int:
-    attacker, tried = Attacker(figures, classes), 0
-    for k, each in enumerate(exact.groups[0].classes):
-        for name in ("tp", "fn", "fp"):
-            if getattr(each, name).low < FLOOR:
-                low, high = attacker.bounds(None, name, k)
-                assert low <= 1e-6
-                assert high >= FLOOR - 1 - 1e-6
-                tried += 1
-    return tried

@@ -5,20 +5,28 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import promptfed
 from promptfed.cli.main import app
+from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
 from promptfed.export.continuing import continued
+from promptfed.runtime.services import Site
+from promptfed.sdk.backbone import resolve
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.api.export_card import STATE_FILE
+from promptfed.shared.methods import resolve_spec
+from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from promptfed.testing.clients import drive
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread
 from tests.support.own_images import SHAPES, write_folder
+
+PRIVATE = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +67,52 @@ def test_it_starts_from_the_exports_state_and_says_so(exported: Path, tmp_path: 
         replayed = server.post(f"{view['id']}/rounds/1/replay", {})
         assert replayed["states"]
         assert all(state["same"] for state in replayed["states"])
+
+
+def test_no_rounds_evaluate_the_exports_state_once(exported: Path, tmp_path: Path) -> None:
+    card = json.loads((exported / "card.json").read_text())
+    (tmp_path / "none.yaml").write_text("{name: tested, rounds: 0, participation: {min_clients: 2}}")
+    with in_thread(tmp_path / "data") as server:
+        created = create(server, tmp_path / "none.yaml", "--from", exported, "--json")
+        assert created.exit_code == 0, created.output
+        view = json.loads(created.stdout)
+        about = {"backbone_fingerprint": exports.backbone().fingerprint, "class_names": list(SHAPES)}
+        shape = view["spec"]["backbone"]["shape"]
+        first = server.enrol(view["id"], "a", backbone_shape=shape, **about)
+        assert server.post(f"{view['id']}/start", status=409)["type"].endswith("/not-enough-clients")
+        second = server.enrol(view["id"], "b", backbone_shape=shape, role="evaluator", **about)
+        server.post(f"{view['id']}/start")
+        drive([*first, *second])
+        server.until(view["id"], state="finished")
+        reports = server.get(f"{view['id']}/rounds")["rounds"]
+        assert [report["round"] for report in reports] == [0]
+        assert reports[0]["phases"] == []
+        assert set(reports[0]["evaluation"]["clients"]) == {"a", "b"}
+        assert reports[0]["state_hash"] == card["hashes"]["state"]
+
+
+def test_no_rounds_measure_what_the_last_round_did(exported: Path, tmp_path: Path) -> None:
+    card = json.loads((exported / "card.json").read_text())
+    raw, state = continued(exported, {"rounds": 0})
+    sites = [
+        Site(name, f"folder:{write_folder(tmp_path / name, seed=seed, each=4)}") for seed, name in enumerate(("a", "b"))
+    ]
+    result = simulate(resolve(raw), sites, backbone=exports.backbone(), options=SimulationOptions(initial=state))
+    assert (result.round, result.state_hash) == (0, card["hashes"]["state"])
+    measured = {row["client"]: row["adapted"] for row in card["accuracy"]["clients"] if row["split"] == "test"}
+    assert {one.client: one.accuracy for one in result.accuracies() if one.split == "test"} == pytest.approx(measured)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, "0 rounds evaluate an export"),
+        ({"continues": "sha256:" + "0" * 64, "privacy": PRIVATE}, "0 rounds train nobody: leave privacy out"),
+    ],
+)
+def test_no_rounds_without_an_export_or_with_training_are_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        resolve_spec({"name": "none", "method": {"name": "promptfl"}, "rounds": 0, **given})
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_created(exported: Path, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from promptfed.export import export as exporting
 from promptfed.export.adapted_model import AdaptedModel, predictor_of
 from promptfed.export.export import ExportOptions
 from promptfed.export.model_card import snippet
-from promptfed.export.model_card_forest import rows_of
 from promptfed.export.model_card_markdown import accuracies as card_accuracies
 from promptfed.export.reading import read_export
 from promptfed.sdk.errors import CommandError, Exit
@@ -29,8 +28,6 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.methods.fast_pt.domains import domain_key
-from promptfed.shared.metrics.clinical import interval_text, proportion
-from promptfed.shared.metrics.pooling import pool_estimates
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread
@@ -198,26 +195,6 @@ def test_the_card_has_calibration_where_clients_tell_it() -> None:
     assert "| a | trainer | test | 25.0 % | 50.0 % | 8 | 37.5 % | 12.5 % |" in text
     assert "| a | trainer | test | 25.0 % | 50.0 % | 8 | - | - |" in text
     assert "| mean of the trainers |  | test | - | 50.0 % |  | - | 12.5 % |" in text
-
-
-def test_the_card_has_a_forest_plot_of_the_sites() -> None:
-    told = {"a": (0.5, 40), "b|c": (0.75, 80), "d": (0.6, 50)}
-    about = {"role": "trainer", "split": "test", "zero_shot": None}
-    rows = [MeasuredAccuracy(client=name, adapted=at, num_samples=n, **about) for name, (at, n) in told.items()]
-    elsewhere = rows[0].model_copy(update={"client": "e", "role": "evaluator"})
-    drawn = rows_of(Accuracies(round=3, clients=[*rows, elsewhere], mean={}))
-    sites = [proportion(round(at * n), n) for at, n in told.values()]
-    pooled = pool_estimates([one for one in sites if one is not None])
-    assert pooled is not None
-    assert pooled.prediction is not None
-    assert [row[0] for row in drawn] == ["a", "b\\|c", "d", f"mean, I² {100 * pooled.i2:.0f} %", "next site"]
-    assert [row[1] for row in drawn[:3]] == [interval_text(one) for one in sites]
-    assert drawn[3][1] == f"{100 * pooled.mean:.1f} [{100 * pooled.low:.1f}, {100 * pooled.high:.1f}]"
-    for row, value in zip(drawn, [0.5, 0.75, 0.6, pooled.mean], strict=False):
-        bar = row[2].strip("`")
-        assert bar.index("◆" if "mean" in row[0] else "■") == round(40 * value)
-        assert len(bar) == 41
-    assert rows_of(Accuracies(round=3, clients=[rows[0], elsewhere], mean={})) == []
 
 
 def test_names_of_others_are_no_markup_in_the_card(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.shared.data.medical.test_dicom import refused
 from tests.support.browser import browser as browser
 from tests.support.coordinators import InThread, in_thread
 from tests.support.loopback_server import LoopbackServer
-from tests.support.waiting import PATIENCE, wait_for
+from tests.support.waiting import PATIENCE
 
 pytest.importorskip("pydicom", reason="DICOM files: pip install '.[medical]'")
 from tests.shared.data.medical.test_planted import CLASSES, contents, leaks, planted
@@ -147,20 +147,15 @@ def read_everything(sites: Sites, browser: Browser) -> None:
         (sites.out / re.sub(r"\W", "_", route)).write_bytes(answer.content)
 
 
-def validation(sites: Sites) -> None:
+def evaluation(sites: Sites) -> None:
     """A site tests the export."""
-    token = sites.out / "validation.token"
-    line = ("--sites", "1", "--name", "tested", "--token-out", token, "--out", sites.out / "validation")
-    operator = sites.start("validate", sites.out / "export", *line)
-    try:
-        wait_for("the token", token.exists)
-        where = ("--federation", "tested", "--enrolment-token-file", token, "--state-dir", sites.out / "judge")
-        own = ("--name", "judge", "--role", "evaluator", "--data", sites.uri("judge"), "--yes")
-        code, text = sites.run("client", *where, *own)
-        assert code == 0, text
-        assert operator.wait(PATIENCE) == 0
-    finally:
-        operator.kill()
+    spec = "{name: tested, rounds: 0, start: when_ready, participation: {min_clients: 1}}"
+    (sites.out / "tested.yaml").write_text(spec)
+    sites.done("federation", "create", sites.out / "tested.yaml", "--from", sites.out / "export")
+    invitation = json.loads(sites.done("federation", "invite", "tested", "--json"))["invitation"]
+    own = ("--name", "judge", "--role", "evaluator", "--data", sites.uri("judge"), "--yes")
+    code, text = sites.run("join", invitation, "--state-dir", sites.out / "judge", *own)
+    assert code == 0, text
 
 
 def errors(sites: Sites) -> None:
@@ -201,7 +196,7 @@ def test_planted_identifiers_stay_at_their_sites(
     errors(sites)
     federation(sites)
     read_everything(sites, browser)
-    validation(sites)
+    evaluation(sites)
     terminal = sites.data["east"] / "terminal"  # the owner's own
     with terminal.open("w") as own:
         line = ["data", "show", sites.uri("east"), "--out", str(sites.data["east"] / "sheet.png")]

@@ -1,4 +1,4 @@
-"""The checks of a federation in which sites validate an export, and of one that selects a round."""
+"""The checks of a federation without rounds, and of one that selects a round."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ OF_TRAINING = ("privacy", "secure_aggregation", "selection")
 """Sections of a spec that say something of training alone."""
 
 
-def check_validation(spec: FederationSpec) -> None:
-    """Raise MethodError if ``spec`` validates, and not an export, or says how to train."""
-    if not spec.validates:
+def check_rounds(spec: FederationSpec) -> None:
+    """Raise MethodError if ``spec`` has no rounds, and no export to evaluate, or says how to train."""
+    if spec.rounds:
         return
     if spec.continues is None:
-        raise MethodError("kind validation takes an export: create it with `promptfed validate`, or give continues")
+        raise MethodError("0 rounds evaluate an export on the clients' images: create it --from one, or give 1 or more")
     given = [name for name in OF_TRAINING if getattr(spec, name) != FederationSpec.model_fields[name].default]
     if given:
-        raise MethodError(f"in a validation nobody trains: leave {given[0]} out")
+        raise MethodError(f"0 rounds train nobody: leave {given[0]} out")
 
 
 def check_selection(method: Method, spec: FederationSpec) -> None:
