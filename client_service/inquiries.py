@@ -1,4 +1,4 @@
-"""What comes before a task: is the ledger complete, what were others given, and has the federation gone back?"""
+"""What comes before a task: is the ledger complete, and what were others given?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from promptfed.client_service.http.connection import Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.privacy.ledger_head import expect_head
-from promptfed.client_service.state.kept_rounds import go_back
 from promptfed.client_service.training.executor import Compute
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.api.privacy_schemas import SpendList
@@ -27,12 +26,6 @@ class Inquiries:
     compute: Compute
     monitor: Monitor
     _spends_told: bool = True  # by this coordinator; older ones know no such resource
-
-    def go_back(self, round: int) -> bool:
-        """The federation repeats its rounds: private tensors are those with which ``round`` began; False: none are."""
-        if self.work.rules.payloads is not None:
-            self.work.rules.payloads.go_back()
-        return go_back(self.work.state, round)
 
     async def before(self, task: Task) -> None:
         """Before the payload of ``task`` is fetched.

@@ -33,7 +33,6 @@ def sentence(event: str, facts: Mapping[str, Any]) -> str | None:
         "accepted": _accepted,
         "evaluated": _evaluated,
         "again": _again,
-        "repeated": _repeated,
         "sent_again": _sent_again,
         "other_payload": _other_payload,
         "met": _met,
@@ -79,11 +78,6 @@ def _again(facts: Mapping[str, Any]) -> str:
     return (
         f"the coordinator asks for {_round(facts)} {facts['phase']} again, as one does that was restored from a backup"
     )
-
-
-def _repeated(facts: Mapping[str, Any]) -> str:
-    private = "; this client's private tensors of then are gone, and start anew" if facts["anew"] else ""
-    return f"the federation has forgotten a client, and does its rounds from {facts['first']} on again{private}"
 
 
 def _sent_again(facts: Mapping[str, Any]) -> str:

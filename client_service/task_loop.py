@@ -23,7 +23,6 @@ from promptfed.client_service.privacy.policy import Policy
 from promptfed.client_service.privacy.secure import SecureWork, StepAnswer
 from promptfed.client_service.privacy.unexplained import unexplained
 from promptfed.client_service.state.faults import point
-from promptfed.client_service.state.kept_rounds import keep_before
 from promptfed.client_service.state.private_state import PAYLOADS, Pending
 from promptfed.client_service.training.data import TEST, TRAIN
 from promptfed.client_service.training.executor import Compute
@@ -102,9 +101,6 @@ class TaskLoop:
         try:
             self.work.expect_policy(task)
             self.agreement.expect(task)
-            if (first := self.agreement.repeated_from(task)) is not None:
-                found = await self.compute.run(lambda: self._inquiries.go_back(first))
-                self.monitor.tell("repeated", **_facts(task), first=first, anew=not found)
             await self._inquiries.before(task)
             payload = await self.coordinator.payload(task, self.state.folder / PAYLOADS)
             if self._secure is not None:
@@ -265,7 +261,6 @@ class TaskLoop:
             return
         point("update-sent")
         self.agreement.note_settled("train", pending.round, pending.phase)
-        keep_before(self.state, pending.round, self.agreement.consent.terms.keep_rounds)
         self.state.commit()
         self._settled.add(pending.task_id)
         self.monitor.tell("accepted", round=pending.round, phase=pending.phase, bytes=pending.update.size)
@@ -321,7 +316,7 @@ class TaskLoop:
 
     def _note_sending(self, task: Task) -> None:
         """Count the answer before it is sent; tell the owner if a round is answered again."""
-        if self.agreement.goes_back(task) and self.agreement.repeated_from(task) is None:
+        if self.agreement.goes_back(task):
             self.monitor.tell("again", **_facts(task))
         self.agreement.note_sending(task)
 

@@ -157,13 +157,6 @@ class SecurePart(Message):
     attempt: Annotated[int, Field(ge=1, le=10)]
 
 
-class Repeat(Message):
-    """The federation has gone back: rounds from ``round`` on are done again, without a client that it has forgotten."""
-
-    id: Id
-    round: Annotated[int, Field(ge=0, le=100_000)]
-
-
 class Task(Message):
     """``GET /v1/federations/{id}/task``: one client's part of a phase."""
 
@@ -178,9 +171,6 @@ class Task(Message):
     epoch: Annotated[str, Field(max_length=100)] = ""  # of the coordinator's process: another one after a restart
     secure: Annotated[SecurePart | None, left_out()] = None
     selected: Annotated[int | None, left_out(ge=0, le=100_000, description="the round whose state is tested")] = None
-    repeats: Annotated[
-        list[Repeat], left_out([], max_length=1000, description="how the federation has gone back so far")
-    ] = []
     common_payload: Digest | None = None  # of all payloads of this phase, where they are the same; none: not told
 
 

@@ -18,11 +18,6 @@ def export_statement(card: bytes) -> bytes:
     return b"promptfed export 1\n" + card
 
 
-def forgetting_statement(report: str) -> bytes:
-    """What is signed of a forgotten client: the certificate's report as canonical JSON."""
-    return b"promptfed forgetting 1\n" + report.encode()
-
-
 def is_signed(public_key: str, signature: str, said: bytes) -> bool:
     """Whether the key, in hexadecimal, has signed just this; False also for what is no key or signature."""
     from cryptography.exceptions import InvalidSignature

@@ -2,8 +2,8 @@
 
 The terms consist of the coordinator's offer and of what the installed method declares. A task whose training terms
 differ in any field is refused, and so is a task beyond the agreed rounds. Rounds only go forward, with one exception: a
-coordinator that was restored from a backup, or whose operator has had it forget a client, asks for rounds again. A
-client follows one step back per coordinator process, and one per forgotten client; three in all.
+coordinator that was restored from a backup asks for rounds again. A client follows one step back per coordinator
+process; three in all.
 """
 
 from __future__ import annotations
@@ -79,17 +79,13 @@ class AgreedTerms(TrainingTerms):
 
 
 class SentAnswers(Message):
-    """What was sent so far: a round's phases (``train prompts``) with how often, and whether they are over.
-
-    ``repeats``: how the federation had gone back until then, by id.
-    """
+    """What was sent so far: a round's phases (``train prompts``) with how often, and whether they are over."""
 
     epoch: str = ""
     restores: int = 0
     round: int = 0
     sent: dict[str, int] = Field(default_factory=dict)
     settled: list[str] = Field(default_factory=list)
-    repeats: Annotated[list[str], left_out([])] = Field(default_factory=list)
 
 
 class Consent(Message):
@@ -275,7 +271,7 @@ class Agreement:
             if task.round == sent.round and sent.sent.get(key, 0) >= ATTEMPTS:
                 raise NotAgreed(f"round {task.round}, {plain(key)}, was answered {ATTEMPTS} times")
             return
-        if task.epoch == sent.epoch and self.repeated_from(task) is None:
+        if task.epoch == sent.epoch:
             raise NotAgreed(f"round {task.round}, {plain(key)}, is over: this client has answered it, or a later round")
         if sent.restores >= RESTORES:
             raise NotAgreed(
@@ -286,14 +282,7 @@ class Agreement:
     def goes_back(self, task: Task) -> bool:
         """Whether a task that `expect` let pass is one of a federation that has gone back."""
         sent = self.sent
-        if self.repeated_from(task) is not None:
-            return True
         return task.round < sent.round or (task.round == sent.round and _key(task) in sent.settled)
-
-    def repeated_from(self, task: Task) -> int | None:
-        """The first round that is done again since this client's last answer; None where it has answered none of it."""
-        first = min((one.round for one in task.repeats if one.id not in self.sent.repeats), default=None)
-        return first if first is not None and self.sent.sent and first <= self.sent.round else None
 
     def note_sending(self, task: Task) -> None:
         """Count an answer before it is sent."""
@@ -303,8 +292,7 @@ class Agreement:
         sent, settled = ({}, []) if fresh else (dict(before.sent), before.settled)
         sent[key] = sent.get(key, 0) + 1
         restores = before.restores + back
-        now = SentAnswers(epoch=task.epoch, restores=restores, round=task.round, sent=sent, settled=settled)
-        self._note(now.model_copy(update={"repeats": [one.id for one in task.repeats]}))
+        self._note(SentAnswers(epoch=task.epoch, restores=restores, round=task.round, sent=sent, settled=settled))
 
     def note_settled(self, kind: str, round: int, phase: str) -> None:
         """The answer counts, or came too late: this phase is not answered again."""

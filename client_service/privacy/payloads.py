@@ -165,12 +165,6 @@ class PayloadChecks:
         self._state.write_file(LAST, encode({name: tensor.contiguous() for name, tensor in payload.items()}))
         self._state.write_as(FILE, known)
 
-    def go_back(self) -> None:
-        """The federation has gone back: nothing is known of the last payload, and nobody witnesses it any more."""
-        known = self._known()
-        known.last = known.unwitnessed = None
-        self._state.write_as(FILE, known)
-
     # Witnesses
 
     def unwitnessed(self, task: Task) -> tuple[int, str] | None:

@@ -5,7 +5,6 @@ Layout of the state folder (mode 0700):
     identity.json            name, role, secret, federation and client id (mode 0600)
     enrolment.json           what the coordinator said of the federation; coordinators.json: its group's addresses
     committed.safetensors    private tensors after the last update that the coordinator accepted
-    before-N.safetensors     private tensors with which round N began (`kept_rounds`)
     pending/                 an update and the private tensors that belong to it, written before the first sending
     answered/                the update that was accepted last, in case the coordinator's disk loses it
     serving.json             the last evaluation's task, and serving-*.safetensors, the payload that came with it
@@ -342,7 +341,7 @@ class PrivateState:
         for name in (PENDING, ANSWERED, "pending.tmp", "discarded", "features", PAYLOADS):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         own = ("secure-work*", "secure-attempt*", "secure-masked*")
-        for pattern in (f"{COMMITTED}*", "before-*", "round-*", "serving*", "last-refusal.json*", *own):
+        for pattern in (f"{COMMITTED}*", "round-*", "serving*", "last-refusal.json*", *own):
             for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
         self._disk.sync_folder(self.folder)

@@ -19,7 +19,6 @@ from promptfed.coordinator.api.deps import (
     Limit,
     Operated,
     RegistryOf,
-    SignerOf,
     answered,
 )
 from promptfed.coordinator.domain.federation import Federation
@@ -27,16 +26,13 @@ from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import address_of
 from promptfed.coordinator.http.certificates import check_certificate
-from promptfed.coordinator.operations import clients, enrolment, forgetting
+from promptfed.coordinator.operations import clients, enrolment
 from promptfed.coordinator.operations.enrolment import enrol, enrolment_info
 from promptfed.coordinator.reports.federations import client_view
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow
 from promptfed.shared.api.api_schemas import ClientPage, ClientView
-from promptfed.shared.api.forgetting_schemas import ForgettingPlan, SignedForgetting
-from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import EnrolmentInfo, EnrolRequest, EnrolResponse
-from promptfed.shared.signatures import forgetting_statement
 from promptfed.shared.spec.versions import RELEASE
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["enrolment"])
@@ -152,28 +148,6 @@ async def delete_updates(registry: RegistryOf, federation: Operated, client_id: 
     If the state has a part for this client alone, the part is removed.
     """
     await clients.delete_updates(registry, federation.id, client_id)
-
-
-@router.get("/clients/{client_id}/forgetting", responses=described.for_callers(forgetting.CannotForget))
-def plan_forgetting(registry: RegistryOf, federation: Operated, client_id: ClientId) -> ForgettingPlan:
-    """What it costs to forget a client: rounds to repeat, and what others pay for them. Changes nothing."""
-    return forgetting.plan(registry, federation, client_id)
-
-
-@router.post(
-    "/clients/{client_id}/forgetting",
-    responses=described.for_callers(forgetting.CannotForget, problems.StorageFull),
-)
-async def forget_client(
-    registry: RegistryOf, signer: SignerOf, federation: Operated, client_id: ClientId
-) -> SignedForgetting:
-    """Forget a client: go back to before it joined, and do the rounds since without it. Answers with a certificate.
-
-    Asked once more it finishes what was interrupted, and answers with the certificate again.
-    """
-    report = await forgetting.forget(registry, federation.id, client_id)
-    said = forgetting_statement(canonical_json(report.model_dump(mode="json")))
-    return SignedForgetting(report=report, signature=signer.sign(said), public_key=signer.public_key)
 
 
 @router.post("/clients/{client_id}/reset", responses=described.for_callers(problems.StorageFull))

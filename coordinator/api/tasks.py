@@ -184,8 +184,6 @@ def _message(registry: Registry, federation: Federation, task: OpenTask) -> str:
     if task.phase == FINAL:
         with registry.database.read() as session:
             own["selected"] = selected_round(session, federation)
-    if federation.repeats:
-        own["repeats"] = [one.model_dump() for one in federation.repeats]
     plan = federation.rules.plan(task.round, task.step) if task.kind != "evaluate" else None
     if plan is not None and plan.secure is not None:
         own["phase"] = plan.secure.phase

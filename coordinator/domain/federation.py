@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
 from promptfed.coordinator.domain.secure_steps import steps_of
-from promptfed.shared.messages import Domain, EnrolledProtection, Peer, Repeat, Role, TaskKind
+from promptfed.shared.messages import Domain, EnrolledProtection, Peer, Role, TaskKind
 from promptfed.shared.methods import method_for
 from promptfed.shared.methods.core.interface.base import (
     ClientInfo,
@@ -127,7 +127,6 @@ class Federation:
     ``common_payload``: the digest of the open stage's payloads, if all are the same.
     ``noise_key``: the secret of the noise of rules, never disclosed; None for federations of older versions.
     ``sampling_key``: the secret of Poisson sampling, never disclosed.
-    ``repeats``: how it has gone back to forget clients.
     ``named``: the different classes that clients have named, which have ``named_bytes`` of text.
     """
 
@@ -153,7 +152,6 @@ class Federation:
     resend: Mapping[str, OpenTask] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
     named_bytes: int = 0
-    repeats: tuple[Repeat, ...] = ()
     _last_context: LastContext = field(default_factory=LastContext, repr=False, compare=False)
 
     @property

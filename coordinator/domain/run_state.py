@@ -119,12 +119,11 @@ class Rules:
 
 @dataclass(frozen=True)
 class Member:
-    """An enrolled client. ``joined``: the state includes it; newcomers join when a round opens, from ``since`` on."""
+    """An enrolled client. ``joined``: the state includes it; newcomers join when a round opens."""
 
     role: Role
     active: bool = True
     joined: bool = False
-    since: int = 0
 
 
 @dataclass(frozen=True)
@@ -188,8 +187,5 @@ class Run:
         return [name for name in self.trainers() if self.members[name].joined]
 
     def newcomers(self) -> tuple[str, ...]:
-        """Active clients of any role that the state does not include yet and that join now, in order of name."""
-        waiting = (
-            name for name, one in self.members.items() if one.active and not one.joined and one.since <= self.round
-        )
-        return tuple(sorted(waiting))
+        """Active clients of any role that the state does not include yet, in order of name."""
+        return tuple(sorted(name for name, one in self.members.items() if one.active and not one.joined))

@@ -27,7 +27,7 @@ from promptfed.coordinator.problems import first_error
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.backend import one_line
 from promptfed.coordinator.store.tables import DELETING, ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
-from promptfed.shared.messages import ENDED, Domain, EnrolledProtection, FederationState, Repeat, Role, TaskKind
+from promptfed.shared.messages import ENDED, Domain, EnrolledProtection, FederationState, Role, TaskKind
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec
 
 DAMAGE = (ValueError, TypeError, LookupError, AttributeError)
@@ -106,7 +106,6 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         fingerprint=row.fingerprint,
         shape=BackboneShape.model_validate(row.shape) if row.shape else None,
         supplied_state=row.supplied_state,
-        repeats=tuple(Repeat.model_validate(one) for one in row.repeats or ()),
         noise_key=row.noise_key,
         tasks={task.client: open_task(task, phase) for task, phase in open_ if task.status == "open"},
         tokens={token.digest: token_of(token) for token in tokens},
@@ -150,8 +149,7 @@ def _members(clients: list[ClientRow]) -> dict[str, Member]:
 
 def member_of(row: ClientRow) -> Member:
     """A client as the round machine knows it; one that has just enrolled has not joined."""
-    joins = row.joins_from or 0
-    return Member(cast(Role, row.role), row.active, bool(row.joined), joins)
+    return Member(cast(Role, row.role), row.active, bool(row.joined))
 
 
 def token_of(row: TokenRow) -> EnrolmentToken:

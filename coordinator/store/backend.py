@@ -49,8 +49,8 @@ class Backend(ABC):
         """Whether the error reports damaged data."""
 
     @abstractmethod
-    def erase(self, rewrite: bool = False) -> None:
-        """Overwrite deleted rows on disk, where the coordinator owns the files; ``rewrite``: vacuum the tables too."""
+    def erase(self) -> None:
+        """Overwrite deleted rows on disk, where the coordinator owns the files."""
 
     @abstractmethod
     def cut(self) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from promptfed.coordinator.store.backend import CannotOpen, one_line
-from promptfed.coordinator.store.bucket_versions import purge
 from promptfed.shared.service.net import is_loopback
 
 if TYPE_CHECKING:
@@ -93,10 +92,6 @@ class Bucket:
         for begin in range(0, len(wanted), AT_ONCE):
             with self._asked():
                 self._store.delete(wanted[begin : begin + AT_ONCE])
-
-    def purge(self) -> None:
-        """Remove the versions that the bucket keeps of removed blobs. Raises NoVersions."""
-        purge(self._store, BLOBS)
 
     def blobs(self) -> Iterator[tuple[str, float]]:
         """Keys of all blobs, and when each was put, in seconds of the epoch. Raises ObjectStoreAway."""

@@ -192,10 +192,10 @@ class Database:
             self._lose(why)
             self.backend.cut()
 
-    def erase(self, rewrite: bool = False) -> None:
+    def erase(self) -> None:
         """Overwrite deleted rows in the database's files, where the coordinator owns them. Raises DatabaseAway."""
         with self._turn, self._watched():
-            self.backend.erase(rewrite)
+            self.backend.erase()
 
     def close(self) -> None:
         """Close all connections. A thread that still waits for an answer gets an error."""

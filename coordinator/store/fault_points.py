@@ -45,9 +45,6 @@ OF_ROWS = ("blob-row-written",)
 #: Those of a federation's deletion, in their order; the second comes once for each transaction.
 DELETION_POINTS = ("federation-hidden", "federation-rows-deleted")
 
-#: Of forgetting a client, in their order.
-FORGETTING_POINTS = ("forget-before-commit", "forget-committed", "forget-erased")
-
 #: Those that only secure sums reach.
 SECURE_POINTS = ("exchange-before-commit", "exchange-committed", "sum-computed", "exchanges-deleted")
 

@@ -15,7 +15,6 @@ from sqlalchemy import Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from promptfed.coordinator.store.backend import Backend, CannotOpen, InUse, one_line
-from promptfed.coordinator.store.tables import Base
 
 if TYPE_CHECKING:
     from psycopg import Connection
@@ -105,18 +104,8 @@ class PostgreSQL(Backend):
     def is_full(self, error: DBAPIError) -> bool:
         return isinstance(error.orig, self._driver.errors.DiskFull)
 
-    def erase(self, rewrite: bool = False) -> None:
-        """The server cleans its own files; ``rewrite`` has it do so at once."""
-        if not rewrite:
-            return
-        lent = self.writer.raw_connection()
-        connection: Connection[Any] = lent.driver_connection  # type: ignore[assignment]
-        try:
-            connection.autocommit = True
-            connection.execute(f"VACUUM {', '.join(Base.metadata.tables)}".encode())
-            connection.autocommit = False
-        finally:
-            lent.close()
+    def erase(self) -> None:
+        """The server cleans its own files."""
 
     def cut(self) -> None:
         """Shut the sockets down: threads that wait for an answer find the end of the stream."""

@@ -47,7 +47,7 @@ class SQLite(Backend):
         damaged = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
         return isinstance(cause, sqlite3.DatabaseError) and cause.sqlite_errorcode & 0xFF in damaged
 
-    def erase(self, rewrite: bool = False) -> None:
+    def erase(self) -> None:
         """Empty the write-ahead log, which holds deleted rows until it is overwritten.
 
         If a reader still needs it or the disk refuses, later commits overwrite it; the deletion itself holds.
@@ -56,8 +56,6 @@ class SQLite(Backend):
         cursor = connection.cursor()
         try:
             cursor.execute(f"PRAGMA busy_timeout={READERS_MILLISECONDS}")
-            if rewrite:
-                cursor.execute("VACUUM")
             cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         except sqlite3.DatabaseError as error:
             log.warning("the write-ahead log of %s was not emptied behind a deletion: %s", self.place, error)

@@ -48,10 +48,7 @@ DELETING = "deleting"
 
 
 class FederationRow(Base):
-    """One federation: its resolved spec and the state of its run.
-
-    ``repeats``: how it has gone back, as `Repeat`s.
-    """
+    """One federation: its resolved spec and the state of its run."""
 
     __tablename__ = "federations"
 
@@ -76,7 +73,6 @@ class FederationRow(Base):
     noise_key: Mapped[str | None]
     sampling_key: Mapped[str | None]
     budget_rounds: Mapped[int | None]
-    repeats: Mapped[list[dict[str, Any]] | None] = mapped_column(Json)
 
 
 class TokenRow(Base):
@@ -140,7 +136,7 @@ class ClientRow(Base):
 
     ``token_id`` is that of the enrolment token that it came with, which may be deleted since. ``protection``: how it
     will train under differential privacy, by its own word (`EnrolledProtection`). ``software``: its
-    release of promptfed, and its system. ``joins_from``: the first round that it joins, of rounds that are repeated.
+    release of promptfed, and its system.
     """
 
     __tablename__ = "clients"
@@ -165,7 +161,6 @@ class ClientRow(Base):
     last_refusal: Mapped[dict[str, Any] | None]
     identity_key: Mapped[str | None]
     protection: Mapped[dict[str, Any] | None]
-    joins_from: Mapped[int] = mapped_column(server_default="0")
 
 
 class PhaseRow(Base):

@@ -16,7 +16,6 @@ from promptfed.sdk.result import FederationResult
 from promptfed.sdk.summary import FederationList, FederationSummary, RoundList, RoundSummary
 from promptfed.shared.api import access_schemas, report_schemas
 from promptfed.shared.api import api_schemas as schemas
-from promptfed.shared.api.forgetting_schemas import ForgettingPlan, SignedForgetting
 from promptfed.shared.api.privacy_schemas import PrivacyView
 from promptfed.shared.api.replay_schemas import ReplayReport
 from promptfed.shared.spec.spec import FederationSpec
@@ -142,17 +141,6 @@ def reset_client(federation: str, client: str) -> Request[schemas.ClientView]:
 def delete_updates(federation: str, client: str) -> Request[schemas.Nothing]:
     """Delete the tensors that a client has sent."""
     return Request("DELETE", f"{FEDERATIONS}/{federation}/clients/{client}/updates", schemas.Nothing)
-
-
-def plan_forgetting(federation: str, client: str) -> Request[ForgettingPlan]:
-    """What it costs to forget a client; nothing is done."""
-    return Request("GET", f"{FEDERATIONS}/{federation}/clients/{client}/forgetting", ForgettingPlan)
-
-
-def forget_client(federation: str, client: str) -> Request[SignedForgetting]:
-    """Forget a client, and repeat the rounds since it joined; the answer is a signed certificate."""
-    path, options = f"{FEDERATIONS}/{federation}/clients/{client}/forgetting", {"timeout": REPLAY_SECONDS}
-    return Request("POST", path, SignedForgetting, options)
 
 
 def list_metrics(federation: str) -> Operation[list[Answer[schemas.MetricList]]]:

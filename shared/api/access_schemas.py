@@ -165,37 +165,20 @@ class AuditPage(BaseModel):
     next: str | None
 
 
-ERASED = "erased"
-"""The act of an entry whose content was erased: its hash stays, and a later entry of the act `FORGOTTEN` names it."""
-FORGOTTEN = "client-forgotten"
-
-
 class BrokenChain(ValueError):
     """An audit log that is not what was written; the text says where."""
 
 
 def check_chain(entries: Iterable[AuditEntry]) -> tuple[int, str]:
-    """How many entries there are, and the last one's hash. Raises BrokenChain.
-
-    An erased entry counts if a later one, which is intact, says that it was erased, and with which hash.
-    """
+    """How many entries there are, and the last one's hash. Raises BrokenChain."""
     number, link = 0, FIRST_LINK
-    erased: dict[str, str] = {}
     for entry in entries:
         number += 1
         if entry.number != number:
             raise BrokenChain(f"entry {number} is missing: {entry.number} stands in its place")
         if entry.previous != link:
             raise BrokenChain(f"entry {number} does not follow the one before: one of them was changed or replaced")
-        if entry.act == ERASED:
-            erased[str(number)] = entry.hash
-        elif entry.computed_hash() != entry.hash:
+        if entry.computed_hash() != entry.hash:
             raise BrokenChain(f"entry {number} was changed: its hash is another")
-        elif entry.act == FORGOTTEN:
-            for known, hash in dict(entry.detail.get("tombstones", {})).items():
-                if erased.get(known) == hash:
-                    del erased[known]
         link = entry.hash
-    if erased:
-        raise BrokenChain(f"entry {next(iter(erased))} was erased, and no later entry says why")
     return number, link

@@ -242,16 +242,6 @@ class FederationSpec(Section):
     admission: AdmissionSpec = AdmissionSpec()
     privacy: Annotated[PrivacySpec, left_out(PrivacySpec())] = PrivacySpec()
     retention: Literal["all", "last_round"] = "all"
-    keep_rounds: Annotated[
-        int,
-        left_out(
-            0,
-            ge=0,
-            le=100_000,
-            description="rounds for which clients keep their private tensors, to go back with when a client is "
-            "forgotten (`promptfed forget`); where they are gone, they start anew",
-        ),
-    ] = 0
     start: Literal["manual", "when_ready"] = "manual"
     selection: Annotated[
         SelectionSpec | None, left_out(description="the result is the best round's; default: the last round's")

@@ -56,10 +56,6 @@ class TrainingTerms(BaseModel):
         SelectionSpec | None,
         left_out(description="training images are held out, and each round is measured on them"),
     ] = None
-    keep_rounds: Annotated[
-        int,
-        left_out(0, ge=0, le=100_000, description="rounds whose private tensors are kept, to go back with"),
-    ] = 0
     compression: Annotated[
         CompressionSpec, left_out(CompressionSpec(), description="how changes are encoded on their way")
     ] = CompressionSpec()

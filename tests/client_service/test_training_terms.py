@@ -41,7 +41,6 @@ NOT_AGREED_TO = {
     "deadline": "how long the coordinator waits",
     "seconds_left": "how long the coordinator waits",
     "payload": "changes with every round; it is checked against the phase's tensors, and against the site's policy",
-    "repeats": "how the federation has gone back: `Agreement.expect` follows three times, and tells the owner",
     "common_payload": "the coordinator's word on what others were given; the owner is told",
     "epoch": "tells a restarted coordinator; the number of steps back is bounded",
     "secure": "the attempt at a sum; a client checks it in its own part of the protocol",
@@ -187,7 +186,6 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
     "weighting": {"weighting": {"weighting": "samples"}},
     "compression": {"compression": {"up": "int8"}},
     "selection": {"selection": {"share": 0.5}},
-    "keep_rounds": {"keep_rounds": 3},
     "peers": {"peers": [{"name": "b", "role": "trainer"}]},
 }
 

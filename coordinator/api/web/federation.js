@@ -40,7 +40,7 @@ export class Federation {
     this.remarks = h("ul", { class: "remarks", "aria-label": "Remarks" });
     this.looksWrong = panel("Remarks", { hidden: true }, this.remarks);
     const pair = (...some) => h("div", { class: "pair" }, some.map((one) => one.element));
-    this.body = h("div", { class: "federation", hidden: true }, this.status.element, this.looksWrong, accuracy.element, pair(losses, this.times), choices.element, arrivals.element, sums.element, privacy.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element); // hidden until there is something to show
+    this.body = h("div", { class: "federation", hidden: true }, this.status.element, this.looksWrong, accuracy.element, pair(losses, this.times), sums.element, privacy.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element); // hidden until there is something to show
     this.back = h("p", { class: "back" }, h("a", { href: "#/" }, "← All federations"));
     this.element = h("article", { class: "federation" }, this.back, this.problem, this.refusal, this.body);
     this.abort = new AbortController();

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 import pytest
-from sqlalchemy import select
 
 from promptfed.coordinator.__main__ import main
 from promptfed.coordinator.engine import scheduler
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store import blob_rows, blobs, bucket_versions
+from promptfed.coordinator.store import blob_rows, blobs
 from promptfed.coordinator.store.backend import CannotOpen
 from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectStoreAway, fresh_key
-from promptfed.coordinator.store.bucket_versions import PROBE, signed
 from promptfed.coordinator.store.cache import ObjectCache
 from promptfed.coordinator.store.opening import open_store
-from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, in_thread
 from tests.support.object_store import ObjectStoreServer
@@ -340,43 +335,3 @@ def test_the_copies_stay_within_their_bound(tmp_path: Path, monkeypatch: pytest.
     assert "5" in left or "4" in left
     cache.forget(left)
     assert cache._bytes == 0
-
-
-def test_versions_of_a_forgotten_clients_objects_are_removed(tmp_path: Path, object_store: str) -> None:
-    name = object_store.split("/")[2]
-    client = pytest.importorskip("boto3").client(
-        "s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"], region_name=os.environ["AWS_REGION"]
-    )
-    client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
-
-    def versions() -> list[str]:
-        told = client.list_object_versions(Bucket=name)
-        return [
-            one["Key"] for kind in ("Versions", "DeleteMarkers") for one in told.get(kind, []) if "blobs/" in one["Key"]
-        ]
-
-    with in_thread(tmp_path / "data", store=object_store) as coordinator:
-        federation, _ = played(coordinator)
-        with coordinator.registry.database.read() as session:
-            mine = select(UpdateRow.sha256).join(TaskRow, TaskRow.id == UpdateRow.task_id).where(TaskRow.client == "b")
-            digests = [digest.partition(":")[2] for digest in session.scalars(mine)]
-        assert digests
-        assert all(any(digest in key for key in versions()) for digest in digests)
-        report = coordinator.post(f"{federation}/clients/b/forgetting")["report"]
-        assert [limit for limit in report["limits"] if "ersions" in limit] == []
-        assert not any(digest in key for key in versions() for digest in digests)
-        coordinator.until(federation, state="enrolling")
-        assert set(versions()) == {f"some/prefix/{key}" for key in keys(object_store)}
-
-
-def test_requests_for_versions_are_signed_as_the_library_signs(object_store: str) -> None:
-    from obstore import sign
-
-    store = Bucket(object_store)._store
-    for _ in range(3):  # a second may have passed between the two
-        library = sign(store, "GET", PROBE, bucket_versions.VALID)
-        own = signed(store, "GET", f"{store.prefix}/{PROBE}", {})
-        if dict(parse_qsl(urlsplit(library).query))["X-Amz-Date"] == dict(parse_qsl(urlsplit(own).query))["X-Amz-Date"]:
-            break
-    assert dict(parse_qsl(urlsplit(own).query)) == dict(parse_qsl(urlsplit(library).query))
-    assert urlsplit(own).path == urlsplit(library).path

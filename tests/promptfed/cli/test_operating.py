@@ -45,8 +45,6 @@ COMMANDS = {
     "DELETE /v1/federations/{federation}/clients/{client_id}": "federation withdraw",
     "DELETE /v1/federations/{federation}/clients/{client_id}/updates": "federation delete-updates",
     "POST /v1/federations/{federation}/clients/{client_id}/reset": "federation reset",
-    "GET /v1/federations/{federation}/clients/{client_id}/forgetting": "forget",
-    "POST /v1/federations/{federation}/clients/{client_id}/forgetting": "forget",
     "GET /v1/federations/{federation}/events": "federation watch",
     "GET /v1/federations/{federation}/remarks": "federation status",
     "GET /v1/federations/{federation}/privacy": "federation privacy",
