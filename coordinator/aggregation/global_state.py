@@ -21,7 +21,6 @@ from promptfed.shared.methods.core.checks.rule_checks import check_flame_noise
 from promptfed.shared.methods.core.interface.base import ClientUpdate, MethodError, NeedsBackbone, Phase, ServerContext
 from promptfed.shared.methods.core.interface.hooks import AdoptsStates, ChecksClients, ForgetsClients, GrowsWithClients
 from promptfed.shared.methods.core.interface.insights import Measured, MeasuresUpdates
-from promptfed.shared.spec.spec_aggregation import AggregationSpec
 from promptfed.shared.tensors import (
     SERVER,
     Array,
@@ -117,16 +116,13 @@ def forgotten(federation: Federation, state: Arrays, client: str, context: Serve
     return after
 
 
-def rule_of(
-    federation: Federation, before: Mapping[str, Array], round: int, phase: str, spec: AggregationSpec | None = None
-) -> Rule:
-    """The rule of a phase, by the federation's spec or another ``spec``; ``before``: the state that it began with.
+def rule_of(federation: Federation, before: Mapping[str, Array], round: int, phase: str) -> Rule:
+    """The rule of a phase; ``before``: the state that it began with.
 
     Its noise, if it has any, follows from the federation's key, which only the coordinator has.
     """
-    # What is older than keys can only be asked what flame would have made of it, which no client ever sees.
     key = federation.noise_key or federation.id
-    return Rule(spec or federation.spec.aggregation, before, seed_of(key, round, phase))
+    return Rule(federation.spec.aggregation, before, seed_of(key, round, phase))
 
 
 def after_phase(

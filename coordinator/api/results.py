@@ -14,7 +14,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import After, Informed, Limit, Operated, RegistryOf, SignerOf, Viewed
-from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.http.blob_file import BlobFile
 from promptfed.coordinator.operations import replay
@@ -25,11 +24,10 @@ from promptfed.coordinator.reports.pieces import json_pieces
 from promptfed.shared.api.access_schemas import CardSignature
 from promptfed.shared.api.api_schemas import MetricList, PromptsView, RemarkList, TensorView
 from promptfed.shared.api.export_card import Facts
-from promptfed.shared.api.replay_schemas import ReplayReport, ReplayRequest
+from promptfed.shared.api.replay_schemas import ReplayReport
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
 from promptfed.shared.signatures import SIGNATURE_HEADER, export_statement, statement
-from promptfed.shared.spec.spec_aggregation import AggregationSpec
-from promptfed.shared.tensors import Arrays, decode_place, encode
+from promptfed.shared.tensors import Arrays, decode_place
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
 
@@ -42,10 +40,6 @@ MOST_JSON_NUMBERS = 1_000_000
 TENSORS_TYPE = "application/octet-stream"
 TENSOR_TYPES = (TENSORS_TYPE, "application/vnd.safetensors", "application/*", "*/*")
 CARD_BODY = described.body("application/json", {"type": "object"}, "`card.json`, byte for byte as the export holds it")
-ONLY_THIS_PHASE = (
-    "only these phases are computed again, each from the state that was: had the state been another one, clients would "
-    "have trained differently afterwards"
-)
 
 
 def streamed(pieces: Iterator[bytes], media_type: str = "application/json") -> Response:
@@ -210,60 +204,8 @@ def sign_card(
     return CardSignature(signature=signer.sign(export_statement(body)), public_key=signer.public_key)
 
 
-@router.post(
-    "/rounds/{round}/replay",
-    response_model=ReplayReport,
-    responses={
-        200: {"content": {TENSORS_TYPE: {}}, "description": "the report, or the round's last state where Accept asks"},
-        **described.for_callers(
-            problems.NoState,
-            problems.NotAMean,
-            problems.TooFewUpdates,
-            problems.UpdatesGone,
-            problems.UpdatesMasked,
-            replay.PrivacyProtected,
-        ),
-    },
-)
-async def replay_round(
-    registry: RegistryOf,
-    federation: Operated,
-    round: Round,
-    request: ReplayRequest,
-    accept: Annotated[str, Header()] = "*/*",
-) -> ReplayReport | Response:
+@router.post("/rounds/{round}/replay", responses=described.for_callers(problems.NoState, problems.UpdatesGone))
+async def replay_round(registry: RegistryOf, federation: Operated, round: Round) -> ReplayReport:
     """Compute a completed round again from its kept updates. Changes nothing."""
-    without = tuple(sorted(set(request.without)))
-    what_if = replay.WhatIf(_aggregation(federation, request.aggregation), without)
-    as_tensors = accept.split(";")[0].strip().lower() == TENSORS_TYPE
-
-    def job() -> tuple[list[replay.Replayed], bytes | None]:
-        states = replay.replay(registry, federation, round, what_if)
-        return states, encode(states[-1].tensors) if as_tensors and states else None
-
-    states, content = await registry.compute(job)
-    if as_tensors and not states:
-        raise problems.NoState(f"{_note(round, states, what_if)}, so there are no tensors to answer with")
-    if content is not None:
-        headers = {"ETag": f'"{states[-1].report.replayed_hash}"', "Vary": "Accept"}
-        return Response(content, media_type=TENSORS_TYPE, headers=headers)
-    return ReplayReport(
-        round=round,
-        aggregation=what_if.aggregation or federation.spec.aggregation,
-        without=list(without),
-        states=[state.report for state in states],
-        note=_note(round, states, what_if),
-    )
-
-
-def _note(round: int, states: list[replay.Replayed], what_if: replay.WhatIf) -> str | None:
-    if not states:
-        why = "no update was aggregated in it" if what_if else "it has no state"
-        return f"nothing of round {round} was computed again: {why}"
-    return ONLY_THIS_PHASE if what_if else None
-
-
-def _aggregation(federation: Federation, given: AggregationSpec | None) -> AggregationSpec | None:
-    if given is None or "max_weight_share" in given.model_fields_set:
-        return given
-    return given.model_copy(update={"max_weight_share": federation.spec.aggregation.max_weight_share})
+    states = await registry.compute(lambda: replay.replay(registry, federation, round))
+    return ReplayReport(round=round, states=states)

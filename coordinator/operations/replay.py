@@ -1,4 +1,4 @@
-"""Computes a round again from stored tensors: to the same hashes, or with other rules of aggregation.
+"""Computes a round again from stored tensors, to the same hashes.
 
 Each state of the round is computed from the state that was committed before it. Where every round gives its own
 hashes, the whole run does.
@@ -7,7 +7,7 @@ hashes, the whole run does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,48 +15,23 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state
-from promptfed.coordinator.aggregation.changes import change_norm
 from promptfed.coordinator.aggregation.given import NOTHING, Given, given
 from promptfed.coordinator.aggregation.private_mean import NoiseTerms
-from promptfed.coordinator.aggregation.rules import Judged, Rule
+from promptfed.coordinator.aggregation.rules import Rule
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import private_jobs, secure_jobs
 from promptfed.coordinator.engine.jobs import FORGOTTEN
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import (
     NoState,
-    NotAMean,
-    NotFound,
-    Refusal,
-    TooFewUpdates,
     UpdatesGone,
-    UpdatesMasked,
 )
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow, SumRow
 from promptfed.coordinator.store.tensor_blobs import room
-from promptfed.shared.api.replay_schemas import ReplayedState, ReplayedUpdate
+from promptfed.shared.api.replay_schemas import ReplayedState
 from promptfed.shared.messages import ENDED
-from promptfed.shared.methods.core.checks.rule_checks import check_flame, check_krum, check_means
-from promptfed.shared.methods.core.interface.base import MethodError
-from promptfed.shared.spec.spec_aggregation import AggregationSpec
-from promptfed.shared.spec.weighting import shares
 from promptfed.shared.tensors import Arrays, state_hash
-
-
-class PrivacyProtected(Refusal, status=409, title="A second release of the same updates"):
-    """A second aggregate of the same updates, for which the privacy budget does not pay."""
-
-
-@dataclass(frozen=True)
-class WhatIf:
-    """Other rules for a phase: ``aggregation`` replaces the spec's, and updates of clients ``without`` are left out."""
-
-    aggregation: AggregationSpec | None = None
-    without: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return self.aggregation is not None or bool(self.without)
 
 
 @dataclass(frozen=True)
@@ -78,29 +53,12 @@ class CommittedStep:
     terms: NoiseTerms | None = None
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """One state that was computed again: its part of the report, and its tensors."""
-
-    report: ReplayedState
-    tensors: Arrays
-
-
-def replay(registry: Registry, federation: Federation, round: int, what_if: WhatIf) -> list[Replayed]:
-    """Compute every state of a completed round again; with ``what_if`` only those of its phases.
+def replay(registry: Registry, federation: Federation, round: int) -> list[ReplayedState]:
+    """Compute every state of a completed round again.
 
     Raises:
-        NoState, NotFound, NotAMean, TooFewUpdates, UpdatesGone, UpdatesMasked, PrivacyProtected: before anything is
-            computed.
+        NoState, UpdatesGone: before anything is computed.
     """
-    if what_if and federation.spec.privacy.level == "client":
-        raise PrivacyProtected(
-            f"{federation.name} protects whole clients: another aggregate of the same updates is a second release, "
-            "which nothing has paid for"
-        )
-    if what_if and federation.spec.secure_aggregation is not None:
-        raise UpdatesMasked(f"{federation.name} has secure sums: what a sum would be without a part of it is not known")
-    _check(federation, what_if)
     run = federation.run
     if not (round < run.round or (round == run.round and run.state in ENDED)):
         raise NoState(
@@ -108,26 +66,13 @@ def replay(registry: Registry, federation: Federation, round: int, what_if: What
         )
     with registry.database.read() as session:
         steps = steps_of(session, federation, round)
-        if what_if:
-            steps = [step for step in steps if step.given.updates]
-    if any(step.given.gone - set(what_if.without) for step in steps):
+    if any(step.given.gone for step in steps):
         raise _gone(federation, round)
-    return [_again(registry, federation, step, what_if) for step in steps]
-
-
-def _check(federation: Federation, what_if: WhatIf) -> None:
-    unknown = sorted(set(what_if.without) - set(federation.clients))
-    if unknown:
-        raise NotFound(f"{federation.name} has no client {unknown[0][:100]!r}: check its name")
-    if what_if.aggregation is not None:
-        try:
-            check_means(federation.method, federation.spec.model_copy(update={"aggregation": what_if.aggregation}))
-        except MethodError as error:
-            raise NotAMean(str(error)) from None
+    return [_again(registry, federation, step) for step in steps]
 
 
 def _gone(federation: Federation, round: int) -> UpdatesGone:
-    why = f"retention: {federation.spec.retention}; a withdrawn client's may have been deleted, try without it"
+    why = f"retention: {federation.spec.retention}; a withdrawn client's may have been deleted"
     return UpdatesGone(f"tensors of round {round} are no longer kept ({why})")
 
 
@@ -203,30 +148,18 @@ def _step(
 # Computation
 
 
-def _again(registry: Registry, federation: Federation, step: CommittedStep, what_if: WhatIf) -> Replayed:
+def _again(registry: Registry, federation: Federation, step: CommittedStep) -> ReplayedState:
     before = _stored(registry, step.before) if step.before is not None else {}
-    rule = global_state.rule_of(federation, before, step.state.round, step.origin, what_if.aggregation)
-    updates = _weighed(federation, step.given.updates, what_if)
-    made = computed(registry, federation, step, before, updates, rule)
-    replayed_hash, committed = state_hash(made), _stored(registry, step.state)
+    rule = global_state.rule_of(federation, before, step.state.round, step.origin)
+    replayed_hash = state_hash(computed(registry, federation, step, before, step.given.updates, rule))
     intact = step.before is None or state_hash(before) == step.before.state_hash
-    intact = intact and state_hash(committed) == step.state.state_hash
-    report = ReplayedState(
+    intact = intact and state_hash(_stored(registry, step.state)) == step.state.state_hash
+    return ReplayedState(
         origin=step.origin,
         state_hash=step.state.state_hash,
         replayed_hash=replayed_hash,
         same=intact and replayed_hash == step.state.state_hash,
-        moved=_distance(before, committed),
-        distance=_distance(committed, made),
-        updates=[_update(client, weight, rule.judged.get(client)) for client, weight, _ in updates],
     )
-    return Replayed(report, made)
-
-
-def _update(client: str, weight: float, judged: Judged | None) -> ReplayedUpdate:
-    if judged is None:
-        return ReplayedUpdate(client=client, weight=weight, verdict="counted", influence=None, distance=None)
-    return ReplayedUpdate(client=client, weight=weight, **asdict(judged))
 
 
 def computed(
@@ -260,26 +193,3 @@ def computed(
 
 def _stored(registry: Registry, row: StateRow) -> Arrays:
     return registry.blobs.tensors(row.sha256)[0]
-
-
-def _weighed(
-    federation: Federation, updates: Sequence[global_state.Counted], what_if: WhatIf
-) -> list[global_state.Counted]:
-    if not what_if:
-        return list(updates)
-    spec = what_if.aggregation or federation.spec.aggregation
-    kept = [update for update in updates if update[0] not in what_if.without]
-    if not kept:
-        raise TooFewUpdates("without these clients no update is left: leave fewer out")
-    try:
-        check_krum(spec, len(kept))
-        check_flame(spec, len(kept))
-    except MethodError as error:
-        raise TooFewUpdates(str(error)) from None
-    weights = shares({client: federation.clients[client].num_samples for client, _, _ in kept}, spec)
-    return [(client, weights[client], sha256) for client, _, sha256 in kept]
-
-
-def _distance(first: Arrays, second: Arrays) -> float:
-    alike = [name for name in first if name in second and first[name].shape == second[name].shape]
-    return change_norm({name: first[name] for name in alike}, second)

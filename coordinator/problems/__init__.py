@@ -172,20 +172,12 @@ class UpdatesGone(Refusal, status=410, title="The round's tensors are no longer 
     """A replay of a round whose tensors were removed."""
 
 
-class NotAMean(Refusal, status=409, title="This method's aggregate is not a mean"):
-    """Another rule asked of a method whose aggregate is not a mean."""
-
-
 class ExportDiffers(Refusal, status=409, title="The card is not what the coordinator knows"):
     """An export's card that says something else than the coordinator's store; ``errors`` has each place."""
 
 
 class UpdatesMasked(Refusal, status=409, title="Only the sum of the updates is known"):
     """Something that needs a single update, of a federation with secure sums."""
-
-
-class TooFewUpdates(Refusal, status=409, title="Too few updates are left to aggregate"):
-    """A replay that leaves nothing, or too little for its rule, to aggregate."""
 
 
 class NotAcceptable(Refusal, status=406, title="The answer cannot be given in this form"):

@@ -32,7 +32,6 @@ Page = TypeVar(
     access_schemas.AuditPage,
 )
 
-ReplayQuestion = Mapping[str, object]  # the query parameters of a replay
 Spec = FederationSpec | Mapping[str, Any]  # resolved or not
 FEDERATIONS = "/v1/federations"
 Accept = Literal["application/json", "application/octet-stream"]
@@ -191,12 +190,10 @@ def get_prompts(
     return Request("GET", path, schemas.PromptsView, options | {"headers": {"Accept": accept}})
 
 
-def replay(
-    federation: str, round: int, question: ReplayQuestion, accept: Accept = "application/json"
-) -> Request[ReplayReport]:
-    """Recompute a round; the answer is its report, or its state as a safetensors body."""
-    options = {"json": question, "headers": {"Accept": accept}, "timeout": REPLAY_SECONDS}
-    return Request("POST", f"{FEDERATIONS}/{federation}/rounds/{round}/replay", ReplayReport, options)
+def replay(federation: str, round: int) -> Request[ReplayReport]:
+    """Recompute a round."""
+    path = f"{FEDERATIONS}/{federation}/rounds/{round}/replay"
+    return Request("POST", path, ReplayReport, {"timeout": REPLAY_SECONDS})
 
 
 def sign_card(federation: str, round: int, card: bytes) -> Request[access_schemas.CardSignature]:

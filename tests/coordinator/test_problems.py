@@ -11,7 +11,7 @@ from promptfed.coordinator import problems
     ("refusal", "kind"),
     [
         (problems.NameTaken, "name-taken"),
-        (problems.NotAMean, "not-a-mean"),
+        (problems.NoState, "no-state"),
         (problems.TooManyClassNames, "too-many-class-names"),
         (problems.BodyTooLarge, "too-large"),
         (problems.Ended, "federation-ended"),

@@ -291,13 +291,6 @@ def test_another_list_is_neither_signed_nor_revealed_for(coordinator: InThread) 
     assert restarted.unsent() is not None
 
 
-def test_what_needs_single_updates_is_refused_by_name(coordinator: InThread, leap: Leap) -> None:
-    federation, clients = federation_of(coordinator, "a", "b", "c")
-    drive(coordinator, clients, leap)
-    refused = coordinator.post(f"{federation}/rounds/1/replay", {"without": ["a"]}, status=409)
-    assert refused["type"].endswith("/updates-masked")
-
-
 def refusal(coordinator: InThread, **changes: Any) -> str:
     body = {"name": "eyes", "method": {"name": "promptfl", "m": 4}, "participation": {"min_clients": 3}}
     body |= {"secure_aggregation": {}} | changes

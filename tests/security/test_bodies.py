@@ -130,7 +130,6 @@ def test_text_that_is_no_unicode_and_numbers_that_are_none_are_refused(coordinat
         ("POST", "/v1/federations", operator, b'{"name": "x", "method": {"name": "promptfl"}, "seed": 1e400}'),
         ("POST", "/v1/federations", operator, b'{"' + HALF_A_PAIR + b'": 1}'),
         ("POST", f"{path}/enrolment-tokens", operator, b'{"' + HALF_A_PAIR + b'": 1}'),
-        ("POST", f"{path}/rounds/0/replay", operator, b'{"without": ["' + HALF_A_PAIR + b'"]}'),
         ("PUT", f"{path}/tasks/{task['task_id']}/evaluation", a.headers, evaluation),
         ("POST", f"{path}/tasks/{task['task_id']}/failure", a.headers, failure),
     ):
