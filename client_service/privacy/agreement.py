@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
@@ -28,7 +28,6 @@ from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.spec.selection import FINAL
 from promptfed.shared.spec.spec import SpecError
-from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.spec.training_terms import TrainingTerms
 
 FILE, ANSWERS, WITHDRAWN = "consent.json", "answers.json", "withdrawn"
