@@ -42,7 +42,6 @@ from promptfed.coordinator.http.auth_throttle import AuthThrottle
 from promptfed.coordinator.http.body_limits import JsonBodies
 from promptfed.coordinator.http.elsewhere import Elsewhere
 from promptfed.coordinator.http.heartbeats import Heartbeats
-from promptfed.coordinator.http.oidc import Issuer
 from promptfed.coordinator.http.uploads import Uploads
 from promptfed.coordinator.operations import bootstrap, mending
 from promptfed.coordinator.operations import clients as clients_operations
@@ -151,7 +150,6 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     noise: Noise | None = getattr(app.state, "noise", None)
     app.state.registry = registry = Registry(store.database, store.blobs, Metrics(), store.leases, noise)
     app.state.operator_digest = tokens.digest(_first_token(settings))
-    app.state.issuer = Issuer.of(settings)
     app.state.signer = Signer(settings.data_dir, settings.signing_key_file)
     app.state.heartbeats = Heartbeats(registry)
     app.state.uploads = Uploads(

@@ -81,20 +81,6 @@ class Settings(BaseSettings):
     )
     tls_cert: Annotated[Path | None, Field(description="PEM certificate chain")] = None
     tls_key: Annotated[Path | None, Field(description="PEM private key")] = None
-    oidc_issuer: Annotated[
-        str | None, Field(description="https://... of an OpenID Connect issuer whose tokens operators may use")
-    ] = None
-    oidc_audience: Annotated[str | None, Field(description="the audience (aud) that such a token must name")] = None
-    oidc_role_claim: Annotated[
-        str,
-        Field(
-            description="claim of the token that lists the roles, such as realm_access.roles",
-            pattern=r"^[^.]+(\.[^.]+)*$",
-        ),
-    ] = "roles"
-    oidc_role_prefix: Annotated[str, Field(description="prefix of the role names viewer, operator and admin")] = (
-        "promptfed-"
-    )
     tls_client_ca: Annotated[
         Path | None,
         Field(description="PEM of the authority that signs client certificates; each client must show one in its name"),
@@ -138,13 +124,6 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"{self.host} can be reached from outside: give --tls-cert and --tls-key, or --allow-plain-http where "
                 "the network is trusted"
-            )
-        if (self.oidc_issuer is None) != (self.oidc_audience is None):
-            raise ValueError("OpenID Connect needs both: give --oidc-issuer and --oidc-audience")
-        if self.oidc_issuer is not None and not is_safe(self.oidc_issuer):
-            raise ValueError(
-                f"--oidc-issuer {self.oidc_issuer} must be https://... (http:// is for this machine alone): who can "
-                "change its keys on the way is an admin"
             )
         if self.enrolment_token_file is not None and self.bootstrap is None:
             raise ValueError("--enrolment-token-file needs --bootstrap, which names the federation")

@@ -28,7 +28,6 @@ ANY_CALLER: tuple[type[Refusal], ...] = (
     problems.HeldElsewhere,
     problems.Misdirected,
     problems.StorageDamaged,
-    problems.IssuerAway,
     problems.MethodAbsent,
     problems.Unreadable,
 )

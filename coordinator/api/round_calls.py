@@ -34,8 +34,7 @@ from promptfed.coordinator.http.callers import (
     ClientCaller,
     OperatorCaller,
     address_of,
-    look_up_own,
-    may_be_foreign,
+    look_up,
     trust,
 )
 from promptfed.coordinator.http.uploads import Incoming, announced_digest, announced_length
@@ -269,10 +268,10 @@ def _seconds_to_wait(scope: Scope) -> float | None:
 
 def _known(connection: HTTPConnection, registry: Registry, asked: str, token: str) -> CallingClient | _Enrolling | None:
     """Who calls, if it takes part in the federation that it asks for, or comes with a token of it."""
-    if not token or may_be_foreign(connection, token):
+    if not token:
         return None
     try:
-        caller = look_up_own(connection, registry, token)
+        caller = look_up(connection, registry, token)
     except Refusal:
         return None
     if isinstance(caller, OperatorCaller):

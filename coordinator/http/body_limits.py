@@ -88,7 +88,7 @@ async def _may_call(scope: Scope) -> bool:
         return False
     registry: Registry = scope["app"].state.registry
     try:
-        caller = await look_up(connection, registry, token)
+        caller = look_up(connection, registry, token)
     except Refusal:
         return False
     asked = connection.path_params.get("federation")

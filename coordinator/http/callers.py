@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from hmac import compare_digest
 
 from starlette.requests import HTTPConnection
@@ -17,7 +16,6 @@ from promptfed.coordinator.engine.operator_tokens import Operator
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.auth_throttle import AuthThrottle
 from promptfed.coordinator.http.certificates import check_certificate
-from promptfed.coordinator.http.oidc import Issuer
 from promptfed.coordinator.problems import StoreAway, TokenExpired, Unauthorized
 from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.api.access_schemas import LEVELS, OperatorRole
@@ -29,23 +27,21 @@ FIRST_ADMIN = "operator.token"
 class OperatorCaller:
     """An operator with a name, or the holder of the data folder's token, who is the first admin.
 
-    ``expires``: when an issuer's token ends; ``token``: the digest of one of our own, which can be taken back.
+    ``token``: the digest of a named operator's token, which can be taken back.
     """
 
     name: str = FIRST_ADMIN
     role: OperatorRole = "admin"
-    expires: datetime | None = None
     token: str | None = None
 
     def seconds_left(self, registry: Registry) -> float:
         """How long the token is still valid; 0 if it has expired or was revoked."""
-        expires = self.expires
-        if self.token is not None:
-            known = registry.operators.get(self.token)
-            if known is None or has_expired(known):
-                return 0.0
-            expires = known.expires
-        return max(0.0, (expires - clock.utc()).total_seconds()) if expires is not None else math.inf
+        if self.token is None:
+            return math.inf
+        known = registry.operators.get(self.token)
+        if known is None or has_expired(known):
+            return 0.0
+        return max(0.0, (known.expires - clock.utc()).total_seconds())
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ async def authenticate(request: HTTPConnection, registry: Registry, token: str |
         raise Unauthorized("send the token as `Authorization: Bearer <token>`")
     auth_throttle: AuthThrottle = request.app.state.auth_throttle
     try:
-        caller = await look_up(request, registry, token)
+        caller = look_up(request, registry, token)
     except Unauthorized:
         auth_throttle.failed(address_of(request))
         raise
@@ -103,30 +99,8 @@ def trust(connection: HTTPConnection, token: str) -> None:
     auth_throttle.succeeded(address_of(connection), digest(token))
 
 
-async def look_up(connection: HTTPConnection, registry: Registry, token: str) -> Caller:
+def look_up(connection: HTTPConnection, registry: Registry, token: str) -> Caller:
     """The caller with this ``token``. Raises StoreAway, TooManyFailures, Unauthorized, TokenExpired."""
-    if not may_be_foreign(connection, token):
-        return look_up_own(connection, registry, token)
-    if registry.away:
-        raise StoreAway
-    auth_throttle: AuthThrottle = connection.app.state.auth_throttle
-    issuer: Issuer = connection.app.state.issuer
-    try:
-        name, role, expires = await issuer.identify(token)
-    except Unauthorized:
-        auth_throttle.check_wrong(address_of(connection), digest(token))
-        raise
-    return OperatorCaller(name, role, expires)
-
-
-def may_be_foreign(connection: HTTPConnection, token: str) -> bool:
-    """Whether the identity provider may have issued the token."""
-    issuer: Issuer | None = connection.app.state.issuer
-    return issuer is not None and issuer.may_have_issued(token)
-
-
-def look_up_own(connection: HTTPConnection, registry: Registry, token: str) -> Caller:
-    """As ``look_up`` for a token that this coordinator has issued."""
     if registry.away:
         raise StoreAway
     state, token_digest = connection.app.state, digest(token)

@@ -104,10 +104,6 @@ class TokenExpired(Unauthorized, title="This token has expired"):
     """An enrolment token, or an operator's, after its time."""
 
 
-class IssuerAway(Refusal, status=503, title="The issuer of operators' tokens does not answer", retry_after=10):
-    """An OIDC token whose issuer's keys cannot be had just now."""
-
-
 class TooManyFailures(Refusal, status=429, title="Too many wrong tokens came from this address"):
     """Too many wrong tokens came from one address: no token of its is looked at for a while."""
 
