@@ -9,7 +9,6 @@ import base64
 import hashlib
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -69,12 +68,6 @@ def bearer(token: str) -> dict[str, str]:
 def content_digest(body: bytes) -> str:
     """The Content-Digest header of RFC 9530."""
     return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
-
-
-def digest_header_of(path: Path) -> str:
-    """The same of a file."""
-    with path.open("rb") as file:
-        return f"sha-256=:{base64.b64encode(hashlib.file_digest(file, 'sha256').digest()).decode()}:"
 
 
 def trained(tensors: Tensors, name: str, task: dict[str, Any]) -> Tensors:

@@ -69,10 +69,6 @@ class PresenceTemplates:
         features = split.features()
         return self._scale * features[sent_to(indices, features.device)] @ self._difference.T
 
-    def of_images(self, images: Tensor) -> Tensor:
-        """Not for single images outside a split."""
-        raise MethodError("templates for several labels read features of a split")
-
 
 def absent_template(template: str) -> str:
     """The template of an absent class: " without " in place of the first " of "."""
