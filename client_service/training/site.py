@@ -95,5 +95,4 @@ def torch_settings(context: ClientContext, kind: str = "train") -> Iterator[None
         # Torch's own defaults differ: products are exact, and convolutions are not.
         torch.set_float32_matmul_precision("high" if training.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = training.tf32
-        context.backbone.graphs.used = training.compile
         yield

@@ -16,7 +16,6 @@ from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
 from promptfed.shared.clip.lru import Recent, content_key
 from promptfed.shared.clip.preprocessing import middle
 from promptfed.shared.clip.towers import functional_text, functional_vision, patches, vision
-from promptfed.shared.clip.towers.graphs import Graphs
 from promptfed.shared.clip.towers.hub_text import text_tower_of
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
 from promptfed.shared.clip.towers.starts import SharedStarts
@@ -74,7 +73,6 @@ class Backbone:
         self.precision = precision
         self._config = dict(config)
         self._source = source or model_name
-        self.graphs = Graphs()
         self._tokenised: Recent[ClassPrompts] = Recent(LABEL_SPACES)
         self._prompted: Recent[tuple[Tensor, int]] = Recent(PROMPTED)  # features with their tensor version at creation
 
@@ -191,7 +189,7 @@ class Backbone:
         is the feature `(B, d_v)` before the projection. BackboneError if the tower takes no prompts.
         """
         images, prompts = self.image_input(images), prompts.to(self.device)
-        return finish(self.graphs.run(self._prompted_tower.encode, images, prompts, pooled), normalize)
+        return finish(self._prompted_tower.encode(images, prompts, pooled), normalize)
 
     # Towers of other weights
 
@@ -284,7 +282,7 @@ class Backbone:
         lead = self._check_context(context, prompts, per_class)
         kind = self._choose_path(path, per_class)
         if torch.is_grad_enabled() or tracing():
-            return self.graphs.run(self._encode_prompts, context, prompts, deep, lead, kind, per_class, normalize)
+            return self._encode_prompts(context, prompts, deep, lead, kind, per_class, normalize)
         # The number of threads is part of the key, since the bits of a feature may depend on it.
         threads = torch.get_num_threads()
         key = (prompts, content_key(context), content_key(deep), kind, per_class, normalize, self.device, threads)

@@ -173,14 +173,6 @@ class TrainingSpec(Section):
             description="GPUs that can do so multiply float32 numbers in TF32: faster, to three digits",
         ),
     ] = False
-    compile: Annotated[
-        bool,
-        left_out(
-            False,
-            description="GPUs run passes with text and image prompts as compiled graphs: the first of each shape takes "
-            "about a minute, the others launch fewer kernels; equal but for rounding",
-        ),
-    ] = False
 
     def steps(self, images: int) -> int:
         """The optimizer steps of a task on so many images."""

@@ -172,7 +172,6 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
     "training.threads": {"threads": 2},
     "training.deterministic": {"deterministic": True},
     "training.tf32": {"tf32": True},
-    "training.compile": {"compile": True},
     "backbone.model": {"model": "ViT-B-32"},
     "backbone.pretrained": {"pretrained": "openai"},
     "backbone.precision": {"precision": "fp16"},

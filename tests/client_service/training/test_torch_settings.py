@@ -15,12 +15,11 @@ from promptfed.client_service.training import site
 from promptfed.client_service.training.site import torch_settings
 from promptfed.shared.clip import loading
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.towers.graphs import Graphs
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.transfer import sent_to
 from tests.support.waiting import PATIENCE
 
-GPU: Any = SimpleNamespace(device=torch.device("cuda"), graphs=Graphs())
+GPU: Any = SimpleNamespace(device=torch.device("cuda"))
 
 
 def task(**training: Any) -> Any:
@@ -95,12 +94,6 @@ def test_cublas_is_told_before_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(BackboneError, match="stop here"):
             loading.load_backbone("promptfed-tiny", "embedded", device=device)
     assert told == [None, ":4096:8"]
-
-
-def test_passes_are_compiled_where_the_spec_says_so() -> None:
-    for wanted in (True, False):
-        with torch_settings(task(compile=wanted)):
-            assert GPU.graphs.used is wanted
 
 
 class Far:
