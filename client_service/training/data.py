@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.training.augmentation import Views
-from promptfed.client_service.training.gpu_queue import gpu_turn
 from promptfed.client_service.training.image_cache import IMAGES, HeldImages, ImageCache, ReadAhead
 from promptfed.shared import messages
 from promptfed.shared.clip import Backbone, FeatureCache
@@ -216,8 +215,7 @@ class ClientData:
             if self._cancelled():
                 raise TaskCancelled
             rows = range(start, min(start + CHUNK, len(split)))
-            with gpu_turn(self._backbone, "features", self._cancelled):
-                parts.append(read(self._backbone, split, indices=rows))
+            parts.append(read(self._backbone, split, indices=rows))
         return torch.cat(parts).to(self._backbone.device)
 
     def patch_cost(self, parts: Sequence[str]) -> CacheCost:

@@ -13,7 +13,6 @@ from promptfed.client_service.privacy.noisy_counts import Leaving, NoisyCounts
 from promptfed.client_service.privacy.payloads import PayloadChecks
 from promptfed.client_service.privacy.policy import Policy, SiteFacts
 from promptfed.client_service.privacy.protection import SiteProtection
-from promptfed.client_service.training.gpu_queue import gpu_turn
 from promptfed.shared.methods.core.interface.base import ClientContext
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 
@@ -76,22 +75,14 @@ _deterministic = _Deterministic()
 
 
 @contextmanager
-def torch_settings(context: ClientContext, kind: str = "train") -> Iterator[None]:
-    """The spec's number of threads. On a GPU also the precision of products, the kernels that the spec asks for, and
-    a turn for this ``kind`` of work.
-
-    Raises:
-        TaskCancelled: the task was withdrawn while it waited for its turn.
-    """
+def torch_settings(context: ClientContext) -> Iterator[None]:
+    """The spec's number of threads. On a GPU also the precision of products and the kernels that the spec asks for."""
     training = context.training
     torch.set_num_threads(training.threads)
     if context.backbone.device.type == "cpu":
         yield
         return
-    with (
-        gpu_turn(context.backbone, (kind, context.phase), context.cancelled),
-        _deterministic.asked() if training.deterministic else nullcontext(),
-    ):
+    with _deterministic.asked() if training.deterministic else nullcontext():
         # Torch's own defaults differ: products are exact, and convolutions are not.
         torch.set_float32_matmul_precision("high" if training.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = training.tf32

@@ -206,7 +206,7 @@ class TaskWork:
         if kept is not None:
             return kept
         floor, patients = self.privacy.floor, self.data.patients
-        with torch_settings(served.context, "evaluate"):
+        with torch_settings(served.context):
             splits, zero_shot = self.evaluation.run(
                 *parts,
                 served.classifier,
@@ -264,7 +264,7 @@ class TaskWork:
         method, context = self._context(serving.config, serving.round, serving.phase, cancelled)
         payload, _ = decode_place(serving.payload)
         self._check(payload, method, None, serving.config)
-        with torch_settings(context, "evaluate"), torch.no_grad():
+        with torch_settings(context), torch.no_grad():
             private, _ = self._prepared(method, context, serving.config.peers)
             classifier = method.classifier(context, payload, private)
             template = self.evaluation.template(context)

@@ -34,7 +34,7 @@ def swapped_outcomes(works: Mapping[str, TaskWork]) -> list[Outcomes]:
         for other, (_, _, payload, private) in parts.items():
             if other == name or not len(test):
                 continue
-            with torch_settings(context, "evaluate"), torch.no_grad():
+            with torch_settings(context), torch.no_grad():
                 predicted, confidence = answers(method.classifier(context, payload, {**private, **kept}), test)
             rows = tuple(test.labels.tolist()), tuple(predicted.tolist()), tuple(confidence.tolist())
             images = works[name].data.images_hash("test")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from promptfed.client_service.training import site
 from promptfed.client_service.training.site import torch_settings
 from promptfed.shared.clip import loading
 from promptfed.shared.clip.errors import BackboneError
@@ -28,8 +26,7 @@ def task(**training: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(site, "gpu_turn", lambda *about: nullcontext())  # there is no GPU to wait for
+def _put_back() -> Iterator[None]:
     kept = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     yield
     torch.set_num_threads(kept[0])
@@ -59,19 +56,6 @@ def test_overlapping_tasks_have_deterministic_kernels_until_the_last_one_ends() 
     with pytest.raises(ZeroDivisionError), torch_settings(asked):
         raise ZeroDivisionError
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_work_on_a_gpu_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def turn(backbone: Any, kind: Any, cancelled: Any) -> Any:
-        asked.append((backbone, kind))
-        return nullcontext()
-
-    monkeypatch.setattr(site, "gpu_turn", turn)
-    with torch_settings(task()), torch_settings(task(), "evaluate"):
-        pass
-    assert asked == [(GPU, ("train", "train")), (GPU, ("evaluate", "train"))]
 
 
 def test_products_are_exact_unless_the_spec_permits_tf32() -> None:
