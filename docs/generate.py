@@ -78,7 +78,7 @@ VARIABLES = {
     "PROMPTFED_CA_FILE": "PEM file of the authority that signed the coordinator's certificate",
     "PROMPTFED_ALLOW_PLAIN_HTTP": "`1`: send the operator token unencrypted to another machine",
     "PROMPTFED_BACKBONE_FILE": "file of the backbone's weights, for commands that load a backbone",
-    "PROMPTFED_SIGNING_KEY": "the coordinator's public key, for `verify`, `pull`, `predict` and `score`",
+    "PROMPTFED_SIGNING_KEY": "the coordinator's public key, for `verify`, `predict` and `score`",
 }
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
 from promptfed.cli.app import app
 from promptfed.cli.common import KEY_VARIABLE, AllowBackbone, AskedLater, ClassNames, Federation, Json, Key
-from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.operations import take
 from promptfed.sdk.output import say, tell
 from promptfed.shared.plain_text import plain
@@ -22,9 +20,7 @@ def export(
     asked: AskedLater,
     class_names: ClassNames,
     allow_backbone: AllowBackbone,
-    out: Annotated[Path | None, typer.Option(help="a new folder; not needed with --to")] = None,
-    to: Annotated[str | None, typer.Option(help="hf:owner/name: put it on the Hugging Face hub too")] = None,
-    public: Annotated[bool, typer.Option("--public", help="with --to: a new repository there is open to all")] = False,
+    out: Annotated[Path, typer.Option(help="a new folder")],
     round: Annotated[int | None, typer.Option(min=0, help="after this round; default: the last finished one")] = None,
     anonymous: Annotated[bool, typer.Option(help="number the clients in the card instead of naming them")] = False,
     merged: Annotated[
@@ -35,23 +31,11 @@ def export(
     """Export what a federation learned: prompts, class weights for plain open_clip code, and a card."""
     from promptfed.export.export import ExportOptions, check_new, show_export
     from promptfed.export.export import export as write_export
-    from promptfed.export.hub import open_hub, push, repository_of
 
-    if to is None and (out is None or public):
-        raise CommandError("say where to: --out FOLDER or --to hf:owner/name", Exit.USAGE)
-    if to is not None:
-        repository_of(to)
-        open_hub(token_needed=True)
+    check_new(out)
     options = ExportOptions(class_names, anonymous, allow_backbone, merged)
-    with TemporaryDirectory(prefix="promptfed-export-") as temporary:
-        folder = out or Path(temporary) / "export"
-        check_new(folder)
-        with asked.open() as api:
-            card = write_export(api.run(take(federation, round)), folder, options, coordinator=api)
-        where = push(folder, to, public) if to is not None else None
-        show_export(card, folder if out is not None else Path(str(to)), as_json)
-    if where is not None and not as_json:
-        say(f"It is at {where}")
+    with asked.open() as api:
+        show_export(write_export(api.run(take(federation, round)), out, options, coordinator=api), out, as_json)
 
 
 @app.add(section="Use a result")

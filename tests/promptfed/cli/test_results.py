@@ -1,4 +1,4 @@
-"""What is done with an export: a folder classified, a score with its confusion, a place on the hub and back."""
+"""What is done with an export: a folder classified, a score with its confusion."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from typer.testing import CliRunner, Result
 import promptfed
 from promptfed.cli.main import app
 from promptfed.cli.scoring import _draw, confusion, scores
-from promptfed.export.hub import push, repository_of
 from promptfed.sdk.errors import Exit
 from promptfed.shared.metrics.clinical import Estimate
 from promptfed.shared.metrics.pooling import pool_estimates
 from tests.support import exports
-from tests.support.hub import running_hub
 from tests.support.own_images import SHAPES, picture, write_folder
 
 
@@ -155,43 +153,3 @@ def test_figures_of_a_score_by_hand() -> None:
     assert (found.worst_class, found.worst_class_accuracy) == ("a", 0.5)
     assert found.macro_f1 == pytest.approx((2 / 3 + 4 / 5) / 2)
     assert confusion(labels, predicted, 3).tolist() == [[1, 1, 0], [0, 2, 0], [0, 0, 0]]
-
-
-def test_an_export_goes_to_the_hub_and_comes_back(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with running_hub() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_TOKEN", "hf_secret")
-        monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        for _ in range(2):  # a second time the repository is there
-            assert push(exported, "hf:ward/shapes").endswith("ward/shapes")
-        assert hub.tokens == {"Bearer hf_secret"}
-        assert hub.private == {"ward/shapes": True}
-        done = command("pull", "hf:ward/shapes", "--out", tmp_path / "back")
-        assert done.exit_code == 0, done.output
-        names = {str(path.relative_to(exported)) for path in exported.rglob("*") if path.is_file()}
-        for name in names:
-            assert (tmp_path / "back" / name).read_bytes() == (exported / name).read_bytes()
-        assert {str(p.relative_to(tmp_path / "back")) for p in (tmp_path / "back").rglob("*") if p.is_file()} == names
-        hub.files["ward/shapes"]["prompts.safetensors"] = b"other"
-        damaged = command("pull", "hf:ward/shapes", "--out", tmp_path / "damaged")
-        assert damaged.exit_code == Exit.BAD_INPUT
-        assert not (tmp_path / "damaged").exists()
-        gone = command("pull", "hf:ward/none", "--out", tmp_path / "none")
-        assert (gone.exit_code, "cannot be fetched" in gone.stderr) == (Exit.REFUSED, True)
-    assert [path.name for path in tmp_path.iterdir()] == ["back"]
-
-
-def test_a_hub_without_a_token_or_under_another_name_is_refused_before_any_work(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    refused = command("export", "styles", "--to", "hf:ward/shapes", "--coordinator", "http://127.0.0.1:9")
-    assert "no token for the hub: set HF_TOKEN" in refused.stderr
-    for address in ("ward/shapes", "hf:shapes", "hf:a/b/c"):
-        with pytest.raises(promptfed.CommandError, match="write hf:owner/name"):
-            repository_of(address)
-    assert command("export", "styles").exit_code == Exit.USAGE

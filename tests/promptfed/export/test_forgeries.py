@@ -21,7 +21,6 @@ from promptfed.client_service.serving.prediction import Served
 from promptfed.export.adapted_model import weights_of
 from promptfed.export.export import ExportOptions
 from promptfed.export.export import export as write_export
-from promptfed.export.hub import push
 from promptfed.export.reading import open_export, read_export
 from promptfed.export.verification import verify_export
 from promptfed.sdk.errors import CommandError, Exit
@@ -33,7 +32,6 @@ from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread
-from tests.support.hub import running_hub
 
 Card = dict[str, Any]
 Forgery = Callable[[Path, Card], None]
@@ -382,43 +380,28 @@ def test_a_folder_that_holds_anything_else_is_refused(exported: Path, key: str, 
         open_export(exported, whole=True)
 
 
-def test_predict_score_and_pull_verify_where_the_key_is_known(
+def test_predict_and_score_verify_where_the_key_is_known(
     exported: Path, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    image = tmp_path / "image.png"
+    image, score = tmp_path / "image.png", tmp_path / "score"
     exports.picture().save(image)
     data = "symbols:sketch?only=anchor,sun&per_class=1&test_per_class=1"
-    with running_hub() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_TOKEN", "hf_secret")
-        monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        push(exported, "hf:ward/shapes")
 
-        def results() -> list[Result]:
-            score, pulled = tmp_path / "score", tmp_path / "pulled"
-            for folder in (score, pulled):
-                shutil.rmtree(folder, ignore_errors=True)
-            commands = (
-                ["predict", str(image), "--export", str(exported)],
-                ["score", str(exported), data, "--out", str(score)],
-                ["pull", "hf:ward/shapes", "--out", str(pulled)],
-            )
-            return [CliRunner().invoke(app, [*command, "--key", key]) for command in commands]
+    def results() -> list[Result]:
+        shutil.rmtree(score, ignore_errors=True)
+        commands = (
+            ["predict", str(image), "--export", str(exported)],
+            ["score", str(exported), data, "--out", str(score)],
+        )
+        return [CliRunner().invoke(app, [*command, "--key", key]) for command in commands]
 
-        assert [done.exit_code for done in results()] == [0, 0, 0]
-        forge(exported, rotated_class_names)
-        hub.files["ward/shapes"]["card.json"] = (exported / "card.json").read_bytes()
-        for done in results():
-            assert (done.exit_code, "is not signed by the key" in done.stderr) == (Exit.REFUSED, True), done.output
-        assert not (tmp_path / "pulled").exists()
-        monkeypatch.setenv("PROMPTFED_SIGNING_KEY", key)
-        known = CliRunner().invoke(app, ["predict", str(image), "--export", str(exported)])
-        assert known.exit_code == Exit.REFUSED
-        monkeypatch.delenv("PROMPTFED_SIGNING_KEY")
-        forge(exported, an_added_pickle)
-        hub.files["ward/shapes"]["weights.pkl"] = b"pickle"
-        done = CliRunner().invoke(app, ["pull", "hf:ward/shapes", "--out", str(tmp_path / "pulled")])
-        assert (done.exit_code, "weights.pkl" in done.stderr) == (Exit.BAD_INPUT, True), done.output
+    assert [done.exit_code for done in results()] == [0, 0]
+    forge(exported, rotated_class_names)
+    for done in results():
+        assert (done.exit_code, "is not signed by the key" in done.stderr) == (Exit.REFUSED, True), done.output
+    monkeypatch.setenv("PROMPTFED_SIGNING_KEY", key)
+    known = CliRunner().invoke(app, ["predict", str(image), "--export", str(exported)])
+    assert known.exit_code == Exit.REFUSED
 
 
 @pytest.mark.parametrize(
