@@ -13,12 +13,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from promptfed.shared.clip import emoji, published, tiny
+from promptfed.shared.clip import emoji, tiny
 from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.building import check_runs, load_errors, seeded
 from promptfed.shared.clip.errors import BackboneError, near, one_line
 from promptfed.shared.clip.timm.timm_loading import load_timm
-from promptfed.shared.clip.towers.conch import ConchVision
 from promptfed.shared.clip.weights.hub import expect_at_hand, known_as
 from promptfed.shared.clip.weights.local_weights import load_into, weights_in
 from promptfed.shared.clip.weights.permissions import expect_permitted, expect_permitted_checkpoint
@@ -47,8 +46,8 @@ def load_backbone(
             `local-dir:path`, which include their weights, and `timm:name`, a plain vision transformer without text.
         pretrained: a tag of that model; `embedded`; None or "random" for random weights, always the same; with
             `allow_unregistered` also a checkpoint file.
-        weights_file: a file, or a folder with one, that replaces a download: of open_clip, of transformers' CLIP or
-            SigLIP, or of CONCH. A tokenizer in the folder is used too. For `hf-hub:owner/name` a folder with that
+        weights_file: a file of open_clip, or a folder with one, that replaces a download. A tokenizer in the folder is
+            used too. For `hf-hub:owner/name` a folder with that
             repository's files.
         precision: fp32, fp16 or bf16.
 
@@ -80,7 +79,6 @@ def _load_clip(
     """A model of open_clip."""
     import open_clip
 
-    published.register()
     model, pretrained = known_as(model, pretrained)
     random = pretrained in (None, "random") and own_weights is None
     source: str | None = None
@@ -147,17 +145,15 @@ def _with_file(model: str, pretrained: str | None) -> tuple[str, None, dict[str,
     model = model.replace("/", "-")
     if model not in list_models():
         raise BackboneError(f"open_clip has no model {model!r}{near(model, list_models())}.")
-    known = get_pretrained_cfg(model, pretrained or "") or published_preparation(model)
+    known = get_pretrained_cfg(model, pretrained or "") or _published_preparation(model)
     options: dict[str, Any] = {"force_quick_gelu": True} if known.get("quick_gelu", False) else {}
     return model, None, options | {"force_preprocess_cfg": {key: known[key] for key in PREPROCESSING if key in known}}
 
 
-def published_preparation(model: str) -> dict[str, Any]:
+def _published_preparation(model: str) -> dict[str, Any]:
     """What all published weights of a model agree on: SigLIP's normalisation holds for weights of one's own too."""
     from open_clip import get_pretrained_cfg, list_pretrained_tags_by_model
 
-    if model in published.PREPARATIONS:
-        return dict(published.PREPARATIONS[model])
     known = [get_pretrained_cfg(model, tag) for tag in list_pretrained_tags_by_model(model)]
     keys = (*PREPROCESSING, "quick_gelu")
     return {
@@ -242,13 +238,10 @@ def _create(
     device: str,
     options: dict[str, Any],
 ) -> Any:
-    with seeded(), _without_its_log(), published.known_text_models():
+    with seeded(), _without_its_log():
         built = open_clip.create_model(
             model, pretrained=weights, precision=precision, device=device, pretrained_text=False, **options
         )
-        published.fit(built)
-        if model == published.CONCH:
-            built.visual = ConchVision.of(built.visual, built.text.output_dim)
         if random and isinstance(built, open_clip.CoCa):
             # open_clip leaves the caption decoder's unused projection uninitialised: it would change the fingerprint.
             projection = built.text_decoder.text_projection

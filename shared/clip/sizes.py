@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from promptfed.shared.clip import published, tiny
+from promptfed.shared.clip import tiny
 from promptfed.shared.clip.weights.hub import known_as
 from promptfed.shared.spec.spec import BackboneShape
 
@@ -19,7 +19,6 @@ def shape_by_name(model: str) -> BackboneShape | None:
     import open_clip
 
     tiny.register()
-    published.register()
     config = open_clip.get_model_config(known_as(model, None)[0].replace("/", "-"))
     if config is None:
         return None

@@ -14,11 +14,6 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json, say
 from promptfed.shared.spec.spec import BackboneSpec
 
-TIMED = {
-    "features": "features of 4 images",
-    "text_step": "a step that trains 16 context vectors before 10 names",
-    "image_step": "a step that trains 4 image prompts on 4 images",
-}
 COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -47,19 +42,12 @@ def doctor(
     options: Annotated[ClientOptions, Made(ClientOptions)],
     model: Annotated[str, typer.Option(help="backbone to load where no coordinator names it")] = "promptfed-tiny",
     pretrained: Annotated[str, typer.Option(help="its weights")] = "embedded",
-    backbone: Annotated[
-        str | None, typer.Option(help="instead: what this machine can do with this backbone, with random weights")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="how long --backbone may take")] = 120.0,
     as_json: Json = False,
 ) -> None:
     """Check data, GPU, backbone, clock and coordinator, and show what would leave this machine, without joining.
 
     With --coordinator alone: whether a coordinator answers there.
     """
-    if backbone is not None:
-        _tell_of(backbone, options.device, seconds, as_json)
-        return
     from promptfed.client_service.joining.doctor import Examination
 
     use_backbone_file(options.backbone_file)
@@ -81,31 +69,3 @@ def _show(examination: Any) -> None:
     if examination.disclosure is not None:
         for line in ("", *examination.disclosure.lines()):
             say(line)
-
-
-def _tell_of(model: str, device: str, seconds: float, as_json: bool) -> None:
-    """What this machine can do with a backbone."""
-    from promptfed.client_service.joining.enrolment import choose_device
-    from promptfed.runtime.backbones import PARTS, examine
-    from promptfed.shared.clip import BackboneError
-
-    embedded = "embedded" if model.startswith("promptfed-") else None
-    try:
-        facts = examine(model, embedded, choose_device(device), seconds)
-    except BackboneError as error:
-        raise CommandError(str(error), Exit.BACKBONE) from None
-    if as_json:
-        print_json(asdict(facts))
-        return
-    prepared = ", ".join(f"{key} {value}" for key, value in facts.preparation.items())
-    say(f"{model}: {facts.parameters / 1e6:.0f} million parameters, {facts.weights_mib:,} MiB; images: {prepared}")
-    for part in PARTS:
-        told = facts.without.get(part)
-        if part in facts.seconds:
-            told = f"{facts.seconds[part]:.3g} s; {facts.memory_mib[part]:,} MiB at most so far"
-        say(f"{TIMED[part]}: {told}")
-    if facts.tokenizer is not None:
-        say(f"invented tokens were read: {facts.tokenizer}")
-    say(f"{len(facts.methods)} methods run: {', '.join(facts.methods)}")
-    for name, reason in facts.refused.items():
-        say(f"{name} does not: {reason}")

@@ -62,7 +62,7 @@ class VisualBackbone(Backbone):
 
     @cached_property
     def _prompted_tower(self) -> vision.PromptedTower:
-        return vision.timm_tower(self.model, lambda feature: feature)
+        return vision.timm_tower(self.model)
 
     @property
     def patch_tokens(self) -> None:

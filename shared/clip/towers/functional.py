@@ -27,10 +27,7 @@ QKV = 3
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The settings of a tower's blocks that are not weights; all blocks of a tower share them.
-
-    ``rotate``: the rotary embedding of queries and keys `(B, heads, S, d / heads)`.
-    """
+    """The settings of a tower's blocks that are not weights; all blocks of a tower share them."""
 
     layers: int
     width: int
@@ -38,7 +35,6 @@ class BlockShape:
     mlp_width: int
     eps: float
     activation: nn.Module
-    rotate: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,10 +109,7 @@ def _projected(
         for index in range(min(QKV, len(low_rank.a))):
             parts[index] = parts[index] + low_rank.branch(index, asking if index == 0 else normed)
     batch, size = normed.shape[0], d // shape.heads
-    query, key, value = (part.reshape(batch, -1, shape.heads, size).transpose(1, 2) for part in parts)
-    if shape.rotate is not None:
-        query, key = shape.rotate(query), shape.rotate(key)
-    return [query, key, value]
+    return [part.reshape(batch, -1, shape.heads, size).transpose(1, 2) for part in parts]
 
 
 @dataclass(frozen=True)

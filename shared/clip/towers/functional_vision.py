@@ -1,21 +1,19 @@
-"""Image towers as functions of weights, for the vision transformers of open_clip and timm.
+"""Image towers as functions of weights, for the vision transformers of open_clip and plain ones of timm.
 
-Weights that a tower lacks are not in the mapping (``ln_pre`` with timm, ``proj`` without a projection). Parts without
-a name in the mapping stay the frozen backbone's: a convolutional stem, a pooling by attention and what follows it.
+Weights that a tower lacks are not in the mapping (``ln_pre`` with timm, ``proj`` without a projection). A pooling by
+attention and what follows it stay the frozen backbone's.
 Notation: `B` images, `S` rows of each with [cls], `d` = d_v the tower's width.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from promptfed.shared.clip.towers import timm_blocks
 from promptfed.shared.clip.towers.blocks import is_standard_block
-from promptfed.shared.clip.towers.conch import ConchVision
 from promptfed.shared.clip.towers.functional import (
     BlockShape,
     Tower,
@@ -30,7 +28,6 @@ from promptfed.shared.clip.towers.functional import (
 )
 
 Part = Callable[[Tensor], Tensor]
-_NO_MAP = (nn.Identity, nn.Dropout)
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,7 @@ class VisionTower(Tower):
 
     ``positions``: rows of an image, of which the first ``prefix`` are no patches. ``pooling``: the feature is row 0,
     the mean of the patches, or what the frozen ``attention`` makes of all rows. ``norm_first``: the last norm comes
-    before the pooling, not after it. ``frozen_rows`` and ``frozen_projection``: the stem and the projection
-    where they are not computed from weights.
+    before the pooling, not after it. ``frozen_projection``: the projection where it is not computed from weights.
     """
 
     patch_size: tuple[int, int]
@@ -49,17 +45,14 @@ class VisionTower(Tower):
     pooling: Literal["tok", "avg", "attention"]
     norm_first: bool
     attention: Part | None = None
-    frozen_rows: Part | None = None
     frozen_projection: Part | None = None
 
     @property
     def first_only(self) -> bool:
-        return self.pooling == "tok" and self.blocks_shape.rotate is None
+        return self.pooling == "tok"
 
     def rows(self, weights: Weights, images: Tensor) -> Tensor:
         """Rows `(B, S, d)` before the first block, of images `(B, 3, H, W)` of the tower's dtype and device."""
-        if self.frozen_rows is not None:
-            return self.frozen_rows(images)
         conv, bias = weights["conv1_weight"], weights.get("conv1_bias")
         conv, bias = conv.to(images.dtype), None if bias is None else bias.to(images.dtype)
         rows = F.conv2d(images, conv, bias, stride=self.patch_size).flatten(2).transpose(1, 2)
@@ -88,8 +81,7 @@ class VisionTower(Tower):
             return self.frozen_projection(pooled)
         if "proj" not in weights:
             return pooled
-        features = pooled @ weights["proj"].to(pooled.dtype)
-        return features + weights["proj_bias"].to(pooled.dtype) if "proj_bias" in weights else features
+        return pooled @ weights["proj"].to(pooled.dtype)
 
     def encode(self, weights: Weights, images: Tensor, *, projected: bool = True) -> Tensor:
         """Features of images `(B, 3, H, W)`, not normalised: `(B, d_e)`, or `(B, d)` before the projection."""
@@ -104,14 +96,8 @@ class VisionTower(Tower):
 
 def vision_tower(visual: Any) -> VisionTower:
     """The image tower of an open_clip model. BackboneError gives the reason if its weights cannot be replaced."""
-    from open_clip.timm_model import TimmModel
     from open_clip.transformer import VisionTransformer
 
-    if isinstance(visual, ConchVision):
-        tower = timm_tower(visual.trunk)
-        return replace(tower, pooling="attention", attention=visual.attend, frozen_projection=visual.project)
-    if isinstance(visual, TimmModel):
-        return timm_tower(visual.trunk, visual.head)
     expect("image", type(visual) is VisionTransformer, f"it is a {type(visual).__name__}")
     expect("image", visual.transformer.batch_first, "it is not batch-first")
     attends = visual.attn_pool is not None
@@ -144,43 +130,31 @@ def vision_tower(visual: Any) -> VisionTower:
     )
 
 
-def timm_tower(model: Any, head: nn.Module | None = None) -> VisionTower:
-    """The tower of a plain vision transformer of timm, with its blocks' weights under open_clip's names.
-
-    ``head``: what open_clip puts behind it.
-    """
+def timm_tower(model: Any) -> VisionTower:
+    """The tower of a plain vision transformer of timm, with its blocks' weights under open_clip's names."""
     _expect_timm(model)
-    weights, stem = _timm_rows(model)
-    blocks, attends = list(model.blocks), model.attn_pool is not None
+    weights = weights_of(model, {"conv1": "patch_embed.proj"})
+    if model.cls_token is not None:
+        weights["class_embedding"] = model.cls_token[0, 0].detach()
+    weights["positional_embedding"] = model.pos_embed[0].detach()
+    blocks = list(model.blocks)
     norms = [norm for norm in (model.norm_pre, model.norm, model.fc_norm) if isinstance(norm, nn.LayerNorm)]
     eps = {norm.eps for norm in [*norms, *(norm for own in blocks for norm in (own.norm1, own.norm2))]}
     expect("image", len(eps) == 1, "its blocks differ from each other")
     norm_first = isinstance(model.norm, nn.LayerNorm)
     mlp, heads = blocks[0].mlp, blocks[0].attn.num_heads
-    shape = BlockShape(
-        len(blocks), model.embed_dim, heads, mlp.fc1.out_features, eps.pop(), mlp.act, timm_blocks.rotation(model)
-    )
-    weights |= weights_of(model, {"ln_post": "norm" if norm_first else "fc_norm"})
-    maps = [] if head is None else [map_ for map_ in (model.head, *head.children()) if not isinstance(map_, _NO_MAP)]
-    linear = len(maps) == 1 and isinstance(maps[0], nn.Linear)
-    if linear:
-        weights["proj"] = maps[0].weight.detach().T
-        if maps[0].bias is not None:
-            weights["proj_bias"] = maps[0].bias.detach()
+    shape = BlockShape(len(blocks), model.embed_dim, heads, mlp.fc1.out_features, eps.pop(), mlp.act)
+    weights |= weights_of(model, {"ln_pre": "norm_pre", "ln_post": "norm" if norm_first else "fc_norm"})
     for number, own in enumerate(blocks):
         weights |= timm_block(number, own)
-    pooling: Literal["tok", "avg"] = "tok" if model.global_pool == "token" else "avg"
     return VisionTower(
         shape,
         weights,
-        tuple(model.patch_embed.patch_size) if stem is None else (0, 0),
+        tuple(model.patch_embed.patch_size),
         model.patch_embed.num_patches + model.num_prefix_tokens,
         model.num_prefix_tokens,
-        "attention" if attends else pooling,
+        "tok" if model.global_pool == "token" else "avg",
         norm_first,
-        attention=(lambda rows: model.fc_norm(model.pool(rows))) if attends else None,
-        frozen_rows=stem,
-        frozen_projection=nn.Sequential(*maps) if maps and not linear else None,
     )
 
 
@@ -188,28 +162,24 @@ def _expect_timm(model: Any) -> None:
     """Raise BackboneError unless all parts of a model of timm are those that `VisionTower` computes."""
     from timm.layers.patch_embed import PatchEmbed
 
-    refusal = timm_blocks.refusal_of(model)
-    expect("image", refusal is None, refusal or "")
-    expect("image", hasattr(model, "norm_pre"), f"its blocks are those of {type(model).__name__}")
+    expect("image", type(model.patch_embed) is PatchEmbed, f"its stem is a {type(model.patch_embed).__name__}")
     expect("image", model.reg_token is None, "it has register tokens")
-    pools = model.attn_pool is not None or model.global_pool in ("token", "avg")
-    expect("image", pools, f"it pools by {model.global_pool!r}")
-    usual = type(model.patch_embed) is not PatchEmbed or not model.no_embed_class or model.cls_token is None
-    expect("image", model.pos_embed is not None and usual, "its positions are unusual")
-    standard = all(timm_blocks.is_standard(block) for block in model.blocks)
+    expect("image", model.global_pool in ("token", "avg"), f"it pools by {model.global_pool!r}")
+    placed = model.pos_embed is not None and not model.dynamic_img_size
+    usual = placed and (not model.no_embed_class or model.cls_token is None)
+    expect("image", usual, "its positions are unusual")
+    standard = all(map(_is_standard, model.blocks))
     expect("image", standard, f"its blocks are not the standard ones of {type(model).__name__}")
     expect_activation("image", model.blocks[0].mlp.act)
 
 
-def _timm_rows(model: Any) -> tuple[dict[str, Tensor], Part | None]:
-    """The weights that make rows of images, or without them the frozen stem that does."""
-    from timm.layers.patch_embed import PatchEmbed
+def _is_standard(block: Any) -> bool:
+    """Whether a block of timm has the parts of CLIP's."""
+    from timm.layers.attention import Attention
+    from timm.layers.mlp import Mlp
+    from timm.models.vision_transformer import Block
 
-    if type(model.patch_embed) is not PatchEmbed:
-        return {}, lambda images: timm_blocks.rows_of(model, images)
-    weights = weights_of(model, {"conv1": "patch_embed.proj"})
-    if model.cls_token is not None:
-        weights["class_embedding"] = model.cls_token[0, 0].detach()
-    if model.pos_embed is not None:
-        weights["positional_embedding"] = model.pos_embed[0].detach()
-    return weights | weights_of(model, {"ln_pre": "norm_pre"}), None
+    attention = block.attn
+    parts = [getattr(attention, name, None) for name in ("q_norm", "k_norm", "norm", "gate")] + [block.mlp.norm]
+    kind = type(block) is Block and type(attention) is Attention and type(block.mlp) is Mlp
+    return kind and all(part is None or isinstance(part, nn.Identity) for part in parts)

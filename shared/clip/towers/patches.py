@@ -10,30 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.towers import timm_blocks
-from promptfed.shared.clip.towers.conch import ConchVision
-
-_ATTENDS = "it pools its patches by attention, before they reach the joint space"
 
 
 def refusal_of(visual: Any) -> str | None:
     """The reason why an image tower gives no patch features; None if it does."""
     from open_clip.modified_resnet import ModifiedResNet
-    from open_clip.timm_model import TimmModel
     from open_clip.transformer import VisionTransformer
 
     if isinstance(visual, ModifiedResNet):
         return None
-    if isinstance(visual, ConchVision):
-        return _ATTENDS
-    if isinstance(visual, TimmModel):
-        refusal = timm_blocks.refusal_of(visual.trunk)
-        attends = getattr(visual.trunk, "attn_pool", None) is not None
-        return _ATTENDS if refusal is None and attends else refusal
     if not isinstance(visual, VisionTransformer):
         return f"it is a {type(visual).__name__}, neither a vision transformer nor a CLIP ResNet of open_clip"
     if visual.attn_pool is not None:
-        return _ATTENDS
+        return "it pools its patches by attention, before they reach the joint space"
     if visual.pool_type not in ("tok", "avg"):
         return f"it pools by {visual.pool_type!r}"
     return None
@@ -43,8 +32,6 @@ def patch_tokens(visual: Any) -> int | None:
     """M; None if the tower gives no patch features."""
     if refusal_of(visual) is not None:
         return None
-    if hasattr(visual, "trunk"):
-        return int(visual.trunk.patch_embed.num_patches)
     pool = getattr(visual, "attnpool", None)  # of a ResNet
     positions = visual.positional_embedding if pool is None else pool.positional_embedding
     return int(positions.shape[0]) - 1
@@ -57,21 +44,12 @@ def encode_patches(visual: Any, images: Tensor) -> Tensor:
     refusal = refusal_of(visual)
     if refusal is not None:
         raise BackboneError(f"This backbone's image tower gives no patch features: {refusal}.")
-    if hasattr(visual, "trunk"):
-        return _timm_patches(visual, images)
     if not isinstance(visual, VisionTransformer):
         return _resnet_patches(visual, images)
     rows = visual.transformer(visual._embeds(images))[:, 1:]
     # Also if the tower norms after pooling: patches are not pooled, and the norm processes each row separately.
     rows = visual.ln_post(rows)
     features: Tensor = rows if visual.proj is None else rows @ visual.proj
-    return features
-
-
-def _timm_patches(visual: Any, images: Tensor) -> Tensor:
-    trunk = visual.trunk
-    rows = trunk.forward_features(images)[:, trunk.num_prefix_tokens :]
-    features: Tensor = visual.head(trunk.head(trunk.fc_norm(rows)))
     return features
 
 

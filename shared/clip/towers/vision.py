@@ -1,20 +1,17 @@
-"""Prompted image encoding in vision transformers of open_clip and timm (VPT, Jia et al., 2022).
+"""Prompted image encoding in vision transformers of open_clip and plain ones of timm (VPT, Jia et al., 2022).
 
 PLAN and pFedPG use it. Notation: `B` images, `n` prompt tokens, `d` = d_v the tower's width, `S` = 1 + patches.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.towers import timm_blocks
 from promptfed.shared.clip.towers.blocks import first_row, is_standard_block
-from promptfed.shared.clip.towers.conch import ConchVision
 
 Block = Callable[[Tensor], Tensor]
 
@@ -24,7 +21,7 @@ class PromptedTower:
     """A frozen image tower that takes prompts.
 
     ``rows``: images `(B, 3, H, W)` -> rows `(B, S, d)` before the first block. ``norm`` has been applied to them, and
-    is applied to the first prompts. ``blocks_for(n)``: the blocks for rows followed by n prompts. ``pool``: rows after
+    is applied to the first prompts. ``pool``: rows after
     the last block -> the feature `(B, d)` before the projection, which ``project`` maps to `(B, d_e)`.
     """
 
@@ -33,7 +30,7 @@ class PromptedTower:
     patch_size: int | None
     rows: Callable[[Tensor], Tensor]
     norm: Callable[[Tensor], Tensor]
-    blocks_for: Callable[[int], Sequence[Block]]
+    blocks: Sequence[Block]
     pool: Callable[[Tensor], Tensor]
     project: Callable[[Tensor], Tensor]
 
@@ -60,7 +57,7 @@ class PromptedTower:
         image's tokens.
         """
         batch, tokens = rows.shape[:2]
-        for number, block in enumerate(self.blocks_for(prompts.shape[1])):
+        for number, block in enumerate(self.blocks):
             if number < prompts.shape[0]:
                 fresh = self.norm(prompts[0]) if number == 0 else prompts[number]
                 rows = torch.cat([rows[:, :tokens], fresh.expand(batch, -1, -1)], dim=1)
@@ -72,9 +69,6 @@ def refusal_of(visual: Any) -> str | None:
     """The reason why an image tower takes no visual prompts; None if it does."""
     from open_clip.transformer import VisionTransformer
 
-    trunk = getattr(visual, "trunk", None)  # open_clip wraps timm's towers
-    if trunk is not None:
-        return timm_blocks.refusal_of(trunk)
     if not isinstance(visual, VisionTransformer):
         return f"it is a {type(visual).__name__}, not a vision transformer"
     if not visual.transformer.batch_first:
@@ -91,8 +85,6 @@ def vision_width(visual: Any) -> int:
 
 def pooled_width(visual: Any) -> int:
     """Width of the pooled feature before the projection: d_v, unless open_clip's pooling by attention changes it."""
-    if isinstance(visual, ConchVision):
-        return visual.d_e
     if getattr(visual, "attn_pool", None) is not None:
         return int(visual.output_dim)
     return vision_width(visual)
@@ -103,10 +95,6 @@ def prompted_tower(visual: Any) -> PromptedTower:
     refusal = refusal_of(visual)
     if refusal is not None:
         raise BackboneError(f"This backbone's image tower takes no visual prompts: {refusal}.")
-    if isinstance(visual, ConchVision):
-        return timm_tower(visual.trunk, visual.project, visual.attend)
-    if hasattr(visual, "trunk"):
-        return timm_tower(visual.trunk, lambda feature: visual.head(visual.trunk.head(feature)))
     blocks = list(visual.transformer.resblocks)
     if visual.attn_pool is None and visual.pool_type == "tok" and is_standard_block(blocks[-1]):
         last = blocks[-1]
@@ -117,31 +105,25 @@ def prompted_tower(visual: Any) -> PromptedTower:
         patch_size=_side(visual.patch_size),
         rows=visual._embeds,
         norm=visual.ln_pre,
-        blocks_for=lambda n: blocks,
+        blocks=blocks,
         pool=lambda rows: visual._pool(rows)[0],
         project=lambda feature: feature if visual.proj is None else feature @ visual.proj,
     )
 
 
-def timm_tower(
-    trunk: Any, project: Callable[[Tensor], Tensor], attend: Callable[[Tensor], Tensor] | None = None
-) -> PromptedTower:
-    """A vision transformer of timm with prompts; the caller has asked `timm_blocks.refusal_of`.
-
-    ``attend``: pools the normed rows in place of timm's own pooling.
-    """
-    pool = attend or partial(trunk.forward_head, pre_logits=True)
+def timm_tower(trunk: Any) -> PromptedTower:
+    """A plain vision transformer of timm with prompts; its features are not projected."""
     height, width = trunk.patch_embed.grid_size
     size = trunk.patch_embed.img_size
     return PromptedTower(
         width=int(trunk.embed_dim),
         layers=len(trunk.blocks),
         patch_size=_side((size[0] // height, size[1] // width)),
-        rows=lambda images: timm_blocks.rows_of(trunk, images),
-        norm=getattr(trunk, "norm_pre", torch.nn.Identity()),
-        blocks_for=lambda n: timm_blocks.blocks_for(trunk, n),
-        pool=lambda rows: pool(trunk.norm(rows)),
-        project=project,
+        rows=lambda images: trunk.norm_pre(trunk._pos_embed(trunk.patch_embed(images))),
+        norm=trunk.norm_pre,
+        blocks=list(trunk.blocks),
+        pool=lambda rows: trunk.forward_head(trunk.norm(rows), pre_logits=True),
+        project=lambda feature: feature,
     )
 
 

@@ -1,4 +1,4 @@
-"""Weights from a local file: of open_clip, of CONCH, or of a CLIP or SigLIP model of the transformers library.
+"""Weights of an open_clip model from a local file.
 
 A federation identifies a backbone by its fingerprint, regardless of the origin of the weights.
 """
@@ -13,14 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from promptfed.shared.clip.errors import BackboneError, one_line
-from promptfed.shared.clip.weights.of_transformers import converted
 from promptfed.shared.clip.weights.permissions import CHECKPOINT_SUFFIXES
 
-# File names in folders of open_clip and transformers, the safer format first.
+# File names in folders, the safer format first.
 IN_FOLDERS = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
-_OF_TRANSFORMERS = "text_model.embeddings.token_embedding.weight"
-_OF_CONCH = "visual.attn_pool_contrast.query"
-_FOR_CAPTIONS = ("text_decoder.", "visual.attn_pool_caption.", "visual.ln_caption.")  # of CONCH, which nothing uses
 _TOLD = 8  # names of each kind that are listed; of further ones only the number
 
 
@@ -55,26 +51,10 @@ def load_into(model: Any, path: Path, name: str) -> None:
 
     tensors = _read(path)
     try:
-        if _OF_TRANSFORMERS in tensors:
-            tensors, foreign = converted(tensors)
-            _load(model, tensors, foreign)
-        elif _OF_CONCH in tensors:
-            _load(model, {key: tensor for key, tensor in tensors.items() if not key.startswith(_FOR_CAPTIONS)})
-        else:
-            load_checkpoint(model, str(path), weights_only=True)
-    except BackboneError as error:
-        raise BackboneError(f"The weights in {path} are not those of {name}: {error}.") from None
+        load_checkpoint(model, str(path), weights_only=True)
     except Exception as error:  # open_clip and torch raise many kinds of errors for a file of another model
         told = _misfits(model, tensors) or one_line(error)
         raise BackboneError(f"The weights in {path} are not those of {name}: {told}.") from error
-
-
-def _load(model: Any, tensors: Mapping[str, Any], foreign: Sequence[str] = ()) -> None:
-    """Load all tensors. Raises BackboneError with the names of those that do not fit; ``foreign``: further ones."""
-    told = _misfits(model, tensors, foreign)
-    if told:
-        raise BackboneError(told)
-    model.load_state_dict(tensors)
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -92,7 +72,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     return {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
 
 
-def _misfits(model: Any, tensors: Mapping[str, Any], foreign: Sequence[str] = ()) -> str:
+def _misfits(model: Any, tensors: Mapping[str, Any]) -> str:
     """The names of tensors that do not fit a model; empty if all fit."""
     own = model.state_dict()
     given = {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
@@ -103,7 +83,7 @@ def _misfits(model: Any, tensors: Mapping[str, Any], foreign: Sequence[str] = ()
     ]
     kinds = {
         "missing": [name for name in own if name not in given],
-        "not of this model": [*foreign, *(name for name in given if name not in own)],
+        "not of this model": [name for name in given if name not in own],
         "of another shape": shapes,
     }
     return "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)

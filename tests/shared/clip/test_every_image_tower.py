@@ -1,4 +1,4 @@
-"""Visual prompts in every shipped configuration with a plain transformer, against the library's own forward pass.
+"""Visual prompts in every shipped configuration with a transformer, against the library's own forward pass.
 
 The configurations are real, with two blocks, random weights and float64.
 """
@@ -10,26 +10,22 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import open_clip
 import pytest
-import timm
 import torch
 from open_clip.model import _build_vision_tower
-from torch import nn
 
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.clip.building import seeded
-from promptfed.shared.clip.towers import patches
 from promptfed.shared.clip.towers.functional_vision import vision_tower
 from promptfed.shared.clip.towers.vision import prompted_tower, refusal_of
 from tests.shared.clip.conftest import noise
 from tests.support.equality import assert_gradients, assert_values
 
-PLAIN = 101
+PLAIN = 56
 LARGE = re.compile(r"336|378|384|448|512|-[gHE]-|bigG|gopt|SO400M|CLIPA")
-REFUSED = {"ConvNeXt": 11, "FastVit": 6, "SwinTransformer": 1, "MbConvStages": 15, "ModifiedResNet": 10}
+REFUSED = {"TimmModel": 78, "ModifiedResNet": 10}
 
 
 @cache
@@ -46,17 +42,12 @@ def configurations() -> dict[str, list[str]]:
 
 
 def is_plain(description: str) -> bool:
-    vision = json.loads(description)["vision_cfg"]
-    return bool(vision.get("timm_model_name", "").startswith(("vit_", "eva"))) or isinstance(vision.get("layers"), int)
+    return isinstance(json.loads(description)["vision_cfg"].get("layers"), int)
 
 
 def build(description: str) -> Any:
     wanted = json.loads(description)
-    vision = wanted["vision_cfg"]
-    plain = "timm_model_name" in vision and is_plain(description)
-    create = timm.create_model
-    with patch("timm.create_model", lambda name, **options: create(name, **options, **({"depth": 2} if plain else {}))):
-        return _build_vision_tower(wanted["embed_dim"], vision, wanted["quick_gelu"])
+    return _build_vision_tower(wanted["embed_dim"], wanted["vision_cfg"], wanted["quick_gelu"])
 
 
 @cache
@@ -97,25 +88,7 @@ def test_the_weights_of_most_plain_transformers_can_be_trained() -> None:
     with torch.device("meta"):
         plain = {wanted: fixed_weights(build(wanted)) for wanted in configurations() if is_plain(wanted)}
     counts = Counter(reason and reason.rpartition(" ")[2] for wanted, reason in plain.items() for _ in names_of(wanted))
-    assert counts == {None: 93, "Eva.": 7, "VisionTransformerRelPos.": 1}
-
-
-@pytest.mark.extended
-def test_the_patches_of_towers_that_do_not_pool_by_attention_have_features() -> None:
-    with torch.device("meta"):
-        towers = [(wanted, build(wanted)) for wanted in configurations() if is_plain(wanted)]
-    assert sum(len(names_of(wanted)) for wanted, tower in towers if patches.patch_tokens(tower) is not None) == 66
-
-
-def assert_patches_equal_the_library(visual: Any, images: Any) -> None:
-    """A patch's feature is that of an image whose pooled rows are all this patch's."""
-    rows = visual.trunk.forward_features(images)
-    found = patches.encode_patches(visual, images)
-    prefix = visual.trunk.num_prefix_tokens
-    assert found.shape[1] == rows.shape[1] - prefix == patches.patch_tokens(visual)
-    for place in (0, found.shape[1] - 1):
-        alone = rows[:, prefix + place, None].expand_as(rows)
-        assert_values(found[:, place], visual.head(visual.trunk.forward_head(alone)))
+    assert counts == {None: PLAIN}
 
 
 def names_of(description: str) -> list[str]:
@@ -125,33 +98,15 @@ def names_of(description: str) -> list[str]:
 def test_a_refusal_names_the_tower() -> None:
     with torch.device("meta"):
         tower = build(next(wanted for wanted, names in configurations().items() if "ViTamin-B" in names))
-    with pytest.raises(BackboneError, match="no visual prompts: it is a hybrid of a transformer and MbConvStages"):
+    with pytest.raises(BackboneError, match="no visual prompts: it is a TimmModel, not a vision transformer"):
         prompted_tower(tower)
-
-
-class WiderBias(nn.Module):
-    """A relative position bias that is 0 for rows inserted after the first one."""
-
-    def __init__(self, bias: Any, count: int) -> None:
-        super().__init__()
-        self.bias, self.count = bias, count
-
-    def get_bias(self) -> Any:
-        old = self.bias.get_bias()
-        wide = old.new_zeros(*old.shape[:-2], old.shape[-2] + self.count, old.shape[-1] + self.count)
-        index = torch.tensor([0, *range(1 + self.count, wide.shape[-1])])
-        wide[..., index[:, None], index[None, :]] = old
-        return wide
 
 
 @contextmanager
 def prompts_hooked_in(visual: Any, prompts: Any) -> Any:
     """The library's tower, whose blocks find the prompts after its class token, if it has one, as further ones."""
     depth, n, _ = prompts.shape
-    trunk = getattr(visual, "trunk", None)
-    blocks = visual.transformer.resblocks if trunk is None else trunk.blocks
-    behind = 1 if trunk is None else trunk.num_prefix_tokens
-    norm = visual.ln_pre if trunk is None else getattr(trunk, "norm_pre", nn.Identity())
+    blocks, behind, norm = visual.transformer.resblocks, 1, visual.ln_pre
 
     def enter(module: Any, inputs: Any) -> Any:
         fresh = norm(prompts[0]).expand(len(inputs[0]), -1, -1)
@@ -172,12 +127,6 @@ def prompts_hooked_in(visual: Any, prompts: Any) -> Any:
             hook = enter if number == 0 else replace(prompts[number])
             stack.callback(blocks[number].register_forward_pre_hook(hook).remove)
         stack.callback(blocks[-1].register_forward_hook(leave).remove)
-        for block in blocks if trunk is not None else []:
-            if hasattr(block.attn, "num_prefix_tokens"):  # EVA rotates the rows after these
-                stack.enter_context(patch.object(block.attn, "num_prefix_tokens", behind + n))
-            if isinstance(getattr(block.attn, "rel_pos", None), nn.Module):
-                stack.callback(setattr, block.attn, "rel_pos", block.attn.rel_pos)
-                block.attn.rel_pos = WiderBias(block.attn.rel_pos, n)
         yield
 
 
@@ -214,13 +163,10 @@ def test_prompts_equal_the_library_with_further_tokens(description: Any) -> None
         visual = build(description).eval().requires_grad_(False)
     randomise(visual)
     visual = visual.double()
-    tower, size = prompted_tower(visual), visual.preprocess_cfg["size"] if hasattr(visual, "preprocess_cfg") else None
-    height, width = visual.image_size if size is None else size
+    tower, (height, width) = prompted_tower(visual), visual.image_size
     images = noise(1, 3, height, width, dtype=torch.float64)
     if fixed_weights(visual) is None:
         assert_weights_equal_the_library(visual, images)
-    if hasattr(visual, "trunk") and patches.refusal_of(visual) is None:
-        assert_patches_equal_the_library(visual, images)
     leaves = [noise(2, 3, tower.width, seed=2, dtype=torch.float64).requires_grad_() for _ in range(2)]
     found = tower.encode(images, leaves[0], pooled=False)
     with prompts_hooked_in(visual, leaves[1]):

@@ -17,7 +17,6 @@ import pytest
 import torch
 from open_clip.model import CLIP, _build_text_tower
 
-from promptfed.shared.clip import published
 from promptfed.shared.clip.building import seeded
 from promptfed.shared.clip.towers.functional_text import text_tower
 from promptfed.shared.clip.towers.hub_text import text_tower_of
@@ -26,6 +25,7 @@ from promptfed.shared.clip.towers.tokens import ClassPrompts
 from tests.shared.clip.conftest import noise
 from tests.support.equality import assert_gradients, assert_values
 
+DATA = Path(__file__).parents[2] / "data"
 ONE_BLOCK = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 32}
 WORDS = 60_000  # vocabularies up to this size are kept
 M = 4
@@ -37,7 +37,7 @@ ON_THE_HUB = {
     | {key: 2 for key in ("num_hidden_layers", "num_layers", "encoder_layers") if key in config}
     | {key: 1 for key in ("num_decoder_layers", "decoder_layers") if key in config}
     | ({"vocab_size": 1000} if config["vocab_size"] > WORDS else {})
-    for name, config in published.text_models().items()
+    for name, config in json.loads((DATA / "text_models.json").read_text()).items()
 }
 BIOMEDCLIP = {
     "embed_dim": 512,

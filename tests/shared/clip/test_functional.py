@@ -199,7 +199,7 @@ def test_an_adapter_sees_the_block_s_normed_input_and_is_added_to_its_output(sma
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("small-resnet", "it is a ModifiedResNet"), ("small-timm", "it is a ResNet, not a plain")],
+    [("small-resnet", "it is a ModifiedResNet"), ("small-timm", "it is a TimmModel")],
 )
 def test_other_image_towers_are_refused_by_name(small: Any, name: Any, why: Any) -> None:
     backbone = small(name)

@@ -74,7 +74,7 @@ def test_a_resnets_patches(small: Any) -> None:
     assert_values(found, everywhere[:, 1:])
 
 
-@pytest.mark.parametrize(("name", "why"), [("small-coca", "by attention"), ("small-timm", "is a ResNet, not a plain")])
+@pytest.mark.parametrize(("name", "why"), [("small-coca", "by attention"), ("small-timm", "is a TimmModel, neither")])
 def test_towers_without_patch_features(small: Any, name: Any, why: Any) -> None:
     backbone = small(name)
     assert backbone.patch_tokens is None
