@@ -25,20 +25,12 @@ NOTE = "<!-- Made from the code by `python docs/generate.py`: change the code, n
 MEANINGS = {
     "name": "name of the federation at its coordinator",
     "method": "`name`, and the method's own options beside it: `promptfed methods NAME` lists them",
-    "backbone": "see [backbone](#backbone)",
     "class_names": "the classes to choose among; default: each client's own",
     "template": "the sentence of zero-shot; `{}` is the class name",
     "rounds": "how many rounds there are",
     "retention": "keep the updates, payloads and states of all rounds, or of the last one only",
     "start": "`when_ready`: the coordinator starts the rounds once `min_clients` have enrolled",
     "seed": "all random draws of the federation follow from it",
-    "training": "see [training](#training)",
-    "participation": "see [participation](#participation)",
-    "aggregation": "see [aggregation](#aggregation)",
-    "secure_aggregation": "see [secure_aggregation](#secure_aggregation)",
-    "evaluation": "see [evaluation](#evaluation)",
-    "admission": "see [admission](#admission)",
-    "privacy": "see [privacy](#privacy)",
     "backbone.model": "an open_clip model, or `timm:NAME` for methods without text",
     "backbone.pretrained": "open_clip's tag of the weights; `embedded` for promptfed's own",
     "backbone.precision": "number format of the frozen towers",
@@ -64,7 +56,6 @@ MEANINGS = {
     "evaluation.every": "rounds between evaluations; the first and the last state are always evaluated",
     "admission.max_bytes": "largest body of an update",
     "admission.max_update_norm": "largest L2 norm of an update's change",
-    "aggregation.server": "see [aggregation.server](#aggregationserver)",
     "aggregation.server.optimizer": "a step on the aggregated change: FedAvgM, FedAdagrad, FedAdam or FedYogi",
     "secure_aggregation.threshold": "share of a phase's clients that can open the sum, above a half",
     "secure_aggregation.minimum": "fewest clients in a sum",
@@ -131,6 +122,8 @@ def _sections(schema: dict[str, Any], models: dict[str, Any], path: str) -> Iter
 
 def _meaning(path: str, field: dict[str, Any]) -> str:
     said = field.get("description") or MEANINGS.get(path)
+    if said is None and _model(field):
+        said = f"see [{path}](#{path.replace('.', '')})"
     if said is None:
         raise SystemExit(f"nothing says what {path} means: give its field a description")
     return cell(said)
