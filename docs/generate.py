@@ -1,25 +1,18 @@
-"""The reference pages that are made from the code: the spec and the settings.
+"""The reference page of the spec, which is made from the code.
 
-``python docs/generate.py`` writes them; ``--check`` only names those that are stale. `tests/docs` does that.
+``python docs/generate.py`` writes it; with ``--check`` it ends with 1 if the page is stale. `tests/docs` looks too.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic_settings import BaseSettings
-
-os.environ.pop("PROMPTFED_COORDINATOR", None)  # options that take a variable would show it as their default
-
-from promptfed.client_service.settings import Settings as ClientSettings
-from promptfed.coordinator.settings import Settings as CoordinatorSettings
 from promptfed.shared.spec.spec import FederationSpec
 
-FOLDER = Path(__file__).parent / "reference"
+PAGE = Path(__file__).parent / "reference" / "spec.md"
 NOTE = "<!-- Made from the code by `python docs/generate.py`: change the code, not this page. -->\n\n"
 # What the spec's schema does not say itself.
 MEANINGS = {
@@ -62,16 +55,6 @@ MEANINGS = {
     "secure_aggregation.step_seconds": "time for each of the four exchanges after training",
 }  # fmt: skip
 
-# Variables beside those of the settings.
-VARIABLES = {
-    "PROMPTFED_COORDINATOR": "the coordinator's address, for the operator's commands",
-    "PROMPTFED_OPERATOR_TOKEN": "the operator token, for the operator's commands",
-    "PROMPTFED_CA_FILE": "PEM file of the authority that signed the coordinator's certificate",
-    "PROMPTFED_ALLOW_PLAIN_HTTP": "`1`: send the operator token unencrypted to another machine",
-    "PROMPTFED_BACKBONE_FILE": "file of the backbone's weights, for commands that load a backbone",
-    "PROMPTFED_SIGNING_KEY": "the coordinator's public key, for `verify`, `predict` and `score`",
-}
-
 
 def table(head: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
@@ -85,9 +68,6 @@ def cell(text: Any) -> str:
 
 def code(text: str) -> str:
     return f"`{cell(text)}`" if text else ""
-
-
-# spec.md
 
 
 def spec() -> str:
@@ -176,71 +156,23 @@ def shown_value(value: Any) -> str:
     return str(value)
 
 
-# settings.md
-
-
-def settings() -> str:
-    """Options and variables of the two services, and the variables of the command."""
-    variables = table(["variable", "meaning"], [[f"`{name}`", said] for name, said in VARIABLES.items()])
-    return (
-        "# Settings\n\n"
-        "Each option of a service is also an environment variable: `--data-dir` is "
-        "`PROMPTFED_COORDINATOR_DATA_DIR`, and `--state-dir` is `PROMPTFED_CLIENT_STATE_DIR`. An option wins over its "
-        "variable. A repeatable option is a JSON list in its variable.\n\n"
-        f"## promptfed coordinator\n\n{_settings(CoordinatorSettings)}\n\n"
-        f"## promptfed client\n\n{_settings(ClientSettings)}\n\n"
-        f"## The command\n\n{variables}\n"
-    )
-
-
-def _settings(model: type[BaseSettings]) -> str:
-    rows = []
-    for name, field in model.model_fields.items():
-        said = field.description or ""
-        default = field.get_default(call_default_factory=True)
-        if field.is_required():
-            shown = "" if "default: " in said else "required"
-        elif default is None or default is False or default == []:
-            shown = ""
-        elif default is True:
-            shown = "`yes`"
-        else:
-            shown = code(f"{default:o}" if name.endswith("_mode") else str(default))
-        rows.append([f"`--{name.replace('_', '-')}`", shown, cell(said)])
-    return table(["option", "default", "meaning"], rows)
-
-
-PAGES: dict[str, Callable[[], str]] = {
-    "spec.md": spec,
-    "settings.md": settings,
-}
-
-
-def page(name: str) -> str:
-    """A page as it should be."""
-    title, _, rest = PAGES[name]().partition("\n")
+def page() -> str:
+    """The page as it should be."""
+    title, _, rest = spec().partition("\n")
     return f"{title}\n\n{NOTE}{rest.lstrip()}"
 
 
-def stale() -> list[str]:
-    """Pages that are not what the code says."""
-    return [
-        name
-        for name in PAGES
-        if not (FOLDER / name).is_file() or (FOLDER / name).read_text(encoding="utf-8") != page(name)
-    ]
+def stale() -> bool:
+    """Whether the page is not what the code says."""
+    return not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page()
 
 
 def main() -> int:
-    """Renew the pages, or with ``--check`` name the stale ones."""
-    names = stale()
-    for name in names:
-        if "--check" in sys.argv:
-            print(f"{name} is stale: run python docs/generate.py")
-        else:
-            FOLDER.mkdir(exist_ok=True)
-            (FOLDER / name).write_text(page(name), encoding="utf-8")
-    return int("--check" in sys.argv and bool(names))
+    """Renew the page, or with ``--check`` say whether it is stale."""
+    if "--check" not in sys.argv:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    return int(stale())
 
 
 if __name__ == "__main__":
