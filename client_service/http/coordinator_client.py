@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import ssl
 import time
-from asyncio import to_thread
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ from promptfed.shared.messages import (
 from promptfed.shared.service.addresses import HEARTBEAT, HEARTBEAT_SECONDS
 from promptfed.shared.service.network import http_options, trust
 from promptfed.shared.service.reasons import why
-from promptfed.shared.tensors.compression import unrounded
 
 MAX_PAYLOAD_BYTES = 2 << 30
 POLL_MARGIN = 15.0  # seconds that a long poll may take beyond its wait
@@ -52,7 +50,6 @@ class CoordinatorClient(CoordinatorConnection):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.poll_wait = PollWait()
-        self._last: transfers.Fetched | None = None
 
     async def enrolment(self, enrolment_token: str) -> EnrolmentInfo:
         """What a client must know before it enrols."""
@@ -95,10 +92,8 @@ class CoordinatorClient(CoordinatorConnection):
             raise BadAnswer(f"the payload has {task.payload.bytes} bytes; {MAX_PAYLOAD_BYTES} are allowed: not fetched")
         url, size = self._own_path(task.payload.url), task.payload.bytes
         wanted = transfers.Wanted(size, task.payload.sha256)
-        if (place := await self._from_last(task, url, wanted, folder)) is not None:
-            return place
         if folder is not None and size >= transfers.IN_FILES:
-            return await self._ready(task, await transfers.fetch(self, url, wanted, folder))
+            return await transfers.fetch(self, url, wanted, folder)
         answer = await self.call("GET", url, token=self.token, limit=task.payload.bytes)
         digest = "sha256:" + hashlib.sha256(answer.body).hexdigest()
         if len(answer.body) != task.payload.bytes or digest != task.payload.sha256:
@@ -106,26 +101,7 @@ class CoordinatorClient(CoordinatorConnection):
                 f"the payload of task {task.task_id} has {len(answer.body)} bytes and digest {digest}; "
                 f"{task.payload.bytes} bytes and {task.payload.sha256} were announced"
             )
-        return await self._ready(task, answer.body)
-
-    async def _from_last(
-        self, task: Task, url: str, wanted: transfers.Wanted, folder: Path | None
-    ) -> bytes | Path | None:
-        """The payload made from the one before, where differences are sent."""
-        if self._last is None or task.config.compression.down != "delta":
-            return None
-        if self._last.digest == wanted.digest:
-            return self._last.place
-        place = await transfers.from_last(self, url, wanted, self._last, folder)
-        return None if place is None else await self._ready(task, place)
-
-    async def _ready(self, task: Task, place: bytes | Path) -> bytes | Path:
-        """A fetched payload as training reads it."""
-        down = task.config.compression.down
-        self._last = transfers.Fetched(task.payload.sha256, place) if down == "delta" else None
-        if down != "bf16" or task.kind not in ("train", "evaluate"):
-            return place
-        return unrounded(place) if isinstance(place, bytes) else await to_thread(unrounded, place)
+        return answer.body
 
     async def send_update(self, task_id: str, body: Body) -> None:
         """Send an update; returns when the coordinator has it (201, or 200 where it already had these bytes)."""

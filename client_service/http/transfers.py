@@ -6,13 +6,10 @@ An update that breaks off is sent again; a payload that breaks off goes on where
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import urlencode
 
 import httpx
 
@@ -27,8 +24,6 @@ from promptfed.client_service.http.connection import (
     Unavailable,
 )
 from promptfed.shared.machine import sync_folder
-from promptfed.shared.service.addresses import BASE
-from promptfed.shared.tensors.deltas import PART, applied
 
 IN_FILES = 16 << 20  # bytes from which a payload comes into a file
 # An update is answered once the whole was hashed, looked through and put on the disk.
@@ -73,50 +68,6 @@ class Wanted:
 
     size: int
     digest: str
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """A payload that this client has, from which the next one can be made."""
-
-    digest: str
-    place: bytes | Path
-
-
-async def from_last(
-    connection: CoordinatorConnection, url: str, wanted: Wanted, last: Fetched, folder: Path | None
-) -> bytes | Path | None:
-    """The body at ``url``, made from its difference to the last one; in a file of ``folder`` where that was in one.
-
-    None where it comes in no such way, or not whole: `fetch` says then what is wrong.
-    """
-    url = f"{url}?{urlencode({'base': last.digest})}"
-    headers = {"Authorization": f"Bearer {connection.token}", "Accept-Encoding": "identity"}
-    with suppress(httpx.TransportError, BadAnswer, Unavailable, ValueError, OSError):
-        async with connection.answered("GET", url, lambda: None, headers, TIMEOUT) as response:
-            if not response.is_success or response.headers.get(BASE) != last.digest:
-                return None
-            if isinstance(last.place, bytes) or folder is None:
-                delta = bytes(await connection.read(response, wanted.size))
-                body = b"".join(applied([delta], last.place))
-                return body if "sha256:" + hashlib.sha256(body).hexdigest() == wanted.digest else None
-            name = wanted.digest.removeprefix("sha256:")
-            difference, draft = folder / f"{name}.delta", folder / f"{name}.part"
-            with difference.open("wb") as file:
-                await _write(connection, response, file, wanted.size)
-        await asyncio.to_thread(_apply, difference, last.place, draft)
-        if await asyncio.to_thread(sha256_of, draft) == name:
-            draft.replace(folder / name)
-            sync_folder(folder)
-            last.place.unlink(missing_ok=True)
-            return folder / name
-    return None
-
-
-def _apply(difference: Path, base: Path, draft: Path) -> None:
-    with difference.open("rb") as file, draft.open("wb") as made:
-        made.writelines(applied(iter(lambda: file.read(PART), b""), base))
-    difference.unlink()
 
 
 async def fetch(connection: CoordinatorConnection, url: str, wanted: Wanted, folder: Path) -> Path:

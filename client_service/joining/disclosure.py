@@ -35,10 +35,6 @@ NEVER = (
 )
 KEY = "public, made here: the others in a sum know this client's signature by it, and not its name"
 UPDATES = "what can be computed from each update: gradients of images have been turned back into images"
-DOWN = {
-    "bf16": "states rounded to bfloat16; the federation keeps the whole one",
-    "delta": "differences from the state before, without loss",
-}
 
 
 @dataclass(frozen=True)
@@ -183,10 +179,7 @@ class Disclosure:
             text = f"names, roles and domain descriptions of at most {counted(terms.most_peers, 'client')} are used"
             work += [("clients", f"{text}; they change as clients join and leave")]
         if terms.compression.up != "none" and self.exchanges:
-            text = f"changes from what was received, as {terms.compression.up}; what that loses stays here"
-            work += [("sending", f"{text} and is added to the next change")]
-        if terms.compression.down != "none":
-            work += [("receiving", DOWN[terms.compression.down])]
+            work += [("sending", f"changes from what was received, rounded at random to {terms.compression.up}")]
         return [
             *work,
             ("evaluate", f"every {counted(terms.evaluate_every, 'round')}, before the first and after the last"),

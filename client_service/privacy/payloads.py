@@ -238,9 +238,7 @@ def _start(
             payload = dict(method.payload(state, phase, own, context))
     except (MethodError, BackboneError, KeyError, IndexError, ValueError, RuntimeError):
         return None  # it needs to know the other clients
-    if config.compression.down != "bf16":
-        return payload
-    return {name: one.bfloat16().float() if one.dtype == torch.float32 else one for name, one in payload.items()}
+    return payload
 
 
 def _rows(tensors: Tensors) -> dict[str, float]:

@@ -7,7 +7,7 @@ from promptfed.client_service.state.private_state import PrivateState, TensorOri
 
 def keep_round(state: PrivateState, round: int) -> None:
     """Keep the committed private tensors as those of ``round``; before the first training these are none."""
-    state.commit_prepared(*state.committed(), f"round-{round}.safetensors", residual={})
+    state.commit_prepared(*state.committed(), f"round-{round}.safetensors")
 
 
 def select_round(state: PrivateState, round: int) -> None:

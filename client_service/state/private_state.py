@@ -46,7 +46,6 @@ PENDING = "pending"
 ANSWERED = "answered"
 COMMITTED = "committed.safetensors"
 PAYLOADS = "payloads"
-RESIDUAL = "residual#"  # before the names of tensors that compression keeps beside the private ones
 FORM = 1  # of the files here; a folder of promptfed before 0.4.0 says none
 READS_OLDER = "7368013d"  # the last commit that reads folders of promptfed before 0.4.0
 LARGE = 16 << 20  # bytes from which a payload is mapped and not read
@@ -153,15 +152,6 @@ class PrivateState:
 
     def committed(self, name: str = COMMITTED) -> tuple[Tensors, TensorOrigin]:
         """The private tensors from which training starts, or those kept as ``name``; none if no file."""
-        tensors, origin = self._read_tensors(name)
-        return {name: one for name, one in tensors.items() if not name.startswith(RESIDUAL)}, origin
-
-    def residual(self, name: str = COMMITTED) -> Tensors:
-        """What compression has lost of the accepted changes, by the names of their tensors; ``name`` as above."""
-        kept = self._read_tensors(name)[0].items()
-        return {name.removeprefix(RESIDUAL): one for name, one in kept if name.startswith(RESIDUAL)}
-
-    def _read_tensors(self, name: str) -> tuple[Tensors, TensorOrigin]:
         path = self.folder / name
         if not path.exists():
             return {}, TensorOrigin()
@@ -171,14 +161,9 @@ class PrivateState:
         except (TensorError, TypeError):
             raise self.damaged(path.name) from None
 
-    def commit_prepared(
-        self, private: Tensors, provenance: TensorOrigin, name: str = COMMITTED, residual: Tensors | None = None
-    ) -> None:
-        """Commit private tensors that belong to no pending update, or keep them as ``name``.
-
-        ``residual``: default: the committed one.
-        """
-        self.write_file(name, _encode(private, provenance, self.residual() if residual is None else residual))
+    def commit_prepared(self, private: Tensors, provenance: TensorOrigin, name: str = COMMITTED) -> None:
+        """Commit private tensors that belong to no pending update, or keep them as ``name``."""
+        self.write_file(name, _encode(private, provenance))
 
     def reset_private(self) -> None:
         """Forget the committed private tensors, and an update that was made from them and is not sent yet."""
@@ -187,13 +172,8 @@ class PrivateState:
         (self.folder / COMMITTED).unlink(missing_ok=True)
         self._disk.sync_folder(self.folder)
 
-    def write_pending(
-        self, update: bytes, private: Tensors, provenance: TensorOrigin, residual: Tensors | None = None
-    ) -> None:
-        """Make an update and its private tensors durable together; from now on only these bytes are sent.
-
-        ``residual``: what compression has lost, which is committed with the private tensors.
-        """
+    def write_pending(self, update: bytes, private: Tensors, provenance: TensorOrigin) -> None:
+        """Make an update and its private tensors durable together; from now on only these bytes are sent."""
         draft = self.folder / "pending.tmp"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(mode=0o700)
@@ -204,7 +184,7 @@ class PrivateState:
             "sha256": hashlib.sha256(update).hexdigest(),
         }
         self._disk.write(draft / "update.safetensors", update)
-        self._disk.write(draft / "private.safetensors", _encode(private, provenance, residual or {}))
+        self._disk.write(draft / "private.safetensors", _encode(private, provenance))
         self._disk.write(draft / "about.json", json.dumps(about).encode())
         self._disk.sync_folder(draft)
         os.rename(draft, self._pending)
@@ -383,7 +363,6 @@ def _update_in(folder: Path) -> Pending:
     return Pending(about["task_id"], about["round"], about["phase"], Body(path, path.stat().st_size, digest))
 
 
-def _encode(private: Tensors, provenance: TensorOrigin, residual: Tensors) -> bytes:
+def _encode(private: Tensors, provenance: TensorOrigin) -> bytes:
     # Clones, since safetensors refuses tensors that share memory, as views of one parameter do.
-    everything = private | {RESIDUAL + name: tensor for name, tensor in residual.items()}
-    return encode({name: tensor.detach().clone() for name, tensor in everything.items()}, asdict(provenance))
+    return encode({name: tensor.detach().clone() for name, tensor in private.items()}, asdict(provenance))

@@ -94,10 +94,8 @@ class TaskWork:
             return cancelled()
 
         trained = self.trained(task, payload, asked_between_steps)
-        body, residual = made_body(
-            task, self.name, trained, self._receipt(task) if trained.update else None, payload, self.state
-        )
-        self.state.write_pending(body, trained.private, trained.provenance, residual)
+        body = made_body(task, self.name, trained, self._receipt(task) if trained.update else None, payload)
+        self.state.write_pending(body, trained.private, trained.provenance)
         point("pending-written")
         return dict(trained.metrics)
 

@@ -24,13 +24,11 @@ _COUNTED = (
 class Given:
     """The updates in order of client name, and by client: the digest of the payload that each started from.
 
-    ``rounded``: the payloads of those that began at a rounded state.
     ``gone``: clients whose updates were removed, by retention or on request.
     """
 
     updates: tuple[Counted, ...] = ()
     payloads: Mapping[str, str] = field(default_factory=dict)
-    rounded: Mapping[str, str] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()
 
 
@@ -40,10 +38,8 @@ NOTHING = Given()
 def given(session: Session, federation: Federation, phase_id: int) -> Given:
     """The counted updates of a phase."""
     rows = session.connection().execute(_COUNTED, {"phase": phase_id}).all()
-    is_rounded = federation.spec.compression.down == "bf16"
     return Given(
         tuple(sorted((row.client, row.weight or 0.0, row.sha256) for row in rows)),
         {row.client: row.payload_sha256 for row in rows},
-        {row.client: row.payload_sha256 for row in rows if is_rounded},
         frozenset(row.client for row in rows if not row.stored),
     )

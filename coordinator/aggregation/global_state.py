@@ -12,7 +12,6 @@ import numpy as np
 
 from promptfed.coordinator.aggregation.flame import seed_of
 from promptfed.coordinator.aggregation.rules import Rule
-from promptfed.coordinator.aggregation.scaled_updates import moved_on
 from promptfed.coordinator.aggregation.server_half import Combined, call
 from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer, fresh_moments, moment_tensors
 from promptfed.coordinator.domain.federation import Client, Federation
@@ -33,7 +32,6 @@ from promptfed.shared.tensors import (
     decode_file,
     method_part,
 )
-from promptfed.shared.tensors.compression import rounded
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -161,14 +159,6 @@ def payload(
     return made
 
 
-def sent_payload(
-    federation: Federation, state: Arrays, phase: Phase | None, client: Client, context: ServerContext
-) -> Arrays:
-    """The `payload` as it is sent: rounded, if the spec says so."""
-    made = payload(federation, state, phase, client, context)
-    return rounded(made) if federation.spec.compression.down == "bf16" else made
-
-
 def after_mean(federation: Federation, state: Arrays, phase: Phase, mean: Arrays, context: ServerContext) -> Arrays:
     """The state after ``phase`` from a known ``mean``: of a secure sum, or a noised one."""
     optimizer = ServerOptimizer(federation.spec.aggregation.server, state)
@@ -209,22 +199,6 @@ def _shape(spec: TensorSpec, tensor: Array | None, dims: Mapping[str, int]) -> S
     return tuple(
         dims.get(size, n) if isinstance(size, str) else size for size, n in zip(spec.shape, actual, strict=True)
     )
-
-
-def updates_of(
-    blobs: Blobs,
-    federation: Federation,
-    state: Arrays,
-    phase: Phase,
-    updates: Iterable[ClientUpdate],
-    rounded: Mapping[str, str],
-    context: ServerContext,
-) -> Iterable[ClientUpdate]:
-    """``updates`` as the method aggregates them: those from ``rounded`` payloads have their changes from ``state``."""
-    if not rounded:
-        return updates
-    payload = common_payload(federation, method_part(state), phase, context)
-    return moved_on(blobs, updates, payload, rounded)
 
 
 def stored_updates(blobs: Blobs, updates: Iterable[Counted]) -> Iterator[ClientUpdate]:

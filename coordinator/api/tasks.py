@@ -26,8 +26,8 @@ from promptfed.coordinator.http.uploads import Incoming, Uploads, announced_dige
 from promptfed.coordinator.operations import exchanges, payloads, submissions
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.api.api_schemas import Receipt, UpdateReceipt
-from promptfed.shared.messages import ENDED, Digest, EvaluationRequest, FailureRequest, Task
-from promptfed.shared.service.addresses import BASE, HEARTBEAT
+from promptfed.shared.messages import ENDED, EvaluationRequest, FailureRequest, Task
+from promptfed.shared.service.addresses import HEARTBEAT
 from promptfed.shared.spec.selection import FINAL
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
@@ -215,17 +215,11 @@ def get_payload(
     caller: Calling,
     task_id: TaskId,
     asked: Annotated[str | None, Header(alias="range", description="`bytes=N-`: of a large one, from there on")] = None,
-    base: Annotated[
-        Digest | None, Query(description="with `compression.down: delta`: a payload that this client has")
-    ] = None,
 ) -> Response:
-    """The tensors that the client starts from: always the same bytes for one task.
-
-    With `base`, what makes them from that payload, if the header `Promptfed-Base` names it; see the protocol page.
-    """
+    """The tensors that the client starts from: always the same bytes for one task."""
     client, begin = caller.client, first_byte(asked)
-    digest, place = payloads.served_payload(registry, caller.federation, client, task_id, begin, base)
-    return tensors_at(place, {BASE: base} if digest == base else {"ETag": f'"{digest}"'})
+    digest, place = payloads.served_payload(registry, caller.federation, client, task_id, begin)
+    return tensors_at(place, {"ETag": f'"{digest}"'})
 
 
 def is_at_hand(registry: Registry, caller: CallingClient, task_id: str) -> bool:

@@ -78,8 +78,7 @@ def _computed(
     with room(registry.blobs) as rule.room:
         stored = global_state.stored_updates(registry.blobs, given.updates)
         measured = changes.measured(stored, lambda client: payload(given.payloads[client]), changed)
-        stream = global_state.updates_of(registry.blobs, federation, state, phase, measured, given.rounded, context)
-        after, told = global_state.after_phase(federation, state, phase, stream, rule, context)
+        after, told = global_state.after_phase(federation, state, phase, measured, rule, context)
     measures = _measured(federation, state, phase, after, context)
     measures = Measured(measures.phase | told.phase | rule.measured, measures.clients | told.clients)
     report = {**_finite(measures), "changes": _finite_numbers(changed)}

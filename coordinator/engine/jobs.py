@@ -257,7 +257,7 @@ def _made_payloads(
         stage = task.kind, task.round, task.step
         if last is None or last[0] != stage or not federation.method.one_payload:
             phase = federation.method_phase(task.round, task.step) if task.kind == "train" else None
-            tensors = global_state.sent_payload(federation, state, phase, federation.clients[task.client], context)
+            tensors = global_state.payload(federation, state, phase, federation.clients[task.client], context)
             alike = last is not None and _are_the_same(last[1], tensors)
             stored = last[2] if last is not None and alike else put_tensors(registry.blobs, held, tensors)
             if federation.method.one_payload:
@@ -281,7 +281,7 @@ def payload_again(registry: Registry, federation: Federation, digest: str) -> by
         return secure_jobs.told(registry, federation, open_task(task, stage))
     phase = federation.method_phase(stage.round, stage.step) if stage.kind == "train" else None
     client = federation.clients[task.client]
-    return encode(global_state.sent_payload(federation, state, phase, client, federation.context()))
+    return encode(global_state.payload(federation, state, phase, client, federation.context()))
 
 
 def _are_the_same(first: Arrays, second: Arrays) -> bool:

@@ -34,7 +34,6 @@ from promptfed.coordinator.problems import FederationMoving, MethodAbsent, NotFo
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.blobs import Blobs, DamagedBlob
 from promptfed.coordinator.store.database import Database
-from promptfed.coordinator.store.deltas import Deltas
 from promptfed.coordinator.store.leases import Fenced, Leases
 from promptfed.coordinator.store.tables import DELETING, FederationRow, OperatorRow
 from promptfed.coordinator.store.writable import Writable
@@ -72,7 +71,6 @@ class Registry:
         self.noise = noise or SecretNoise()
         self.database = database
         self.blobs = blobs
-        self.deltas = Deltas(blobs)
         self.metrics = metrics
         self.writable = Writable(database, blobs)
         self.wakeups = Wakeups()

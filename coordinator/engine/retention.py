@@ -69,8 +69,7 @@ def collect(registry: Registry, digests: Iterable[str]) -> None:
     for begin in range(0, len(candidates), AT_ONCE):
         some = candidates[begin : begin + AT_ONCE]
         with registry.exclusively(), registry.database.read() as session:
-            gone = registry.blobs.remove(set(some) - _named(session, some), _named)
-        registry.deltas.forget(gone)
+            registry.blobs.remove(set(some) - _named(session, some), _named)
         time.sleep(TURN_SECONDS)
 
 

@@ -186,9 +186,8 @@ def computed(
         total = np.frombuffer(step.total.body, dtype="<i8").astype(np.int64)
         return secure_jobs.state_after(federation, before, phase, total, step.total.weight, context)[0]
     with room(registry.blobs) as rule.room:
-        stored, rounded = global_state.stored_updates(registry.blobs, updates), step.given.rounded
-        moved = global_state.updates_of(registry.blobs, federation, before, phase, stored, rounded, context)
-        return global_state.after_phase(federation, before, phase, moved, rule, context)[0]
+        stored = global_state.stored_updates(registry.blobs, updates)
+        return global_state.after_phase(federation, before, phase, stored, rule, context)[0]
 
 
 def _stored(registry: Registry, row: StateRow) -> Arrays:

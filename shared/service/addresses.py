@@ -13,8 +13,6 @@ TOLD = "Promptfed-Coordinators"
 HEARTBEAT = "Promptfed-Heartbeat"
 """The header with which a poll asks for white space every ``HEARTBEAT_SECONDS`` until its answer is there."""
 
-BASE = "Promptfed-Base"
-"""The header that names the payload from which an answer is a difference (``compression.down: delta``)."""
 
 HEARTBEAT_SECONDS = 2.0
 QUIET_SECONDS = 3.0  # without a byte, after which a caller asks ``/readyz`` whether the coordinator is there

@@ -1,15 +1,13 @@
-"""Compressed changes: bfloat16, int8 with scales, or the largest entries; as tensors of the same safetensors body.
+"""Compressed changes: bfloat16, or int8 with scales; as tensors of the same safetensors body.
 
 A change ``x`` is a float32 tensor. ``x`` itself names its bfloat16 or int8 entries. ``x#scale`` has one float32 for
-each ``BLOCK`` entries, ``x#index`` and ``x#value`` the places and the values of the largest entries. Other tensors are
-sent as they are.
+each ``BLOCK`` entries. Other tensors are sent as they are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -20,15 +18,11 @@ from promptfed.shared.tensors import (
     Arrays,
     Shape,
     TensorError,
-    decode_place,
-    encode,
-    encode_file,
 )
-from promptfed.shared.tensors.arrays import brain_float
 
 BLOCK = 1024
 LEVELS = 127
-SCALE, INDEX, VALUE = "#scale", "#index", "#value"
+SCALE = "#scale"
 Expected = Mapping[str, tuple[Shape, str]]
 
 
@@ -40,10 +34,8 @@ def compressed(changes: Mapping[str, Array], up: str, rng: np.random.Generator) 
             encoded[name] = change
         elif up == "bf16":
             encoded[name] = _to_bfloat16(change, rng)
-        elif up == "int8":
-            encoded[name], encoded[name + SCALE] = _to_int8(change, rng)
         else:
-            encoded[name + INDEX], encoded[name + VALUE] = _largest(change.reshape(-1), _kept(change.size, up))
+            encoded[name], encoded[name + SCALE] = _to_int8(change, rng)
     return encoded
 
 
@@ -51,44 +43,18 @@ def decompressed(encoded: Mapping[str, Array], expected: Expected, up: str) -> A
     """The changes that ``encoded`` stands for, in the shapes of ``expected``.
 
     Raises:
-        TensorError: the tensors are not those of such changes, or hold NaN, infinity or places out of range.
+        TensorError: the tensors are not those of such changes, or hold NaN or infinity.
     """
     _check(encoded, expected, up)
     changes: Arrays = {}
-    for name, (shape, dtype) in expected.items():
+    for name, (_, dtype) in expected.items():
         if dtype != "float32":
             changes[name] = encoded[name]
         elif up == "bf16":
             changes[name] = encoded[name].astype(np.float32)
-        elif up == "int8":
-            changes[name] = _from_int8(encoded[name], encoded[name + SCALE])
         else:
-            flat = np.zeros(math.prod(shape), np.float32)
-            flat[encoded[name + INDEX]] = encoded[name + VALUE]
-            changes[name] = flat.reshape(shape)
+            changes[name] = _from_int8(encoded[name], encoded[name + SCALE])
     return changes
-
-
-def rounded(payload: Mapping[str, Array]) -> Arrays:
-    """``payload`` with bfloat16 in place of float32, rounded to the nearest."""
-    return {name: brain_float(array) if array.dtype == np.float32 else array for name, array in payload.items()}
-
-
-def unrounded(body: bytes | Path) -> bytes | Path:
-    """The body of a `rounded` payload with its tensors in float32 again; of a file in a file beside it.
-
-    Raises:
-        TensorError: the body is none of tensors.
-    """
-    payload, about = decode_place(body)
-    wide = {
-        name: array.astype(np.float32) if array.dtype.name == "bfloat16" else array for name, array in payload.items()
-    }
-    if isinstance(body, bytes):
-        return encode(wide, about)
-    path = body.with_suffix(".wide")
-    encode_file(wide, path, about)
-    return path
 
 
 def added(changes: Mapping[str, Array], payload: Mapping[str, Array]) -> Arrays:
@@ -109,16 +75,6 @@ def _moves(name: str, array: Array, payload: Mapping[str, Array]) -> bool:
     if before is None or before.shape != array.shape or name.startswith(CHANGE):
         return False
     return array.dtype == np.float32 and before.dtype.name in ("float32", "bfloat16")
-
-
-def _kept(size: int, up: str) -> int:
-    share = float(up.removeprefix("topk(").removesuffix(")"))
-    return min(size, max(1, round(share * size)))
-
-
-def _largest(flat: Array, count: int) -> tuple[Array, Array]:
-    places = np.sort(np.argpartition(np.abs(flat), flat.size - count)[flat.size - count :]) if count else np.arange(0)
-    return places.astype(np.int32), flat[places]
 
 
 def _to_bfloat16(change: Array, rng: np.random.Generator) -> Array:
@@ -160,11 +116,8 @@ def _wanted(expected: Expected, up: str) -> dict[str, tuple[Shape, str]]:
             wanted[name] = (shape, dtype)
         elif up == "bf16":
             wanted[name] = (shape, "bfloat16")
-        elif up == "int8":
-            wanted |= {name: (shape, "int8"), name + SCALE: ((-(-size // BLOCK),), "float32")}
         else:
-            count = _kept(size, up)
-            wanted |= {name + INDEX: ((count,), "int32"), name + VALUE: ((count,), "float32")}
+            wanted |= {name: (shape, "int8"), name + SCALE: ((-(-size // BLOCK),), "float32")}
     return wanted
 
 
@@ -184,10 +137,3 @@ def _check(encoded: Mapping[str, Array], expected: Expected, up: str) -> None:
             raise TensorError("not-finite", f"tensor {name!r} holds NaN or infinity")
         if name.endswith(SCALE) and array.size and array.min() < 0:
             raise TensorError("not-finite", f"tensor {name!r} holds a negative scale")
-        if name.endswith(INDEX):
-            _check_places(name, array, math.prod(expected[name.removesuffix(INDEX)][0]))
-
-
-def _check_places(name: str, places: Array, size: int) -> None:
-    if places.size and (places[0] < 0 or places[-1] >= size or (np.diff(places.astype(np.int64)) <= 0).any()):
-        raise TensorError("wrong-shape", f"tensor {name!r} must hold rising places between 0 and {size - 1}")

@@ -129,16 +129,6 @@ def test_where_the_policy_warns_training_goes_on_and_the_status_tells(
     assert (found["verdict"], "seed" in found["why"]) == ("suspicious", True)
 
 
-def test_a_rounded_first_payload_is_what_the_seed_gives(
-    tmp_path: Path, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    coordinator = make_coordinator(rounds=1, compression={"down": "bf16"})
-    coordinator.global_state = {name: one.bfloat16() for name, one in coordinator.global_state.items()}
-    assert asyncio.run(make_worker(coordinator, settings=with_payload(settings, tmp_path)).run()) == Exit.OK
-    assert coordinator.failures == []
-    assert len(coordinator.accepted) == 1
-
-
 def signed(private: bytes, at: int, digest: str, **changes: Any) -> dict[str, Any]:
     """A witness's receipt of what this round served; ``changes`` are to what is signed."""
     body = receipt_body(FEDERATION, at, "train", digest) | changes

@@ -1,4 +1,4 @@
-"""Compressed changes: rounding without bias, error feedback written out, sizes, and hostile payloads."""
+"""Compressed changes: rounding without bias, sizes, and hostile payloads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from promptfed.shared.spec.compression import CompressionSpec
 from promptfed.shared.tensors import TensorError, decode, encode
 from promptfed.shared.tensors.compression import added, compressed, decompressed, subtracted
 
-KINDS = ["bf16", "int8", "topk(0.1)"]
+KINDS = ["bf16", "int8"]
 Arrays = dict[str, np.ndarray]
 
 
@@ -49,35 +49,11 @@ def test_rounding_is_unbiased_and_no_error_is_larger_than_a_step(up: str) -> Non
     assert all((one["still"] == 0).all() and (one["count"] == given["count"]).all() for one in told)
 
 
-def test_the_largest_entries_are_sent() -> None:
-    given = change()
-    told = received(given, "topk(0.1)", 0)
-    flat = given["context"].reshape(-1)
-    kept = set(np.argsort(-np.abs(flat))[: round(0.1 * flat.size)].tolist())
-    wanted = np.array([value if at in kept else 0.0 for at, value in enumerate(flat)])
-    assert (told["context"].reshape(-1) == wanted).all()
-    assert told["one"] == given["one"], "at least one entry"
-
-
 @pytest.mark.parametrize("up", KINDS)
 def test_the_same_draws_give_the_same_bytes(up: str) -> None:
     bodies = [encode(compressed(change(), up, np.random.default_rng(seed))) for seed in (1, 1, 2)]
     assert bodies[0] == bodies[1]
-    assert (bodies[0] != bodies[2]) is (up != "topk(0.1)")
-
-
-@pytest.mark.parametrize("up", KINDS)
-def test_error_feedback_loses_nothing_in_the_long_run(up: str) -> None:
-    """e ← (Δ + e) - C(Δ + e): what has arrived plus the residual is the sum of all changes."""
-    residual, total, arrived = np.zeros((4, 512)), np.zeros((4, 512)), np.zeros((4, 512))
-    for round in range(30):
-        delta = change(round)["context"]
-        whole = {"context": (delta + residual).astype(np.float32)}
-        sent = received(whole, up, round)["context"]
-        residual = whole["context"] - sent
-        total, arrived = total + delta, arrived + sent
-    np.testing.assert_allclose(arrived + residual, total, atol=1e-3)
-    assert np.abs(arrived - total).max() > 1e-6, "it is lossy"
+    assert bodies[0] != bodies[2]
 
 
 def test_updates_and_changes_are_inverse() -> None:
@@ -121,12 +97,6 @@ NAN = float("nan")
         ("int8", "x", np.ones(4, np.float32), "unknown-tensor: tensor 'x' was not asked for"),
         ("bf16", "w", np.full(3000, NAN, ml_dtypes.bfloat16), "not-finite: tensor 'w' holds NaN"),
         ("bf16", "w", np.zeros(3000, np.float32), "wrong-dtype: tensor 'w' is float32; bfloat16 was asked for"),
-        ("topk(0.1)", "w#index", np.arange(300, dtype=np.int32) + 2701, "wrong-shape: tensor 'w#index' must hold"),
-        ("topk(0.1)", "w#index", np.arange(300, dtype=np.int32) - 1, "must hold rising places between 0 and 2999"),
-        ("topk(0.1)", "w#index", np.zeros(300, np.int32), "must hold rising places between 0 and 2999"),
-        ("topk(0.1)", "w#index", np.arange(300), "wrong-dtype: tensor 'w#index' is int64; int32 was asked for"),
-        ("topk(0.1)", "w#value", np.full(300, NAN, np.float32), "not-finite: tensor 'w#value' holds NaN"),
-        ("topk(0.1)", "w#value", np.ones(3000, np.float32), "wrong-shape: tensor 'w#value' has shape (3000,)"),
     ],
 )
 def test_hostile_changes_are_refused_with_the_reason(up: str, name: str, value: Any, why: str) -> None:
@@ -135,13 +105,12 @@ def test_hostile_changes_are_refused_with_the_reason(up: str, name: str, value: 
 
 def test_the_largest_floats_stay_finite() -> None:
     given = {"w": np.array([np.finfo(np.float32).max, -np.finfo(np.float32).max, 1e-45], np.float32)}
-    for up in ("bf16", "topk(0.1)"):
-        told = [received(given, up, seed)["w"] for seed in range(20)]
-        assert np.isfinite(told).all()
+    told = [received(given, "bf16", seed)["w"] for seed in range(20)]
+    assert np.isfinite(told).all()
 
 
 def test_only_known_encodings_are_taken() -> None:
-    assert [CompressionSpec(up=up).up for up in ("none", "bf16", "topk(0.01)", "topk(1)")]
-    for up in ("int4", "topk", "topk(0)", "topk(0.0)", "topk(1.5)", "topk(nan)", "topk(-0.1)"):
-        with pytest.raises(ValidationError, match="none, bf16, int8 or topk"):
-            CompressionSpec(up=up)
+    assert [CompressionSpec.model_validate({"up": up}).up for up in ("none", "bf16", "int8")]
+    for up in ("int4", "topk(0.1)"):
+        with pytest.raises(ValidationError, match="'none', 'bf16' or 'int8'"):
+            CompressionSpec.model_validate({"up": up})

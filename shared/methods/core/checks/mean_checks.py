@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from promptfed.shared.methods.core.interface.base import Method, MethodError, Phase
-from promptfed.shared.tensors import CHANGE
 
 
 def distinct_phases(method: Method, rounds: int) -> list[Phase]:
@@ -28,14 +27,3 @@ def check_one_mean(method: Method, rounds: int, nothing: str, so: str) -> None:
         raise MethodError(f"{method.name} asks clients for different tensors: {so}")
     if any(tensor.dtype != "float32" for phase in phases for tensor in phase.up):
         raise MethodError(f"{method.name} sends tensors that are no real numbers: {so}")
-
-
-def check_changes(method: Method, rounds: int, purpose: str) -> None:
-    """Raise MethodError if clients send what is neither in their payload nor a change itself. ``purpose``: a verb."""
-    for phase in distinct_phases(method, rounds):
-        received = {tensor.name for tensor in phase.down}
-        others = {tensor.name for tensor in phase.up if not tensor.name.startswith(CHANGE)} - received
-        if others:
-            raise MethodError(
-                f"{method.name} sends {min(others)}, which its clients do not receive: there is no change to {purpose}"
-            )
