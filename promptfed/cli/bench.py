@@ -13,7 +13,6 @@ from promptfed.cli.bench_options import BenchOptions
 from promptfed.cli.bench_output import remarks_on, run_shown, show_table
 from promptfed.cli.common import refuse
 from promptfed.experiments.bench.bench_folder import results_csv
-from promptfed.experiments.bench.document import BenchmarkRecord, chosen_panels, document, kept_panels, record
 from promptfed.experiments.bench.entries import RawSpec, parse_entries
 from promptfed.experiments.bench.presets import REDUCED_SEEDS, SEEDS, embedded_presets, preset_names, read_preset
 from promptfed.experiments.bench.provenance import ResultProvenance, provenance
@@ -21,13 +20,10 @@ from promptfed.experiments.bench.results import BenchRun, write_json
 from promptfed.experiments.bench.runner import Bench, Runner
 from promptfed.experiments.bench.sweep import SHARE, Grid, Swept, rates_of, sweep, sweep_table
 from promptfed.experiments.bench.tables import (
-    Headroom,
     TableRow,
     cells,
     interleaved,
     markdown,
-    rooms_of,
-    rooms_table,
     rows_of,
 )
 from promptfed.experiments.cluster.cells import RayRunner, connected_later
@@ -43,7 +39,7 @@ from promptfed.experiments.figures.bench_metrics import (
     open_sets_of,
 )
 from promptfed.experiments.figures.plots import draw
-from promptfed.experiments.protocols.derived import CEILINGS, KNOWN
+from promptfed.experiments.protocols.derived import KNOWN
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec, write_file
@@ -57,13 +53,12 @@ MISSING = ("there is no folder", ", or is not whole")  # in errors of data that 
 # Options that each kind of run uses, by their parameters, besides those that all use.
 _RAY = frozenset({"address", "gpus_per_cell"})
 _ALL = _RAY | {"protocol", "out", "seeds", "pool", "device", "engine", "allow_backbone", "backbone_file", "as_json"}
-_EMBEDDED = _ALL | {"reduced", "panels"}
+_EMBEDDED = _ALL | {"reduced"}
 _PRESET = _ALL | {"root", "spec", "rounds"}
 
 
 def run_bench(
     protocol: str,
-    results: Sequence[str],
     options: BenchOptions,
     allow_backbone: AllowedBackbones,
     written: Set[str],
@@ -72,11 +67,8 @@ def run_bench(
     """Run a bench; ``written`` are the parameters that the command line gives.
 
     Raises:
-        CommandError: what is wrong with options, data or results.
+        CommandError: what is wrong with options or data.
     """
-    extra = [*results, *(f"--{name}" for name in sorted({"cell", "tolerance"} & written))]
-    if extra:
-        raise CommandError(f"bench {protocol} takes no {extra[0]}: leave it out", Exit.BAD_INPUT)
     if options.out is None:
         raise CommandError(f"bench {protocol} needs a folder for its results: give --out", Exit.BAD_INPUT)
     setting = setting_of(options)
@@ -96,7 +88,7 @@ def _run(
 ) -> None:
     seeds, spec, rounds = options.seeds or "0,1,2", options.spec, options.rounds
     if protocol == "embedded":
-        run_embedded(runner, options.reduced, options.seeds, options.panels, as_json)
+        run_embedded(runner, options.reduced, options.seeds, as_json)
         return
     if protocol.startswith("paper:"):
         run_preset(protocol, options.root, seeds, runner, spec, rounds, as_json)
@@ -150,7 +142,7 @@ def refuse_unused(protocol: str, setting: Setting, written: Set[str]) -> None:
         unused, reason = written - _PRESET, "the preset sets the rest"
     elif protocol in KNOWN:
         idle = {field.name for field in fields(Setting)} - {"data"} - KNOWN[protocol].used(setting)
-        unused = written & (idle | {"reduced", "root", "panels"})
+        unused = written & (idle | {"reduced", "root"})
         reason = "it looks at none with this data and these options"
     else:
         return  # `make_bench` says so
@@ -216,7 +208,6 @@ class BenchResults(BaseModel):
     provenance: ResultProvenance
     measures: list[Measures] = []
     matrices: list[Matrix] = []
-    rooms: list[Headroom] = []
     open_sets: list[OpenSet] = []
 
 
@@ -303,13 +294,10 @@ def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Fini
         provenance=provenance(),
         measures=measures_of(runs),
         matrices=matrices_of(runs) if bench.setting.out_of_client else [],
-        rooms=rooms_of(rows) if bench.protocol.name in CEILINGS else [],
         open_sets=open_sets_of(runs),
     )
     write_json(runner.out / "results.json", results)
     lines = [markdown(bench, rows), *measures_table(results.measures)]
-    if results.rooms:
-        lines += ["", *rooms_table(results.rooms)]
     if results.open_sets:
         lines += ["", *open_set_table(results.open_sets)]
     for matrix in results.matrices:
@@ -320,34 +308,23 @@ def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Fini
     return Finished(bench, results, ("results.json", "results.csv", "table.md", *(path.name for path in plots)))
 
 
-def run_embedded(runner: Runner, reduced: bool, seeds: str | None, panels: str, as_json: bool) -> None:
-    """Run the embedded benchmark, a folder for each preset, and write ``benchmark.md`` and ``benchmark.json``.
-
-    Both are written anew after every preset, so that an interrupted run shows what it has. ``panels``: only those of
-    these numbers, beside what ``benchmark.json`` holds of the others.
+def run_embedded(runner: Runner, reduced: bool, seeds: str | None, as_json: bool) -> None:
+    """Run the embedded benchmark, a folder for each preset.
 
     Raises:
-        CommandError: as `finish`; a panel that there is none of, or a ``benchmark.json`` that cannot be read.
+        CommandError: as `finish`.
     """
-    presets = embedded_presets()
-    chosen = chosen_panels(presets, panels)
     numbers = whole_numbers(seeds, "--seeds") if seeds else REDUCED_SEEDS if reduced else SEEDS
-    finished_panels = kept_panels(runner.out / "benchmark.json") if panels else {}
-    benchmark = BenchmarkRecord(panels={}, provenance=provenance())
-    for name in chosen:
-        own, preset = replace(runner, out=runner.out / name), presets[name]
-        bench = preset.bench(numbers, reduced=reduced)
-        finished = finish(bench, own)
+    made = {}
+    for name, preset in embedded_presets().items():
+        own = replace(runner, out=runner.out / name)
+        finished = finish(preset.bench(numbers, reduced=reduced), own)
+        made[name] = finished.results.model_dump(exclude={"runs"})
         if not as_json:
             say(preset.title)
             _show(finished, own.out)
-        made = finished.results
-        finished_panels[name] = record(preset, bench, made.table, made.runs, made.rooms)
-        benchmark.panels = {each: finished_panels[each] for each in presets if each in finished_panels}
-        write_json(runner.out / "benchmark.json", benchmark)
-        write_file(runner.out / "benchmark.md", document(benchmark, presets).encode())
     if as_json:
-        print_json(benchmark.model_dump())
+        print_json(made)
 
 
 def _show(finished: Finished, out: Path) -> None:

@@ -27,7 +27,6 @@ class BenchOptions:
     root: Annotated[str, typer.Option(help="folder of the data sets, for paper:TABLE")] = "data"
     seeds: Annotated[str | None, typer.Option(help="seeds by commas; default: 0,1,2")] = None
     reduced: Annotated[bool, typer.Option("--reduced", help="embedded: seed 0 and fewer targets")] = False
-    panels: Annotated[str, typer.Option(help="embedded: only the panels of these numbers, as 1,7")] = ""
     domains: Annotated[str, typer.Option(help="names by commas, for data with {domain}")] = ""
     targets: Annotated[str, typer.Option(help="leave-one-domain-out: only these as targets")] = ""
     class_names: Annotated[
@@ -78,7 +77,3 @@ class BenchOptions:
     engine: Engine = None
     address: RayAddress = None
     gpus_per_cell: Annotated[float, typer.Option(min=0, help="--engine ray: of each federation that runs")] = 0
-    cell: Annotated[
-        str, typer.Option(help="verify: ROW[,SEED[,TRIAL]] of the run; default: the one that took least time")
-    ] = ""
-    tolerance: Annotated[float, typer.Option(min=0, help="verify: points by which accuracies may differ")] = 0.0

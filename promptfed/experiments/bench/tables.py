@@ -8,7 +8,6 @@ from statistics import StatisticsError, fmean, stdev
 
 from promptfed.experiments.bench.results import VARIANT, BenchRun
 from promptfed.experiments.bench.runner import Bench
-from promptfed.experiments.protocols.derived import ALONE, CENTRALISED, FEDERATED, ON_TARGET
 from promptfed.experiments.protocols.protocols import Protocol
 from promptfed.sdk.result import Accuracy
 from promptfed.sdk.text import size
@@ -176,46 +175,3 @@ def cell(row: TableRow, column: str, zero_shot: TableRow | None) -> str:
     text = f"{100 * value:.1f}" + (f" ± {100 * sd:.1f}" if sd is not None else "")
     compared = zero_shot is not row and not column.startswith("sd") and not row.label.endswith(PAPER)
     return f"{text} {BELOW}" if compared and zero_shot is not None and value < zero_shot.mean(column) else text
-
-
-@dataclass(frozen=True)
-class Headroom:
-    """The part of the possible gain that a method reaches: fractions, means over the seeds.
-
-    ``ceiling`` is the best of the columns beside the federation; ``share`` = (federated − zero-shot) / (ceiling −
-    zero-shot), None if the denominator is less than a point.
-    """
-
-    label: str
-    zero_shot: float
-    federated: float
-    ceiling: float
-    ceiling_of: str
-    share: float | None
-
-
-def rooms_of(rows: Sequence[TableRow]) -> list[Headroom]:
-    """The headroom of each row with a ceiling, compared with the zero-shot row over the same names."""
-    by_label = {row.label: row for row in rows}
-    rooms = []
-    for row in rows:
-        template = by_label.get(row.zero_shot)
-        beside = [name for name in (ON_TARGET, CENTRALISED, ALONE) if name in row.scores[0]]
-        if row.is_zero_shot or template is None or not beside or FEDERATED not in row.scores[0]:
-            continue
-        best = max(beside, key=row.mean)
-        low, own, high = template.mean(FEDERATED), row.mean(FEDERATED), row.mean(best)
-        share = (own - low) / (high - low) if high - low >= LEAST_ROOM else None
-        rooms.append(Headroom(row.label, low, own, high, best, share))
-    return rooms
-
-
-def rooms_table(rooms: Sequence[Headroom]) -> list[str]:
-    """The lines of the table in Markdown."""
-    lines = []
-    for room in rooms:
-        share = "no room" if room.share is None else f"{100 * room.share:.0f} %"
-        numbers = [f"{100 * value:.1f}" for value in (room.zero_shot, room.federated, room.ceiling)]
-        lines.append([markdown_cell(room.label), *numbers, markdown_cell(room.ceiling_of), share])
-    header = ["method", "zero-shot", "federated", "ceiling", "of", "share of the room"]
-    return markdown_table(header, lines, text_columns=(0, 4))

@@ -1,4 +1,4 @@
-"""A finished bench, compared and verified from the command line; what stands in its document beside accuracies."""
+"""What a finished bench's folder has beside accuracies."""
 
 from __future__ import annotations
 
@@ -74,55 +74,7 @@ def test_calibration_and_the_matrix_stand_in_the_document(out: Path) -> None:
     assert (out / "reliability-test.png").exists()
 
 
-def test_two_rows_are_compared_picture_by_picture(out: Path) -> None:
-    code, stdout, stderr = invoke("compare", f"{out}#promptfl", f"{out}#promptfl (zero-shot)", "--json")
-    assert code == 0, stderr
-    [found] = json.loads(stdout)
-    images = len(open_source(DATA.replace("{domain}", "neon")).test)
-    assert (found["test_set"], found["pictures"]) == ("test", 2 * images)
-    assert found["difference"] == pytest.approx((found["only_a"] - found["only_b"]) / found["pictures"])
-    code, stdout, stderr = invoke("compare", str(out), str(out))
-    assert code == 0, stderr
-    assert "coop - coop, test, " in stdout
-    assert "= +0.0 points [95 %: +0.0, +0.0], McNemar p = 1 (0 : 0), bootstrap p = 1" in stdout
-    code, _, stderr = invoke("compare", f"{out}#nothing", f"{out}#coop")
-    assert (code, "no answers of 'nothing'" in stderr) == (Exit.BAD_INPUT, True)
-    code, _, stderr = invoke("compare", str(out))
-    assert (code, "takes two of FOLDER[#ROW]" in stderr) == (Exit.BAD_INPUT, True)
-    code, _, stderr = invoke("compare", str(out), str(out), "--seeds", "0")
-    assert (code, "takes no --seeds" in stderr) == (Exit.BAD_INPUT, True)
-
-
-def test_a_run_comes_out_again_or_is_said_not_to(out: Path, tmp_path: Path) -> None:
-    code, stdout, stderr = invoke("verify", str(out), "--cell", "coop,1", "--json")
-    assert code == 0, stderr
-    found = json.loads(stdout)
-    assert found == {
-        "label": "coop", "seed": 1, "trial": "all", "same_backbone": True, "same_data": True, "same_state": True,
-        "apart": 0.0, "holds": True,
-    }  # fmt: skip
-    forged = document(out)
-    victim = next(run for run in forged["runs"] if run["label"] == "coop")
-    for accuracy in victim["accuracies"]:
-        accuracy["accuracy"] = min(1.0, accuracy["accuracy"] + 0.25)
-    (tmp_path / "results.json").write_text(json.dumps(forged))
-    code, _, stderr = invoke("verify", str(tmp_path), "--cell", "coop,1,all")
-    assert code == Exit.FAILED
-    assert "coop, seed 1, all did not come out as kept: accuracies up to 25.0 points apart" in stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["verify", "{out}", "--cell", "plan"], "there is no such run; there are: coop, seed 1, trial all"),
-        (["verify", "{out}", "--cell", "coop,x"], "write ROW[,SEED[,TRIAL]]"),
-        (["verify", "{out}/nowhere"], "cannot be read: there is no such file"),
-        (["verify"], "takes one folder of results"),
-        (["personalisation", "{out}", "--data", DATA, "--out", "{out}/new"], "bench personalisation takes no"),
-        (["personalisation", "--data", DATA], "needs a folder for its results: give --out"),
-    ],
-)
-def test_what_cannot_be_done_is_told(out: Path, arguments: list[str], complaint: str) -> None:
-    code, _, stderr = invoke(*(text.replace("{out}", str(out)) for text in arguments))
+def test_a_bench_needs_a_folder() -> None:
+    code, _, stderr = invoke("personalisation", "--data", DATA)
     assert code == Exit.BAD_INPUT
-    assert complaint in stderr
+    assert "needs a folder for its results: give --out" in stderr

@@ -1,8 +1,7 @@
-"""Paired tests against literal versions, and who is paired with whom."""
+"""The paired bootstrap, and figures of a bench's answers, against literal versions."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,7 @@ import pytest
 
 from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.figures.bench_metrics import figures, matrices_of, measures_of
-from promptfed.experiments.figures.comparison import answers_of, compare, mcnemar, paired_bootstrap
-from promptfed.sdk.errors import CommandError
+from promptfed.experiments.figures.comparison import paired_bootstrap
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.metrics.outcomes import Outcomes
 
@@ -28,15 +26,6 @@ def run(label: str, *outcomes: Outcomes, seed: int = 0, trial: str = "all", accu
         label=label, seed=seed, trial=trial, accuracies=list(accuracies), rounds=2, costs={}, wall_seconds=1.0,
         setup_seconds=1.0, outcomes=list(outcomes),
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(("a", "b"), [(0, 0), (1, 0), (0, 5), (7, 7), (12, 3), (40, 65), (600, 500)])
-def test_mcnemar_is_the_exact_binomial_test(a: int, b: int) -> None:
-    total = a + b
-    each = [math.comb(total, k) for k in range(total + 1)]
-    wanted = sum(one for one in each if one <= each[a]) / 2**total if total else 1.0
-    assert mcnemar(a, b) == pytest.approx(wanted, abs=1e-12)
-    assert mcnemar(a, b) == mcnemar(b, a)
 
 
 def test_the_bootstrap_is_that_of_resampled_pairs() -> None:
@@ -57,49 +46,6 @@ def test_a_picture_that_several_seeds_were_shown_counts_once() -> None:
     assert paired_bootstrap([np.stack([once, once, once])]) == pytest.approx(paired_bootstrap([once]))
     apart = paired_bootstrap([once, once, once])
     assert apart[1] - apart[0] < 0.7 * (paired_bootstrap([once])[1] - paired_bootstrap([once])[0])
-    answers = {"a": "".join(rng.choice(["0", "1"], size=40)), "b": "".join(rng.choice(["0", "1"], size=40))}
-    rows = {
-        label: [run(label, told("c", "test", "0" * 40, given), seed=seed) for seed in (0, 1)]
-        for label, given in answers.items()
-    }
-    [both] = compare(answers_of(rows["a"], "a"), answers_of(rows["b"], "b"))
-    [single] = compare(answers_of(rows["a"][:1], "a"), answers_of(rows["b"][:1], "b"))
-    assert (both.low, both.high, both.pictures) == (single.low, single.high, 80)
-
-
-def test_pictures_are_paired_by_what_they_are() -> None:
-    a = answers_of(
-        [run("a", told("c", "test", "0012", "0010")), run("a", told("c", "test", "01", "01", "y"), seed=1)], "a"
-    )
-    b = answers_of(
-        [run("b", told("c", "test", "0012", "0112", "x")), run("b", told("c", "test", "01", "00", "z"), seed=1)], "b"
-    )
-    [found] = compare(a, b)
-    assert (found.pictures, found.only_a, found.only_b, found.p_mcnemar) == (4, 1, 1, 1.0)
-    assert (found.accuracy_a, found.accuracy_b, found.difference) == (0.75, 0.75, 0.0)
-    with pytest.raises(CommandError, match="not tested on the same pictures"):
-        compare(a, answers_of([run("b", told("c", "test", "0", "0", "other"))], "b"))
-    with pytest.raises(CommandError, match="no answers of 'c'; rows with answers: a"):
-        answers_of([run("a", told("c", "test", "0", "0"))], "c")
-
-
-def test_an_image_of_none_of_the_classes_is_never_answered_rightly() -> None:
-    unseen = Outcomes(2, "c", "unseen", NAMES, (-1, -1), (2, 0), (0.5, 0.5), "x")
-    assert [hits.tolist() for hits in answers_of([run("a", unseen)], "a").right.values()] == [[0.0, 0.0]]
-
-
-def test_a_shared_classifier_is_paired_with_the_mean_of_personal_ones() -> None:
-    shared = run("a", told("target-neon", "test", "0011", "0011"), told("s", "test", "00", "00", "own"))
-    personal = run("b", told("p", "target", "0011", "0001"), told("q", "target", "0011", "1111"))
-    [found] = compare(answers_of([shared], "a"), answers_of([personal], "b"))
-    assert (found.test_set, found.pictures, found.p_mcnemar) == ("unseen", 4, None)
-    assert found.accuracy_b == pytest.approx((0.5 + 0.5 + 0.5 + 1) / 4)
-
-
-def test_the_template_is_a_row_to_compare_with() -> None:
-    runs = [run("a", told("c", "test", "0012", "0012"), told("c", "test@zero-shot", "0012", "0000"))]
-    [found] = compare(answers_of(runs, "a"), answers_of(runs, "a (zero-shot)"))
-    assert found.difference == 0.5
 
 
 def test_figures_count_clients_once_and_pool_what_is_of_images() -> None:

@@ -1,4 +1,4 @@
-"""The embedded benchmark: its presets can be run, every method stands in one, and its document is made of results."""
+"""The embedded benchmark: its presets can be run, and every method stands in one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from typer.testing import CliRunner
 
 from promptfed.cli.main import app
 from promptfed.experiments.bench import presets, runner
-from promptfed.experiments.bench.document import BenchmarkRecord, document
 from promptfed.experiments.bench.presets import SEEDS, embedded_presets
 from promptfed.experiments.bench.provenance import commit, provenance
-from promptfed.experiments.bench.results import write_json
-from promptfed.sdk.errors import Exit
 from promptfed.shared.methods import METHODS, resolve_spec
 from tests import ROOT
 
@@ -51,38 +48,6 @@ def test_every_method_stands_in_some_table() -> None:
     assert compared == set(METHODS.own()) - {"zero_shot"}
 
 
-def test_a_panel_can_be_run_alone_beside_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, out = tmp_path / "presets", tmp_path / "out"
-    folder.mkdir()
-    out.mkdir()
-    for number in (1, 2, 10):
-        (folder / f"{number}-small.yaml").write_text(SMALL.replace("Two styles", f"Panel {number}"))
-    monkeypatch.setattr(presets, "EMBEDDED", folder)
-    assert list(embedded_presets()) == ["1-small", "2-small", "10-small"]
-    command = ["bench", "embedded", "--reduced", "--out", str(out), "--panels"]
-    for panels in ("10", "1"):
-        found = CliRunner().invoke(app, [*command, panels])
-        assert found.exit_code == 0, found.stderr
-    kept = BenchmarkRecord.model_validate_json((out / "benchmark.json").read_bytes())
-    assert list(kept.panels) == ["1-small", "10-small"]
-    write_json(tmp_path / "again.json", kept)
-    assert (tmp_path / "again.json").read_bytes() == (out / "benchmark.json").read_bytes()
-    text = (out / "benchmark.md").read_text()
-    assert text == document(kept, embedded_presets())
-    assert [line for line in text.splitlines() if line.startswith(("## ", "- Panel"))] == [
-        "## Panel 1", "## Panel 10", "## Not measured yet", "- Panel 2",
-    ]  # fmt: skip
-    at = provenance().commit
-    for panel in kept.panels.values():
-        assert f"| {at or '-'} | {panel.seconds / 60:.0f} |" in text
-    refused = CliRunner().invoke(app, [*command, "3"])
-    assert refused.exit_code == Exit.BAD_INPUT
-    assert "there is no panel '3'; take 1, 2, 10" in refused.stderr
-    (out / "benchmark.json").write_text("[]")
-    refused = CliRunner().invoke(app, [*command, "1"])
-    assert "benchmark.json cannot be read: it is none of `promptfed bench embedded`" in " ".join(refused.stderr.split())
-
-
 def test_the_commit_is_this_checkouts() -> None:
     command = ["git", "-C", str(ROOT), "rev-parse", "--show-toplevel", "HEAD"]
     asked = subprocess.run(command, capture_output=True, text=True)
@@ -108,16 +73,9 @@ def test_it_runs_reduced_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert first.exit_code == 0, first.stderr
     assert asked == ["run"], "one target and one seed; two labels of the same spec share their run"
     found = json.loads(first.stdout.splitlines()[-1])
-    assert found == json.loads((out / "benchmark.json").read_text())
-    rows = {row["label"]: row for row in found["panels"]["1-small"]["table"]}
+    rows = {row["label"]: row for row in found["1-small"]["table"]}
     assert set(rows) == {"zero-shot", "ours", "the same again"}
     assert rows["ours"]["scores"] == rows["the same again"]["scores"]
     assert set(rows["ours"]["scores"][0]) == {"chalk", "mean", "clients"}
-    text = (out / "benchmark.md").read_text()
-    assert text == document(BenchmarkRecord.model_validate(found), embedded_presets())
-    assert "Nothing to be read in one round." in text
-    assert "| `1-small.yaml` | leave-one-domain-out |" in text
-    assert found["panels"]["1-small"]["methods"]["the same again"] == "promptfl:m=2"
     again = CliRunner().invoke(app, command)
     assert (again.exit_code, asked) == (0, ["run"])
-    assert (out / "benchmark.md").read_text() == text

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from promptfed.cli.main import app
 from promptfed.experiments.bench.results import BenchRun
-from promptfed.experiments.bench.verification import read_runs
 from promptfed.experiments.simulation.other_prompts import SWAPPED
 
 DATA = "symbols:{domain}?topic=weather&per_class=2&test_per_class=2"
@@ -28,6 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert found.exit_code == 0, found.stderr
     return out
+
+
+def read_runs(folder: Path) -> list[BenchRun]:
+    return [BenchRun.model_validate(run) for run in json.loads((folder / "results.json").read_text())["runs"]]
 
 
 def answers(run: BenchRun, split: str) -> dict[str, list[tuple[float, ...]]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from promptfed.experiments.bench.results import BenchRun
-from promptfed.experiments.bench.tables import Headroom, TableRow, rooms_table, table_of
+from promptfed.experiments.bench.tables import TableRow, table_of
 from promptfed.experiments.figures.bench_metrics import (
     Matrix,
     Measures,
@@ -42,7 +42,6 @@ ROWS = {
             )
         ]
     ),
-    "rooms": rooms_table([Headroom(label=BAD, zero_shot=0.1, federated=0.2, ceiling=0.3, ceiling_of=BAD, share=0.5)]),
     "open set": open_set_table([OpenSet(label=BAD, seeds=[0], auroc=[1], fpr95=[0])]),
 }
 
