@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import promptfed
 from promptfed.cli.main import app
 from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
 from promptfed.export.continuing import continued
+from promptfed.export.reading import read_export
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import resolve
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.api.export_card import STATE_FILE
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.spec.spec import SpecError
-from promptfed.shared.tensors.torch_tensors import decode, encode
+from promptfed.shared.tensors.torch_tensors import decode, encode, state_hash
 from promptfed.testing.clients import drive
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread
@@ -147,6 +150,27 @@ def test_protection_does_not_end_unsaid(exported: Path, tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=r"privacy: \{level: none\} to train without"):
         continued(folder, {})
     assert continued(folder, {"privacy": {"level": "none"}})[0]["privacy"] == {"level": "none"}
+
+
+def test_what_an_earlier_version_counted_beside_the_state_is_left_out(exported: Path, tmp_path: Path) -> None:
+    """Sums over the clients, as promptfed 0.3.0 kept them for losses and prediction sets."""
+    folder = tmp_path / "counted"
+    shutil.copytree(exported, folder)
+    (folder / STATE_FILE).unlink()
+    state, _ = decode((exported / STATE_FILE).read_bytes())
+    card = json.loads((exported / "card.json").read_text())
+    before, larger = card["hashes"]["state"], state | {"class_counts": torch.ones(1, len(SHAPES))}
+    body = encode(larger)
+    (folder / STATE_FILE).write_bytes(body)
+    card["hashes"]["state"] = state_hash(larger)
+    card["files"][STATE_FILE] |= {"bytes": len(body), "sha256": hashlib.sha256(body).hexdigest()}
+    card["method"]["statistics"] = {"classes": len(SHAPES), "counts": True}
+    card["loss"] = {"kind": "gce", "counts": "federation"}
+    (folder / "card.json").write_text(json.dumps(card))
+    raw, kept = continued(folder, {})
+    assert decode(kept)[0].keys() == state.keys()
+    assert (raw["continues"], raw["method"], "loss" in raw) == (before, resolve_spec(raw).method, False)
+    assert read_export(folder)[0].missing() is None
 
 
 def test_the_coordinator_takes_no_other_state(exported: Path, tmp_path: Path) -> None:
