@@ -1,6 +1,6 @@
 """Image features per second against the bare image tower, and the memory of a simulation with more clients.
 
-    python -m benchmarks.features --json benchmarks/features.json
+    python -m benchmarks.features --json features.json
     python -m benchmarks.features --count 10000 --device cuda
 
 Pictures are 320 x 240 JPEG files of noise; the weights of ViT-B/16 are random. ``rate`` compares, in turns over parts

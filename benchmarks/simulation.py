@@ -5,7 +5,7 @@ the embedded backbone for one epoch. "before round 1" includes loading the backb
 and enrolment. CPU seconds are those of all threads and processes; compare these on a busy
 machine. Peak memory is the main process's.
 
-    python -m benchmarks.simulation --json benchmarks/simulation.json
+    python -m benchmarks.simulation --json simulation.json
     python -m benchmarks.simulation --cases 100:20 --pool 2
 """
 

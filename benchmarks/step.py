@@ -1,6 +1,6 @@
 """CPU time of one local training step, without and with each optimisation of `shared/clip`.
 
-    python -m benchmarks.step --json benchmarks/step.json
+    python -m benchmarks.step --json step.json
     python -m benchmarks.step --models ViT-B-16 --classes 10 --methods all
     python -m benchmarks.step --models promptfed-tiny --classes 10 --protected
 
