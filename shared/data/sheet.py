@@ -41,19 +41,3 @@ def spread(labels: torch.Tensor, count: int) -> list[int]:
         seen[label] = seen.get(label, 0) + 1
         turns.append((seen[label], label, row))
     return [row for _, _, row in sorted(turns)[:count]]
-
-
-def style_sheet(rows: Sequence[tuple[str, Sequence[Image.Image | None]]], names: Sequence[str]) -> Image.Image:
-    """A row for each style and a column for each thing, with gaps for missing pictures."""
-    margin = 84
-    sheet = Image.new("RGB", (margin + len(names) * (_SIDE + 6), _TEXT + 4 + len(rows) * (_SIDE + 6)), "white")
-    pen = ImageDraw.Draw(sheet)
-    for column, name in enumerate(names):
-        pen.text((margin + column * (_SIDE + 6), 2), name[:_LETTERS], fill="black")
-    for line, (style, images) in enumerate(rows):
-        top = _TEXT + 4 + line * (_SIDE + 6)
-        pen.text((4, top + _SIDE // 2 - 6), style, fill="black")
-        for column, image in enumerate(images):
-            if image is not None:
-                sheet.paste(image, (margin + column * (_SIDE + 6), top))
-    return sheet

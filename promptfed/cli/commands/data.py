@@ -1,4 +1,4 @@
-"""`promptfed data`: the sources of images, a look at one of them, and the building of the emoji's whole set."""
+"""`promptfed data`: the sources of images, and a look at one of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 group = app.group(
     "data",
-    "List the sources of images, look at one, or build the emoji's whole set.",
+    "List the sources of images, or look at one.",
     "Take part with own data",
     invoke_without_command=True,
     no_args_is_help=False,
@@ -59,47 +59,6 @@ def sources(context: typer.Context, as_json: Json = False) -> None:
 
 
 group.callback()(with_options(sources))
-
-
-@group.add()
-def emoji(
-    out: Annotated[Path, typer.Option(help="a new folder for the drawn styles")],
-    packages: Annotated[
-        Path | None, typer.Option(help="folder of unpacked packages; what is missing is fetched with npm")
-    ] = None,
-) -> None:
-    """Draw the whole set of emoji, 15 styles of seven designers, for emoji:STYLE?folder=DIR."""
-    from promptfed.shared.data.emoji.build import build
-
-    build(packages or out.with_name(out.name + "-packages"), out, tell=console.print)
-
-
-SHOWN = "castle,octopus,bicycle,rocket,red apple,scissors,guitar,penguin,hamburger,umbrella,sunflower,microscope"
-
-
-@group.add()
-def styles(
-    out: Annotated[Path, typer.Option(help="the picture's file, .png")],
-    folder: Annotated[Path | None, typer.Option(help="the whole set's folder; default: the embedded styles")] = None,
-    things: Annotated[str, typer.Option(help="names by commas")] = SHOWN,
-) -> None:
-    """Draw a sheet of the emoji's styles: a row for each designer's style, a column for each thing."""
-    from promptfed.shared.data.emoji import store
-    from promptfed.shared.data.emoji.source import FOLDER
-    from promptfed.shared.data.sheet import style_sheet
-
-    drawn = store.read(folder or FOLDER)
-    names = [name.strip() for name in things.split(",")]
-    place = {thing.name: place for place, thing in enumerate(drawn.things)}
-    for name in names:
-        if name not in place:
-            raise CommandError(f"there is no thing {name!r} among the emoji here", Exit.BAD_INPUT)
-    rows = [
-        (style, [drawn.image(style, place[name]) if place[name] in held else None for name in names])
-        for style, held in drawn.styles.items()
-    ]
-    _save(style_sheet(rows, names), out)
-    say(f"{out}: {len(names)} things in {len(rows)} styles")
 
 
 @group.add()

@@ -1,1 +1,1 @@
-"""``emoji:`` images of the same things by many designers: styles, things, splits, and the build of the data set."""
+"""``emoji:`` images of the same things by several designers, as files: styles, splits and the sources."""

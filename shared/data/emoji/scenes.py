@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from PIL import Image
 
 from promptfed.shared.data.emoji import store
-from promptfed.shared.data.emoji.source import DEFAULT_STYLE, FOLDER, TEMPLATE, domain_of, kind_names, styles_of
+from promptfed.shared.data.emoji.source import DEFAULT_STYLE, TEMPLATE, domain_of, kind_names, styles_of
 from promptfed.shared.data.emoji.splits import splits
 from promptfed.shared.data.emoji.styles import SIZE
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError, Source, Split
 from promptfed.shared.seeds import derive_seed
 
-OWN_OPTIONS = ("folder", "count", "test_count", "seed", "purpose")
+OWN_OPTIONS = ("count", "test_count", "seed", "purpose")
 COUNT, TEST_COUNT = 1000, 500
 MOST = 5  # things in a scene
 _SIDES = (22, 38)  # least and largest side of a thing in a scene of SIZE x SIZE pixels
@@ -33,8 +31,7 @@ def open_scenes(body: str, options: Options) -> Source:
     scenes show things of the training scenes instead, for choosing settings.
     """
     options.check_names(OWN_OPTIONS)
-    folder = options.text("folder")
-    drawn = store.read(FOLDER if folder is None else Path(folder).expanduser())
+    drawn = store.read()
     styles = styles_of(body or DEFAULT_STYLE, drawn, options)
     names = kind_names(drawn, splits())
     tail = options.number("tail", 1.0) or 0.0

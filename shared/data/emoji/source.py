@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import cache
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -16,8 +15,7 @@ from promptfed.shared.data.emoji.styles import STYLES
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, image_digest
 
-FOLDER = Path(__file__).parent / "embedded"
-OWN_OPTIONS = ("folder", "level", "test", "purpose", "drawn_by")
+OWN_OPTIONS = ("level", "test", "purpose", "drawn_by")
 LEVELS = ("kinds", "names")
 TEMPLATE = "a photo of a {}."
 _TRAIN_LEAST, _TEST_LEAST = 4, 2  # least things of a kind, for training and for tests in either pool
@@ -36,8 +34,7 @@ def open_emoji(body: str, options: Options) -> Source:
     pre-trained on emoji has not seen (`splits`). ``purpose=validation`` uses the validation things instead.
     """
     options.check_names(OWN_OPTIONS)
-    folder = options.text("folder")
-    drawn = store.read(FOLDER if folder is None else Path(folder).expanduser())
+    drawn = store.read()
     styles = styles_of(body or DEFAULT_STYLE, drawn, options)
     level = options.choice("level", LEVELS, "kinds") or "kinds"
     purpose = options.choice("purpose", PURPOSES, "test") or "test"
@@ -55,16 +52,9 @@ def styles_of(text: str, drawn: store.Drawn, options: Options) -> list[str]:
     for word in re.split("[+, ]", text):  # a + in a query has become a space
         meant = [n for n in drawn.styles if word in (n, STYLES[n].family)] if word not in drawn.styles else [word]
         if not meant:
-            more = ""
-            if word in STYLES or word in {style.family for style in STYLES.values()}:
-                more = f"; it is in the whole set: promptfed data emoji --out DIR, then {_with_folder(options)}"
-            raise DataError(f"{options.uri}: unknown style {word}; emoji has {', '.join(drawn.styles)}{more}.")
+            raise DataError(f"{options.uri}: unknown style {word}; emoji has {', '.join(drawn.styles)}.")
         styles += [name for name in meant if name not in styles]
     return styles
-
-
-def _with_folder(options: Options) -> str:
-    return f"{options.uri}{'&' if '?' in options.uri else '?'}folder=DIR"
 
 
 def _kinds(drawn: store.Drawn, styles: list[str], purpose: str, options: Options) -> Source:

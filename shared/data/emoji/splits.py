@@ -1,7 +1,7 @@
 """The pictures that tests may use, by thing and by designer. None of them was used ("read") in pre-training.
 
 ``splits.json`` lists the things for tests and for validation by the pool of designers whose drawings of them were
-withheld from the backbone pre-trained on emoji. `make_splits` produced these lists. No thing of either list was read in
+withheld from the backbone pre-trained on emoji. No thing of either list was read in
 a rare style. The designers of `UNREAD_FAMILIES` were not read at all, so all of their things can be tested. The things
 of ``near_copies`` are excluded from all tests, because one of their pictures is nearly equal to that of another thing
 (two cameras, two calendars) or to one that was read.
@@ -9,21 +9,18 @@ of ``near_copies`` are excluded from all tests, because one of their pictures is
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from promptfed.shared.data.emoji.store import Thing
 from promptfed.shared.data.emoji.styles import COMMON, RARE, STYLES, UNREAD_FAMILIES
-from promptfed.shared.data.emoji.things import Thing, share_of
 
 FILE = Path(__file__).parent / "splits.json"
 POOLS: dict[str, tuple[str, ...]] = {"first": ("microsoft", "google"), "second": ("twitter", "joypixels")}
 """Designers whose drawings of a thing were withheld together."""
 PURPOSES = ("test", "validation")
-_TEST_SHARE, _VALIDATION_SHARE = 0.5, 0.12  # shares of the testable things; together a third of them
 
 
 @dataclass(frozen=True)
@@ -62,22 +59,6 @@ class Splits:
             return False
         own = self.purpose_of(thing.name)
         return own == purpose or (purpose == "test" and own is None)
-
-
-def make_splits(things: Iterable[Thing]) -> dict[str, dict[str, list[str]]]:
-    """Sorted names by purpose and pool, drawn by hashes of the names."""
-    drawn: dict[str, dict[str, list[str]]] = {purpose: {pool: [] for pool in POOLS} for purpose in PURPOSES}
-    for thing in things:
-        share = share_of(thing.name, "split")
-        if thing.testable and share < _TEST_SHARE + _VALIDATION_SHARE:
-            purpose = "test" if share < _TEST_SHARE else "validation"
-            drawn[purpose]["first" if share_of(thing.name, "pool") < 0.5 else "second"].append(thing.name)
-    return {purpose: {pool: sorted(names) for pool, names in by_pool.items()} for purpose, by_pool in drawn.items()}
-
-
-def list_digest(names: Iterable[str]) -> str:
-    """SHA-256 (hex) of a list of names, one per line."""
-    return hashlib.sha256("".join(f"{name}\n" for name in names).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1)

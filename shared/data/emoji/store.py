@@ -1,4 +1,4 @@
-"""A folder of drawn styles: ``index.json`` and, for each style, one file of concatenated WebP pictures."""
+"""The drawn styles: ``index.json`` and, for each style, one file of concatenated WebP pictures."""
 
 from __future__ import annotations
 
@@ -6,26 +6,36 @@ import hashlib
 import io
 import json
 import struct
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from promptfed.shared.data.emoji.styles import SIZE
-from promptfed.shared.data.emoji.things import Thing
 from promptfed.shared.data.source import DataError
 
 INDEX = "index.json"
-FORMAT = 1
-QUALITY = 75
+FOLDER = Path(__file__).parent / "embedded"
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One code point or sequence of code points, with its name and its kind in words.
+
+    ``testable``: it is a thing, not a sign, and its drawing is not nearly equal to another one.
+    """
+
+    code: str
+    name: str
+    group: str
+    kind: str
+    testable: bool
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The contents of a folder: its things, and the encoded pictures of each style by the thing's index."""
+    """All pictures: its things, and the encoded pictures of each style by the thing's index."""
 
     things: tuple[Thing, ...]
     styles: dict[str, dict[int, bytes]]
@@ -35,60 +45,25 @@ class Drawn:
         with Image.open(io.BytesIO(self.styles[style][place])) as image:
             return image.convert("RGB")
 
-    def digest(self, style: str, place: int) -> str:
-        """SHA-256 (hex) of one encoded picture."""
-        return hashlib.sha256(self.styles[style][place]).hexdigest()
 
-
-def encoded(image: Image.Image) -> bytes:
-    """The picture (SIZE, SIZE) on white as WebP."""
-    paper = Image.new("RGBA", image.size, "white")
-    paper.alpha_composite(image)
-    out = io.BytesIO()
-    paper.convert("RGB").save(out, "WEBP", quality=QUALITY, method=6)
-    return out.getvalue()
-
-
-def write(folder: Path, drawn: Drawn, sources: Iterable[dict[str, str]]) -> None:
-    """Write everything except the notices. The index is written last: a folder without one is incomplete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    styles: dict[str, Any] = {}
-    for name, by_place in drawn.styles.items():
-        places = sorted(by_place)
-        content = b"".join(by_place[place] for place in places)
-        (folder / f"{name}.webps").write_bytes(content)
-        styles[name] = {"sha256": hashlib.sha256(content).hexdigest(), "things": _runs(places)}
-    index = {
-        "format": FORMAT,
-        "size": SIZE,
-        "sources": list(sources),
-        "styles": styles,
-        "things": [asdict(thing) for thing in drawn.things],
-    }
-    lines = json.dumps(index, indent=1, ensure_ascii=False)
-    (folder / INDEX).write_text(lines + "\n", encoding="utf-8")
-
-
-@lru_cache(maxsize=4)
-def read(folder: Path) -> Drawn:
-    """Read and verify the folder's contents. Raises DataError if they are incomplete or changed."""
+@lru_cache(maxsize=1)
+def read(folder: Path = FOLDER) -> Drawn:
+    """Read and verify the pictures. Raises DataError if they are incomplete or changed."""
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        if (index["format"], index["size"]) != (FORMAT, SIZE):
-            raise DataError(f"{folder} was written by another version; make it again: promptfed data emoji --out DIR.")
         things = tuple(Thing(**thing) for thing in index["things"])
         styles = {name: _style(folder / f"{name}.webps", told) for name, told in index["styles"].items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{folder} holds no drawn emoji; make them with promptfed data emoji --out DIR.") from error
+        raise DataError(f"{folder} holds no emoji; install promptfed again.") from error
     return Drawn(things, styles)
 
 
 def _style(file: Path, told: dict[str, Any]) -> dict[int, bytes]:
     content = file.read_bytes()
     if hashlib.sha256(content).hexdigest() != told["sha256"]:
-        raise DataError(f"{file} is not what its index says; make the folder again: promptfed data emoji --out DIR.")
+        raise DataError(f"{file} is not what its index says; install promptfed again.")
     places = [place for first, last in told["things"] for place in range(first, last + 1)]
     return dict(zip(places, _pictures(content), strict=True))
 
@@ -101,14 +76,3 @@ def _pictures(content: bytes) -> list[bytes]:
         files.append(content[start:end])
         start = end
     return files
-
-
-def _runs(places: list[int]) -> list[tuple[int, int]]:
-    """Sorted numbers as runs: the first and the last number of each."""
-    runs: list[tuple[int, int]] = []
-    for place in places:
-        if runs and runs[-1][1] == place - 1:
-            runs[-1] = (runs[-1][0], place)
-        else:
-            runs.append((place, place))
-    return runs

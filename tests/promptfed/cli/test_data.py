@@ -1,4 +1,4 @@
-"""`promptfed data`: the list of sources, sheets of their images, and what the building of the emoji asks for."""
+"""`promptfed data`: the list of sources, and sheets of their images."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from promptfed.cli.commands.data import SHOWN, SOURCES
+from promptfed.cli.commands.data import SOURCES
 from promptfed.cli.main import app
 from promptfed.sdk.errors import Exit
 from promptfed.shared.data import SCHEMES, DataError, open_source
-from promptfed.shared.data.emoji.styles import EMBEDDED
 from tests.support.own_images import write_folder
 
 
@@ -43,14 +42,6 @@ def test_a_sheet_shows_images_of_every_class_in_turn(tmp_path: Path) -> None:
         assert all(np.abs(sheet[8:72, 8 + 72 * at : 72 + 72 * at] - other).mean() > 12 for other in others)
 
 
-def test_a_sheet_of_the_styles_has_a_row_for_each(tmp_path: Path) -> None:
-    out = tmp_path / "styles.png"
-    done = CliRunner().invoke(app, ["data", "styles", "--out", str(out)])
-    assert done.exit_code == Exit.OK, done.output
-    assert f"{len(SHOWN.split(','))} things in {len(EMBEDDED)} styles" in " ".join(done.stdout.split())
-    assert Image.open(out).height > 64 * len(EMBEDDED)
-
-
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -58,17 +49,12 @@ def test_a_sheet_of_the_styles_has_a_row_for_each(tmp_path: Path) -> None:
         (["show", "emoji:flat", "--part", "middle", "--out", "x.png"], "use train or test"),
         (["show", "emoji:flat", "--out", "nowhere/x.png"], "cannot be written"),
         (["show", "emoji:fxemoji?level=names", "--part", "train", "--out", "x.png"], "name another designer"),
-        (["styles", "--things", "unicorn rider", "--out", "x.png"], "no thing 'unicorn rider'"),
-        (["styles", "--folder", "nowhere", "--out", "x.png"], "holds no drawn emoji"),
-        (["emoji", "--out", "full", "--packages", "p"], "is not empty"),
     ],
 )
 def test_what_cannot_be_shown_is_said(
     arguments: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
     done = CliRunner().invoke(app, ["data", *arguments], env={"COLUMNS": "400"})
     assert done.exit_code == Exit.BAD_INPUT
     assert why in done.output
