@@ -47,7 +47,6 @@ class Status:
     accuracy: float | None = None
     zero_shot: float | None = None
     met: Mapping[str, int] | None = None  # of the last secure sum: others in it, new ones, those that a policy lists
-    payload: Mapping[str, Any] | None = None  # of the last look at one: verdict, figures, why it is suspicious
     last_refusal: str | None = None
     last_error: str | None = None
 
@@ -99,15 +98,13 @@ class Monitor:
                     self._accuracy.labels("template" if prompts == "zero_shot" else "learned").set(facts[prompts])
         elif event == "met":
             status.met = facts
-        elif event == "payload":
-            status.payload = dict(facts)
         elif event == "refused":
             status.last_refusal = str(facts.get("detail"))
         elif event == "failed":
             status.last_error = str(facts.get("detail"))
         self._events.labels(event).inc()
         text = " ".join(f"{key}={_short(value)}" for key, value in facts.items() if value is not None)
-        warned = event in ("refused", "failed", "other_payload", "again") or facts.get("verdict") == "suspicious"
+        warned = event in ("refused", "failed", "other_payload", "again")
         level = logging.WARNING if warned else logging.INFO
         log.log(level, "%s %s", event, text, extra={"event": event, "facts": facts})
         self.record(event, facts)

@@ -64,7 +64,7 @@ class TaskLoop:
     def __post_init__(self) -> None:
         self.state, self.agreement = self.work.state, self.work.agreement
         self._watched = partial(watched, self.coordinator, self.compute, progress=self._progress)
-        self._inquiries = Inquiries(self.coordinator, self.work, self.compute, self.monitor)
+        self._inquiries = Inquiries(self.coordinator, self.work, self.compute)
         terms = self.agreement.consent.terms
         self._secure = None
         if terms.secure_aggregation is not None:
@@ -101,7 +101,7 @@ class TaskLoop:
         try:
             self.work.expect_policy(task)
             self.agreement.expect(task)
-            await self._inquiries.before(task)
+            await self._inquiries.expect_whole_ledger()
             payload = await self.coordinator.payload(task, self.state.folder / PAYLOADS)
             if self._secure is not None:
                 secure = self._secure
@@ -133,10 +133,7 @@ class TaskLoop:
             await self._give_up(task, type(error).__name__, "the client's own log says why")
 
     async def _train(self, task: Task, payload: bytes | Path) -> None:
-        try:
-            metrics = await self._watched(task, partial(self.work.train, task, payload))
-        finally:
-            self._inquiries.tell_payload()
+        metrics = await self._watched(task, partial(self.work.train, task, payload))
         self._note_sending(task)
         self.monitor.tell("trained", **_facts(task), payload=task.payload.sha256, **metrics)
         await self._send_pending()
@@ -146,10 +143,7 @@ class TaskLoop:
         secure.expect(task)
         if task.kind == "train" and not secure.is_trained(task):
             self._compare(task)
-            try:
-                trained = await self._watched(task, partial(self.work.trained, task, payload))
-            finally:
-                self._inquiries.tell_payload()
+            trained = await self._watched(task, partial(self.work.trained, task, payload))
             with unexplained(self.work.hides_failures):
                 await self.compute.run(lambda: secure.keep(task, decode_place(payload)[0], trained))
             self.monitor.tell("trained", **_facts(task), payload=task.payload.sha256, **trained.metrics)

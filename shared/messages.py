@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -200,32 +200,6 @@ class SpendReport(Message):
     noise: Literal["secret", "seeded"]
 
 
-def receipt_body(federation_id: str, round: int, phase: str, payload_sha256: str) -> dict[str, Any]:
-    """What a payload's receipt signs besides the purpose ``receipt``: which payload its client was given for what."""
-    return {"federation_id": federation_id, "round": round, "phase": phase, "payload_sha256": payload_sha256}
-
-
-class PayloadReceipt(Message):
-    """A client's signature of the payload from which an update was trained (`receipt_body`)."""
-
-    identity_key: PublicKey
-    signature: SignatureHex
-
-
-class Witness(PayloadReceipt):
-    """A receipt as other clients of the phase see it: with its client's key, and without a name."""
-
-    payload_sha256: Digest
-
-
-class Witnesses(Message):
-    """``GET .../receipts``: what the counted clients of a closed phase have signed."""
-
-    round: int
-    phase: str
-    receipts: list[Witness]
-
-
 class UpdateMetadata(Message):
     """Canonical JSON under the safetensors metadata key ``promptfed`` of an update."""
 
@@ -233,7 +207,6 @@ class UpdateMetadata(Message):
     payload_sha256: Digest
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
     privacy: Annotated[SpendReport | None, left_out()] = None
-    receipt: Annotated[PayloadReceipt | None, left_out()] = None
 
 
 Figure = Annotated[Fraction | None, left_out()]

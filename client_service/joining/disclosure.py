@@ -216,8 +216,6 @@ class Disclosure:
         known = [tensor.bytes for tensor in exchange.tensors if tensor.bytes is not None]
         if len(known) == len(exchange.tensors) > 1:
             lines.append(f"            {sum(known):,} bytes in all")
-        if not summed:
-            lines += ["  receipt   which payload it was given, signed: other sites see it by a key, without a name"]
         if not summed and self.terms.privacy is None:
             lines += ["  progress  while it trains: the part of its steps that is done"]
         return [*lines, f"  metrics   {', '.join(self.terms.metrics) or 'none'}"]

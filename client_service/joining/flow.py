@@ -32,7 +32,6 @@ from promptfed.client_service.privacy.agreement import Agreement, terms_of
 from promptfed.client_service.privacy.floor import declared_images, floor_of
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.noisy_counts import NoisyCounts, what_leaves
-from promptfed.client_service.privacy.payloads import PayloadChecks
 from promptfed.client_service.privacy.peers import identity_of
 from promptfed.client_service.privacy.policy import Policy, SiteFacts, enforce, expect_origin, read_policy
 from promptfed.client_service.privacy.protection import SiteProtection, own_ledger, site_facts, site_plan
@@ -114,13 +113,11 @@ class Joining:
         if protection is not None:
             await self.compute.run(protection.open)
 
-        payload = policy.payload if policy is not None else None
-        checks = PayloadChecks(self.state, payload, info.federation_id) if payload is not None else None
         privacy = await self._privacy(offer, protection)
 
         backbone = await self._backbone(offer)
         agreement.pin(backbone.fingerprint)
-        work = self._work(offer, backbone, agreement, privacy, SiteRules(policy, asked, checks))
+        work = self._work(offer, backbone, agreement, privacy, SiteRules(policy, asked))
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
         signing = identity_of(self.state) if info.secure_aggregation is not None else None

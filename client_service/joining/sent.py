@@ -31,7 +31,6 @@ UPDATE = {
     "metrics": "the method's metrics, such as the loss and seconds of training",
     "task_id": "the task that it answers",
     "payload_sha256": "the digest of the payload that it was given",
-    "receipt": "a public key and its signature of that digest",
     "privacy": "at privacy.level sample: what it cost, and ε and δ of the ledger",
 }
 SECURE_SUM = {
@@ -79,7 +78,7 @@ def help_lines() -> list[str]:
     for when, facts in SENT.items():
         lines += [f"  {when}:", *(f"    {line}" for text in facts.values() for line in text.split("\n"))]
     lines += ["  with each request: the federation's name and the secret, or the enrolment token before;"]
-    return [*lines, "    requests also ask for tasks, payloads, receipts and spends, and tell of --withdraw"]
+    return [*lines, "    requests also ask for tasks, payloads and spends, and tell of --withdraw"]
 
 
 def sent_lines(folder: Path, log_format: Literal["text", "json"]) -> list[str]:

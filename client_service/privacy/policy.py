@@ -8,7 +8,7 @@ version could not keep what the key promises.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from importlib.resources import files
@@ -26,7 +26,7 @@ from promptfed.shared.privacy.accounting import LEAST_DELTA, steps_of
 from promptfed.shared.service.net import addresses_of
 from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.service.yaml_text import read_yaml
-from promptfed.shared.spec.spec import Name, SpecError
+from promptfed.shared.spec.spec import Name
 from promptfed.shared.spec.spec_section import Section
 from promptfed.shared.spec.training_terms import TrainingTerms
 
@@ -105,18 +105,6 @@ class SecureAggregation(Section):
         return self
 
 
-class Payload(Section):
-    """What the coordinator may serve to train from.
-
-    ``max_change``: how far it may move in a round, in own changes. ``witnesses``: how many other clients have to have
-    signed the same one. ``on_suspicion``: whether one that looks crafted is refused.
-    """
-
-    max_change: Annotated[float, Field(gt=0, le=1e6)] = 10.0
-    witnesses: Annotated[int, Field(ge=0, le=256)] = 0
-    on_suspicion: Literal["refuse", "warn"] = "warn"
-
-
 class Policy(Section):
     """One site's policy."""
 
@@ -128,7 +116,6 @@ class Policy(Section):
     privacy: Privacy = Privacy()
     metrics: SentNumbers = SentNumbers()
     secure_aggregation: SecureAggregation = SecureAggregation()
-    payload: Payload | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +136,6 @@ class SiteFacts:
     epsilon: float | None = None  # of the federation, where whole clients are protected
     unit: str = "record"  # what is protected at level sample
     sums: int | None = None  # the least number of clients in a sum; None: updates are sent in the clear
-    common: bool = True  # whether all clients of a phase are given the same payload
     today: date = field(default_factory=lambda: datetime.now(UTC).date())
 
 
@@ -184,18 +170,7 @@ def _asked(terms: TrainingTerms, units: int) -> dict[str, Any]:
         "level": terms.privacy.level if terms.privacy is not None else "none",
         "class_names": terms.class_names is not None,
         "sums": sums.minimum if sums is not None else None,
-        "common": _is_common(terms.method),
     }
-
-
-def _is_common(method: Mapping[str, Any]) -> bool:
-    """A method that is not installed here, or has other settings, is refused for that."""
-    from promptfed.shared.methods import make_method  # torch takes seconds, which `promptfed policy` need not pay
-
-    try:
-        return make_method(dict(method)).one_payload
-    except (SpecError, KeyError, TypeError):
-        return True
 
 
 def _listed(key: str, allowed: list[str] | None, value: str) -> str | None:
@@ -277,13 +252,6 @@ def _minimum(policy: Policy, facts: SiteFacts) -> str | None:
     return f"secure_aggregation.minimum is {least}, and the federation's sums may be of {facts.sums} clients"
 
 
-def _witnesses(policy: Policy, facts: SiteFacts) -> str | None:
-    wanted = policy.payload.witnesses if policy.payload is not None else 0
-    if not wanted or facts.common or facts.sums is not None or facts.role != "trainer":
-        return None
-    return f"payload.witnesses is {wanted}, and this federation gives each client another payload"
-
-
 Rule = Callable[[Policy, SiteFacts], str | None]
 RULES: dict[str, Rule] = {
     "coordinator": _coordinator,
@@ -308,7 +276,6 @@ RULES: dict[str, Rule] = {
     "epsilon": _epsilon,
     "secure-aggregation": _sums,
     "minimum": _minimum,
-    "witnesses": _witnesses,
 }
 """Every rule by the last part of its refusal's name; each says what is offended, or None."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from promptfed.client_service.privacy.secure import Trained
-from promptfed.shared.messages import PayloadReceipt, Task, UpdateMetadata
+from promptfed.shared.messages import Task, UpdateMetadata
 from promptfed.shared.seeds import derive_seed
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.compression import compressed, subtracted
@@ -18,7 +18,6 @@ def made_body(
     task: Task,
     client: str,
     trained: Trained,
-    receipt: PayloadReceipt | None,
     payload: bytes | Path,
 ) -> bytes:
     """The body of an update."""
@@ -27,7 +26,6 @@ def made_body(
         payload_sha256=task.payload.sha256,
         metrics=dict(trained.metrics),
         privacy=trained.spent,
-        receipt=receipt,
     )
     return encode(encoded(task, client, trained.update, payload), about.model_dump())
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 
 from promptfed.client_service.privacy.noisy_counts import Leaving, NoisyCounts
-from promptfed.client_service.privacy.payloads import PayloadChecks
 from promptfed.client_service.privacy.policy import Policy, SiteFacts
 from promptfed.client_service.privacy.protection import SiteProtection
 from promptfed.shared.methods.core.interface.base import ClientContext
@@ -33,14 +32,10 @@ class SitePrivacy:
 
 @dataclass(frozen=True)
 class SiteRules:
-    """The site's policy, with what the federation ``asked`` of the site when it enrolled; empty without a policy.
-
-    ``payloads``: the checks of payloads, where the policy has a section for them.
-    """
+    """The site's policy, with what the federation ``asked`` of the site when it enrolled; empty without a policy."""
 
     policy: Policy | None = None
     asked: SiteFacts | None = None
-    payloads: PayloadChecks | None = None
 
 
 class _Deterministic:

@@ -16,7 +16,6 @@ import torch
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.agreement import Agreement
 from promptfed.client_service.privacy.floor import floored, floored_shares, large_enough, without_shares
-from promptfed.client_service.privacy.payloads import receipt, start_of
 from promptfed.client_service.privacy.policy import facts_of_task, refusals
 from promptfed.client_service.privacy.protection import SiteProtection
 from promptfed.client_service.privacy.secure import Trained
@@ -35,7 +34,7 @@ from promptfed.client_service.training.site import SiteRules as SiteRules
 from promptfed.client_service.training.site import torch_settings
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, shape_of
-from promptfed.shared.messages import EvaluationRequest, PayloadReceipt, Peer, Role, Task, TaskConfig
+from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import (
     ClientContext,
@@ -94,7 +93,7 @@ class TaskWork:
             return cancelled()
 
         trained = self.trained(task, payload, asked_between_steps)
-        body = made_body(task, self.name, trained, self._receipt(task) if trained.update else None, payload)
+        body = made_body(task, self.name, trained, payload)
         self.state.write_pending(body, trained.private, trained.provenance)
         point("pending-written")
         return dict(trained.metrics)
@@ -112,10 +111,6 @@ class TaskWork:
         tensors, _ = decode_place(payload)
         phase = phase_of(method, task.round, task.config.rounds, task.phase)
         self._check(tensors, method, phase, task.config)
-        if self.rules.payloads is not None:
-            own = ClientInfo(self.name, self.role, len(context.train), context.label_space, self.data.domain)
-            start = start_of(method, self.backbone, task, own)
-            self.rules.payloads.expect_plausible(task, tensors, start, explained=not self.hides_failures)
         trained: list[int] = []
         protection = self._protection(task, context)
         context = replace(context, count_trained=trained.append, protection=protection)
@@ -132,9 +127,6 @@ class TaskWork:
         leaving = self._leaving(measured, method, task.config.privacy is not None and protection is None)
         finite = {name: float(value) for name, value in leaving.items() if math.isfinite(value)}
         spent = None if protection is None or self.protection is None else self.protection.report(protection.event)
-        if self.rules.payloads is not None:
-            with unexplained(self.hides_failures):
-                self.rules.payloads.note(task, tensors, update)
         provenance = TensorOrigin(task.task_id, task.round, task.phase, peers, "sample" if protection else "none")
         return Trained(update, result.private, provenance, finite, spent)
 
@@ -142,12 +134,6 @@ class TaskWork:
     def hides_failures(self) -> bool:
         """Whether failures of tasks are reported without their cause, which no noise covers: under any protection."""
         return self.agreement.consent.terms.privacy is not None
-
-    def _receipt(self, task: Task) -> PayloadReceipt | None:
-        """This client's signature of what it was given, for the others of the phase; of simulations there is none."""
-        if self.state.ephemeral or not make_method(task.config.method).one_payload:
-            return None
-        return receipt(self.state, self.agreement.consent.terms.federation_id, task)
 
     def _protection(self, task: Task, context: ClientContext) -> Protection | None:
         """The attempt's differential privacy, which the budget can afford; None where none was agreed to.

@@ -34,10 +34,8 @@ from promptfed.shared.messages import (
     EvaluationRequest,
     FailureRequest,
     UpdateMetadata,
-    receipt_body,
 )
 from promptfed.shared.methods.core.sizes import change_limit
-from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.tensors import Arrays, TensorError, check, decode, decode_file
 
 # Norms of prompts are far smaller. Squares of such numbers may overflow float32, and one update end the federation.
@@ -293,7 +291,7 @@ def _examine(blobs: Blobs, federation: Federation, client: Client, task: AskedTa
             f"the update was made from payload {about.payload_sha256}; {task.payload_sha256} was served: train again"
         )
     metrics = {**about.metrics, **spent_metrics(federation, client, about.privacy)}
-    return {"norm": size, "metrics": metrics, "receipt": _receipt(federation, task, about)}
+    return {"norm": size, "metrics": metrics}
 
 
 def _payload_tensors(place: bytes | Path) -> Arrays:
@@ -304,18 +302,6 @@ def _payload_tensors(place: bytes | Path) -> Arrays:
 @lru_cache(maxsize=8)  # the clients of a phase mostly have the same payload
 def _decoded(content: bytes) -> Arrays:
     return decode(content)[0]
-
-
-def _receipt(federation: Federation, task: AskedTask, about: UpdateMetadata) -> dict[str, Any] | None:
-    """The client's signature of its payload, which is verified, since it is shown to other clients."""
-    receipt = about.receipt
-    if receipt is None:
-        return None
-    key, signature = bytes.fromhex(receipt.identity_key), bytes.fromhex(receipt.signature)
-    body = receipt_body(federation.id, task.round, task.phase, about.payload_sha256)
-    if not is_signed(key, signature, "receipt", body):
-        raise problems.BadMetadata("metadata receipt: it is not its key's signature of this task's payload")
-    return receipt.model_dump()
 
 
 def _check_change(federation: Federation, tensors: Arrays, payload: Arrays) -> None:

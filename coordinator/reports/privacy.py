@@ -15,13 +15,11 @@ from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, Phase
 from promptfed.shared.api import report_schemas
 from promptfed.shared.api.api_schemas import CentralPrivacyView
 from promptfed.shared.api.privacy_schemas import FAILURES, ClientPrivacy, PrivacyView, SpendList, SpendView
-from promptfed.shared.messages import PayloadReceipt, PrivacyEvent, SpendReport, Witness, Witnesses
+from promptfed.shared.messages import PrivacyEvent, SpendReport
 from promptfed.shared.methods.core.checks.client_checks import costs, drowned, noised_phases
 from promptfed.shared.methods.core.interface.base import MethodError
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION, training_event
 from promptfed.shared.privacy.client_level import Drowned
-
-MOST_RECEIPTS = 256  # that one client is shown: more witnesses than any policy asks for
 
 
 def spends_of(session: Session, federation: Federation, client: Client) -> SpendList:
@@ -201,28 +199,6 @@ def _warnings(federation: Federation, clients: list[ClientPrivacy]) -> list[str]
         text = "ε of the ledger is over what this federation was to cost: other federations share it"
         warnings.append(f"{text}: {', '.join(over)}")
     return warnings
-
-
-def witnesses(session: Session, federation: Federation, round: int, phase: str) -> Witnesses:
-    """Receipts that the counted clients of a closed phase have signed; none if the phase is open or does not exist.
-
-    There are none with Poisson sampling: samples are secret, and receipts would tell their size.
-    """
-    receipts: list[Witness] = []
-    if federation.spec.participation.model_dump().get("sampling", "fixed") == "fixed":
-        query = (
-            select(UpdateRow.receipt, TaskRow.payload_sha256)
-            .join(TaskRow, TaskRow.id == UpdateRow.task_id)
-            .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
-            .where(PhaseRow.federation_id == federation.id, PhaseRow.round == round, PhaseRow.name == phase)
-            .where(TaskRow.counted, UpdateRow.receipt.is_not(None))
-            .order_by(TaskRow.client)
-            .limit(MOST_RECEIPTS)
-        )
-        for receipt, payload in session.execute(query):
-            signed = PayloadReceipt.model_validate(receipt)
-            receipts.append(Witness(**signed.model_dump(), payload_sha256=payload))
-    return Witnesses(round=round, phase=phase, receipts=receipts)
 
 
 def spent_privacy(metrics: Mapping[str, float]) -> report_schemas.SpentPrivacy | None:

@@ -215,9 +215,8 @@ class TaskRow(Base):
 class UpdateRow(Base):
     """The one accepted update of a task. ``stored`` is false once retention has removed its bytes.
 
-    ``judged``: what the aggregation rule made of it (``rules.Judged``), where it is not the plain mean. ``receipt``:
-    its client's signature of the payload (`PayloadReceipt`), for the other clients of the phase. ``sent``: the digest
-    of the compressed body; ``sha256`` is then that of the decompressed one, which is stored.
+    ``judged``: what the aggregation rule made of it (``rules.Judged``), where it is not the plain mean. ``sent``: the
+    digest of the compressed body; ``sha256`` is then that of the decompressed one, which is stored.
     """
 
     __tablename__ = "updates"
@@ -230,7 +229,6 @@ class UpdateRow(Base):
     received_at: Mapped[str]
     stored: Mapped[bool]
     judged: Mapped[dict[str, Any] | None]
-    receipt: Mapped[dict[str, Any] | None]
     sent: Mapped[str | None]
 
 

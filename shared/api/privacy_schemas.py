@@ -12,7 +12,6 @@ from promptfed.shared.messages import EnrolledProtection, PrivacyEvent
 POLICY_RULES = (
     *("coordinator", "federation", "method", "backbone", "classes", "rounds", "epochs", "steps", "images", "expired"),
     *("privacy", "unit", "epsilon", "delta", "secure-aggregation", "minimum", "peers", "share", "metrics"),
-    *("payload", "witnesses"),
 )
 """What a site's policy refuses, by the last part of its name."""
 

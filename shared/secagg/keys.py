@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.secagg import SecureError
 
-Signing = Literal["identity", "keys", "confirm", "receipt"]
+Signing = Literal["identity", "keys", "confirm"]
 Derived = Literal["self", "mask", "share"]
 KEY_BYTES = 32
 

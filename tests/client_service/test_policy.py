@@ -94,9 +94,6 @@ def test_the_other_rules() -> None:
     five = Policy.model_validate({"version": 1, "secure_aggregation": {"require": True, "minimum": 5}})
     assert [one.kind for one in refusals(five, replace(FACTS, sums=3))] == ["policy-minimum"]
     assert refusals(five, replace(FACTS, sums=5)) == []
-    seen = Policy.model_validate({"version": 1, "payload": {"witnesses": 2}})
-    assert [one.kind for one in refusals(seen, replace(FACTS, common=False, sums=None))] == ["policy-witnesses"]
-    assert refusals(seen, FACTS) == refusals(seen, replace(FACTS, common=False, sums=3)) == []
     names = Policy.model_validate({"version": 1, "allow": {"class_names": "federation"}})
     assert [one.kind for one in refusals(names, SiteFacts(**{**vars(FACTS), "class_names": False}))] == [
         "policy-classes"

@@ -8,7 +8,6 @@ TRAINING = "shared/methods/core/private_training.py"
 MECHANISM = "tests/shared/methods/test_private_training.py"
 LOOP = "client_service/task_loop.py"
 TASKS = "tests/client_service/test_policy_tasks.py"
-PAYLOADS = "tests/client_service/test_payload_checks.py"
 PROTECTION = "tests/client_service/test_protection.py"
 
 
@@ -116,22 +115,6 @@ MUTANTS = (
         "        protection = self.work.protection\n        try:\n",
         TASKS,
         "expired_holds_back",
-    ),
-    Mutant(
-        "receipts are believed unsigned",
-        "client_service/privacy/payloads.py",
-        'if receipt.identity_key != own and is_signed(key, signature, "receipt", body)',
-        "if receipt.identity_key != own",
-        PAYLOADS,
-        "others_must_have_signed",
-    ),
-    Mutant(
-        "one's own receipt counts",
-        "client_service/privacy/payloads.py",
-        'if receipt.identity_key != own and is_signed(key, signature, "receipt", body)',
-        'if is_signed(key, signature, "receipt", body)',
-        PAYLOADS,
-        "ones_own_signature",
     ),
     Mutant(
         "an old ledger is not looked for",

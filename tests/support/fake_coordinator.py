@@ -63,7 +63,6 @@ class FakeCoordinator:
     epoch: str = "first"  # of the coordinator's process
     closed_phases: set[int] = field(default_factory=set)  # rounds whose updates come too late
     spends: list[dict[str, Any]] | None = None  # that it tells of; None: it knows no such resource
-    witnesses: Callable[[int, str], list[dict[str, Any]]] = lambda round, digest: []  # of a round, and what it served
     alter: Callable[[Request], Response | None] = lambda request: None  # an answer instead of the true one
     garble: Callable[[dict[str, Any]], dict[str, Any]] = lambda task: task
 
@@ -202,11 +201,6 @@ class FakeCoordinator:
             if self.spends is None:
                 return problem(404, "not-found", "no such resource")
             told = {"federation_id": FEDERATION, "client": "hospital-a", "spends": self.spends}
-            return self._refuse(request) or JSONResponse(told)
-
-        @app.get(base + "/receipts")
-        async def receipts(request: Request, round: int, phase: str) -> Response:
-            told = {"round": round, "phase": phase, "receipts": self.witnesses(round, self.served[round])}
             return self._refuse(request) or JSONResponse(told)
 
         @app.get(base + "/tasks/{task_id}/payload")

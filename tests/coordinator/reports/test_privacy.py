@@ -8,9 +8,7 @@ import httpx
 import pytest
 import torch
 
-from promptfed.shared.messages import receipt_body
 from promptfed.shared.privacy.accounting import training_event
-from promptfed.shared.secagg.keys import new_identity, public_identity, sign
 from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import ScriptedClient
 from tests.support.coordinators import InThread
@@ -144,29 +142,3 @@ def test_refused_tasks_of_budgets_and_policies_are_counted_by_kind(coordinator: 
     metrics = coordinator.http.get("/metrics").text
     assert 'promptfed_privacy_failures_total{kind="privacy-budget-exhausted"} 1.0' in metrics
     assert "MethodError" not in metrics
-
-
-def signed(federation: str, task: dict[str, Any], private: bytes, **changes: Any) -> dict[str, str]:
-    about = receipt_body(federation, task["round"], task["phase"], task["payload"]["sha256"]) | changes
-    return {
-        "identity_key": public_identity(private).hex(),
-        "signature": sign(private, "receipt", about).hex(),
-    }
-
-
-def test_receipts_of_counted_clients_are_shown_to_clients_once_the_phase_is_closed(coordinator: InThread) -> None:
-    federation, (a, b), (task, other) = open_first_phase(coordinator, rounds=2)
-    id, keys = coordinator.get(federation)["id"], (new_identity(), new_identity())
-    about = {"task_id": task["task_id"], "payload_sha256": task["payload"]["sha256"], "metrics": {}}
-    forged = encode(GOOD, about | {"receipt": signed(id, task, keys[0], round=7)})
-    assert kind(a.send(task, forged)) == "bad-metadata"
-    assert a.send(task, encode(GOOD, about | {"receipt": signed(id, task, keys[0])})).status_code == 201
-    assert read(a, "receipts", round=1, phase="train").json()["receipts"] == [], "the phase is open still"
-    about = about | {"task_id": other["task_id"]}
-    assert b.send(other, encode(GOOD, about | {"receipt": signed(id, other, keys[1])})).status_code == 201
-    coordinator.task(a)
-    told = read(a, "receipts", round=1, phase="train").json()
-    assert [one["identity_key"] for one in told["receipts"]] == [public_identity(key).hex() for key in keys]
-    assert {one["payload_sha256"] for one in told["receipts"]} == {task["payload"]["sha256"]}
-    assert read(a, "receipts", round=1, phase="other").json()["receipts"] == []
-    assert "client" not in told["receipts"][0]

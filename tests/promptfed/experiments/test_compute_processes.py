@@ -20,7 +20,7 @@ from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.messages import PayloadReceipt
+from promptfed.shared.messages import Peer
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.core.training import TaskCancelled
@@ -51,7 +51,7 @@ def raise_error(here: Inherited, number: int) -> None:
 
 
 def raise_odd_error(here: Inherited) -> None:
-    PayloadReceipt.model_validate(3)
+    Peer.model_validate(3)
 
 
 def wait_for_cancel(here: Inherited) -> int:
