@@ -102,6 +102,10 @@ class Settings(BaseSettings):
     enrolment_token_file: Annotated[Path | None, Field(description="where --bootstrap writes an enrolment token")] = (
         None
     )
+    enrolment_token_uses: Annotated[
+        int | None,
+        Field(ge=1, le=100_000, description="how many clients enrol with it (default: the spec's min_clients)"),
+    ] = None
     verify: Annotated[
         bool,
         Field(description="check everything that is stored, list what is damaged, and end with 0, or 1 if anything is"),

@@ -280,7 +280,7 @@ class Joining:
         text = f"the patch features of {cost.images:,} images take {cost.bytes / 1e6:,.1f} MB in {cost.folder}"
         if not cost.fits:
             free = f"{cost.free / 1e6:,.1f} MB are free there"
-            remedy = "give --feature-cache a folder with room, fewer images, or --no-keep-patches"
+            remedy = "give --feature-cache a folder with room, or fewer images"
             raise ClientError(Exit.BAD_INPUT, f"{text}; {free}: {remedy}")
         log.info("%s; %s MB are free there", text, f"{cost.free / 1e6:,.1f}")
 

@@ -26,7 +26,7 @@ class BootstrapFailed(Exception):
 def bootstrap(registry: Registry, settings: Settings) -> None:
     """Create the settings' federation if it does not exist, and write an enrolment token unless there is a valid one.
 
-    The token is for the spec's ``min_clients``, minus the enrolled ones.
+    The token is for as many clients as the settings say, or the spec's ``min_clients``, minus the enrolled ones.
     """
     if settings.bootstrap is None:
         return
@@ -37,7 +37,8 @@ def bootstrap(registry: Registry, settings: Settings) -> None:
         if federation is None:
             federation = federations.create(registry, raw)
         if path is not None and not _is_good(federation, path):
-            missing = federation.spec.participation.min_clients - len(registry.get(federation.id).clients)
+            uses = settings.enrolment_token_uses or federation.spec.participation.min_clients
+            missing = uses - len(registry.get(federation.id).clients)
             if missing > 0:
                 minted = tokens.mint(registry, federation.id, TokenRequest(uses=missing), settings.token_hours)
                 write_secret(path, minted.token)

@@ -202,16 +202,9 @@ def test_a_second_coordinator_on_the_same_folder_is_refused(process: Coordinator
 def test_bootstrap_creates_once_and_writes_a_token(tmp_path: Path) -> None:
     spec_file, token_file = tmp_path / "spec.yaml", tmp_path / "token"
     spec_file.write_text("name: boot\nmethod: {name: promptfl, m: 4}\nparticipation: {min_clients: 2}\n")
-    options = (
-        "--bootstrap",
-        str(spec_file),
-        "--enrolment-token-file",
-        str(token_file),
-        "--enrolment-token-mode",
-        "640",
-    )
+    options = ("--bootstrap", str(spec_file), "--enrolment-token-file", str(token_file))
     server = ForkedCoordinator(tmp_path / "data", *options)
-    assert token_file.stat().st_mode & 0o777 == 0o640
+    assert token_file.stat().st_mode & 0o777 == 0o600
     token = token_file.read_text().strip()
     assert server.client("boot", "a").enrol(token).status_code == 201
     server.kill()
