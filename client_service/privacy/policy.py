@@ -21,7 +21,6 @@ from pydantic import Field, ValidationError, model_validator
 
 from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.shared.messages import EnrolmentInfo, Role, Task
-from promptfed.shared.metrics.disclosure import FLOOR
 from promptfed.shared.privacy.accounting import LEAST_DELTA, steps_of
 from promptfed.shared.service.net import addresses_of
 from promptfed.shared.service.reasons import offence, why
@@ -33,6 +32,7 @@ from promptfed.shared.spec.training_terms import TrainingTerms
 EXAMPLE = (files(__package__) / "policy_example.yaml").read_text()
 """A policy with comments, to begin with (`promptfed policy example`)."""
 
+FLOOR = 10  # of disclosure (`floor`), where a policy names none
 Fingerprint = Annotated[str, Field(pattern=r"^ed25519:[0-9a-f]{64}$")]
 
 

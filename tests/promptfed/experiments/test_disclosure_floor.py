@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from promptfed.client_service.privacy.floor import coded_accuracy, lowest
+from promptfed.client_service.privacy.policy import FLOOR
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
-from promptfed.shared.metrics.disclosure import FLOOR, coded_accuracy
 from tests.support import exports
 from tests.support.own_images import SHAPES, write_folder
 
@@ -107,4 +108,4 @@ def _attack_accuracies(told: dict[str, Any], exact: dict[str, Any]) -> int:
 
 def _answer(right: int, count: int) -> tuple[float, int] | None:
     told = coded_accuracy(right, count, FLOOR)
-    return None if told is None else (told.value, told.images.low)
+    return None if told is None else (told, lowest(count, FLOOR))
