@@ -123,14 +123,11 @@ class ClientData:
         """``train``, ``test`` or a further test set, with labels as indices in ``label_space``.
 
         Raises:
-            ClientError: BAD_INPUT for classes that the label space lacks, and for images to train on without a class.
+            ClientError: BAD_INPUT for classes that the label space lacks.
         """
         names = self.tests[which].class_names if which in self.tests else self.class_names
         check_classes(names, label_space)
         own = self._splits[which].labels
-        if which == TRAIN and own.ndim == 1 and bool((own < 0).any()):
-            text = "the data's among=base leaves images without a class: they can be tested on, not trained on"
-            raise ClientError(Exit.BAD_INPUT, text)
         ahead = ReadAhead(
             lambda row: self._image(self._splits[which], row),
             lambda row: self._held.find(self._key(self._splits[which], row)),

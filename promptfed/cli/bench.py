@@ -30,13 +30,10 @@ from promptfed.experiments.cluster.cells import RayRunner, connected_later
 from promptfed.experiments.figures.bench_metrics import (
     Matrix,
     Measures,
-    OpenSet,
     matrices_of,
     matrix_table,
     measures_of,
     measures_table,
-    open_set_table,
-    open_sets_of,
 )
 from promptfed.experiments.figures.plots import draw
 from promptfed.experiments.protocols.derived import KNOWN
@@ -208,7 +205,6 @@ class BenchResults(BaseModel):
     provenance: ResultProvenance
     measures: list[Measures] = []
     matrices: list[Matrix] = []
-    open_sets: list[OpenSet] = []
 
 
 class SweepRecord(BaseModel):
@@ -294,12 +290,9 @@ def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Fini
         provenance=provenance(),
         measures=measures_of(runs),
         matrices=matrices_of(runs) if bench.setting.out_of_client else [],
-        open_sets=open_sets_of(runs),
     )
     write_json(runner.out / "results.json", results)
     lines = [markdown(bench, rows), *measures_table(results.measures)]
-    if results.open_sets:
-        lines += ["", *open_set_table(results.open_sets)]
     for matrix in results.matrices:
         lines += ["", *matrix_table(matrix)]
     write_file(runner.out / "table.md", ("\n".join(lines) + "\n").encode())

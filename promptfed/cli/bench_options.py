@@ -55,10 +55,6 @@ class BenchOptions:
     out_of_client: Annotated[
         bool, typer.Option("--out-of-client", help="personalisation: each client's classifier on the others' tests too")
     ] = False
-    unseen_classes: Annotated[
-        bool,
-        typer.Option("--unseen-classes", help="base-to-novel: novel images among base names too, for AUROC and FPR95"),
-    ] = False
     swap_prompts: Annotated[
         bool, typer.Option("--swap-prompts", help="personalisation: others' prompts under each client's own head too")
     ] = False

@@ -10,7 +10,6 @@ from urllib.parse import parse_qsl
 import torch
 
 from promptfed.shared.data import partition
-from promptfed.shared.data.corruptions import corrupted
 from promptfed.shared.data.source import DataError, Source, Split, joined
 
 COMMON_OPTIONS = (
@@ -29,17 +28,12 @@ COMMON_OPTIONS = (
     "min_per_class",
     "template",
     "test_on",
-    "corrupt",
-    "among",
-    "tail",
-    "flip",
-    "hide",
 )
 CUTTING_OPTIONS = frozenset(COMMON_OPTIONS) - {"split_seed"}  # options that do not describe the whole data set
 _PARTITION_OPTIONS = ("alpha", "clients", "client", "classes_per_client", "partition_seed")
 _DIVISION = tuple(name for name in COMMON_OPTIONS if name != "client")  # clients with equal values share parts
 
-UNKNOWN = -1  # label of an image whose class is not among the names
+UNKNOWN = -1  # of several labels of an image: whether the class is present
 
 Role = Literal["trainer", "evaluator"]
 Rows = tuple[torch.Tensor, torch.Tensor]  # one client's rows of train and of test
@@ -138,11 +132,6 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     and from 4 to 7 in another order.
     ``test_on=all``: training images are test images too, for evaluators.
     ``min_per_class=5``: classes with fewer images are left out. ``template``: replaces the data set's template.
-    ``corrupt=noise:2``: corrupts the test images. ``classes=novel&among=base``: images of novel classes are classified
-    among the names of the base classes, none of which is right. Their labels are -1, and nobody can train on them.
-    ``tail=100`` and ``flip=0.4`` make the training images worse, after ``validation`` holds some out: the numbers of
-    images of the classes fall to a hundredth from the first to the last, and 40 % get the label of another class.
-    ``hide=0.8`` makes 80 % of the training labels of a source with several labels per image unknown.
     ``known`` stores the partition of ``source`` for its next client.
     """
     source = _worded(only(source, options), options)
@@ -150,11 +139,7 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     if not options.names_only:
         source = _hold_out(source, options)
     source = _test_on(source, options)
-    source = _worsened(source, options)
     source = _cut_client(source, options, {} if known is None else known)
-    corrupt = options.text("corrupt")
-    if corrupt is not None:
-        source = replace(source, test=corrupted(source.test, corrupt, options.uri))
     shots = options.integer("shots", least=1)
     if shots is not None and len(source.train):
         rows = partition.few_shot(source.train.labels, shots, options.split_seed)
@@ -217,18 +202,10 @@ def with_classes(source: Source, kept: list[int]) -> Source:
 
 def _cut_classes(source: Source, options: Options) -> Source:
     part = options.choice("classes", ("base", "novel", "all"), "all")
-    among = options.choice("among", ("base",))
-    if among is not None and part != "novel":
-        raise DataError(f"{options.uri}: among=base is for classes=novel, whose names it replaces.")
     if part == "all":
         return source
     base, novel = partition.halves(len(source.class_names))
-    kept = with_classes(source, list(base if part == "base" else novel))
-    if among is None:
-        return kept
-    _expect_single(source, options, "among")
-    train, test = (split.labelled(torch.full_like(split.labels, UNKNOWN)) for split in (kept.train, kept.test))
-    return replace(kept, class_names=tuple(source.class_names[k] for k in base), train=train, test=test)
+    return with_classes(source, list(base if part == "base" else novel))
 
 
 def _hold_out(source: Source, options: Options) -> Source:
@@ -258,34 +235,6 @@ def _test_on(source: Source, options: Options) -> Source:
     if options.text("validation") is not None:
         raise DataError(f"{options.uri}: test_on=all looks at the test images, which validation= keeps out of sight.")
     return replace(source, test=joined(source.test, source.train))
-
-
-def _worsened(source: Source, options: Options) -> Source:
-    """The source with a long tail of classes, and with wrong or unknown labels, in training."""
-    tail, flip, hide, train = options.number("tail"), options.number("flip"), options.number("hide"), source.train
-    if tail is not None:
-        _expect_single(source, options, "tail")
-        if tail < 1:
-            raise DataError(f"{options.uri}: tail={tail:g} is less than 1; 100 leaves the last class a hundredth.")
-        train = train.select(partition.long_tail(train.labels, len(source.class_names), tail, options.split_seed))
-    for name, share in (("flip", flip), ("hide", hide)):
-        if share is not None and not 0 < share < 1:
-            raise DataError(f"{options.uri}: {name}={share:g} is not between 0 and 1.")
-    if flip is not None:
-        _expect_single(source, options, "flip")
-        train = train.labelled(partition.flipped(train.labels, len(source.class_names), flip, options.split_seed))
-    if hide is not None:
-        if train.labels.ndim == 1:
-            raise DataError(f"{options.uri}: hide is for several labels per image.")
-        train = train.labelled(partition.hidden(train.labels, hide, options.split_seed))
-    return source if train is source.train else replace(source, train=train)
-
-
-def _expect_single(source: Source, options: Options, name: str) -> None:
-    if source.train.labels.ndim == 2:
-        raise DataError(
-            f"{options.uri}: {name} is for one label per image, and these images have several; leave it out."
-        )
 
 
 def _cut_client(source: Source, options: Options, known: Parts) -> Source:
@@ -319,8 +268,9 @@ def _parts(source: Source, kind: str, options: Options) -> list[Rows]:
     clients = options.integer("clients", least=1)
     each = options.integer("classes_per_client", least=1)
     seed = options.integer("partition_seed", 0) or 0
-    if kind == "pathological":
-        _expect_single(source, options, "partition=pathological")
+    if kind == "pathological" and source.train.labels.ndim == 2:
+        text = "partition=pathological is for one label per image, and these images have several; leave it out"
+        raise DataError(f"{options.uri}: {text}.")
     if each is not None and kind != "pathological":
         raise DataError(f"{options.uri}: classes_per_client is for partition=pathological.")
     if "alpha" in options.values and kind != "dirichlet":

@@ -162,38 +162,6 @@ def few_shot(labels: Tensor, shots: int, seed: int) -> Tensor:
     return torch.from_numpy(np.sort(np.concatenate(chosen)))
 
 
-def long_tail(labels: Tensor, classes: int, ratio: float, seed: int) -> Tensor:
-    """Rows of a long-tailed part of ``labels (N,)``: class k keeps at most n·ratio^(-k/(C-1)) images, at least one.
-
-    n is the size of the largest class (Cui et al. 2019, section 5.1).
-    """
-    counts = torch.bincount(labels, minlength=classes).tolist()
-    most, kept = max(counts, default=0), []
-    for label in range(classes):
-        rows = np.flatnonzero(labels.numpy() == label)
-        least = max(1, round(most * ratio ** (-label / max(1, classes - 1))))
-        kept.append(_rng(seed, "tail", label).permutation(rows)[:least])
-    return torch.from_numpy(np.sort(np.concatenate(kept)))
-
-
-def hidden(labels: Tensor, share: float, seed: int) -> Tensor:
-    """``labels (N, C)`` of which ``share`` are -1: unknown."""
-    places = _rng(seed, "hide").permutation(labels.numel())[: round(labels.numel() * share)]
-    changed = labels.clone()
-    changed.view(-1)[torch.from_numpy(places)] = -1
-    return changed
-
-
-def flipped(labels: Tensor, classes: int, share: float, seed: int) -> Tensor:
-    """``labels (N,)``, of which ``share`` are replaced by another of the ``classes``, each with equal probability."""
-    draws = _rng(seed, "flip")
-    rows = draws.permutation(len(labels))[: round(len(labels) * share)]
-    changed = labels.clone()
-    if classes > 1:
-        changed[rows] = (labels[rows] + torch.from_numpy(draws.integers(1, classes, len(rows)))) % classes
-    return changed
-
-
 def train_test(labels: Tensor, seed: int, test_share: float = 0.2, turn: int = 0) -> tuple[Tensor, Tensor]:
     """Rows of train and test: a seeded share of each class, with at least one image in both.
 

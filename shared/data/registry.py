@@ -34,7 +34,7 @@ SCHEMES: dict[str, Callable[[str, Options], Source]] = {
 """Opener by scheme: what stands between the colon and the question mark, and the options -> the whole source."""
 
 _CLASSES = frozenset({"only", "min_per_class"})
-AT_OPENING = {"folder": _CLASSES, "csv": _CLASSES, "emoji-scenes": frozenset({"tail"})}
+AT_OPENING = {"folder": _CLASSES, "csv": _CLASSES}
 """Common options that the opener of a scheme applies itself: a class left out may be as it likes."""
 
 BY_ROLE = frozenset({"folder", "csv", "dicom", UNION})

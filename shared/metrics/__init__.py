@@ -7,7 +7,6 @@ of what was predicted is the score; known classes are the positives).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,29 +50,6 @@ def calibration_error(confidence: ArrayLike, right: ArrayLike, bins: int = BINS)
     filled = reliability(confidence, right, bins)
     total = sum(group.count for group in filled)
     return sum(group.count / total * abs(group.accuracy - group.confidence) for group in filled)
-
-
-def auroc(known: ArrayLike, unseen: ArrayLike) -> float:
-    """P(score of a known image > that of an unseen one), ties counting half: scores (N,) and (M,).
-
-    Raises:
-        ValueError: one of them is empty.
-    """
-    inside, outside = _scores(known, unseen)
-    below = np.searchsorted(outside, inside, side="left")
-    up_to = np.searchsorted(outside, inside, side="right")
-    return float((below + up_to).sum() / (2 * len(inside) * len(outside)))
-
-
-def false_positives(known: ArrayLike, unseen: ArrayLike, kept: float = 0.95) -> float:
-    """The share of unseen images whose score reaches the threshold that keeps at least ``kept`` of the known: FPR95.
-
-    Raises:
-        ValueError: one of them is empty.
-    """
-    inside, outside = _scores(known, unseen)
-    threshold = inside[len(inside) - math.ceil(kept * len(inside))]
-    return float((outside >= threshold).mean())
 
 
 def _scores(known: ArrayLike, unseen: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -1,4 +1,4 @@
-"""Figures of a bench beside its accuracies: calibration, macro-F1, worst class, spread over clients, unseen classes.
+"""Figures of a bench beside its accuracies: calibration, macro-F1, worst class, spread over clients.
 
 All are computed from the outcomes that runs keep (`promptfed.shared.metrics.outcomes`), by entry, variant and test set.
 """
@@ -14,12 +14,11 @@ from pydantic import BaseModel
 
 from promptfed.experiments.bench.results import VARIANT, BenchRun, row_label
 from promptfed.experiments.bench.tables import markdown_table
-from promptfed.experiments.protocols.protocols import ELSEWHERE, TARGET, UNSEEN
-from promptfed.shared.metrics import auroc, calibration_error, class_accuracies, false_positives, macro_f1, reliability
+from promptfed.experiments.protocols.protocols import ELSEWHERE, TARGET
+from promptfed.shared.metrics import calibration_error, class_accuracies, macro_f1, reliability
 from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.plain_text import markdown_cell
 
-KNOWN = "base"  # the test set beside which `UNSEEN` is shown
 FIGURES = ("accuracy", "ece", "macro_f1", "worst_class", "sd_clients", "worst_client")
 
 
@@ -66,7 +65,7 @@ def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
         evaluators = {row.client for row in run.last() if row.role == "evaluator"}
         for outcomes in run.outcomes:
             split = TARGET if outcomes.client in evaluators else outcomes.split.partition(VARIANT)[0]
-            if not split.startswith(ELSEWHERE) and split != UNSEEN:
+            if not split.startswith(ELSEWHERE):
                 key = row_label(run, outcomes.split), split
                 groups.setdefault(key, {}).setdefault(run.seed, []).append(outcomes)
     measures = []
@@ -147,42 +146,3 @@ def matrix_table(matrix: Matrix) -> list[str]:
         "",
         *markdown_table(["", *map(markdown_cell, matrix.clients)], lines),
     ]
-
-
-class OpenSet(BaseModel):
-    """How well the maximum softmax of one entry (or variant) tells unseen classes from known ones.
-
-    Fractions by seed, each the mean over the clients.
-    """
-
-    label: str
-    seeds: list[int]
-    auroc: list[float]
-    fpr95: list[float]
-
-
-def open_sets_of(runs: Sequence[BenchRun]) -> list[OpenSet]:
-    """The figures of each entry and variant that was tested on unseen classes, in the order of the runs."""
-    groups: dict[str, dict[int, list[tuple[Outcomes, Outcomes]]]] = {}
-    for run in runs:
-        by_split = {(outcomes.client, outcomes.split): outcomes for outcomes in run.outcomes}
-        for (client, split), unseen in by_split.items():
-            name, at, variant = split.partition(VARIANT)
-            known = by_split.get((client, KNOWN + at + variant))
-            if name == UNSEEN and known is not None:
-                groups.setdefault(row_label(run, split), {}).setdefault(run.seed, []).append((known, unseen))
-    return [
-        OpenSet(
-            label=label,
-            seeds=list(by_seed),
-            auroc=[fmean(auroc(a.confidence, b.confidence) for a, b in pairs) for pairs in by_seed.values()],
-            fpr95=[fmean(false_positives(a.confidence, b.confidence) for a, b in pairs) for pairs in by_seed.values()],
-        )
-        for label, by_seed in groups.items()
-    ]
-
-
-def open_set_table(rows: Sequence[OpenSet]) -> list[str]:
-    """The lines of the table in Markdown: percent, means over the seeds."""
-    lines = [[markdown_cell(row.label), _percent(row.auroc), _percent(row.fpr95)] for row in rows]
-    return markdown_table(["method", "AUROC of unseen classes", "FPR95"], lines)

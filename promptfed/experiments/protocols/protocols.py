@@ -21,7 +21,6 @@ from promptfed.shared.data.partition import clients_of
 
 DOMAIN = "{domain}"
 TARGET = "target"
-UNSEEN = "unseen"  # the test set of novel images that are classified among the base names
 ELSEWHERE = "of-"  # before a client's name: its test images as a test set of another client
 Pick = Callable[[Accuracy], float | None]
 _TRAINING = frozenset({"shots", "validation", "test_images"})
@@ -68,8 +67,7 @@ class BaseToNovel(Protocol):
     """Base classes divided over the clients, disjoint; no client has novel classes (FedPGP T1, FedTPG T1).
 
     ``local`` is a client's accuracy on test images of its own classes, over its method's label space; ``base`` and
-    ``novel`` are over the base and the novel names. The harmonic mean is over these three averages. With
-    ``unseen_classes``, novel images are also classified among the base names, for AUROC and FPR95.
+    ``novel`` are over the base and the novel names. The harmonic mean is over these three averages.
     """
 
     name = "base-to-novel"
@@ -77,9 +75,7 @@ class BaseToNovel(Protocol):
 
     def used(self, setting: Setting) -> frozenset[str]:
         """Fields of training, and ``clients`` or ``classes_per_client``."""
-        return (
-            _TRAINING | {"unseen_classes"} | {"clients" if setting.classes_per_client is None else "classes_per_client"}
-        )
+        return _TRAINING | {"clients" if setting.classes_per_client is None else "classes_per_client"}
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """Local, base, novel, and their harmonic mean."""
@@ -90,8 +86,6 @@ class BaseToNovel(Protocol):
         sites: list[Site] = []
         for number, data in enumerate(setting.data):
             tests = {part: setting.uri(data, seed, shots=None, classes=part) for part in ("base", "novel")}
-            if setting.unseen_classes:
-                tests[UNSEEN] = with_options(tests["novel"], {"among": "base"})
             for client in range(self._clients(setting, data)):
                 uri = setting.uri(
                     data,

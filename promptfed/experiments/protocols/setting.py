@@ -19,9 +19,8 @@ class Setting:
     sources that draw them, ``redrawn`` for every seed, so that a spread over seeds includes their sampling, or the
     ``same``. ``out_of_client``: each client's classifier is also tested on the other clients' test images.
     ``class_names``: domains have the ``same`` classes, or use the ``union`` or the ``intersection`` of theirs.
-    ``domain_words``: a description of the images by domain. ``unseen_classes``: novel images are classified among the
-    base names, to see whether the classifier is less sure of them. ``swap_prompts``: each client is also tested with
-    the others' prompts and its own head.
+    ``domain_words``: a description of the images by domain. ``swap_prompts``: each client is also tested with the
+    others' prompts and its own head.
     """
 
     data: tuple[str, ...]
@@ -37,7 +36,6 @@ class Setting:
     target_images: str = "test"
     test_images: str = "redrawn"
     out_of_client: bool = False
-    unseen_classes: bool = False
     swap_prompts: bool = False
     class_names: str = "same"
     domain_words: Mapping[str, str] = field(default_factory=dict)

@@ -26,17 +26,13 @@ Drawings = list[list[tuple[str, int]]]  # for each kind its drawings: a style an
 def open_scenes(body: str, options: Options) -> Source:
     """Draw scenes of the kinds of things in the given styles (default: flat). Things of test scenes are not trained on.
 
-    ``count``, ``test_count``: number of scenes. ``seed`` draws other scenes. ``tail=100``: in training scenes, a kind
-    is drawn less often than the one before it, the last a hundredth as often as the first. ``purpose=train``: test
-    scenes show things of the training scenes instead, for choosing settings.
+    ``count``, ``test_count``: number of scenes. ``seed`` draws other scenes. ``purpose=train``: test scenes
+    show things of the training scenes instead, for choosing settings.
     """
     options.check_names(OWN_OPTIONS)
     drawn = store.read()
     styles = styles_of(body or DEFAULT_STYLE, drawn, options)
     names = kind_names(drawn, splits())
-    tail = options.number("tail", 1.0) or 0.0
-    if tail < 1:
-        raise DataError(f"{options.uri}: tail={tail:g} is less than 1; 100 leaves the last class a hundredth.")
     train, test = _drawings(drawn, styles, names, None), _drawings(drawn, styles, names, "test")
     if options.choice("purpose", ("test", "train"), "test") == "train":
         test = train
@@ -44,7 +40,6 @@ def open_scenes(body: str, options: Options) -> Source:
     if lacking:
         raise DataError(f"{options.uri}: {', '.join(styles)} has no {lacking[0]} to draw scenes of; add a style.")
     seed = derive_seed(options.integer("seed", 0) or 0, "emoji-scenes", "+".join(styles))
-    rates = tail ** -(np.arange(len(names)) / (len(names) - 1))
     count = options.integer("count", COUNT, least=1) or COUNT
     test_count = options.integer("test_count", TEST_COUNT, least=1) or TEST_COUNT
     return Source(
@@ -52,8 +47,8 @@ def open_scenes(body: str, options: Options) -> Source:
         class_names=names,
         domain=domain_of(styles),
         template=TEMPLATE,
-        train=_scenes(drawn, train, rates, count, derive_seed(seed, "train")),
-        test=_scenes(drawn, test, np.ones(len(names)), test_count, derive_seed(seed, "test")),
+        train=_scenes(drawn, train, count, derive_seed(seed, "train")),
+        test=_scenes(drawn, test, test_count, derive_seed(seed, "test")),
     )
 
 
@@ -70,13 +65,14 @@ def _drawings(drawn: store.Drawn, styles: list[str], names: tuple[str, ...], pur
     return by_kind
 
 
-def _scenes(drawn: store.Drawn, drawings: Drawings, rates: np.ndarray, count: int, seed: int) -> Split:
-    """``count`` scenes in which the kinds appear at ``rates (C,)``. Images are drawn when they are read."""
-    labels = torch.zeros(count, len(rates), dtype=torch.int8)
+def _scenes(drawn: store.Drawn, drawings: Drawings, count: int, seed: int) -> Split:
+    """``count`` scenes. Images are drawn when they are read."""
+    kinds_of = len(drawings)
+    labels, evenly = torch.zeros(count, kinds_of, dtype=torch.int8), np.full(kinds_of, 1 / kinds_of)
     shown = []
     for scene in range(count):
         draws = np.random.default_rng(derive_seed(seed, "kinds", scene))
-        kinds = draws.choice(len(rates), draws.integers(1, MOST + 1), replace=False, p=rates / rates.sum())
+        kinds = draws.choice(kinds_of, draws.integers(1, MOST + 1), replace=False, p=evenly)
         labels[scene, kinds] = 1
         shown.append([drawings[kind][draws.integers(len(drawings[kind]))] for kind in kinds])
 

@@ -12,11 +12,9 @@ from promptfed.experiments.bench.tables import TableRow, table_of
 from promptfed.experiments.figures.bench_metrics import (
     Matrix,
     Measures,
-    OpenSet,
     matrix_table,
     measures_of,
     measures_table,
-    open_set_table,
 )
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.metrics.outcomes import Outcomes
@@ -42,7 +40,6 @@ ROWS = {
             )
         ]
     ),
-    "open set": open_set_table([OpenSet(label=BAD, seeds=[0], auroc=[1], fpr95=[0])]),
 }
 
 

@@ -46,27 +46,6 @@ def test_scenes_show_one_to_five_kinds_and_follow_from_their_seed() -> None:
     assert contact_sheet(scenes.train, scenes.class_names, 8).width > 400
 
 
-def test_a_tail_of_scenes_is_drawn() -> None:
-    tailed = open_source("emoji-scenes:flat?count=6000&tail=100")
-    counts = class_counts(tailed.train.labels, 11)
-    assert counts[0] > counts[3] > counts[6] > counts[10]
-    # A scene shows no kind twice, so that common kinds are drawn less often than alone.
-    assert 30 < counts[0] / counts[10] < 130
-    balanced = class_counts(tailed.test.labels, 11)
-    assert max(balanced) < 1.5 * min(balanced)
-    assert "tail=0.5 is less than 1" in refused(SCENES + "&tail=0.5")
-
-
-def test_hidden_labels_are_unknown_in_training_alone() -> None:
-    whole, hidden = open_source(SCENES), open_source(SCENES + "&hide=0.8")
-    known = hidden.train.labels >= 0
-    assert int((~known).sum()) == round(0.8 * 300 * 11)
-    assert torch.equal(hidden.train.labels[known], whole.train.labels[known])
-    assert torch.equal(hidden.test.labels, whole.test.labels)
-    assert "hide=1 is not between 0 and 1" in refused(SCENES + "&hide=1")
-    assert "hide is for several labels per image" in refused("digits?hide=0.5")
-
-
 def test_images_are_divided_by_their_rarest_class() -> None:
     labels = torch.tensor([[1, 1, 0], [1, 0, 0], [1, -1, 1], [0, 0, 0], [1, 1, -1]], dtype=torch.int8)
     assert strata(labels).tolist() == [1, 0, 2, 3, 1]
@@ -95,8 +74,6 @@ def test_classes_left_out_leave_their_images() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("flip=0.4", "flip is for one label per image"),
-        ("classes=novel&among=base", "among is for one label per image"),
         ("partition=pathological&clients=2&client=0", "partition=pathological is for one label per image"),
         ("seed=-1", "seed=-1 is less than 0"),
         ("purpose=all", "choose one of test, train"),
@@ -108,7 +85,7 @@ def test_options_that_need_one_label_are_refused(options: str, text: str) -> Non
 
 def test_clients_in_one_process_draw_the_same_scenes() -> None:
     shared = SharedSources()
-    for uri in (f"{SCENES}&tail=10", f"{SCENES}&tail=100&partition=iid&clients=2&client=1"):
+    for uri in (f"{SCENES}&seed=10", f"{SCENES}&partition=iid&clients=2&client=1"):
         own, alone = shared.open(uri), open_source(uri)
         assert torch.equal(own.train.labels, alone.train.labels)
         assert own.train.digest(0) == alone.train.digest(0)

@@ -75,27 +75,6 @@ def test_shots_cut_train_alone() -> None:
     assert {source.train.digest(i) for i in range(20)} != {other.train.digest(i) for i in range(20)}
 
 
-def test_a_long_tail_and_wrong_labels_change_train_alone() -> None:
-    plain = open_source("digits")
-    counts = torch.bincount(plain.train.labels)
-    tail = open_source("digits?tail=100")
-    left = torch.bincount(tail.train.labels)
-    wanted = [min(int(counts[k]), round(int(counts.max()) * 100 ** (-k / 9))) for k in range(10)]
-    assert left.tolist() == wanted
-    flipped = open_source("digits?flip=0.4&tail=10")
-    true = {plain.train.digest(row): int(label) for row, label in enumerate(plain.train.labels)}
-    given = {flipped.train.digest(row): int(label) for row, label in enumerate(flipped.train.labels)}
-    wrong = sum(true[digest] != label for digest, label in given.items())
-    assert wrong == round(0.4 * len(flipped.train))
-    assert torch.equal(flipped.test.labels, plain.test.labels)
-    assert torch.equal(flipped.train.labels, open_source("digits?flip=0.4&tail=10").train.labels)
-    held = open_source("digits?validation=0.25&flip=0.4").test
-    assert {held.digest(row): int(label) for row, label in enumerate(held.labels)}.items() <= true.items()
-    for option, text in (("tail=0.5", "less than 1"), ("flip=1", "not between 0 and 1")):
-        with pytest.raises(DataError, match=text):
-            open_source(f"digits?{option}")
-
-
 def test_base_and_novel_halves() -> None:
     base, novel = open_source("digits?classes=base"), open_source("digits?classes=novel")
     assert base.class_names == ("zero", "one", "two", "three", "four")
