@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -43,7 +42,7 @@ from promptfed.coordinator.http.body_limits import JsonBodies
 from promptfed.coordinator.http.elsewhere import Elsewhere
 from promptfed.coordinator.http.heartbeats import Heartbeats
 from promptfed.coordinator.http.uploads import Uploads
-from promptfed.coordinator.operations import bootstrap, mending
+from promptfed.coordinator.operations import bootstrap
 from promptfed.coordinator.operations import clients as clients_operations
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import tokens
@@ -156,7 +155,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         registry, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
     )
     app.state.auth_throttle = AuthThrottle(settings.auth_failures_per_minute)
-    scheduler = Scheduler(registry, mending.mend)
+    scheduler = Scheduler(registry)
     sharing = None
     if store.leases is not None:
         bucket = store.blobs.bucket
@@ -216,10 +215,8 @@ def _refusal_of(request: Request, error: Exception) -> problems.Refusal:
         case NoTorch():
             return problems.MethodAbsent(str(error))
         case DamagedBlob():
-            with contextlib.suppress(problems.Refusal):
-                registry.report_damage(registry.find_any(str(request.path_params.get("federation"))).id, error)
-            text = "what is stored is damaged, and is not given out: the federation says what is waited for"
-            return problems.StorageDamaged(text)
+            log.error("%s", error)
+            return problems.StorageDamaged("what is stored is damaged, and is not given out: put a backup back")
     return problems.InternalError("something broke; the coordinator's log says what")
 
 

@@ -144,8 +144,6 @@ def _open_task(registry: Registry, id: str, client: Client) -> tuple[Federation,
     if federation.run.state in ENDED:
         raise problems.Ended(f"{federation.name} is {federation.run.state}: there will be no more tasks")
     task = federation.tasks.get(name)
-    if name in federation.resend and federation.run.is_damaged:
-        return federation, federation.resend[name]
     if federation.run.state != "running" or task is None or task.payload_sha256 is None or federation.deadline is None:
         return None
     return federation, task

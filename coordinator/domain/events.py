@@ -67,10 +67,6 @@ class Damaged(_Explained):
     """Stored bytes that the run needs are damaged; ``reason`` says which."""
 
 
-class Mended(_Timed):
-    """The damaged bytes are repaired."""
-
-
 @dataclass(frozen=True)
 class Withdraw(Event):
     """The operator withdraws a client; ``discard``: also drops its accepted answer to the open stage."""

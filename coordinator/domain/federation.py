@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
@@ -123,7 +123,6 @@ class Federation:
     """One federation after a commit. Each commit replaces the whole object, so that readers see a consistent state.
 
     ``starting``: its initial state is being computed for the enrolled clients; meanwhile no client can enrol.
-    ``resend``: closed tasks whose stored updates are damaged, by client: these clients send theirs again.
     ``common_payload``: the digest of the open stage's payloads, if all are the same.
     ``noise_key``: the secret of the noise of rules, never disclosed; None for federations of older versions.
     ``sampling_key``: the secret of Poisson sampling, never disclosed.
@@ -149,7 +148,6 @@ class Federation:
     deadline: str | None = None
     common_payload: str | None = None
     starting: bool = False
-    resend: Mapping[str, OpenTask] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
     named_bytes: int = 0
     _last_context: LastContext = field(default_factory=LastContext, repr=False, compare=False)

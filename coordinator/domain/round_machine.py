@@ -83,8 +83,6 @@ class Machine:
                 self._end("failed", reason)
             case events.Damaged(reason):
                 self._damaged(reason)
-            case events.Mended(now):
-                self._mended(now)
             case events.Withdraw(name, discard, now):
                 self._withdraw(name, discard, now)
             case events.Answered(name, now):
@@ -137,17 +135,10 @@ class Machine:
         self._go_on(now)
 
     def _damaged(self, reason: str) -> None:
-        """Pause until the damaged bytes are repaired or sent again. Clients' answers are kept."""
+        """Pause until the operator has put the damaged bytes back. Clients' answers are kept."""
         if self.run.state not in ("enrolling", "running"):
             raise WrongMoment(self.run.state)
         self._move("paused" if self.run.state == "running" else "enrolling", DAMAGED + reason)
-
-    def _mended(self, now: float) -> None:
-        if self.run.state not in ("enrolling", "paused") or not self.run.is_damaged:
-            raise WrongMoment(self.run.state)
-        self._move("running" if self.run.state == "paused" else "enrolling", None)
-        self._set_deadline(now)
-        self._go_on(now)
 
     def _withdraw(self, name: str, discard: bool, now: float) -> None:
         if self.run.state in ENDED:

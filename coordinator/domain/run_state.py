@@ -16,7 +16,7 @@ DueJob = Literal["join", "aggregate"]
 QUORUM_MISSED = "quorum_missed"
 BUDGET_SPENT = "privacy_budget"
 DAMAGED = "damaged: "
-"""Prefix of the reason of a federation that waits until damaged bytes are repaired."""
+"""Prefix of the reason of a federation that waits until damaged bytes are put back."""
 GROWN = "grown: "
 """Prefix of the reason of a federation that waits since the closed phase gives a far too large state."""
 ACCEPTED = "grown state accepted"
@@ -165,7 +165,7 @@ class Run:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether it waits for the repair of damaged bytes."""
+        """Whether it waits for damaged bytes to be put back."""
         return self.reason is not None and self.reason.startswith(DAMAGED)
 
     @property

@@ -21,7 +21,7 @@ from promptfed.coordinator.domain.run_state import GROWN
 from promptfed.coordinator.engine import aggregates, secure_jobs
 from promptfed.coordinator.engine.disk_room import disk_of, no_room
 from promptfed.coordinator.engine.growth import StateGrows, reason
-from promptfed.coordinator.engine.recorder import Change, open_task
+from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.selection import selected_round
 from promptfed.coordinator.store import queries
@@ -34,7 +34,7 @@ from promptfed.shared.methods.core.interface.base import MethodError, NeedsBackb
 from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.secagg import SecureError
 from promptfed.shared.spec.selection import FINAL
-from promptfed.shared.tensors import Arrays, TensorError, encode, method_part, size_of, state_hash
+from promptfed.shared.tensors import Arrays, TensorError, method_part, size_of, state_hash
 
 FORGOTTEN = "forget"  # the origin of a state from which a client's own part was taken
 
@@ -265,23 +265,6 @@ def _made_payloads(
             last = stage, tensors, stored
         made[task.id] = replace(task, payload_sha256=last[2].digest, payload_bytes=last[2].size)
     return made
-
-
-def payload_again(registry: Registry, federation: Federation, digest: str) -> bytes | None:
-    """The payload with ``digest`` of the stage that is open, or closed and not computed yet; None if it has none."""
-    with registry.database.read() as session:
-        query = queries.tasks_with_phases(federation.id)
-        pending = (TaskRow.payload_sha256 == digest, PhaseRow.completed_at.is_(None))
-        task_and_stage = session.execute(query.where(*pending)).first()
-        if task_and_stage is None:
-            return None
-        task, stage = task_and_stage
-        state = method_part(_served_state(registry, session, federation))
-    if stage.kind not in ("train", "evaluate"):
-        return secure_jobs.told(registry, federation, open_task(task, stage))
-    phase = federation.method_phase(stage.round, stage.step) if stage.kind == "train" else None
-    client = federation.clients[task.client]
-    return encode(global_state.payload(federation, state, phase, client, federation.context()))
 
 
 def _are_the_same(first: Arrays, second: Arrays) -> bool:

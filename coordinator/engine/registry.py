@@ -32,7 +32,7 @@ from promptfed.coordinator.engine.recorder import Change, Changes
 from promptfed.coordinator.engine.wakeups import Wakeups
 from promptfed.coordinator.problems import FederationMoving, MethodAbsent, NotFound, Unreadable
 from promptfed.coordinator.store.backend import DatabaseAway
-from promptfed.coordinator.store.blobs import Blobs, DamagedBlob
+from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.leases import Fenced, Leases
 from promptfed.coordinator.store.tables import DELETING, FederationRow, OperatorRow
@@ -51,7 +51,7 @@ class Registry:
     """All federations of one data folder.
 
     ``operators``: their tokens by digest. ``ready``: federations are taken up, and driven. ``retired``: up to which
-    round a federation's tensors are removed. ``damaged``: what was found of a federation that is not what it was.
+    round a federation's tensors are removed.
     ``leftovers``: deleted federations may have left rows behind.
     """
 
@@ -79,7 +79,6 @@ class Registry:
         self.federations: dict[str, Federation] = {}
         self.operators: dict[str, Operator] = {}
         self.retired: dict[str, int] = {}
-        self.damaged: dict[str, DamagedBlob] = {}
         self.configs: dict[str, tuple[object, object, str]] = {}
         self.attempts: dict[str, tuple[tuple[int, int], Attempt]] = {}  # the latest at a secure sum, by federation
         self.epoch = ""  # another one each time the store is taken up: clients may have seen more than it holds
@@ -133,8 +132,7 @@ class Registry:
         elif federation.run.state not in ENDED:
             now = clock.monotonic()
             with self.change(federation.id) as change:
-                # What was damaged may have been put back meanwhile: it is looked at again.
-                change.send(events.Mended(now) if federation.run.is_damaged else events.Restarted(now))
+                change.send(events.Restarted(now))
 
     def take_up(self, id: str) -> None:
         """Read one federation whose lease this coordinator holds, and go on with it as after a restart.
@@ -178,7 +176,6 @@ class Registry:
             if self.leases is not None:
                 self.leases.let_go(id)
             self.retired.pop(id, None)
-            self.damaged.pop(id, None)
             known = self.federations.get(id)
         self.forget(id)
         if known is not None:
@@ -327,16 +324,11 @@ class Registry:
         self._announce(changes)
 
     def note(self, id: str, **known: Any) -> None:
-        """Set fields of a federation in memory alone: ``starting``, ``resend``, or ``tokens`` as just written."""
+        """Set fields of a federation in memory alone: ``starting``, or ``tokens`` as just written."""
         with self._turn:
             federation = self.federations.get(id)
             if federation is not None:
                 self.federations = {**self.federations, id: replace(federation, **known)}
-
-    def report_damage(self, id: str, error: DamagedBlob) -> None:
-        """Have the scheduler see to stored bytes of a federation that are not what they were."""
-        self.damaged[id] = error
-        self.wake([])
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:

@@ -48,11 +48,8 @@ Job = Callable[[Registry, str], None]
 class Scheduler:
     """Drives the federations of one registry."""
 
-    def __init__(self, registry: Registry, mend: Job):
-        """``mend`` sees to what was found damaged of a federation (``Registry.damaged``)."""
+    def __init__(self, registry: Registry):
         self._registry = registry
-        self._mend = mend
-        self._mended_at: dict[str, float] = {}
         self._driver: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
         self._deleting: asyncio.Task[None] | None = None
@@ -182,11 +179,10 @@ class Scheduler:
         run = federation.run
         if federation.absent is not None:
             return None
-        if federation.id in self._registry.damaged:
-            return self._mend if self._is_to_be_mended(federation.id) else None
         if run.state == "running" and run.due_job is not None:
             return jobs.join if run.due_job == "join" else jobs.aggregate
-        if run.state in ("running", "paused") and any(t.payload_sha256 is None for t in federation.tasks.values()):
+        lacks_payloads = any(task.payload_sha256 is None for task in federation.tasks.values())
+        if run.state in ("running", "paused") and not run.is_damaged and lacks_payloads:
             return jobs.fill_payloads
         if run.state == "running" and run.stage is not None and run.stage.deadline <= clock.monotonic():
             return _tick
@@ -197,13 +193,6 @@ class Scheduler:
             if last is None or run.state in ENDED or clock.monotonic() - last >= RETIRE_SECONDS:
                 return retention.retire
         return None
-
-    def _is_to_be_mended(self, id: str) -> bool:
-        now = clock.monotonic()
-        if now - self._mended_at.get(id, -math.inf) < RETRY_SECONDS:
-            return False
-        self._mended_at[id] = now
-        return True
 
     def _could_start(self, federation: Federation) -> bool:
         if federation.spec.start != "when_ready":
@@ -245,24 +234,28 @@ class Scheduler:
         except MOVED_ON:
             pass
         except DamagedBlob as error:
-            self._mended_at.pop(id, None)
-            self._registry.report_damage(id, error)
+            self._pause_damaged(id, f"{error}: put it back from a backup, then resume")
         except (OSError, OperationalError, NoConnection, DatabaseAway):
             raise
         except DatabaseError as error:
             if not self._registry.database.is_damaged(error):
                 self._fail(id, error)
                 return
-            text = self._registry.database.cannot_be_read(error)
-            log.error("%s", text, extra=self._where(id))
-            with contextlib.suppress(*MOVED_ON), self._registry.change(id) as change:
-                change.send(events.Damaged(text))
+            self._pause_damaged(id, self._registry.database.cannot_be_read(error))
         except NoTorch as error:
             log.error("%s", error, extra=self._where(id))
             with contextlib.suppress(*MOVED_ON), self._registry.change(id) as change:
                 change.send(events.NotComputed(f"{error}; then resume"))
         except Exception as error:
             self._fail(id, error)
+
+    def _pause_damaged(self, id: str, text: str) -> None:
+        """Pause a federation whose stored bytes are damaged; one that enrols is not started by itself."""
+        log.error("%s", text, extra=self._where(id))
+        with contextlib.suppress(*MOVED_ON):
+            self._refused_starts[id] = _start_key(self._registry.get(id))
+            with self._registry.change(id) as change:
+                change.send(events.Damaged(text))
 
     def _fail(self, id: str, error: Exception) -> None:
         log.error("the method failed", exc_info=error, extra=self._where(id))

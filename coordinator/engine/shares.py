@@ -60,7 +60,7 @@ def may_move(federation: Federation | None) -> bool:
     run = federation.run
     if run.state != "running":
         return not federation.starting
-    if run.stage is None or run.stage.closed or run.due_job is not None or federation.resend:
+    if run.stage is None or run.stage.closed or run.due_job is not None:
         return False
     filled = all(task.payload_sha256 is not None for task in federation.tasks.values())
     return filled and set(run.stage.asks.values()) == {"open"}

@@ -19,7 +19,6 @@ from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.operations import mending
 from promptfed.coordinator.operations.expansion import expanded
 from promptfed.coordinator.operations.spent_metrics import spent_metrics
 from promptfed.coordinator.store import queries
@@ -87,7 +86,6 @@ async def accept_update(
     else:
         examined = await run_sync(_admit, registry, federation, client, task_id, upload)
     if examined is None:
-        await run_sync(_take_again, registry, federation, client, task_id, upload)
         return False
     whole, told = examined
     with registry.blobs.hold() as held:
@@ -102,15 +100,6 @@ async def accept_update(
     if new:
         registry.metrics.bytes_up.inc(upload.size)
     return new
-
-
-def _take_again(registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload) -> None:
-    task = asked_task(registry.database, federation, client, task_id)
-    with registry.database.read() as session:
-        stored = session.scalar(select(UpdateRow.sha256).where(UpdateRow.task_id == task.id, UpdateRow.stored))
-    if stored is None or registry.blobs.is_intact(stored):
-        return
-    mending.take_again(registry, federation.id, expanded(registry.blobs, federation, client, task, upload))
 
 
 def _is_quick(upload: Upload) -> bool:

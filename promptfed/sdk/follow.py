@@ -42,8 +42,7 @@ class Snapshot:
     @property
     def over(self) -> bool:
         """Whether it has ended or waits for an operator."""
-        waits = self.reason is not None and not self.reason.startswith("damaged: ")  # damaged ones may be repaired
-        return self.state in ENDED or (self.state == "paused" and waits)
+        return self.state in ENDED or (self.state == "paused" and self.reason is not None)
 
     def describe(self) -> str:
         """One line for people."""

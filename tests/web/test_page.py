@@ -273,6 +273,7 @@ def test_what_is_damaged_and_whose_change_is_far_off_is_said(coordinator: InThre
         assert client.send(task, body).status_code == 201
     with coordinator.registry.database.write() as session:
         [digest] = session.scalars(select(UpdateRow.sha256).where(UpdateRow.task_id == tasks[0]["task_id"]))
+        [whole] = session.scalars(select(BlobRow.content).where(BlobRow.digest == digest))
         session.execute(update(BlobRow).where(BlobRow.digest == digest).values(content=b"else"))
     visited.open()
     visited.sign_in()
@@ -280,9 +281,12 @@ def test_what_is_damaged_and_whose_change_is_far_off_is_said(coordinator: InThre
     visited.tab_to("Resume")
     page.keyboard.press("Enter")
     reason = page.locator(".status .reason")
-    expect(reason).to_contain_text(f"damaged: the update of 'a' in round 1 (train) ({digest}) has changed")
+    expect(reason).to_contain_text(f"damaged: {digest} has changed")
     expect(page.locator(".status .badge")).to_have_text("paused")
-    assert clients[0].answer(coordinator.task(clients[0])).status_code == 200
+    with coordinator.registry.database.write() as session:
+        session.execute(update(BlobRow).where(BlobRow.digest == digest).values(content=whole))
+    visited.tab_to("Resume")
+    page.keyboard.press("Enter")
     expect(page.locator(".status .badge")).to_have_text("running")
     expect(reason).to_be_hidden()
     trouble = page.locator(".troubles")
