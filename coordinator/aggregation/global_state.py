@@ -10,13 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from promptfed.coordinator.aggregation.flame import seed_of
 from promptfed.coordinator.aggregation.rules import Rule
 from promptfed.coordinator.aggregation.server_half import Combined, call
 from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer, fresh_moments, moment_tensors
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.store.blobs import Blobs
-from promptfed.shared.methods.core.checks.rule_checks import check_flame_noise
 from promptfed.shared.methods.core.interface.base import ClientUpdate, MethodError, NeedsBackbone, Phase, ServerContext
 from promptfed.shared.methods.core.interface.hooks import AdoptsStates, ChecksClients, ForgetsClients, GrowsWithClients
 from promptfed.shared.methods.core.interface.insights import Measured, MeasuresUpdates
@@ -49,9 +47,6 @@ def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) 
     """
     if isinstance(federation.method, ChecksClients):
         federation.method.check_clients(context)
-    check_flame_noise(
-        federation.spec.aggregation, federation.method, federation.spec.rounds, federation.method.dims(context)
-    )
     if federation.supplied_state is not None:
         supplied, _ = decode(blobs.read(federation.supplied_state))
         tensors = adopted(federation, supplied, context)
@@ -114,13 +109,9 @@ def forgotten(federation: Federation, state: Arrays, client: str, context: Serve
     return after
 
 
-def rule_of(federation: Federation, before: Mapping[str, Array], round: int, phase: str) -> Rule:
-    """The rule of a phase; ``before``: the state that it began with.
-
-    Its noise, if it has any, follows from the federation's key, which only the coordinator has.
-    """
-    key = federation.noise_key or federation.id
-    return Rule(federation.spec.aggregation, before, seed_of(key, round, phase))
+def rule_of(federation: Federation, before: Mapping[str, Array]) -> Rule:
+    """The rule of a phase; ``before``: the state that it began with."""
+    return Rule(federation.spec.aggregation, before)
 
 
 def after_phase(

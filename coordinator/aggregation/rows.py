@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class Rows:
             self._read_base = lambda start, stop: double(below.part(start, stop))
         self.factors = self.xp.ones(self.count, dtype=self.xp.float64)
         if clip_norm is not None:
-            self.clip(self.median_length() if clip_norm == "median" else float(clip_norm))
+            self._clip(self._median_length() if clip_norm == "median" else float(clip_norm))
 
     def _flat(self, tensors: Mapping[str, Any]) -> Any:
         return self.xp.concat([single(tensors[name]).reshape(-1) for name in self._shapes])
@@ -85,21 +85,16 @@ class Rows:
         """Zeros in float64."""
         return self.xp.zeros(shape, dtype=self.xp.float64)
 
-    def median_length(self) -> float:
+    def _median_length(self) -> float:
         """The median of the rows' L2 lengths, as they were sent; of an even number, the mean of the middle two."""
         ordered = sorted(self.distances_to(None).tolist())
         return float((ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2)
 
-    def clip(self, most: float) -> None:
+    def _clip(self, most: float) -> None:
         """Shorten rows that are longer than ``most``."""
         norms = self.distances_to(None)
         longer = norms > most
         self.factors = self.xp.where(longer, most / self.xp.where(longer, norms, 1.0), 1.0)
-
-    def models(self) -> Iterator[tuple[slice, Any]]:
-        """The updates as sent, including the base, in blocks of columns ``(K, n)``, float64."""
-        for columns, values in self.blocks(clipped=False):
-            yield columns, values + self._read_base(columns.start, columns.stop)
 
     def row(self, index: int) -> Any:
         """Row ``index`` ``(D,)``, relative to the base and clipped."""
@@ -177,17 +172,7 @@ class _Laid:
         return parts[0] if len(parts) == 1 else xp.concat(parts) if parts else xp.zeros(0, dtype=xp.float32)
 
 
-class Vectors(Protocol):
-    """K vectors, in blocks of columns ``(K, n)``, float64."""
-
-    count: int
-
-    def blocks(self) -> Iterator[tuple[slice, Any]]: ...
-
-    def zeros(self, *shape: int) -> Any: ...
-
-
-def squared_distances(rows: Vectors) -> Any:
+def squared_distances(rows: Rows) -> Any:
     """``(K, K)`` ‖x_i − x_j‖² as ‖x_i‖² + ‖x_j‖² − 2·⟨x_i, x_j⟩: one product of matrices, a tenth of the time.
 
     Where the terms cancel, digits are lost: pairs much nearer to each other than to zero are computed from their

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from promptfed.coordinator.aggregation.flame import flame, noise_blocks
 from promptfed.coordinator.aggregation.rows import Combined, Rows, Values, squared_distances
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.methods.core.interface.base import ClientUpdate
@@ -49,18 +48,15 @@ class Judged:
 class Rule:
     """A phase's ``Combine`` by a spec's rule. Afterwards ``judged`` says what became of each client's update.
 
-    ``base``: the state that the phase's clients began with; ``seed``: what FLAME's noise follows from. The plain mean
-    needs no second look at the updates, which come one by one: it judges nothing. ``measured`` has what the phase's
-    report tells of the rule itself.
+    ``base``: the state that the phase's clients began with. The plain mean needs no second look at the updates, which
+    come one by one: it judges nothing.
     """
 
-    def __init__(self, spec: AggregationSpec, base: Mapping[str, Any], seed: bytes | None = None):
+    def __init__(self, spec: AggregationSpec, base: Mapping[str, Any]):
         self.spec = spec
         self.base = base
-        self.seed = seed
         self.room: Room = np.empty  # where large vectors and tensors are written
         self.judged: dict[str, Judged] = {}
-        self.measured: dict[str, float] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "room": np.empty}  # another process has no temporary files of ours
@@ -75,9 +71,7 @@ class Rule:
         rows = Rows(given, self.base, self.spec.clip_norm, self.room)
         weights = rows.xp.asarray([update.weight for update in given], dtype=rows.xp.float64)
         point, influence = RULES[self.spec.rule](rows, weights / weights.sum(), self.spec)
-        if self.spec.rule == "flame":
-            point = self._with_noise(point, rows)
-        chosen = self.spec.rule not in ("krum", "multi_krum", "flame")
+        chosen = self.spec.rule not in ("krum", "multi_krum")
         distances = rows.distances_to(point).tolist()
         for update, factor, share, distance in zip(given, rows.factors, influence.tolist(), distances, strict=True):
             taken = chosen or share > 0
@@ -85,23 +79,6 @@ class Rule:
             verdict = "rejected" if not taken else "clipped" if factor < 1 else "counted"
             self.judged[update.client] = Judged(verdict, share, distance)
         return rows.tensors(point)
-
-    def _with_noise(self, point: Any, rows: Rows) -> Any:
-        """FLAME's last step: N(0, (λS)²) on every number, S the median of the lengths."""
-        bound = rows.median_length()
-        level = self.spec.flame_level
-        self.measured = {"flame_bound": bound, "flame_noise": 0.0}
-        if level * bound == 0:
-            return point
-        if self.seed is None:
-            raise ValueError("FLAME's noise has no seed: give the rule one, or take flame_noise: 0")
-        squares = 0.0
-        for columns, drawn in noise_blocks(self.seed, rows.size, rows.xp):
-            added = level * bound * drawn
-            squares += float((added * added).sum())
-            point[columns] += added
-        self.measured["flame_noise"] = math.sqrt(squares)
-        return point
 
 
 def mean(rows: Rows, weights: Any, spec: AggregationSpec) -> Combined:
@@ -287,5 +264,4 @@ RULES: dict[str, Callable[[Rows, Any, AggregationSpec], Combined]] = {
     "krum": krum,
     "multi_krum": multi_krum,
     "geometric_median": geometric_median,
-    "flame": flame,
 }

@@ -37,7 +37,7 @@ class Combined:
         optimizer = ServerOptimizer(self.optimizer.spec, _tensors(self.optimizer.state))
         if not isinstance(self.rule, Rule):
             return Combined(_tensors(self.rule), optimizer)
-        rule = Rule(self.rule.spec, _tensors(self.rule.base), self.rule.seed)
+        rule = Rule(self.rule.spec, _tensors(self.rule.base))
         rule.room = self.rule.room
         return Combined(rule, optimizer)
 
@@ -45,7 +45,7 @@ class Combined:
         """Take over what the same ``Combine`` has judged elsewhere."""
         self.optimizer.moments = _arrays(other.optimizer.moments)
         if isinstance(self.rule, Rule) and isinstance(other.rule, Rule):
-            self.rule.judged, self.rule.measured = other.rule.judged, other.rule.measured
+            self.rule.judged = other.rule.judged
 
     def __call__(self, updates: Iterable[ClientUpdate]) -> dict[str, Any]:
         """The aggregate."""

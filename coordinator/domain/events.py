@@ -88,10 +88,6 @@ class SumInvalid(_Explained):
     """The opened secure sum cannot be one of honest clients. It is not known which client spoilt it."""
 
 
-class Grown(_Explained):
-    """The state after the closed phase grows without bound and is not committed; ``reason`` begins with ``GROWN``."""
-
-
 class NotComputed(_Explained):
     """The due work could not be computed on this machine; it stays due."""
 

@@ -69,10 +69,6 @@ class Closed(Fact):
     sample_size: int
 
 
-class Reopened(Fact):
-    """The closed stage is open again: an answer that counted was discarded before its state was committed."""
-
-
 @dataclass(frozen=True)
 class AttemptFailed(Fact):
     """Too few clients answered a step of a secure sum: the attempt has failed, and the next one begins."""

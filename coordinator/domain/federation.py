@@ -124,7 +124,6 @@ class Federation:
 
     ``starting``: its initial state is being computed for the enrolled clients; meanwhile no client can enrol.
     ``common_payload``: the digest of the open stage's payloads, if all are the same.
-    ``noise_key``: the secret of the noise of rules, never disclosed; None for federations of older versions.
     ``sampling_key``: the secret of Poisson sampling, never disclosed.
     ``named``: the different classes that clients have named, which have ``named_bytes`` of text.
     """
@@ -139,7 +138,6 @@ class Federation:
     shape: BackboneShape | None = None
     supplied_state: str | None = None
     draw_secret: str | None = None
-    noise_key: str | None = None
     sampling_key: str | None = None
     clients: dict[str, Client] = field(default_factory=dict)
     by_secret: dict[str, Client] = field(default_factory=dict)

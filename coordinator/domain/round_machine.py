@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from promptfed.coordinator.domain import events, facts, sampling, secure_steps
 from promptfed.coordinator.domain.run_state import (
-    ACCEPTED,
     BUDGET_SPENT,
     DAMAGED,
     MOST_CLIENTS,
@@ -89,7 +88,7 @@ class Machine:
                 self._settle_open(name, "answered", now)
             case events.AnsweredLast(name, now):
                 self._answered_last(name, now)
-            case events.SumInvalid(reason) | events.Grown(reason) | events.NotComputed(reason):
+            case events.SumInvalid(reason) | events.NotComputed(reason):
                 self._expect("running")
                 self._move("paused", reason)
             case events.Failed(name, now):
@@ -130,7 +129,7 @@ class Machine:
             self.facts.append(facts.Extended(False))
             if again:
                 self.facts.append(facts.Asked(tuple(again)))
-        self._move("running", ACCEPTED if self.run.has_grown and self.run.due_job == "aggregate" else None)
+        self._move("running", None)
         self._set_deadline(now)
         self._go_on(now)
 
@@ -150,18 +149,7 @@ class Machine:
             self._settle(name, "withdrawn")
         elif status == "answered" and discard:
             self._settle(name, "discarded")
-        elif discard and self.run.has_grown and stage is not None and stage.asks.get(name) == "answered":
-            self._reopen(name)
         self._go_on(now)
-
-    def _reopen(self, name: str) -> None:
-        """Remove an answer from a closed stage that waits for its aggregate; it closes again when resumed."""
-        self._settle(name, "discarded")
-        self._set_stage(closed=False)
-        self._set(due_job=None)
-        if self.run.step == 0:
-            self._set(answered_first=(), sample_size=0)
-        self.facts.append(facts.Reopened())
 
     def _settle_open(self, name: str, status: AskStatus, now: float) -> None:
         stage = self.run.stage
@@ -185,8 +173,6 @@ class Machine:
             self._set(due_job=None, joining=())
         elif self.run.due_job == "aggregate":
             self._set(due_job=None, cohort=(), previous=())
-            if self.run.reason == ACCEPTED:
-                self._move(self.run.state, None)
             plan = self._plan()
             self._complete(plan.secure.after if plan is not None and plan.secure is not None else None)
         else:

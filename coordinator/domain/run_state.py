@@ -17,10 +17,6 @@ QUORUM_MISSED = "quorum_missed"
 BUDGET_SPENT = "privacy_budget"
 DAMAGED = "damaged: "
 """Prefix of the reason of a federation that waits until damaged bytes are put back."""
-GROWN = "grown: "
-"""Prefix of the reason of a federation that waits since the closed phase gives a far too large state."""
-ACCEPTED = "grown state accepted"
-"""The reason of a federation whose operator has resumed it nevertheless, until that state is committed."""
 EVALUATION = "evaluation"
 MOST_CLIENTS = 1024  # of a secure sum, which is exact up to so many
 
@@ -167,11 +163,6 @@ class Run:
     def is_damaged(self) -> bool:
         """Whether it waits for damaged bytes to be put back."""
         return self.reason is not None and self.reason.startswith(DAMAGED)
-
-    @property
-    def has_grown(self) -> bool:
-        """Whether it waits since the state of the closed phase is far too large."""
-        return self.reason is not None and self.reason.startswith(GROWN)
 
     def trainers(self) -> list[str]:
         """Active trainers, newcomers included, in order of name."""

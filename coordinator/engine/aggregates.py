@@ -16,14 +16,13 @@ from promptfed.coordinator.aggregation.given import Given
 from promptfed.coordinator.aggregation.rules import Judged
 from promptfed.coordinator.aggregation.server_half import call
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.domain.run_state import ACCEPTED
-from promptfed.coordinator.engine import growth, private_jobs, secure_jobs
+from promptfed.coordinator.engine import private_jobs, secure_jobs
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.tables import PhaseRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.tensor_blobs import room
 from promptfed.shared.methods.core.interface.base import Phase, ServerContext
 from promptfed.shared.methods.core.interface.insights import Measured, MeasuresPhases
-from promptfed.shared.tensors import Arrays, TensorError, method_part
+from promptfed.shared.tensors import Arrays, method_part
 
 
 @dataclass(frozen=True)
@@ -42,30 +41,8 @@ def computed(registry: Registry, federation: Federation, state: Arrays, phase_id
 
     Raises:
         SecureError: the sum cannot be one of honest clients.
-        StateGrows: the state is far larger than the one before (not compared at level ``client``), or not finite.
     """
-    accepted = federation.run.reason == ACCEPTED
     changed: dict[str, float] = {}
-    try:
-        result = _computed(registry, federation, state, phase_id, given, changed)
-    except TensorError as error:
-        if error.kind != "not-finite" or not changed:  # A method that has taken no update fails by itself.
-            raise
-        raise growth.StateGrows(str(error), changed, finite=False) from None
-    if not federation.spec.privacy.protects_clients:  # Changes are clipped there: what grows is the noise.
-        growth.check(state, result.after, result.measured.get("changes", {}), accepted=accepted)
-    return result
-
-
-def _computed(
-    registry: Registry,
-    federation: Federation,
-    state: Arrays,
-    phase_id: int,
-    given: Given,
-    changed: dict[str, float],
-) -> Computed:
-    """As ``computed``; ``changed`` receives the norm of each client's change, also where the state cannot be one."""
     run = federation.run
     if federation.spec.secure_aggregation is not None:
         summed = secure_jobs.summed(registry, federation, state, run.round, run.step)
@@ -73,14 +50,14 @@ def _computed(
     phase = federation.method_phase(run.round, run.step)
     if federation.spec.privacy.protects_clients:
         return _computed_with_noise(registry, federation, state, phase_id, phase, given)
-    context, rule = federation.context(), global_state.rule_of(federation, state, run.round, phase.name)
+    context, rule = federation.context(), global_state.rule_of(federation, state)
     payload = lru_cache(maxsize=8)(lambda sha256: registry.blobs.tensors(sha256)[0])  # of most, the same
     with room(registry.blobs) as rule.room:
         stored = global_state.stored_updates(registry.blobs, given.updates)
         measured = changes.measured(stored, lambda client: payload(given.payloads[client]), changed)
         after, told = global_state.after_phase(federation, state, phase, measured, rule, context)
     measures = _measured(federation, state, phase, after, context)
-    measures = Measured(measures.phase | told.phase | rule.measured, measures.clients | told.clients)
+    measures = Measured(measures.phase | told.phase, measures.clients | told.clients)
     report = {**_finite(measures), "changes": _finite_numbers(changed)}
     return Computed(after, report, rule.judged, [client for client, _, _ in given.updates])
 

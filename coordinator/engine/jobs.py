@@ -17,10 +17,8 @@ from promptfed.coordinator.aggregation.given import given
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
-from promptfed.coordinator.domain.run_state import GROWN
 from promptfed.coordinator.engine import aggregates, secure_jobs
 from promptfed.coordinator.engine.disk_room import disk_of, no_room
-from promptfed.coordinator.engine.growth import StateGrows, reason
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.selection import selected_round
@@ -175,10 +173,6 @@ def aggregate(registry: Registry, id: str) -> None:
         except SecureError as error:
             with registry.change(id) as change:
                 change.send(events.SumInvalid(f"{error.kind}: {error}"))
-            return
-        except StateGrows as error:
-            with registry.change(id) as change:
-                change.send(events.Grown(GROWN + reason(change.session, federation, error)))
             return
     point("aggregate-computed")
     with registry.blobs.hold() as held:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from sqlalchemy import bindparam, func, select, update
+from sqlalchemy import bindparam, func, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock, events, facts
@@ -191,8 +191,6 @@ class _Recorder:
                 self._settled(name, status)
             case facts.Closed():
                 self._closed(fact)
-            case facts.Reopened():
-                self._reopened()
             case facts.AttemptFailed(attempt):
                 self._attempt_failed(attempt)
             case facts.Completed():
@@ -298,15 +296,6 @@ class _Recorder:
         self._change.batch.count({tasks[name]: weights.get(name) for name in fact.counted})
         self._change.federation = replace(federation, tasks={}, deadline=None)
         self._change.emit("phase-closed", **self._where(), counted=list(fact.counted))
-
-    def _reopened(self) -> None:
-        stage = self._stage()
-        self._set(closed_at=None)
-        self._change.flush()
-        mine = update(TaskRow).where(TaskRow.phase_id == stage.id, TaskRow.counted)
-        self._session.execute(mine.values(counted=False, weight=None))
-        self._change.federation = replace(self._change.federation, deadline=stage.deadline)
-        self._change.emit("phase-reopened", **self._where())
 
     def _completed(self) -> None:
         stage, now = self._stage(), clock.now()

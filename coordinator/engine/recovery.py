@@ -106,7 +106,6 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         fingerprint=row.fingerprint,
         shape=BackboneShape.model_validate(row.shape) if row.shape else None,
         supplied_state=row.supplied_state,
-        noise_key=row.noise_key,
         tasks={task.client: open_task(task, phase) for task, phase in open_ if task.status == "open"},
         tokens={token.digest: token_of(token) for token in tokens},
         deadline=stage_row.deadline if stage_row is not None and is_open else None,

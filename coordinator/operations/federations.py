@@ -102,7 +102,7 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
         spec = resolve(raw)
         if any(spec.name in (federation.name, federation.id) for federation in registry.federations.values()):
             raise _taken(spec)
-        federation = replace(new_federation("fed-" + secrets.token_hex(8), spec), noise_key=secrets.token_hex(32))
+        federation = new_federation("fed-" + secrets.token_hex(8), spec)
         _expect_room(registry, federation)
         federation = _budgeted(federation, registry.noise)
         if spec.participation.draw == "secret" and federation.sampling_key is None:
@@ -182,7 +182,6 @@ def _row(federation: Federation, key: str | None, request_digest: str) -> Federa
         fingerprint=federation.fingerprint,
         shape=federation.shape.model_dump() if federation.shape else None,
         draw_secret=federation.draw_secret,
-        noise_key=federation.noise_key,
         sampling_key=federation.sampling_key,
         budget_rounds=federation.rules.budget_rounds,
     )

@@ -150,7 +150,7 @@ def _step(
 
 def _again(registry: Registry, federation: Federation, step: CommittedStep) -> ReplayedState:
     before = _stored(registry, step.before) if step.before is not None else {}
-    rule = global_state.rule_of(federation, before, step.state.round, step.origin)
+    rule = global_state.rule_of(federation, before)
     replayed_hash = state_hash(computed(registry, federation, step, before, step.given.updates, rule))
     intact = step.before is None or state_hash(before) == step.before.state_hash
     intact = intact and state_hash(_stored(registry, step.state)) == step.state.state_hash

@@ -70,7 +70,6 @@ class FederationRow(Base):
     shape: Mapped[dict[str, Any] | None]
     supplied_state: Mapped[str | None]
     draw_secret: Mapped[str | None]
-    noise_key: Mapped[str | None]
     sampling_key: Mapped[str | None]
     budget_rounds: Mapped[int | None]
 

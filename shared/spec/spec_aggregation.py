@@ -13,12 +13,11 @@ from pydantic import (
     model_validator,
 )
 
-from promptfed.shared.spec.spec_section import Section, left_out
+from promptfed.shared.spec.spec_section import Section
 
-Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "flame"]
+Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
 TOLERANT: tuple[Rule, ...] = ("trimmed_mean", "krum", "multi_krum")  # rules that have to be told how much may be bad
 TOLERATE = 0.2
-FLAME_NOISE = 0.001
 CAPPED_FROM = 5  # clients: of fewer, one may well have most of the images
 
 _ADAPTIVE = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3}
@@ -92,21 +91,6 @@ class AggregationSpec(Section):
             "shortened to it before the rule is applied; median: the median of the phase's updates"
         ),
     ] = None
-    flame_noise: Annotated[
-        float | None,
-        left_out(
-            ge=0,
-            le=1,
-            description="λ of flame: noise on every number, in units of the median length of the updates; default: "
-            f"{FLAME_NOISE}, if the whole noise is then no longer than that median",
-        ),
-    ] = None
-    flame_of: Annotated[
-        Literal["models", "updates"] | None,
-        left_out(
-            description="flame clusters by the cosines of the models, as in the paper (default), or of the updates"
-        ),
-    ] = None
     max_weight_share: Annotated[
         float | None,
         Field(
@@ -131,18 +115,6 @@ class AggregationSpec(Section):
             raise ValueError(f"the rule {info.data['rule']} takes none; {', '.join(TOLERANT)} do")
         return None
 
-    @model_validator(mode="after")
-    def _what_flame_takes(self) -> AggregationSpec:
-        if self.rule != "flame":
-            given = [key for key in ("flame_noise", "flame_of") if getattr(self, key) is not None]
-            if given:
-                raise ValueError(f"{given[0]} is of the rule flame, and this one is {self.rule}: leave it out")
-        elif self.weighting != "uniform":
-            raise ValueError("flame weighs all whom it accepts alike: take weighting: uniform, or leave it out")
-        elif self.clip_norm is not None:
-            raise ValueError("flame clips to the median of the lengths itself: leave clip_norm out")
-        return self
-
     @field_validator("clip_norm", mode="wrap")
     @classmethod
     def _a_length_or_the_median(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -157,11 +129,6 @@ class AggregationSpec(Section):
         if share is None:
             share = 2 / count if count >= CAPPED_FROM else 1.0
         return max(share, 1 / count)
-
-    @property
-    def flame_level(self) -> float:
-        """λ of FLAME's noise."""
-        return FLAME_NOISE if self.flame_noise is None else self.flame_noise
 
     @property
     def is_plain_mean(self) -> bool:

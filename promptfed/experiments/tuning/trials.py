@@ -198,4 +198,4 @@ def _trial_of_several(candidate: Candidate, result: FederationResult, seconds: f
 def has_diverged(error: CommandError) -> bool:
     """Whether the federation ended because a change was too long or the state grew without bound."""
     ended = error.exit in (Exit.FEDERATION_ENDED_BADLY, Exit.FAILED)  # or a site's evaluation has failed
-    return ended and any(sign in str(error) for sign in ("norm-too-large", "grown: ", "not finite"))
+    return ended and any(sign in str(error) for sign in ("norm-too-large", "not finite", "NaN or infinity"))

@@ -82,7 +82,7 @@ def check_sizes(spec: FederationSpec, method: Method, context: ServerContext, cl
     if held or (rule in SORTING and clients * up // 4 > MOST_SORTED):
         raise MethodError(
             f"the rule {rule} goes through all numbers of all updates many times, and {clients} updates of {up // 4:,} "
-            "are too many for it: take krum, multi_krum, flame or clip_norm"
+            "are too many for it: take krum, multi_krum or clip_norm"
         )
 
 

@@ -89,37 +89,3 @@ def test_without_a_limit_in_the_spec_the_method_s_is_taken(coordinator: InThread
     assert refusal["type"] == "norm-too-large"
     assert "the change's norm is 57.1341; 56.5685 is allowed (promptfl's limit for 32 numbers)" in refusal["detail"]
     assert "admission.max_update_norm" in refusal["detail"], "it says what to do"
-
-
-def grown(coordinator: InThread) -> tuple[str, list[ScriptedClient], str]:
-    """A federation that waits because of one of three updates, and why."""
-    federation, clients, tasks = started(coordinator, 1.0, admission={"max_update_norm": 1e8})
-    for client, task, step in zip(clients, tasks, (0.1, 0.2, 1e6), strict=True):
-        assert send(client, task, {"context": client.payload(task)["context"] + step}) == 201
-    coordinator.until(federation, state="paused")
-    return federation, clients, coordinator.get(federation)["reason"]
-
-
-def test_a_state_that_grows_pauses_the_federation_and_names_the_client(coordinator: InThread) -> None:
-    federation, clients, reason = grown(coordinator)
-    assert reason.startswith("grown: the state after round 1 (train) grows without bound: ")
-    assert "The longest change is that of 'c' (norm 5.657e+06, 5e+06 times the phase's median)" in reason
-    before = coordinator.get(federation)["state_hash"]
-    coordinator.delete(f"{federation}/clients/c?discard=true")
-    assert coordinator.get(federation)["state_hash"] == before, "nothing was committed"
-    coordinator.post(f"{federation}/resume")
-    for client in clients[:2]:
-        client.evaluate(coordinator.task(client))
-    coordinator.until(federation, state="finished")
-    updates = coordinator.get(f"{federation}/rounds/1")["phases"][0]["updates"]
-    assert {one["client"]: one["verdict"] for one in updates} == {"a": "counted", "b": "counted", "c": "discarded"}
-    assert sum(one["weight"] or 0 for one in updates) == pytest.approx(1), "the others share the whole weight"
-
-
-def test_the_operator_may_accept_a_state_that_has_grown(coordinator: InThread) -> None:
-    federation, clients, _ = grown(coordinator)
-    coordinator.post(f"{federation}/resume")
-    for client in clients:
-        client.evaluate(coordinator.task(client))
-    coordinator.until(federation, state="finished")
-    assert coordinator.get(federation)["reason"] is None

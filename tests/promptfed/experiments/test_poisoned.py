@@ -1,6 +1,6 @@
 """Two of ten clients poisoned: the mean loses what it has learned and more, robust rules keep it.
 
-With a backdoor: the mean obeys the trigger, FLAME does not.
+With a backdoor: the mean obeys the trigger, the median does not.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("features"), rounds=5)
 
 
-def test_the_mean_obeys_a_trigger_and_flame_does_not(longer: Bench) -> None:
+def test_the_mean_obeys_a_trigger_and_the_median_does_not(longer: Bench) -> None:
     clean = longer.backdoor("mean", 0, boost=None)
     assert clean.success < 0.1, "nothing about the trigger itself looks like the target"
     assert longer.backdoor("mean", 0).success > 0.8
-    withstood = longer.backdoor("flame", 0)
+    withstood = longer.backdoor("median", 0)
     assert withstood.success < 0.2
     assert withstood.accuracy > clean.accuracy - 0.1

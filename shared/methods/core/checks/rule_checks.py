@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
 from promptfed.shared.methods.core.checks.mean_checks import distinct_phases
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
 
-LEAST_FLAME = 3
 ROUNDING = 1e-9  # tolerance for a share times a number
 
 
@@ -21,31 +17,10 @@ def check_rule(method: Method, spec: FederationSpec) -> None:
     try:
         # With f = floor(tolerate * K), a condition that holds for the fewest updates holds for more.
         check_krum(spec.aggregation, least)
-        check_flame(spec.aggregation, least)
     except MethodError as error:
         raise MethodError(
             f"{error}, and a phase may close with {least}: raise participation.min_clients or quorum, or choose median"
         ) from None
-
-
-def check_flame(given: AggregationSpec, count: int) -> None:
-    """Raise MethodError if ``count`` updates are too few for a majority cluster."""
-    if given.rule == "flame" and count < LEAST_FLAME:
-        raise MethodError(f"flame needs at least {LEAST_FLAME} updates")
-
-
-def check_flame_noise(given: AggregationSpec, method: Method, rounds: int, dims: Mapping[str, int]) -> None:
-    """Raise MethodError if FLAME's default noise, of length λ·√D medians, would be longer than the updates."""
-    if given.rule != "flame" or given.flame_noise is not None:
-        return
-    for phase in distinct_phases(method, rounds):
-        numbers = sum(math.prod(spec.resolve(dims)) for spec in phase.up)
-        length = given.flame_level * math.sqrt(numbers)
-        if length > 1:
-            raise MethodError(
-                f"flame's noise on the {numbers:,} numbers of {method.name} would be {length:.1f} times as long as a "
-                f"typical update: give aggregation.flame_noise, such as {1 / (10 * math.sqrt(numbers)):.1g}, or 0"
-            )
 
 
 def check_means(method: Method, spec: FederationSpec) -> None:
