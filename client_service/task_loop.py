@@ -41,7 +41,7 @@ from promptfed.shared.tensors.torch_tensors import decode_place
 
 log = logging.getLogger("promptfed.client")
 
-POLL_SECONDS = 30
+POLL_SECONDS = 15  # less than the 20 s after which many proxies end a connection on which nothing passes
 SHORTEST_POLL = 0.5  # seconds between polls where the coordinator has no task for us and says so at once
 RESENDS = 3  # of one accepted update, where the coordinator asks for it again
 

@@ -30,7 +30,7 @@ from promptfed.coordinator.api import (
     tasks,
 )
 from promptfed.coordinator.api import federations as federations_api
-from promptfed.coordinator.api.round_calls import RoundCalls
+from promptfed.coordinator.api.plain import ROUTES, endpoint_of
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.registry import Registry
@@ -40,7 +40,6 @@ from promptfed.coordinator.http.answer_headers import PROTOCOL_HEADER, AnswerHea
 from promptfed.coordinator.http.auth_throttle import AuthThrottle
 from promptfed.coordinator.http.body_limits import JsonBodies
 from promptfed.coordinator.http.elsewhere import Elsewhere
-from promptfed.coordinator.http.heartbeats import Heartbeats
 from promptfed.coordinator.http.uploads import Uploads
 from promptfed.coordinator.operations import bootstrap
 from promptfed.coordinator.operations import clients as clients_operations
@@ -85,13 +84,14 @@ ANSWERED_AS_PROBLEMS: tuple[type[Exception], ...] = (
 
 
 class Application(FastAPI):
-    """The coordinator's application. Calls of a round take a short way; FastAPI answers all other requests."""
+    """The coordinator's application."""
 
     def __init__(self, settings: Settings, **options: Any):
         super().__init__(**options)
         self.state.settings = settings
         # Around all of the framework's: what answers for a defect of ours stands outside of the middleware added to it.
-        self._calls: ASGIApp = RoundCalls(AnswerHeaders(super().__call__), settings.upload_timeout_seconds)
+        self._declared = super().__call__
+        self._calls: ASGIApp = AnswerHeaders(self._routed)
         if settings.advertise_url is not None:
             self._calls = Elsewhere(self._calls)
 
@@ -106,6 +106,20 @@ class Application(FastAPI):
             await answer(scope, receive, with_headers(scope, send))
             return
         await self._calls(scope, receive, send)
+
+    async def _routed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = endpoint_of(scope) if scope["type"] == "http" and hasattr(self.state, "registry") else None
+        if endpoint is None:
+            await self._declared(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await endpoint(request)
+        except Exception as error:
+            if not isinstance(error, ANSWERED_AS_PROBLEMS[:-1]):
+                log.exception("an answer failed")
+            response = await _answer(request, error)
+        await response(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         """FastAPI's own description, with the form of refusals."""
@@ -127,6 +141,7 @@ def create_app(settings: Settings) -> Application:
         separate_input_output_schemas=False,
     )
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
+    app.router.routes += ROUTES
     for module in ROUTERS:
         app.include_router(module.router)
     api_docs.add_to(app)
@@ -150,7 +165,6 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.registry = registry = Registry(store.database, store.blobs, Metrics(), store.leases, noise)
     app.state.operator_digest = tokens.digest(_first_token(settings))
     app.state.signer = Signer(settings.data_dir, settings.signing_key_file)
-    app.state.heartbeats = Heartbeats(registry)
     app.state.uploads = Uploads(
         registry, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
     )

@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -19,7 +19,6 @@ from pydantic import BaseModel, ValidationError
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body
 from promptfed.client_service.http.sent_log import SentLog
-from promptfed.client_service.http.watched_line import WatchedLine
 from promptfed.shared.messages import Problem
 from promptfed.shared.service.addresses import TOLD, AddressBook
 from promptfed.shared.service.net import MOST_MOVES, moved_to
@@ -35,6 +34,7 @@ FIRST_BACKOFF, LONGEST_BACKOFF = 0.25, 15.0  # seconds
 LONGEST_RETRY_AFTER = 300.0
 QUICK_ATTEMPTS, QUICK_BACKOFF = 20, 1.0  # among several coordinators: a federation is taken over within seconds
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+SILENT_SECONDS = 6.0  # without a byte of an answer, after which one of several coordinators is given up
 
 AnyMessage = TypeVar("AnyMessage", bound=BaseModel)
 
@@ -91,7 +91,7 @@ class CoordinatorConnection:
     ``token`` is the client's secret once there is one. The coordinator that carries the federation out is named by a
     307, which is followed with the token (`shared.net.moved_to` says where to). ``may_move`` is asked before. ``book``
     holds the addresses, also those that coordinators have told since. With more than one of them, a coordinator that
-    is gone (`WatchedLine`) is given up, even in the middle of an answer, and the next request goes to another. Every
+    does not answer within `SILENT_SECONDS` is given up, and the next request goes to another. Every
     request is written to ``sent`` before it leaves.
 
     Connection errors, 5xx and a 429 with Retry-After (too many wrong tokens came from this address) are tried again
@@ -114,7 +114,7 @@ class CoordinatorConnection:
     _served: str = ""  # the address that answered last
 
     def __post_init__(self) -> None:
-        self.book, self.line = AddressBook(self.base_url), WatchedLine(self.http)
+        self.book = AddressBook(self.base_url)
         self.book.allowed = self._is_allowed
 
     def _is_allowed(self, origin: str) -> bool:
@@ -193,25 +193,24 @@ class CoordinatorConnection:
                 address = book.current
                 if self.sent is not None:
                     self.sent.note(address, verb, url, whole)
-                async with self.line.watched(address) if book.several else nullcontext():
-                    request = self.http.build_request(
-                        verb,
-                        address + url,
-                        content=self.line.noted(body()),
-                        headers={PROTOCOL: str(VERSION), **headers},
-                        timeout=timeouts,
-                    )
-                    response = await self.http.send(request, stream=True, follow_redirects=False)
-                    try:
-                        origin = self._elsewhere(response)
-                        if origin is None:
-                            self._note_served(address, response)
-                            yield response
-                            return
-                        self.take_traffic(response, await self.read(response, MAX_JSON_BYTES))
-                        self._go_to(origin)
-                    finally:
-                        await response.aclose()
+                request = self.http.build_request(
+                    verb,
+                    address + url,
+                    content=body(),
+                    headers={PROTOCOL: str(VERSION), **headers},
+                    timeout=self._patient(timeouts),
+                )
+                response = await self.http.send(request, stream=True, follow_redirects=False)
+                try:
+                    origin = self._elsewhere(response)
+                    if origin is None:
+                        self._note_served(address, response)
+                        yield response
+                        return
+                    self.take_traffic(response, await self.read(response, MAX_JSON_BYTES))
+                    self._go_to(origin)
+                finally:
+                    await response.aclose()
         except (httpx.TransportError, Unavailable) as error:
             self.failed = address
             if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)):
@@ -219,6 +218,10 @@ class CoordinatorConnection:
             book.move_on()
             raise
         raise Unavailable(503, "the coordinators send this client from one to the other", None)
+
+    def _patient(self, timeouts: httpx.Timeout) -> httpx.Timeout:
+        given = timeouts.as_dict()
+        return httpx.Timeout(**(given | {"read": SILENT_SECONDS} if self.book.several else given))
 
     def _go_to(self, origin: str) -> None:
         self.may_move(origin)
@@ -243,7 +246,6 @@ class CoordinatorConnection:
         try:
             async for chunk in response.aiter_bytes():
                 content += chunk
-                self.line.heard()
                 if len(content) > limit:
                     raise BadAnswer(f"the answer to {request.method} {request.url.path} is larger than {limit} bytes")
         except httpx.DecodingError:

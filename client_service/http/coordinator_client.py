@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import ssl
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from promptfed.client_service.http.connection import (
     Unavailable,
     parse,
 )
-from promptfed.client_service.http.poll_wait import PollWait
 from promptfed.client_service.settings import Settings
 from promptfed.shared.messages import (
     EnrolmentInfo,
@@ -36,20 +34,16 @@ from promptfed.shared.messages import (
     FailureRequest,
     Task,
 )
-from promptfed.shared.service.addresses import HEARTBEAT, HEARTBEAT_SECONDS
 from promptfed.shared.service.network import http_options, trust
 from promptfed.shared.service.reasons import why
 
 MAX_PAYLOAD_BYTES = 2 << 30
 POLL_MARGIN = 15.0  # seconds that a long poll may take beyond its wait
+SHORT_POLL = 4  # seconds, where one of several coordinators may be gone and another one is to be asked soon
 
 
 class CoordinatorClient(CoordinatorConnection):
     """The calls. All of them raise as `CoordinatorConnection` says."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.poll_wait = PollWait()
 
     async def enrolment(self, enrolment_token: str) -> EnrolmentInfo:
         """What a client must know before it enrols."""
@@ -69,13 +63,11 @@ class CoordinatorClient(CoordinatorConnection):
 
         With ``carrying``, the id of the task that it carries out: another one. Refused 409 once that one is closed.
         """
-        headers = {HEARTBEAT: f"{HEARTBEAT_SECONDS:g}"} if self.book.several else {}
         about = {} if carrying is None else {"carrying": carrying}
         if progress is not None:
             about["progress"] = f"{progress:.2f}"
-        answer = await self._poll("GET", "task", wait, headers, retry, about)
-        only_heartbeats = answer.body != b"" and not answer.body.strip()
-        if answer.status == 204 or only_heartbeats:
+        answer = await self._poll("GET", "task", wait, retry, about)
+        if answer.status == 204:
             return None
         task = parse(Task, answer.body)
         if self.sent is not None:
@@ -136,25 +128,22 @@ class CoordinatorClient(CoordinatorConnection):
         verb: str,
         resource: str,
         wait: int,
-        headers: dict[str, str] | None = None,
         retry: bool = True,
         about: Mapping[str, str] | None = None,
     ) -> Reply:
-        """The answer to a poll of at most ``wait`` seconds; of fewer where something in between cuts it."""
-        patience, all_headers = Patience(self), {"Authorization": f"Bearer {self.token}", **(headers or {})}
+        """The answer to a poll of at most ``wait`` seconds; of fewer where there are several coordinators."""
+        patience, headers = Patience(self), {"Authorization": f"Bearer {self.token}"}
         while True:
-            seconds, asked = self.poll_wait.seconds(wait), time.monotonic()
+            seconds = min(wait, SHORT_POLL) if self.book.several else wait
             timeouts = httpx.Timeout(seconds + POLL_MARGIN, connect=TIMEOUT.connect)
             path = f"{self._path(resource)}?{urlencode({'wait': seconds, **(about or {})})}"
             try:
-                answer = await self.once(verb, path, lambda: None, all_headers, timeouts, MAX_JSON_BYTES, None)
+                answer = await self.once(verb, path, lambda: None, headers, timeouts, MAX_JSON_BYTES, None)
             except (httpx.TransportError, Unavailable) as error:
-                self.poll_wait.failed(seconds, time.monotonic() - asked)
                 if not retry:
                     raise self.unreachable(error) from None
                 await patience.wait(error)
             else:
-                self.poll_wait.answered(seconds, time.monotonic() - asked)
                 patience.moved()
                 return answer
 

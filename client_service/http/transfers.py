@@ -133,7 +133,6 @@ async def _write(connection: CoordinatorConnection, response: httpx.Response, fi
     try:
         async for chunk in response.aiter_raw():
             written += len(chunk)
-            connection.line.heard()
             if written > most:
                 raise BadAnswer(f"the payload has more than the {most} bytes that were announced")
             file.write(chunk)

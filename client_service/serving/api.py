@@ -23,7 +23,7 @@ from promptfed.client_service.serving import page
 from promptfed.client_service.serving.browsers import OwnPageOnly
 from promptfed.client_service.serving.prediction import BadImage, NoPrompts, Predictor, TooManyPixels
 from promptfed.shared.messages import PROBLEM_BASE, Problem
-from promptfed.shared.service.http_connection import StrictHttpProtocol
+from promptfed.shared.service.http_connection import LimitedHttpProtocol
 from promptfed.shared.service.net import bind, is_loopback, url_of
 from promptfed.shared.service.reasons import why
 
@@ -269,7 +269,7 @@ async def running_api(app: FastAPI, host: str, port: int, option: str = "--api-p
         raise ClientError(Exit.USAGE, text) from None
     config = uvicorn.Config(
         app,
-        http=StrictHttpProtocol,
+        http=LimitedHttpProtocol,
         ws="none",
         log_config=None,
         access_log=False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response, status
-from starlette.requests import HTTPConnection
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
@@ -14,16 +13,14 @@ from promptfed.coordinator.api.deps import (
     Calling,
     ClientId,
     EnrollingAt,
-    EnrollingWith,
     Informed,
     Limit,
     Operated,
     RegistryOf,
-    answered,
+    enrolling,
 )
-from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.api.plain import Receipt, json_body, plain
 from promptfed.coordinator.engine import audit
-from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import address_of
 from promptfed.coordinator.http.certificates import check_certificate
 from promptfed.coordinator.operations import clients, enrolment
@@ -44,8 +41,14 @@ def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
     return enrolment_info(federation)
 
 
-@router.post(
+def _enrolment_parameters(federation: EnrollingAt, request: EnrolRequest) -> None: ...
+
+
+@plain(
+    "POST",
     "/clients",
+    "enrolment",
+    _enrolment_parameters,
     status_code=status.HTTP_201_CREATED,
     response_model=EnrolResponse,
     responses={
@@ -76,28 +79,17 @@ def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
         ),
     },
 )
-async def post_client(
-    connection: Request,
-    registry: RegistryOf,
-    federation: EnrollingAt,
-    token: EnrollingWith,
-    request: EnrolRequest,
-    response: Response,
-) -> EnrolResponse:
+async def post_client(request: Request) -> Response:
     """Enrol under a name, with a secret that the client has created. The secret is its bearer token from then on."""
+    federation, token = await enrolling(request)
+    registry = request.app.state.registry
     registry.committer.notice()
-    receipt, new = await take_enrolment(connection, registry, federation, token, request)
-    return answered(response, new, receipt)
-
-
-async def take_enrolment(
-    connection: HTTPConnection, registry: Registry, federation: Federation, token: str, request: EnrolRequest
-) -> tuple[EnrolResponse, bool]:
-    """Enrol a client with the token of this digest; returns the receipt, and whether the client is new."""
-    check_certificate(connection, request.name)
-    client, new = await enrol(registry, federation.id, request, token)
-    receipt = EnrolResponse(client_id=client.id, federation_id=federation.id, name=client.name, release=RELEASE)
-    return receipt, new
+    with registry.committer.coming():
+        asked = await json_body(request, EnrolRequest)
+        check_certificate(request, asked.name)
+        client, new = await enrol(registry, federation.id, asked, token)
+    known = EnrolResponse(client_id=client.id, federation_id=federation.id, name=client.name, release=RELEASE)
+    return Receipt(known, new)
 
 
 @router.get("/clients", responses=described.for_callers())

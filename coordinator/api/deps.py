@@ -8,7 +8,10 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Path, Query, Request, Response, status
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security.utils import get_authorization_scheme_param
+from pydantic import BaseModel, Field
 
+from promptfed.coordinator.api.plain import checked
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
@@ -16,7 +19,6 @@ from promptfed.coordinator.http.callers import ClientCaller, EnrollingCaller, Op
 from promptfed.coordinator.problems import MethodAbsent, NotFound, Unreadable, Withdrawn, WrongRole
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.signing import Signer
-from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.api.access_schemas import LEVELS, OperatorRole
 
 Receipt = TypeVar("Receipt")
@@ -118,18 +120,36 @@ async def _operated_any(registry: RegistryOf, federation: FederationId, _: IsOpe
 
 async def _enrolling(
     request: Request,
-    registry: RegistryOf,
     federation: FederationId,
-    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_enrolment_scheme)],
+    _: Annotated[HTTPAuthorizationCredentials | None, Depends(_enrolment_scheme)],
 ) -> Federation:
-    caller = await authenticate(request, registry, _token(credentials))
+    return (await enrolling(request))[0]
+
+
+async def enrolling(request: Request) -> tuple[Federation, str]:
+    """The federation of the enrolment token that was sent, and the token's digest."""
+    asked, registry = _asked(request), request.app.state.registry
+    caller = await authenticate(request, registry, _bearer(request))
     if not isinstance(caller, EnrollingCaller):
         raise WrongRole("this call takes an enrolment token")
-    own = _own(registry, federation, caller.federation)
+    own = _own(registry, asked, caller.federation)
     known = own.tokens.get(caller.token)
     if known is not None:
         audit.actor.set(audit.Actor(known.name, "enrolment", address_of(request)))
-    return own
+    return own, caller.token
+
+
+class _Asked(BaseModel):
+    federation: Annotated[str, Field(max_length=100)]
+
+
+def _asked(request: Request) -> str:
+    return checked(_Asked, request.path_params, "path").federation
+
+
+def _bearer(request: Request) -> str | None:
+    scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
+    return token if scheme.lower() == "bearer" and token else None
 
 
 @dataclass(frozen=True)
@@ -142,14 +162,19 @@ class CallingClient:
 
 async def _client(
     request: Request,
-    registry: RegistryOf,
     federation: FederationId,
-    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_client_scheme)],
+    _: Annotated[HTTPAuthorizationCredentials | None, Depends(_client_scheme)],
 ) -> CallingClient:
-    caller = await authenticate(request, registry, _token(credentials))
+    return await calling_client(request)
+
+
+async def calling_client(request: Request) -> CallingClient:
+    """The client whose secret was sent, and its federation."""
+    asked, registry = _asked(request), request.app.state.registry
+    caller = await authenticate(request, registry, _bearer(request))
     if not isinstance(caller, ClientCaller):
         raise WrongRole("this call takes the secret that the client enrolled with")
-    own = _own(registry, federation, caller.federation)
+    own = _own(registry, asked, caller.federation)
     request.state.client = (own.id, caller.client.name)
     registry.last_seen.seen(caller.client.id)
     if not caller.active:
@@ -178,12 +203,4 @@ OperatedAny = Annotated[Federation, Depends(_operated_any)]
 EnrollingAt = Annotated[Federation, Depends(_enrolling)]
 
 
-async def _token_digest(
-    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_enrolment_scheme)], _: EnrollingAt
-) -> str:
-    return digest(_token(credentials) or "")
-
-
-EnrollingWith = Annotated[str, Depends(_token_digest)]
-"""The digest of the enrolment token that was sent."""
 Calling = Annotated[CallingClient, Depends(_client)]

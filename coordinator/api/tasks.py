@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
-from starlette.types import Receive, Scope, Send
+from pydantic import BaseModel, Field
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
-from promptfed.coordinator.api.deps import NO_NUL, Calling, CallingClient, RegistryOf, TaskId, answered, of_app
+from promptfed.coordinator.api.deps import NO_NUL, Calling, CallingClient, RegistryOf, TaskId, calling_client
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
+from promptfed.coordinator.api.plain import Receipt, checked, json_body, plain
 from promptfed.coordinator.api.results import tensors_at
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
@@ -21,13 +22,12 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.selection import selected_round
 from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.http.blob_file import first_byte
-from promptfed.coordinator.http.heartbeats import BEAT, Heartbeats
-from promptfed.coordinator.http.uploads import Incoming, Uploads, announced_digest, expect_digest
+from promptfed.coordinator.http.uploads import Incoming, announced_digest, expect_digest
 from promptfed.coordinator.operations import exchanges, payloads, submissions
 from promptfed.coordinator.store.fault_points import point
-from promptfed.shared.api.api_schemas import Receipt, UpdateReceipt
+from promptfed.shared.api import api_schemas
+from promptfed.shared.api.api_schemas import UpdateReceipt
 from promptfed.shared.messages import ENDED, EvaluationRequest, FailureRequest, Task
-from promptfed.shared.service.addresses import HEARTBEAT
 from promptfed.shared.spec.selection import FINAL
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
@@ -46,68 +46,43 @@ ACCEPTED_BEFORE: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.get(
+class _Poll(BaseModel):
+    wait: Annotated[float, Field(ge=0, le=60, description="seconds")] = 0
+    carrying: Annotated[
+        str | None, Field(max_length=100, pattern=NO_NUL, description="the task that the client carries out")
+    ] = None
+    progress: Annotated[float | None, Field(ge=0, le=1, description="the part of its steps that is done")] = None
+
+
+def _task_parameters(caller: Calling, poll: Annotated[_Poll, Query()]) -> None: ...
+
+
+@plain(
+    "GET",
     "/task",
+    "tasks",
+    _task_parameters,
     response_model=Task,
     responses={
         204: {"description": "no task within the time"},
         **described.for_clients(problems.Ended, problems.PhaseClosed),
     },
 )
-async def get_task(
-    registry: RegistryOf,
-    caller: Calling,
-    heartbeats: Annotated[Heartbeats, Depends(of_app("heartbeats"))],
-    wait_seconds: Annotated[float, Query(alias="wait", ge=0, le=60, description="seconds")] = 0,
-    asked: Annotated[
-        str | None, Header(alias=HEARTBEAT, max_length=100, description="white space while it waits (any value)")
-    ] = None,
-    carrying: Annotated[
-        str | None, Query(max_length=100, pattern=NO_NUL, description="the task that the client carries out")
-    ] = None,
-    progress: Annotated[float | None, Query(ge=0, le=1, description="the part of its steps that is done")] = None,
-) -> Response:
+async def get_task(request: Request) -> Response:
     """The client's open task. Waits for one if there is none.
 
     With `carrying`, waits while that task is open. 409 as soon as it is closed, or the client's next task.
     """
+    caller, registry = await calling_client(request), request.app.state.registry
+    registry.committer.notice()
+    poll = checked(_Poll, dict(request.query_params), "query")
     open_now = caller.federation.tasks.get(caller.client.name)
-    if progress is not None and open_now is not None and open_now.id == carrying:
-        registry.last_seen.is_at(open_now.id, progress)
-    task = await next_task(registry, caller, 0 if asked else wait_seconds, carrying)
-    if task is not None:
-        return Response(task, media_type="application/json")
-    if asked and wait_seconds:
-        return WaitingPoll(registry, caller, wait_seconds, heartbeats, carrying)
-    return Response(status_code=status.HTTP_204_NO_CONTENT)
-
-
-class WaitingPoll(Response):
-    """200 at once, then white space now and then, then the task.
-
-    Without a task the body is white space alone; so it is if the poll is refused meanwhile, as the next one is at once.
-    """
-
-    def __init__(
-        self,
-        registry: Registry,
-        caller: CallingClient,
-        seconds: float,
-        heartbeats: Heartbeats,
-        carrying: str | None = None,
-    ):
-        super().__init__(media_type="application/json", headers={"X-Accel-Buffering": "no"})
-        del self.headers["Content-Length"]
-        self._poll, self._heartbeats = (registry, caller, seconds, carrying), heartbeats
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send(BEAT)
-        task = None
-        with self._heartbeats.sent_by(send), contextlib.suppress(problems.Refusal):
-            task = await next_task(*self._poll)
-        await send({"type": "http.response.body", "body": (task or "").encode()})
+    if poll.progress is not None and open_now is not None and open_now.id == poll.carrying:
+        registry.last_seen.is_at(open_now.id, poll.progress)
+    task = await next_task(registry, caller, poll.wait, poll.carrying)
+    if task is None:
+        return Response(status_code=status.HTTP_204_NO_CONTENT)
+    return Response(task, media_type="application/json")
 
 
 async def next_task(
@@ -199,8 +174,26 @@ def _config(registry: Registry, federation: Federation) -> str:
     return config
 
 
-@router.get(
+class _OfTask(BaseModel):
+    task_id: Annotated[str, Field(max_length=100, pattern=NO_NUL)]
+
+
+def _task_of(request: Request) -> str:
+    return checked(_OfTask, request.path_params, "path").task_id
+
+
+def _payload_parameters(
+    caller: Calling,
+    task_id: TaskId,
+    asked: Annotated[str | None, Header(alias="range", description="`bytes=N-`: of a large one, from there on")] = None,
+) -> None: ...
+
+
+@plain(
+    "GET",
     "/tasks/{task_id}/payload",
+    "tasks",
+    _payload_parameters,
     response_class=FileResponse,
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "safetensors"},
@@ -208,15 +201,16 @@ def _config(registry: Registry, federation: Federation) -> str:
         **described.for_clients(problems.PayloadGone),
     },
 )
-def get_payload(
-    registry: RegistryOf,
-    caller: Calling,
-    task_id: TaskId,
-    asked: Annotated[str | None, Header(alias="range", description="`bytes=N-`: of a large one, from there on")] = None,
-) -> Response:
+async def get_payload(request: Request) -> Response:
     """The tensors that the client starts from: always the same bytes for one task."""
-    client, begin = caller.client, first_byte(asked)
-    digest, place = payloads.served_payload(registry, caller.federation, client, task_id, begin)
+    caller, registry = await calling_client(request), request.app.state.registry
+    registry.committer.notice()
+    task_id = _task_of(request)
+    asked = (registry, caller.federation, caller.client, task_id, first_byte(request.headers.get("range")))
+    if is_at_hand(registry, caller, task_id):
+        digest, place = payloads.served_payload(*asked)
+    else:
+        digest, place = await run_sync(payloads.served_payload, *asked)
     return tensors_at(place, {"ETag": f'"{digest}"'})
 
 
@@ -228,8 +222,18 @@ def is_at_hand(registry: Registry, caller: CallingClient, task_id: str) -> bool:
     return registry.blobs.remembered(task.payload_sha256) is not None
 
 
-@router.put(
+def _sent_parameters(
+    caller: Calling,
+    task_id: TaskId,
+    content_digest: Annotated[str | None, Header(description="`sha-256=:<base64>:` (RFC 9530)")] = None,
+) -> None: ...
+
+
+@plain(
+    "PUT",
     "/tasks/{task_id}/update",
+    "tasks",
+    _sent_parameters,
     status_code=status.HTTP_201_CREATED,
     response_model=UpdateReceipt,
     responses={
@@ -238,63 +242,59 @@ def is_at_hand(registry: Registry, caller: CallingClient, task_id: str) -> bool:
     },
     openapi_extra=TENSOR_BODY,
 )
-async def put_update(
-    request: Request,
-    registry: RegistryOf,
-    caller: Calling,
-    task_id: TaskId,
-    response: Response,
-    content_digest: Annotated[str | None, Header(description="`sha-256=:<base64>:` (RFC 9530)")] = None,
-) -> UpdateReceipt:
+async def put_update(request: Request) -> Response:
     """Answer a training task. 201 means that it is on the disk and counts, unless the phase was already closed."""
-    announced, uploads = announced_digest(content_digest), request.app.state.uploads
-    receipt, new = await take_update(Incoming.of(request), uploads, registry, caller, task_id, announced)
-    return answered(response, new, receipt)
-
-
-async def take_update(
-    body: Incoming, uploads: Uploads, registry: Registry, caller: CallingClient, task_id: str, announced: str
-) -> tuple[UpdateReceipt, bool]:
-    """Receive and admit an update of the ``announced`` digest; the receipt, and whether it is new."""
-    federation, client = caller.federation, caller.client
+    caller, task_id, announced, registry = await _sending(request)
+    federation, client, body = caller.federation, caller.client, Incoming.of(request)
     with registry.metrics.receiving.time(), registry.committer.coming():
         limit = federation.spec.admission.max_bytes
         if body.length is None or body.length > limit:
             limit = federation.update_limit
-        async with uploads.receive(body, limit) as upload:
+        async with request.app.state.uploads.receive(body, limit) as upload:
             expect_digest(upload, announced)
             point("update-received")
             new = await submissions.accept_update(registry, federation, client, task_id, upload)
-    return UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256), new
+    return Receipt(UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256), new)
 
 
-@router.put(
+async def _sending(request: Request) -> tuple[CallingClient, str, str, Registry]:
+    """Who sends for which task what is announced with which digest."""
+    caller, registry = await calling_client(request), request.app.state.registry
+    registry.committer.notice()
+    return caller, _task_of(request), announced_digest(request.headers.get("content-digest")), registry
+
+
+def _evaluation_parameters(caller: Calling, task_id: TaskId, evaluation: EvaluationRequest) -> None: ...
+
+
+@plain(
+    "PUT",
     "/tasks/{task_id}/evaluation",
+    "tasks",
+    _evaluation_parameters,
     status_code=status.HTTP_201_CREATED,
-    response_model=Receipt,
+    response_model=api_schemas.Receipt,
     responses={
-        200: {"model": Receipt, "description": "the same accuracies were accepted before"},
+        200: {"model": api_schemas.Receipt, "description": "the same accuracies were accepted before"},
         **described.for_clients(*ANSWERED, problems.StorageFull),
     },
 )
-async def put_evaluation(
-    registry: RegistryOf, caller: Calling, task_id: TaskId, evaluation: EvaluationRequest, response: Response
-) -> Receipt:
+async def put_evaluation(request: Request) -> Response:
     """Answer an evaluation task."""
-    receipt, new = await take_evaluation(registry, caller, task_id, evaluation)
-    return answered(response, new, receipt)
+    caller, registry = await calling_client(request), request.app.state.registry
+    registry.committer.notice()
+    task_id = _task_of(request)
+    with registry.committer.coming():
+        evaluation = await json_body(request, EvaluationRequest)
+        new = await submissions.accept_evaluation(registry, caller.federation, caller.client, task_id, evaluation)
+    return Receipt(api_schemas.Receipt(task_id=task_id, status="accepted"), new)
 
 
-async def take_evaluation(
-    registry: Registry, caller: CallingClient, task_id: str, evaluation: EvaluationRequest
-) -> tuple[Receipt, bool]:
-    """Admit an evaluation; the receipt, and whether it is new."""
-    new = await submissions.accept_evaluation(registry, caller.federation, caller.client, task_id, evaluation)
-    return Receipt(task_id=task_id, status="accepted"), new
-
-
-@router.put(
+@plain(
+    "PUT",
     "/tasks/{task_id}/exchange",
+    "tasks",
+    _sent_parameters,
     status_code=status.HTTP_201_CREATED,
     response_model=UpdateReceipt,
     responses={
@@ -313,28 +313,25 @@ async def take_evaluation(
     },
     openapi_extra=TENSOR_BODY,
 )
-async def put_exchange(
-    request: Request,
-    registry: RegistryOf,
-    caller: Calling,
-    task_id: TaskId,
-    response: Response,
-    content_digest: Annotated[str | None, Header(description="`sha-256=:<base64>:` (RFC 9530)")] = None,
-) -> UpdateReceipt:
+async def put_exchange(request: Request) -> Response:
     """Answer a step of a secure sum: JSON, or in step ``mask`` the masked vector as safetensors."""
-    announced, uploads = announced_digest(content_digest), request.app.state.uploads
+    caller, task_id, announced, registry = await _sending(request)
     with registry.committer.coming():
-        async with uploads.receive(Incoming.of(request), exchanges.limit(caller.federation)) as upload:
+        async with request.app.state.uploads.receive(
+            Incoming.of(request), exchanges.limit(caller.federation)
+        ) as upload:
             expect_digest(upload, announced)
             new = await exchanges.accept(registry, caller.federation, caller.client, task_id, upload)
-    return answered(response, new, UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256))
+    return Receipt(UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256), new)
 
 
 @router.post(
     "/tasks/{task_id}/failure",
     responses=described.for_clients(problems.AlreadyAnswered, problems.PhaseClosed, problems.StorageFull),
 )
-def post_failure(registry: RegistryOf, caller: Calling, task_id: TaskId, failure: FailureRequest) -> Receipt:
+def post_failure(
+    registry: RegistryOf, caller: Calling, task_id: TaskId, failure: FailureRequest
+) -> api_schemas.Receipt:
     """Report that the client cannot carry out the task. The phase does not wait for it."""
     submissions.accept_failure(registry, caller.federation, caller.client, task_id, failure)
-    return Receipt(task_id=task_id, status="failed")
+    return api_schemas.Receipt(task_id=task_id, status="failed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from promptfed.shared.spec.versions import PROTOCOL, VERSION
@@ -24,24 +23,19 @@ class AnswerHeaders:
 
 
 PROTOCOL_HEADER = PROTOCOL.lower().encode()
-OF_THE_API = (
-    (b"x-content-type-options", b"nosniff"),
-    (b"cache-control", b"no-store"),
-    (PROTOCOL_HEADER, str(VERSION).encode()),
-)
-"""What is added to an answer of the API that has none of these."""
+_SNIFFED = (b"x-content-type-options", b"nosniff")
+_OF_THE_API = (_SNIFFED, (b"cache-control", b"no-store"), (PROTOCOL_HEADER, str(VERSION).encode()))
 
 
 def with_headers(scope: Scope, send: Send) -> Send:
     """``send`` for the answer to a request of ``scope``, which adds its headers."""
+    added = _OF_THE_API if scope["path"].startswith("/v1/") else (_SNIFFED,)
+    names = [name for name, _ in added]
 
     async def answer(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            headers["X-Content-Type-Options"] = "nosniff"
-            if scope["path"].startswith("/v1/"):
-                headers["Cache-Control"] = "no-store"
-                headers[PROTOCOL] = str(VERSION)
+            kept = [header for header in message.get("headers", ()) if header[0] not in names]
+            message["headers"] = [*kept, *added]
         await send(message)
 
     return answer

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 
 from promptfed.coordinator.http.certificates import WithCertificate, names_shown
-from promptfed.shared.service.http_connection import StrictHttpProtocol
+from promptfed.shared.service.http_connection import LimitedHttpProtocol
 from promptfed.shared.service.open_files import most_connections
 
 ACCEPTED_AT_ONCE = 32  # several times as many may have been accepted before the first of them is looked at
 QUEUE = 2048  # connections that the system keeps until they are accepted
 
 
-class LimitedConnection(StrictHttpProtocol):
+class LimitedConnection(LimitedHttpProtocol):
     """Hangs up on whoever is one too many."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

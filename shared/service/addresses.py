@@ -10,11 +10,6 @@ from promptfed.shared.service.net import addresses_of, origin_for
 TOLD = "Promptfed-Coordinators"
 """The header in which a coordinator of a group names the group's addresses, to callers with a valid token."""
 
-HEARTBEAT = "Promptfed-Heartbeat"
-"""The header with which a poll asks for white space every ``HEARTBEAT_SECONDS`` until its answer is there."""
-
-
-HEARTBEAT_SECONDS = 2.0
 QUIET_SECONDS = 3.0  # without a byte, after which a caller asks ``/readyz`` whether the coordinator is there
 GONE_SECONDS = 5.0  # without a byte and without an answer to that: the caller moves on to the next address
 MOST_ADDRESSES, LONGEST_ADDRESS = 16, 300

@@ -1,4 +1,4 @@
-"""Several coordinators: a client leaves one that is gone, and stays with one that is only slow."""
+"""Several coordinators: a client leaves one that is gone."""
 
 from __future__ import annotations
 
@@ -13,25 +13,23 @@ import httpx
 import pytest
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http import connection, watched_line
-from promptfed.client_service.http.bodies import Body
+from promptfed.client_service.http import connection
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.state.known_coordinators import FILE, keep_known
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.service import addresses
-from promptfed.shared.service.addresses import HEARTBEAT, TOLD
+from promptfed.shared.service.addresses import TOLD
 
 A, B, C = "https://a.example", "https://b.example", "https://c.example"
-QUIET, GONE = 0.1, 0.15
+GONE = 0.15
 
 Handler = Callable[[httpx.Request], Awaitable[httpx.Response]]
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_line, "QUIET_SECONDS", QUIET)
-    monkeypatch.setattr(watched_line, "GONE_SECONDS", GONE)
+    monkeypatch.setattr(connection, "SILENT_SECONDS", GONE)
     monkeypatch.setattr(addresses, "GONE_SECONDS", 60.0)
     monkeypatch.setattr(connection, "QUICK_BACKOFF", 0.01)
 
@@ -47,7 +45,7 @@ class Hosts:
     async def answer(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(request)
         name = request.url.host.partition(".")[0]
-        self.asked.append(name if request.url.path != "/readyz" else f"{name}?")
+        self.asked.append(name)
         return await self.handlers[name](request)
 
     def client(self, given: str, **options: Any) -> CoordinatorClient:
@@ -56,8 +54,8 @@ class Hosts:
 
 
 async def silent(request: httpx.Request) -> httpx.Response:
-    await asyncio.sleep(3600)
-    raise AssertionError
+    await asyncio.sleep(request.extensions["timeout"]["read"])
+    raise httpx.ReadTimeout("nothing was heard")
 
 
 async def refused(request: httpx.Request) -> httpx.Response:
@@ -75,23 +73,6 @@ def moved(to: str) -> Handler:
     return answer
 
 
-async def busy(request: httpx.Request) -> httpx.Response:
-    """Silent for a while, as a coordinator of an earlier version; it answers whether it is there."""
-    if request.url.path != "/readyz":
-        await asyncio.sleep(6 * GONE)
-    return httpx.Response(204)
-
-
-async def beating(request: httpx.Request) -> httpx.Response:
-    async def beats() -> AsyncIterator[bytes]:
-        for _ in range(12):
-            await asyncio.sleep(GONE / 2)
-            yield b" "
-
-    assert request.url.path != "/readyz", "whose heartbeats come is not asked"
-    return httpx.Response(200, content=beats())
-
-
 @pytest.mark.parametrize("gone", [silent, refused])
 def test_a_poll_goes_to_the_next_one_and_stays_there(gone: Handler) -> None:
     hosts = Hosts(a=gone, b=idle)
@@ -103,45 +84,32 @@ def test_a_poll_goes_to_the_next_one_and_stays_there(gone: Handler) -> None:
         return time.monotonic() - begun
 
     assert asyncio.run(play()) < 20 * GONE
-    assert hosts.asked == (["a", "a?", "b"] if gone is silent else ["a", "b"])
-    assert all(HEARTBEAT in request.headers for request in hosts.requests if request.url.path != "/readyz")
+    assert hosts.asked == ["a", "b"]
+    assert all(request.url.params["wait"] == "4" for request in hosts.requests), "soon another one can be asked"
     hosts.asked.clear()
     assert asyncio.run(client.task(30)) is None
     assert hosts.asked == ["b"]
 
 
-def test_who_is_slow_but_there_is_waited_for() -> None:
-    hosts = Hosts(a=busy, b=idle)
-    client = hosts.client(f"{A},{B}")
-    asyncio.run(client.send_update("t", Body.of(b"update")))
-    assert hosts.asked[0] == "a"
-    assert set(hosts.asked[1:]) == {"a?"}
-
-
-def test_heartbeats_are_enough() -> None:
-    hosts = Hosts(a=beating, b=idle)
-    assert asyncio.run(hosts.client(f"{A},{B}").task(30)) is None
-    assert hosts.asked == ["a"]
-
-
 def test_who_goes_silent_in_the_middle_of_an_answer_is_left() -> None:
     async def stops(request: httpx.Request) -> httpx.Response:
-        async def beats() -> AsyncIterator[bytes]:
+        async def begins() -> AsyncIterator[bytes]:
             yield b" "
-            await asyncio.sleep(3600)
+            await silent(request)
 
-        return await silent(request) if request.url.path == "/readyz" else httpx.Response(200, content=beats())
+        return httpx.Response(200, content=begins())
 
     hosts = Hosts(a=stops, b=idle)
     assert asyncio.run(hosts.client(f"{A},{B}").task(30)) is None
-    assert hosts.asked == ["a", "a?", "b"]
+    assert hosts.asked == ["a", "b"]
 
 
-def test_with_one_address_there_are_no_heartbeats_and_nobody_is_asked() -> None:
-    hosts = Hosts(a=busy)
+def test_with_one_address_a_poll_waits_as_long_as_it_is_to() -> None:
+    hosts = Hosts(a=idle)
     assert asyncio.run(hosts.client(A).task(30)) is None
     assert hosts.asked == ["a"]
-    assert HEARTBEAT not in hosts.requests[0].headers
+    assert hosts.requests[0].url.params["wait"] == "30"
+    assert hosts.requests[0].extensions["timeout"]["read"] == 45.0
 
 
 def test_a_redirect_to_one_that_was_silent_is_not_followed() -> None:

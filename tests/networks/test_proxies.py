@@ -13,7 +13,6 @@ import promptfed
 from promptfed.cli.main import app
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, http_to
-from promptfed.client_service.http.poll_wait import PollWait
 from promptfed.client_service.joining.invited import AUTHORITY, accept
 from promptfed.sdk.client import CA_VARIABLE, PROXY_VARIABLE
 from promptfed.shared.service.network import proxy_for
@@ -174,25 +173,3 @@ def test_the_environment_names_proxies(
     assert proxy_for(address, None) == expected
     assert proxy_for(address, "none") is None
     assert proxy_for(address, "http://c:3") == "http://c:3"
-
-
-def test_polls_that_are_cut_wait_less_and_later_more() -> None:
-    polls = PollWait()
-    assert polls.seconds(30) == 30
-    polls.failed(30, 0.1)
-    assert polls.seconds(30) == 30, "an error at once is no idle connection"
-    polls.failed(30, 20.0)
-    assert polls.seconds(30) == 15
-    for _ in range(9):
-        polls.answered(15, 15.0)
-    assert polls.seconds(30) == 15
-    polls.answered(15, 3.0)
-    assert polls.seconds(30) == 15, "a task came early: that says nothing"
-    polls.answered(15, 15.0)
-    assert polls.seconds(30) == 18
-    polls.failed(18, 5.0)
-    polls.failed(3, 3.0)
-    assert polls.seconds(30) == 3, "and never less"
-    for _ in range(200):
-        polls.answered(polls.seconds(30), 60.0)
-    assert polls.seconds(30) == 30

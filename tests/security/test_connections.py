@@ -100,6 +100,20 @@ def test_a_head_without_end_is_refused(coordinator: InThread) -> None:
         assert hung_up(connection)
 
 
+BOTH = b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [b"Host: y\r\n", b"Content-Length: 3\r\nContent-Length: 4\r\n", BOTH, b"Connection: upgrade\r\nUpgrade: h2c\r\n"],
+)
+def test_what_can_be_read_in_two_ways_is_refused(coordinator: InThread, more: bytes) -> None:
+    with connect(coordinator) as connection:
+        connection.sendall(b"POST /healthz HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n3\r\nabc\r\n0\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+        assert hung_up(connection)
+
+
 def test_what_is_asked_ahead_of_an_answer_waits_for_it(coordinator: InThread) -> None:
     [client] = coordinator.enrol(coordinator.create(), "a")
     lines = [f"GET {client.path}/task?wait=0.3 HTTP/1.1", "Host: x"]
