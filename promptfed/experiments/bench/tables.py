@@ -16,7 +16,6 @@ from promptfed.shared.plain_text import markdown_cell, markdown_code
 ZERO_SHOT = "zero-shot"
 PAPER = " (paper)"  # behind the label of a row that a paper prints
 BELOW = "▼"
-LEAST_ROOM = 0.01  # below a point, a share of the room says nothing
 
 
 @dataclass(frozen=True)
