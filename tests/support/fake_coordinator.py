@@ -260,6 +260,7 @@ class Wire(httpx.AsyncBaseTransport):
         self._before, self._after = before, after
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        await request.aread()  # a body that is streamed can be looked at too
         self._before(request)
         answer = await self._inner.handle_async_request(request)
         assert isinstance(answer.stream, AsyncIterator | httpx.AsyncByteStream)
