@@ -1,7 +1,7 @@
 """Several coordinators on one database: who carries out which federation.
 
-One thread says every second that this coordinator is there, looks at all leases, and gives back those that others
-should have. A second one takes leases, many at once. Others read federations into memory, running ones first; those of
+One thread says every second that this coordinator is there and looks at all leases. A second one takes leases, many at
+once: what is free is the first one's that sees it. Others read federations into memory, running ones first; those of
 which nothing is due are read when somebody asks for them. One thread looks at the object store.
 """
 
@@ -11,7 +11,6 @@ import asyncio
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
@@ -21,7 +20,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.operator_tokens import operator_of
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.engine.shares import deal, may_move, surplus
 from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.leases import RENEW_SECONDS, LeaseLook, Leases
@@ -32,9 +30,6 @@ from promptfed.shared.messages import ENDED
 log = logging.getLogger("promptfed.coordinator")
 
 READERS = 4  # threads that read federations into memory
-LEFT_SECONDS = 2.0  # after which anybody takes what its new coordinator leaves
-STEADY_SECONDS = 10.0  # without a change of the coordinators before federations move to even the load
-STAY_SECONDS = 30.0  # that a federation stays where it is at least
 FAILURES = (SQLAlchemyError, DatabaseAway, Refusal, RegistryClosed)
 
 
@@ -51,10 +46,6 @@ class Sharing:
         self._work = threading.Event()
         self._to_read: queue.PriorityQueue[tuple[int, int, str]] = queue.PriorityQueue()
         self._numbers = count()
-        self._free_since: dict[str, float] = {}
-        self._taken_at: dict[str, float] = {}
-        self._takers: list[str] = []
-        self._steady_since = time.monotonic()
         self._warned = ""
         loops: list[Callable[[], None]] = [self._renew_all, self._take_all, *[self._read_all] * READERS]
         if objects is not None:
@@ -62,7 +53,7 @@ class Sharing:
         self._threads = [threading.Thread(target=loop, name=f"sharing{loop.__name__}", daemon=True) for loop in loops]
 
     async def start(self) -> None:
-        """Register, and take this coordinator's share of what nobody runs. Raises SQLAlchemyError."""
+        """Register, and take what nobody runs. Raises SQLAlchemyError."""
         await asyncio.to_thread(self._leases.register)
         self._plan(await asyncio.to_thread(self._renew))
         await asyncio.to_thread(self._take, self._wanted)
@@ -111,27 +102,16 @@ class Sharing:
             self.renew()
 
     def _plan(self, look: LeaseLook) -> None:
-        """Give back what others should have, and note what this coordinator is to take."""
-        now, me, takers = time.monotonic(), self._leases.id, look.takers
-        if takers != self._takers:
-            self._takers, self._steady_since = takers, now
-        if me not in takers and self._objects is not None and self._objects.gives_away:
+        """Note what this coordinator is to take; give back what others should have, where the object store is away."""
+        me = self._leases.id
+        if me not in look.takers and self._objects is not None and self._objects.gives_away:
             self._wanted = []
             self._give([lease.federation for lease in look.leases if lease.holder == me])
             return
         free = [lease.federation for lease in look.leases if lease.holder is None]
-        self._free_since = {id: self._free_since.get(id, now) for id in free}
-        left = [id for id in free if now - self._free_since[id] > LEFT_SECONDS and me in takers]
-        wanted = [*look.dropped, *deal(look.leases, takers).get(me, ()), *left]
-        self._wanted = list(dict.fromkeys(wanted))
+        self._wanted = [*look.dropped, *(free if me in look.takers else ())]
         if self._wanted:
             self._work.set()
-        elif not free and me in takers and look.living.get(me) and now - self._steady_since > STEADY_SECONDS:
-            self._give(surplus(look.leases, takers, me, self._may_move))
-
-    def _may_move(self, id: str) -> bool:
-        stays = time.monotonic() - self._taken_at.get(id, float("-inf")) < STAY_SECONDS
-        return not stays and may_move(self._registry.federations.get(id))
 
     def _give(self, ids: Sequence[str]) -> None:
         if not ids:
@@ -164,9 +144,6 @@ class Sharing:
         except FAILURES as error:
             self._give_up(taken, error)
             return
-        now = time.monotonic()
-        self._taken_at = {id: since for id, since in self._taken_at.items() if now - since < STAY_SECONDS}
-        self._taken_at |= dict.fromkeys(taken, now)
         for rank, id in due:
             self._to_read.put((rank, next(self._numbers), id))
         if taken:

@@ -42,10 +42,9 @@ class Place:
 
 @dataclass(frozen=True)
 class LeaseView:
-    """A federation's lease: whether its run is going on, and which living coordinator holds it (None: it is free)."""
+    """A federation's lease, and which living coordinator holds it (None: it is free)."""
 
     federation: str
-    running: bool
     holder: str | None
 
 
@@ -145,9 +144,7 @@ class Leases:
         self._looked = begun
         return LeaseLook(
             lost=[id for id in before & set(held) if mine.get(id) != held[id]],
-            leases=[
-                LeaseView(row.id, row.state == "running", row.holder if row.holder in living else None) for row in rows
-            ],
+            leases=[LeaseView(row.id, row.holder if row.holder in living else None) for row in rows],
             dropped=[id for id in mine if id not in held],
             living={id: coordinator.lost is None for id, coordinator in living.items()},
         )

@@ -36,7 +36,7 @@ def test_however_holders_are_disturbed_the_run_is_the_undisturbed_one(
     assert found["updates"] > 0
     assert found["stale_answers"] == []
     assert found["watched_answers"] > 0
-    assert found["takeover_seconds"]["most"] < 15
+    assert found["takeover_seconds"]["most"] < 10
 
 
 def view(

@@ -16,8 +16,7 @@ from pydantic import ValidationError
 from sqlalchemy import select, text, update
 
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.engine import deletion, expiry, recovery, sharing
-from promptfed.coordinator.engine.shares import may_move
+from promptfed.coordinator.engine import deletion, expiry, recovery
 from promptfed.coordinator.problems import FederationMoving
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import blob_rows, bucket, leases, objects_watch
@@ -292,7 +291,7 @@ def test_who_wakes_up_answers_nothing_before_it_has_looked(start: Start, monkeyp
     assert answer.status_code == 307
 
 
-def test_what_a_dead_holder_had_is_shared_out_and_read_when_it_is_needed(
+def test_what_a_dead_holder_had_is_taken_over_and_read_when_it_is_needed(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = start()
@@ -305,50 +304,16 @@ def test_what_a_dead_holder_had_is_shared_out_and_read_when_it_is_needed(
     sharing_is_over(one, monkeypatch)
     kept = [other.registry.leases.held for other in others]
     wait_for("the takeover", lambda: sum(map(len, kept)) == 12)
-    assert [len(held) for held in kept] == [6, 6]
-    assert [len(running & set(held)) for held in kept] == [2, 2]
+    assert not set(kept[0]) & set(kept[1])
     for other, held in zip(others, kept, strict=True):
         wait_for(
             "the running ones", lambda other=other, held=held: running & set(held) <= set(other.registry.federations)
         )
         assert set(other.registry.federations) <= running, "nobody has asked for the idle ones"
-        idle = next(id for id in held if id not in running)
-        assert other.get(idle)["state"] == "enrolling"
-        assert idle in other.registry.federations
+        for idle in [id for id in held if id not in running][:1]:
+            assert other.get(idle)["state"] == "enrolling"
+            assert idle in other.registry.federations
     assert [found["id"] for found in others[0].get("/v1/federations")["federations"]] == ids
-
-
-def test_who_joins_gets_a_share_and_then_nothing_moves(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "STEADY_SECONDS", 0.5)
-    monkeypatch.setattr(sharing, "STAY_SECONDS", 0.5)
-    one = start()
-    ids = [one.create(name=f"eyes-{number}") for number in range(8)]
-    api = ResendingApi(AnyOf([one.url]), OPERATOR)
-    clients = one.enrol(ids[0], "a", "b")
-    one.start(ids[0])
-    tasks = one.training(clients)
-    assert clients[0].answer(tasks[0]).status_code == 201
-    two = start()
-    wait_for("its share", lambda: len(two.registry.leases.held) == 3, seconds=30.0)
-    epochs = {id: holder(one, id) for id in ids}
-    with pytest.raises(AssertionError, match="never"):
-        wait_for("a move, which never comes: never", lambda: {id: holder(one, id) for id in ids} != epochs, seconds=4.0)
-    assert all(api.get(id)["name"] == f"eyes-{number}" for number, id in enumerate(ids))
-    assert clients[1].answer(tasks[1]).status_code == 201
-
-
-def test_a_running_federation_moves_while_nobody_has_answered_yet(start: Start) -> None:
-    one = start()
-    id = one.create(name="eyes")
-    clients = one.enrol(id, "a", "b")
-    assert may_move(one.registry.get(id))
-    one.start(id)
-    tasks = one.training(clients)
-    assert may_move(one.registry.get(id))
-    clients[0].answer(tasks[0])
-    assert not may_move(one.registry.get(id)), "the second answer may be on its way"
-    one.post(f"{id}/pause")
-    assert may_move(one.registry.get(id))
 
 
 @pytest.fixture
@@ -370,7 +335,6 @@ def through(line: Line, start: Start, monkeypatch: pytest.MonkeyPatch) -> InThre
 def test_a_holder_without_its_object_store_hands_over(
     start: Start, object_server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "STEADY_SECONDS", 0.5)
     with Line(object_server.endpoint) as line:
         one = through(line, start, monkeypatch)
         ids = [one.create(name=f"eyes-{number}") for number in range(4)]
@@ -389,10 +353,8 @@ def test_a_holder_without_its_object_store_hands_over(
         for client, task in zip(two_s, tasks, strict=True):
             assert client.answer(task).status_code == 201
         drive(two_s)
-        monkeypatch.setattr(sharing, "STAY_SECONDS", 0.5)
         line.mend()
-        wait_for("its share", lambda: len(one.registry.leases.held) == 2)
-        assert one.http.get("/readyz").status_code == 200
+        wait_for("the object store", lambda: one.http.get("/readyz").status_code == 200)
 
 
 @pytest.mark.usefixtures("quick_watch")
