@@ -42,9 +42,6 @@ Told = Annotated[
 IdentityKey = Annotated[str | None, left_out(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str | None, left_out(pattern=r"^[0-9a-f]{128}$")]
 
-PublicKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="Ed25519, hex")]
-SignatureHex = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$", description="Ed25519, hex")]
-
 
 class Message(BaseModel):
     """Base of all messages: unknown keys and non-finite numbers are refused."""

@@ -135,12 +135,6 @@ def sampling_order(draw: int | str, round: int, names: list[str]) -> list[str]:
     return sorted(names, key=lambda name: hashlib.sha256(f"{draw}|{round}|{name}".encode()).digest())
 
 
-def sampling_number(draw: int | str, round: int, name: str) -> float:
-    """A number between 0 and 1 that follows from SHA-256(draw | round | name), as `sampling_order`."""
-    digest = hashlib.sha256(f"{draw}|{round}|{name}".encode()).digest()
-    return (int.from_bytes(digest[:6], "big") + 0.5) / 2.0**48
-
-
 INITIAL = "initial-state"
 """The purpose of round 0's draws: what clients start from in common is drawn from them, wherever it is drawn."""
 
