@@ -307,5 +307,5 @@ def current_state(registry: Registry, session: Session, id: str) -> Arrays:
 def _commit_state(change: Change, tensors: Arrays, stored: Stored, origin: str, phase_id: int | None) -> None:
     told = {"round": change.federation.run.round, "origin": origin, "state_hash": state_hash(tensors)}
     row = {"federation_id": change.federation.id, "phase_id": phase_id, "sha256": stored.digest, "bytes": stored.size}
-    change.batch.states.append(told | row | {"committed_at": clock.now(), "stored": True})
+    change.batch.states.append(told | row | {"stored": True})
     change.emit("state-committed", **told)

@@ -268,7 +268,7 @@ class _Recorder:
         task = self._change.federation.tasks.get(name)
         where = {"round": task.round, "phase": task.phase, "kind": task.kind} if task is not None else self._where()
         task_id = task.id if task is not None else self._latest_task(name)
-        self._change.batch.settle(task_id, status, clock.now())
+        self._change.batch.settle(task_id, status)
         self._change.remove_task(name)
         self._change.wake.add(name)
         self._change.emit("task-settled", **where, client=name, status=status)

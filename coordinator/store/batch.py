@@ -98,9 +98,9 @@ class Batch:
         """A request of this client was refused."""
         self._refused.append({"federation": federation, "client": client, "about": about})
 
-    def settle(self, task_id: str, status: str, at: str) -> None:
+    def settle(self, task_id: str, status: str) -> None:
         """A task is over."""
-        self._settled.append({"key": task_id, "status": status, "settled_at": at})
+        self._settled.append({"key": task_id, "status": status})
 
     def serve(self, payloads: Mapping[str, tuple[str, int]]) -> None:
         """Tasks have payloads: digest and size, by task id."""

@@ -201,7 +201,6 @@ class TaskRow(Base):
     client: Mapped[str]
     status: Mapped[str]
     opened_at: Mapped[str]
-    settled_at: Mapped[str | None]
     payload_sha256: Mapped[str | None] = mapped_column(index=True)
     payload_bytes: Mapped[int | None]
     payload_stored: Mapped[bool]
@@ -289,7 +288,6 @@ class StateRow(Base):
     state_hash: Mapped[str]
     sha256: Mapped[str] = mapped_column(index=True)
     bytes: Mapped[int]
-    committed_at: Mapped[str]
     stored: Mapped[bool]
 
 

@@ -46,7 +46,6 @@ def _stage(connection: Connection, id: str, round: int, step: int, kind: str, na
             "client": name,
             "status": "answered",
             "opened_at": now,
-            "settled_at": now,
             "counted": True,
             "payload_sha256": None,
             "payload_stored": False,
