@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,16 +54,6 @@ def test_a_taken_name(
     assert "'hospital-a' is taken" in str(error)
 
 
-def test_a_wrong_enrolment_token(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    assert settings.enrolment_token_file is not None
-    settings.enrolment_token_file.write_text("another")
-    error = ends(make_worker(make_coordinator()))
-    assert error.exit is Exit.NOT_ALLOWED
-    assert "the enrolment token is not valid" in str(error)
-
-
 @pytest.mark.parametrize("content", [None, "", "\n", "not\x00printable"])
 def test_no_usable_enrolment_token(
     make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, content: str | None
@@ -97,17 +88,109 @@ def test_who_has_enrolled_needs_no_token_any_more(
     assert len(coordinator.evaluations) == 2
 
 
-def test_a_backbone_outside_the_registry_needs_the_owners_consent(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
+LONG = made_up_source(names=["sun", "a b c d e f g h i j k l m n"])
+NEEDS_17 = "'a b c d e f g h i j k l m n' needs 17 tokens and the context 16"
+ROOM_FOR_13: dict[str, Any] = {"method": {"name": "promptfl", "m": 16}, "class_names": None}
+"""A context of 16 vectors leaves 13 tokens; a template of four words would have had room."""
+
+
+def answers(response: Response) -> dict[str, Any]:
+    return {"alter": lambda request: response}
+
+
+@pytest.mark.parametrize(
+    ("offered", "parts", "exit", "said"),
+    [
+        ({"model": "hf-hub:someone/model", "pretrained": None}, {"backbone": None}, Exit.BACKBONE, "--allow-backbone"),
+        ({"fingerprint": "sha256:" + "0" * 64}, {}, Exit.BACKBONE, "has other weights here"),
+        ({"protocol_version": "1-3"}, {}, Exit.PROTOCOL, r"version 3 of the protocol.*: update the coordinator$"),
+        ({"protocol_version": "99"}, {}, Exit.PROTOCOL, r"version 99 of the protocol.*: update this client$"),
+        ({"secure_aggregation": {"minimum": 3}}, {}, Exit.PROTOCOL, "it is of an earlier version"),
+        ({"unknown": "of-tomorrow"}, {}, Exit.PROTOCOL, "of-tomorrow"),
+        (
+            {"unknown": "other", "method_package": "promptfed-other==2.1"},
+            {},
+            Exit.PROTOCOL,
+            r"it comes from the package promptfed-other==2\.1: install it beside promptfed, if you trust it",
+        ),
+        (
+            {"method_package": "promptfed-other==2.1"},
+            {},
+            Exit.PROTOCOL,
+            r"is promptfed-other==2\.1 at the coordinator and promptfed's own here",
+        ),
+        (answers(Response(b"<html>a portal</html>")), {}, Exit.PROTOCOL, ""),
+        (answers(problem(404, "not-found", "no such federation")), {}, Exit.REFUSED, "no such federation"),
+        (
+            answers(Response(b"<html>a portal</html>", 404)),
+            {},
+            Exit.REFUSED,
+            r"(?=.*answers 404).*is the address right\?",
+        ),
+        (
+            {},
+            {"source": made_up_source(names=["sun", "lynx", "anchor", "otter"])},
+            Exit.BAD_INPUT,
+            "^(?!.*look alike).*does not know the classes 'lynx', 'otter'",
+        ),
+        (
+            {},
+            {"source": made_up_source(names=["Sun", "anchor"])},
+            Exit.BAD_INPUT,
+            r"\(these look alike: 'Sun' and 'sun'\)",
+        ),
+        (ROOM_FOR_13, {"source": LONG}, Exit.BAD_INPUT, NEEDS_17),
+        (ROOM_FOR_13, {"tests": {"novel": LONG}}, Exit.BAD_INPUT, NEEDS_17),
+    ],
+)
+def test_what_does_not_fit_is_one_line_before_the_client_enrols(
+    offered: dict[str, Any],
+    parts: dict[str, Any],
+    exit: Exit,
+    said: str,
+    make_coordinator: MakeCoordinator,
+    make_worker: MakeWorker,
 ) -> None:
-    coordinator = make_coordinator(model="hf-hub:someone/model", pretrained=None)
-    error = ends(make_worker(coordinator, backbone=None))
-    assert error.exit is Exit.BACKBONE
-    assert "--allow-backbone" in str(error)
+    coordinator = make_coordinator(**{key: value for key, value in offered.items() if key != "unknown"})
+    if "unknown" in offered:
+        coordinator.method = {"name": offered["unknown"]}
+    error = ends(make_worker(coordinator, **parts))
+    assert error.exit is exit
+    assert re.search(said, str(error)), str(error)
     assert coordinator.client is None
 
 
-def test_a_device_that_is_not_here_is_one_line(
+@pytest.mark.parametrize(
+    ("model", "refused", "permitted", "said"),
+    [
+        ("ViT-S-32-alt", [[], ["ViT-S-32-alt"], ["hf-hub:someone/model"]], ["FILE"], "must permit it"),
+        ("timm:test_vit", [[], ["timm:test_vit"], ["FILE"]], ["timm:test_vit", "FILE"], "--allow-backbone"),
+    ],
+)
+def test_consent_is_to_one_name_and_to_a_model_of_timm_none_to_a_file_with_weights(
+    model: str,
+    refused: list[list[str]],
+    permitted: list[str],
+    said: str,
+    make_coordinator: MakeCoordinator,
+    make_worker: MakeWorker,
+    settings: Settings,
+    tmp_path: Path,
+) -> None:
+    checkpoint = tmp_path / "weights.pt"
+    checkpoint.write_bytes(b"no checkpoint")
+    coordinator = make_coordinator(model=model, pretrained=str(checkpoint))
+
+    def told(allowed: list[str]) -> str:
+        names = [str(checkpoint) if one == "FILE" else one for one in allowed]
+        own = settings.model_copy(update={"allow_backbone": names})
+        return str(ends(make_worker(coordinator, backbone=None, settings=own)))
+
+    assert all(said in told(allowed) for allowed in refused)
+    assert "cannot be loaded" in told(permitted)
+
+
+def test_a_wrong_enrolment_token_and_a_device_that_is_not_here(
     make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
 ) -> None:
     coordinator = make_coordinator()
@@ -116,107 +199,11 @@ def test_a_device_that_is_not_here_is_one_line(
     assert str(error).startswith("The device 'cuda:99' cannot be used: ")
     assert str(error).endswith("Or give --device cpu.")
     assert coordinator.client is None
-
-
-def test_consent_is_to_one_name(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, tmp_path: Path
-) -> None:
-    checkpoint = tmp_path / "weights.pt"
-    checkpoint.write_bytes(b"no checkpoint")
-    coordinator = make_coordinator(model="ViT-S-32-alt", pretrained=str(checkpoint))
-    for allowed in ([], ["ViT-S-32-alt"], ["hf-hub:someone/model"]):
-        own = settings.model_copy(update={"allow_backbone": allowed})
-        assert "must permit it" in str(ends(make_worker(coordinator, backbone=None, settings=own)))
-    own = settings.model_copy(update={"allow_backbone": [str(checkpoint)]})
-    assert "cannot be loaded" in str(ends(make_worker(coordinator, backbone=None, settings=own)))
-
-
-def test_consent_to_a_model_of_timm_is_none_to_a_file_with_weights(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, tmp_path: Path
-) -> None:
-    checkpoint = tmp_path / "weights.pt"
-    checkpoint.write_bytes(b"no checkpoint")
-    coordinator = make_coordinator(model="timm:test_vit", pretrained=str(checkpoint))
-    for allowed in ([], ["timm:test_vit"], [str(checkpoint)]):
-        own = settings.model_copy(update={"allow_backbone": allowed})
-        assert "--allow-backbone" in str(ends(make_worker(coordinator, backbone=None, settings=own)))
-    own = settings.model_copy(update={"allow_backbone": ["timm:test_vit", str(checkpoint)]})
-    assert "cannot be loaded" in str(ends(make_worker(coordinator, backbone=None, settings=own)))
-
-
-def test_other_weights_than_the_federations(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    coordinator = make_coordinator(fingerprint="sha256:" + "0" * 64)
+    assert settings.enrolment_token_file is not None
+    settings.enrolment_token_file.write_text("another")
     error = ends(make_worker(coordinator))
-    assert error.exit is Exit.BACKBONE
-    assert "has other weights here" in str(error)
-    assert coordinator.client is None
-
-
-@pytest.mark.parametrize(("told", "who"), [("1-3", "the coordinator"), ("99", "this client")])
-def test_another_protocol_version(
-    told: str, who: str, make_coordinator: MakeCoordinator, make_worker: MakeWorker
-) -> None:
-    error = ends(make_worker(make_coordinator(protocol_version=told)))
-    assert error.exit is Exit.PROTOCOL
-    assert f"version {told[-2:].lstrip('-')} of the protocol" in str(error)
-    assert str(error).endswith(f": update {who}")
-
-
-def test_a_coordinator_whose_secure_sums_have_no_rule_of_weights(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker
-) -> None:
-    coordinator = make_coordinator(secure_aggregation={"minimum": 3})
-    error = ends(make_worker(coordinator))
-    assert error.exit is Exit.PROTOCOL
-    assert "it is of an earlier version" in str(error)
-    assert coordinator.client is None
-
-
-def test_a_method_that_this_client_does_not_have(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    coordinator = make_coordinator()
-    coordinator.method = {"name": "of-tomorrow"}
-    error = ends(make_worker(coordinator))
-    assert error.exit is Exit.PROTOCOL
-    assert "of-tomorrow" in str(error)
-
-
-def test_a_method_whose_package_is_not_installed(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    coordinator = make_coordinator(method_package="promptfed-other==2.1")
-    coordinator.method = {"name": "other"}
-    error = ends(make_worker(coordinator))
-    assert error.exit is Exit.PROTOCOL
-    assert "it comes from the package promptfed-other==2.1: install it beside promptfed, if you trust it" in str(error)
-    assert coordinator.client is None
-
-
-def test_a_method_of_the_same_name_from_another_package(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker
-) -> None:
-    coordinator = make_coordinator(method_package="promptfed-other==2.1")
-    error = ends(make_worker(coordinator))
-    assert error.exit is Exit.PROTOCOL
-    assert "is promptfed-other==2.1 at the coordinator and promptfed's own here" in str(error)
-    assert coordinator.client is None
-
-
-def test_an_answer_that_makes_no_sense(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    coordinator = make_coordinator(alter=lambda request: Response(b"<html>a portal</html>"))
-    assert ends(make_worker(coordinator)).exit is Exit.PROTOCOL
-
-
-def test_a_federation_that_does_not_exist(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    coordinator = make_coordinator(alter=lambda request: problem(404, "not-found", "there is no such federation"))
-    error = ends(make_worker(coordinator))
-    assert error.exit is Exit.REFUSED
-    assert "there is no such federation" in str(error)
-
-
-def test_an_address_of_something_else(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    coordinator = make_coordinator(alter=lambda request: Response(b"<html>a portal</html>", 404))
-    error = ends(make_worker(coordinator))
-    assert error.exit is Exit.REFUSED
-    assert "answers 404" in str(error)
-    assert "is the address right?" in str(error)
+    assert error.exit is Exit.NOT_ALLOWED
+    assert "the enrolment token is not valid" in str(error)
 
 
 def test_a_federation_that_is_over(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
@@ -228,41 +215,6 @@ def test_a_federation_that_is_over(make_coordinator: MakeCoordinator, make_worke
     asyncio.run(make_worker(coordinator).run())
     coordinator.state = "finished"
     assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
-
-
-def test_classes_that_the_federation_does_not_know(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    coordinator = make_coordinator()
-    source = made_up_source(names=["sun", "lynx", "anchor", "otter"])
-    error = ends(make_worker(coordinator, source=source))
-    assert error.exit is Exit.BAD_INPUT
-    assert "does not know the classes 'lynx', 'otter'" in str(error)
-    assert "look alike" not in str(error)
-    assert coordinator.client is None
-    error = ends(make_worker(coordinator, source=made_up_source(names=["Sun", "anchor"])))
-    assert "(these look alike: 'Sun' and 'sun')" in str(error)
-
-
-@pytest.mark.parametrize("where", ["own", "tested"])
-def test_a_class_name_that_does_not_fit_behind_the_context(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, where: str
-) -> None:
-    """With a context of 16 vectors 13 tokens are left; a template of four words would have had room."""
-    long = made_up_source(names=["sun", "a b c d e f g h i j k l m n"])
-    parts = {"source": long} if where == "own" else {"tests": {"novel": long}}
-    coordinator = make_coordinator(method={"name": "promptfl", "m": 16}, class_names=None)
-    error = ends(make_worker(coordinator, **parts))
-    assert error.exit is Exit.BAD_INPUT
-    assert "'a b c d e f g h i j k l m n' needs 17 tokens and the context 16" in str(error)
-    assert coordinator.client is None
-
-
-def test_a_domain_that_cannot_be_declared(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    source = replace(made_up_source(), domain=ImageDomain("two words", "a {}"))
-    coordinator = make_coordinator()
-    error = ends(make_worker(coordinator, source=source))
-    assert error.exit is Exit.BAD_INPUT
-    assert "'two words'" in str(error)
-    assert not coordinator.calls
 
 
 def folder(root: Path, spoil: str) -> str:
@@ -282,7 +234,13 @@ def folder(root: Path, spoil: str) -> str:
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
-    [("unreadable image", "2.png cannot be read"), ("empty class", "moon is empty"), ("no class", "no class folder")],
+    [
+        ("unreadable image", "2.png cannot be read"),
+        ("empty class", "moon is empty"),
+        ("no class", "no class folder"),
+        ("uri", "'floppy'"),
+        ("domain", "'two words'"),
+    ],
 )
 def test_data_that_cannot_be_used(
     make_coordinator: MakeCoordinator,
@@ -293,18 +251,12 @@ def test_data_that_cannot_be_used(
     words: str,
 ) -> None:
     coordinator = make_coordinator()
-    own = settings.model_copy(update={"data": folder(tmp_path / "images", spoil)})
-    error = ends(make_worker(coordinator, settings=own, source=None))
+    data = "floppy:a" if spoil == "uri" else folder(tmp_path / "images", spoil)
+    source = replace(made_up_source(), domain=ImageDomain("two words", "a {}")) if spoil == "domain" else None
+    own = settings.model_copy(update={"data": data})
+    error = ends(make_worker(coordinator, settings=own, source=source))
     assert error.exit is Exit.BAD_INPUT
     assert words in str(error)
-    assert not coordinator.calls
-
-
-def test_an_unknown_data_uri(make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings) -> None:
-    coordinator = make_coordinator()
-    error = ends(make_worker(coordinator, settings=settings.model_copy(update={"data": "floppy:a"}), source=None))
-    assert error.exit is Exit.BAD_INPUT
-    assert "'floppy'" in str(error)
     assert not coordinator.calls
 
 
