@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -105,14 +104,6 @@ def raise_file_limit(to: int) -> None:
 def processors() -> int:
     """How many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def peak_memory() -> int:
-    """The most bytes of memory that this process has had so far; 0 where the system does not tell."""
-    if _resource is None:
-        return 0
-    told: int = _resource.getrusage(_resource.RUSAGE_SELF).ru_maxrss
-    return told if sys.platform == "darwin" else told << 10
 
 
 def limit_memory(size: int) -> None:

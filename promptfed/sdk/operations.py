@@ -177,11 +177,6 @@ def get_rounds(federation: str, after: str | None = None) -> Request[report_sche
     )
 
 
-def get_round(federation: str, round: int) -> Request[report_schemas.RoundReport]:
-    """The report of one round."""
-    return Request("GET", f"{FEDERATIONS}/{federation}/rounds/{round}", report_schemas.RoundReport)
-
-
 def get_prompts(
     federation: str, round: int | str = "latest", accept: Accept = "application/octet-stream"
 ) -> Request[schemas.PromptsView]:

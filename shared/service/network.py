@@ -6,7 +6,7 @@ import ssl
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.request import getproxies
 
 from promptfed.shared.service.net import addresses_of, is_loopback
 from promptfed.shared.service.tls import trusting
@@ -51,16 +51,6 @@ def http_options(coordinators: str, verify: ssl.SSLContext, proxy: str | None) -
         parts = proxy_parts(proxy)
         options["proxy"] = httpx.Proxy(parts.geturl(), ssl_context=verify if parts.scheme == "https" else None)
     return options
-
-
-def proxy_for(address: str, given: str | None) -> str | None:
-    """The URL of the proxy through which ``address`` is reached, of a setting or of the environment."""
-    if given is not None:
-        return None if given == NO_PROXY else given
-    if is_loopback(_host(address)) or proxy_bypass(urlsplit(address).netloc):
-        return None
-    known = getproxies()
-    return known.get(urlsplit(address).scheme) or known.get("all")
 
 
 def proxy_parts(url: str) -> SplitResult:

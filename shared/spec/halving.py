@@ -6,7 +6,7 @@ A candidate is anything that can be compared, such as a method with a learning r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -72,20 +72,6 @@ def grid(centre: float, decades: float = DECADES, per_decade: int = 1) -> tuple[
     half = math.ceil(decades * per_decade / 2)
     steps = range(-half, half + 1)
     return tuple(_short(centre * 10 ** (step / per_decade)) if step else centre for step in steps)
-
-
-def beyond(rates: Iterable[float], best: float) -> float | None:
-    """The next rate outside the grid if ``best`` is its smallest or largest; None: ``best`` is inside.
-
-    Raises:
-        ValueError: ``rates`` holds fewer than two rates, or not ``best``.
-    """
-    ordered = sorted(rates)
-    if len(ordered) < 2 or best not in ordered:
-        raise ValueError("a grid has at least two rates, and its best is one of them")
-    if best == ordered[0]:
-        return _short(best * best / ordered[1])
-    return _short(best * best / ordered[-2]) if best == ordered[-1] else None
 
 
 def _short(rate: float) -> float:

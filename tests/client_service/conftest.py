@@ -26,6 +26,10 @@ MakeWorker = Callable[..., Worker]
 MakeCoordinator = Callable[..., FakeCoordinator]
 
 
+class Killed(BaseException):
+    """Stands for kill -9: nothing that the client would still do happens."""
+
+
 @pytest.fixture(scope="session")
 def backbone() -> Backbone:
     torch.set_num_threads(1)

@@ -134,7 +134,7 @@ def test_what_the_budget_has_no_room_for_is_withheld(
     assert [one.split for one in Ledger(own.ledger_file).spends()] == ["test", "train", "train"]
 
 
-@pytest.mark.parametrize("why", ["trained and tested on", "fine-tuned", "the policy"])
+@pytest.mark.parametrize("why", ["trained and tested on", "fine-tuned", "the policy", "the floor"])
 def test_what_no_noise_makes_right_is_withheld(
     why: str,
     make_coordinator: MakeCoordinator,
@@ -148,23 +148,12 @@ def test_what_no_noise_makes_right_is_withheld(
         coordinator = noisy(make_coordinator, rounds=1, method={"name": "promptfl_ft", "m": 4})
     if why == "trained and tested on":
         apart = replace(apart, test=apart.train)
-    if why == "the policy":
+    if why in ("the policy", "the floor"):
+        metrics = "accuracy: withheld" if why == "the policy" else f"floor: {len(apart.test)}"
         policy = tmp_path / "policy.yaml"
-        policy.write_text(f"version: 1\nmetrics: {{accuracy: withheld}}\nledger: {own.ledger_file}\n")
+        policy.write_text(f"version: 1\nmetrics: {{{metrics}}}\nledger: {own.ledger_file}\n")
         own = own.model_copy(update={"policy": policy})
     assert asyncio.run(make_worker(coordinator, settings=own, source=apart).run()) is Exit.OK
-    assert [(one["splits"], one["withheld"]) for one in coordinator.evaluations] == [({}, True)] * 2
-    assert [one.split for one in Ledger(own.ledger_file).spends()] == ["train"]
-
-
-def test_a_test_set_below_the_floor_is_withheld(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, apart: Source, tmp_path: Path
-) -> None:
-    policy = tmp_path / "policy.yaml"
-    policy.write_text(f"version: 1\nmetrics: {{floor: {len(apart.test)}}}\nledger: {own.ledger_file}\n")
-    coordinator = noisy(make_coordinator, rounds=1)
-    settings = own.model_copy(update={"policy": policy})
-    assert asyncio.run(make_worker(coordinator, settings=settings, source=apart).run()) is Exit.OK
     assert coordinator.failures == []
     assert [(one["splits"], one["withheld"]) for one in coordinator.evaluations] == [({}, True)] * 2
     assert [one.split for one in Ledger(own.ledger_file).spends()] == ["train"]

@@ -15,13 +15,10 @@ import torch
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.state.private_state import Pending, PrivateState, Serving, TensorOrigin
 from promptfed.shared.messages import TaskConfig
+from tests.client_service.conftest import Killed
 
 ROUND_1 = TensorOrigin("task-1", 1, "train", "peers")
 ROUND_2 = TensorOrigin("task-2", 2, "train", "peers")
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
 
 
 def vector(value: float) -> dict[str, torch.Tensor]:

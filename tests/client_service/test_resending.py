@@ -19,15 +19,11 @@ from promptfed.client_service.training import trainer
 from promptfed.shared.methods.coop import CoOp
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import state_hash
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Killed, MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import FakeCoordinator, Wire, problem
 
 TRAINING = TrainingSpec(learning_rate=0.1, batch_size=8).model_dump()
 COOP = {"name": "coop", "m": 4}
-
-
-class Killed(BaseException):
-    """Stands for kill -9: nothing that the client would still do happens."""
 
 
 @pytest.fixture

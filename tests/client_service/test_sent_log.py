@@ -20,14 +20,10 @@ from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.site_log import FILE, SiteLog, read, verify
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import decode
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Killed, MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import Wire
 
 TRAINING = TrainingSpec(learning_rate=0.1, batch_size=8).model_dump()
-
-
-class Killed(BaseException):
-    """Stands for kill -9."""
 
 
 def messages(folder: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, http_to
 from promptfed.client_service.joining.invited import AUTHORITY, accept
 from promptfed.sdk.client import CA_VARIABLE, PROXY_VARIABLE
-from promptfed.shared.service.network import proxy_for
 from tests.networks.conftest import HOST
 from tests.support.authority import Authority
 from tests.support.coordinators import InThread
@@ -149,27 +148,3 @@ def test_a_proxy_that_cannot_be_used_is_one_line(
     assert str(refusal(f"https://{HOST}", authority, None)) == str(refused)
     unreached = refusal("https://127.0.0.1:1", authority, None, 0.1)
     assert unreached.exit == Exit.UNREACHABLE, "loopback is reached without"
-
-
-@pytest.mark.parametrize(
-    ("variables", "address", "expected"),
-    [
-        ({"HTTPS_PROXY": "http://a:1"}, "https://x.example", "http://a:1"),
-        ({"HTTPS_PROXY": "http://a:1"}, "http://x.example", None),
-        ({"ALL_PROXY": "http://b:2"}, "https://x.example", "http://b:2"),
-        ({"HTTPS_PROXY": "http://a:1", "ALL_PROXY": "http://b:2"}, "https://x.example", "http://a:1"),
-        ({"ALL_PROXY": "http://b:2", "NO_PROXY": "x.example"}, "https://x.example", None),
-        ({"ALL_PROXY": "http://b:2", "NO_PROXY": "example"}, "https://x.example:8443", None),
-        ({"ALL_PROXY": "http://b:2", "NO_PROXY": "y.example"}, "https://x.example", "http://b:2"),
-        ({"ALL_PROXY": "http://b:2", "NO_PROXY": ""}, "https://127.0.0.1:8080", None),
-    ],
-)
-def test_the_environment_names_proxies(
-    variables: dict[str, str], address: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("no_proxy", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert proxy_for(address, None) == expected
-    assert proxy_for(address, "none") is None
-    assert proxy_for(address, "http://c:3") == "http://c:3"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -33,20 +32,6 @@ def write_scenes(root: Path, count: int, seed: int = 0) -> Path:
         lines.append(",".join((f"images/{number}.png", f"p{number // 2}", ("old", "new")[number // 2 % 2], *cells)))
     (root / "labels.csv").write_text("\n".join(lines) + "\n")
     return root
-
-
-def write_scanned(root: Path, counts: Mapping[str, int], seed: int = 0) -> str:
-    """The URI of a table with ``counts`` pictures of each shape by scanner; an old one draws outlines."""
-    (root / "images").mkdir(parents=True, exist_ok=True)
-    lines = ["path,label,scanner"]
-    for scanner, count in counts.items():
-        for shape, number in product(SHAPES, range(count)):
-            name = f"images/{scanner}-{shape}-{number}.png"
-            drawn = picture(shape, 1000 * seed + number, "outline" if scanner == "old" else "filled")
-            drawn.save(root / name)
-            lines.append(f"{name},{shape},{scanner}")
-    (root / "labels.csv").write_text("\n".join(lines) + "\n")
-    return f"csv:{root / 'labels.csv'}?groups=scanner"
 
 
 def picture(shape: str, seed: int, domain: str = "filled") -> Image.Image:

@@ -11,32 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-import promptfed
-from promptfed.cli.main import app
 from promptfed.cli.scoring import _draw, confusion, scores
 from promptfed.sdk.errors import Exit
 from promptfed.shared.metrics.clinical import Estimate
 from promptfed.shared.metrics.pooling import pool_estimates
-from tests.support import exports
+from tests.promptfed.conftest import command
 from tests.support.own_images import SHAPES, picture, write_folder
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a federation over pictures of one's own."""
-    folder = tmp_path_factory.mktemp("own")
-    data = {name: f"folder:{write_folder(folder / name, seed=seed, each=4)}" for seed, name in enumerate(("a", "b"))}
-    result = promptfed.run(
-        {"name": "promptfl", "m": 2}, data, rounds=1, class_names=list(SHAPES), backbone=exports.backbone()
-    )
-    result.export(folder / "export")
-    return folder / "export"
-
-
-def command(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_a_folder_of_images_becomes_a_table(exported: Path, tmp_path: Path) -> None:

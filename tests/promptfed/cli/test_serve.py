@@ -18,30 +18,18 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
-from typer.testing import CliRunner, Result
 
-import promptfed
-from promptfed.cli.main import app
 from promptfed.cli.predicting import model_of_export
 from promptfed.client_service.serving import api
 from promptfed.client_service.serving.api import create_export_app
 from promptfed.export.adapted_model import predictor_of
 from promptfed.sdk.errors import Exit
+from tests.promptfed.conftest import command
 from tests.support import exports
 from tests.support.own_images import SHAPES, write_folder
 from tests.support.waiting import PATIENCE
 
 Ask = Callable[..., TestClient]
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("own")
-    data = {name: f"folder:{write_folder(folder / name, seed=seed, each=4)}" for seed, name in enumerate(("a", "b"))}
-    spec = {"name": "promptfl", "m": 2}
-    result = promptfed.run(spec, data, rounds=1, class_names=list(SHAPES), backbone=exports.backbone())
-    result.export(folder / "export")
-    return folder / "export"
 
 
 @pytest.fixture
@@ -61,10 +49,6 @@ def ask(exported: Path) -> Ask:
         return TestClient(create_export_app(about, predictor, token, host), base_url="http://127.0.0.1")
 
     return make
-
-
-def command(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def batch(http: TestClient, contents: list[bytes], **more: Any) -> httpx.Response:

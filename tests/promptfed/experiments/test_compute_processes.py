@@ -18,7 +18,7 @@ from promptfed.experiments.simulation.processes import Inherited, Processes, com
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError
-from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.messages import Peer
 from promptfed.shared.methods import resolve_spec
@@ -30,12 +30,6 @@ from promptfed.shared.tensors import Tensors
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=3&client={}"
 SITES = [Site(f"site-{k}", DATA.format(k)) for k in range(3)]
 SPEC = {"name": "simulated", "method": {"name": "promptfl", "m": 2}, "rounds": 1}
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    torch.set_num_threads(1)
-    return load_backbone(tiny.MODEL, tiny.PRETRAINED)
 
 
 def raise_error(here: Inherited, number: int) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger
@@ -15,24 +14,13 @@ from promptfed.client_service.training.trainer import TaskWork
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError
-from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import DataError
 from promptfed.shared.methods.core.interface.base import MethodError, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=4&client={}"
 SITES = [Site(f"site-{k}", DATA.format(k)) for k in range(4)]
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    torch.set_num_threads(1)
-    return load_backbone(tiny.MODEL, tiny.PRETRAINED)
-
-
-@pytest.fixture(scope="module")
-def features(tmp_path_factory: pytest.TempPathFactory) -> FeatureCache:
-    return FeatureCache(tmp_path_factory.mktemp("features"))
 
 
 def spec(method: str = "promptfl", **changes: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.clip import Backbone, FeatureCache, tiny
 from promptfed.shared.clip.caches.slots import agreeing_slots
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
 from promptfed.shared.data.sharing import SharedSources
@@ -40,17 +40,6 @@ from tests.support.waiting import PATIENCE, wait_for
 
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=3&client={}"
 SITES = [Site(f"site-{k}", DATA.format(k)) for k in range(3)]
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    torch.set_num_threads(1)
-    return load_backbone(tiny.MODEL, tiny.PRETRAINED)
-
-
-@pytest.fixture(scope="module")
-def features(tmp_path_factory: pytest.TempPathFactory) -> FeatureCache:
-    return FeatureCache(tmp_path_factory.mktemp("features"))
 
 
 def spec(**changes: Any) -> dict[str, Any]:

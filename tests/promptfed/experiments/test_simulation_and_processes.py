@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Processes
@@ -18,7 +17,7 @@ from promptfed.runtime.services import LocalFederation, Site
 from promptfed.sdk import operations
 from promptfed.sdk.follow import follow
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.clip import Backbone, load_backbone, tiny
+from promptfed.shared.clip import Backbone
 
 DATA = "symbols:{}?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=2&client={}"
 SITES = [
@@ -29,12 +28,6 @@ SITES = [
 ]
 
 pytestmark = pytest.mark.timeout(1200)
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    torch.set_num_threads(1)
-    return load_backbone(tiny.MODEL, tiny.PRETRAINED)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-import promptfed
 from promptfed.cli.main import app
 from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
 from promptfed.export.continuing import continued
@@ -30,16 +29,6 @@ from tests.support.coordinators import InThread, in_thread
 from tests.support.own_images import SHAPES, write_folder
 
 PRIVATE = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("own")
-    data = {name: f"folder:{write_folder(folder / name, seed=seed, each=4)}" for seed, name in enumerate(("a", "b"))}
-    spec = {"name": "promptfl", "m": 2}
-    result = promptfed.run(spec, data, rounds=1, class_names=list(SHAPES), backbone=exports.backbone())
-    result.export(folder / "export")
-    return folder / "export"
 
 
 def create(server: InThread, *arguments: str | Path) -> Result:

@@ -1,12 +1,15 @@
 """Small open_clip models, one for each kind of tower, with random weights."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from promptfed.shared.clip import Backbone, load_backbone
 
@@ -126,3 +129,19 @@ def small(_registered: None) -> Callable[..., Backbone]:
 def noise(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).mul(scale).to(dtype)
+
+
+class Noise:
+    """A split of images that are all different."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        self._pixels = np.random.default_rng(seed).integers(0, 255, (count, 40, 36, 3), dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def image(self, index: int) -> Image.Image:
+        return Image.fromarray(self._pixels[index])
+
+    def digest(self, index: int) -> str:
+        return hashlib.sha256(self._pixels[index].tobytes()).hexdigest()

@@ -1,6 +1,5 @@
 """The feature cache: each image once, the same bits in any order, in any process, after any accident."""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -8,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -17,25 +15,9 @@ from promptfed.shared.clip import FeatureCache
 from promptfed.shared.clip.caches import rows
 from promptfed.shared.clip.caches.slots import BATCH, agreeing_slots
 from promptfed.shared.data import DataError
+from tests.shared.clip.conftest import Noise
 from tests.support.equality import assert_values
 from tests.support.waiting import PATIENCE
-
-
-class Noise:
-    """A split of images that are all different."""
-
-    def __init__(self, count: int, seed: int = 0) -> None:
-        self._pixels = np.random.default_rng(seed).integers(0, 255, (count, 40, 36, 3), dtype=np.uint8)
-
-    def __len__(self) -> int:
-        return len(self._pixels)
-
-    def image(self, index: int) -> Image.Image:
-        return Image.fromarray(self._pixels[index])
-
-    def digest(self, index: int) -> str:
-        return hashlib.sha256(self._pixels[index].tobytes()).hexdigest()
-
 
 TOWERS = ["small-vit", "small-bidirectional", "small-coca", "small-resnet", "small-timm"]
 

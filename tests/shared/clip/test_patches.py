@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 from promptfed.shared.clip import BackboneError, FeatureCache, shape_of
 from promptfed.shared.clip.caches.features import PatchCache
 from promptfed.shared.clip.towers.patches import attend_from_everywhere
-from tests.shared.clip.conftest import noise
+from tests.shared.clip.conftest import Noise, noise
 from tests.support.equality import assert_values
 
 TRANSFORMERS = ["small-vit", "small-quick", "small-scale", "small-bidirectional"]
-
-
-class Noise:
-    """A split of images that are all different."""
-
-    def __init__(self, count: int, seed: int = 0) -> None:
-        self._pixels = np.random.default_rng(seed).integers(0, 255, (count, 40, 36, 3), dtype=np.uint8)
-
-    def __len__(self) -> int:
-        return len(self._pixels)
-
-    def image(self, index: int) -> Image.Image:
-        return Image.fromarray(self._pixels[index])
-
-    def digest(self, index: int) -> str:
-        return hashlib.sha256(self._pixels[index].tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)

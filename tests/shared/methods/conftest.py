@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from promptfed.shared.clip import Backbone, load_backbone
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
 from promptfed.shared.methods.core.interface.base import ClientContext
 from tests.support.terms import training_terms
 
@@ -43,6 +43,11 @@ class MadeUpSplit:
 def backbone() -> Backbone:
     torch.set_num_threads(1)
     return load_backbone("promptfed-tiny", None)
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory: pytest.TempPathFactory) -> FeatureCache:
+    return FeatureCache(tmp_path_factory.mktemp("features"))
 
 
 @pytest.fixture

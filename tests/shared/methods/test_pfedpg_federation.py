@@ -31,7 +31,7 @@ from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT
 from promptfed.shared.methods.pfedpg import ADAPTED
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
-from tests.support.agreed import agreed
+from tests.support.agreed import agreed, asked
 from tests.support.fake_coordinator import FakeCoordinator, made_up_source
 from tests.support.textless import MODEL, textless_backbone
 
@@ -51,11 +51,6 @@ def spec(**changes: Any) -> dict[str, Any]:
         "training": {"epochs": 1, "batch_size": 10, "learning_rate": 0.05},
         "seed": 5,
     } | changes
-
-
-@pytest.fixture(scope="module")
-def features(tmp_path_factory: pytest.TempPathFactory) -> FeatureCache:
-    return FeatureCache(tmp_path_factory.mktemp("features"))
 
 
 @dataclass
@@ -160,18 +155,7 @@ def test_a_client_whose_backbone_lacks_what_the_method_needs_says_so_before_it_e
 def task(kind: str, round: int, payload: bytes) -> Task:
     config = spec() | {"backbone": TEXTLESS, "template": "a photo of a {}.", "peers": []}
     config["training"] = {"epochs": 2, "batch_size": 10, "learning_rate": 0.1}
-    return Task.model_validate(
-        {
-            "task_id": f"{kind}-{round}",
-            "kind": kind,
-            "round": round,
-            "phase": "train" if kind == "train" else "evaluation",
-            "deadline": "2030-01-01T00:00:00Z",
-            "seconds_left": 60,
-            "payload": {"url": "/", "bytes": len(payload), "sha256": "sha256:" + "0" * 64},
-            "config": {key: config[key] for key in config if key != "name"},
-        }
-    )
+    return asked(kind, round, "train" if kind == "train" else "evaluation", payload, config)
 
 
 def picture() -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,19 +19,12 @@ from promptfed.shared.methods.pfedprompt import Memory, MemoryLogits, PFedPrompt
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit
+from tests.shared.methods.test_patch_methods import Patched
 from tests.shared.methods.test_text_baselines import assert_moved_equally, literal_training, start_context
 from tests.support import literal
 
 Make = Callable[..., ClientContext]
 M = 4
-
-
-@dataclass
-class Patched(MadeUpSplit):
-    every: Tensor
-
-    def patches(self, indices: Tensor) -> Tensor:
-        return self.every[indices]
 
 
 def method(**hyper: Any) -> PFedPrompt:

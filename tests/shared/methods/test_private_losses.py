@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,21 +14,14 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.methods.core.interface.protection import Protection
-from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.tensors import Tensors
+from tests.support.literal_private import Silent
 from tests.support.visual_clients import ImageSplit, client_context, server_context, small_backbone
 
 IMAGES, RATE = 5, 1.0
 LEAST = {"fedclipadapter": 0.002}  # a clip below the gradients of all images; other methods: 0.02
 ONE, SEVERAL = torch.tensor([0, 2, 0, 1, 2]), torch.tensor([[1, 0, 1], [0, 0, 1], [1, 1, 0], [-1, 1, 0], [0, -1, 1]])
-
-
-class Silent(NoiseStream):
-    """Draws of noise that are all 0."""
-
-    def normals(self, count: int) -> Any:
-        return np.zeros(count)
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,11 @@ from promptfed.shared.methods.core.losses import ClassificationLoss
 from promptfed.shared.methods.core.several_labels import BIAS, PresenceTemplates, absent_template
 from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.metrics.clinical import mean_average_precision
-from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
 from tests import ROOT
+from tests.support.literal_private import Silent
 from tests.support.visual_clients import client_context, server_context, small_backbone
 
 LABELS = torch.tensor(
@@ -162,13 +162,6 @@ def test_a_classifier_is_its_cosines_and_the_threshold(backbone: Backbone) -> No
     found = method.classifier(context, payload | {BIAS.name: torch.tensor([-0.3])}, {})
     assert torch.allclose(found.logits(context.train, torch.arange(6)), wanted)
     assert torch.allclose(presences(found, context.train), torch.sigmoid(wanted.double()))
-
-
-class Silent(NoiseStream):
-    """Draws of noise that are all 0."""
-
-    def normals(self, count: int) -> Any:
-        return np.zeros(count)
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINABLE if METHODS[name].can_protect()])

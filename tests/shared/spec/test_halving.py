@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from promptfed.shared.spec.halving import Rung, beyond, grid, ranked, rungs, survivors
+from promptfed.shared.spec.halving import Rung, grid, ranked, rungs, survivors
 
 
 def test_a_rung_has_a_third_of_the_candidates_and_twice_the_rounds() -> None:
@@ -57,12 +57,4 @@ def test_a_grid_covers_four_decades_around_its_centre(centre: float, per_decade:
     assert rates[len(rates) // 2] == centre
     assert math.log10(rates[-1] / rates[0]) >= 4 - 0.05
     assert len(rates) == 4 * per_decade + 1
-
-
-def test_beyond_the_edge_is_one_more_step_of_the_same_ratio() -> None:
-    rates = grid(0.002)
-    assert rates == (2e-5, 2e-4, 2e-3, 2e-2, 0.2)
-    assert [beyond(rates, rate) for rate in rates] == [2e-6, None, None, None, 2.0]
-    assert beyond((0.1, 0.01), 0.1) == 1.0
-    with pytest.raises(ValueError, match="two rates"):
-        beyond((0.1,), 0.1)
+    assert grid(0.002) == (2e-5, 2e-4, 2e-3, 2e-2, 0.2)

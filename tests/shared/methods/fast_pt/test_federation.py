@@ -30,7 +30,7 @@ from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.support import literal, literal_fast_pt
-from tests.support.agreed import agreed
+from tests.support.agreed import agreed, asked
 from tests.support.equality import assert_values
 from tests.support.small_fast_pt import count_transforms
 
@@ -56,11 +56,6 @@ def spec(**changes: Any) -> dict[str, Any]:
         "training": {"learning_rate": 0.05, **SGD},
         "seed": 5,
     } | changes
-
-
-@pytest.fixture(scope="module")
-def features(tmp_path_factory: pytest.TempPathFactory) -> FeatureCache:
-    return FeatureCache(tmp_path_factory.mktemp("features"))
 
 
 @dataclass
@@ -286,18 +281,7 @@ def task(kind: str, round: int, known: list[Peer], payload: bytes) -> Task:
     """What the coordinator would ask of a client that knows these peers."""
     config = spec() | {"backbone": {}, "template": "a photo of a {}.", "rounds": 4, "peers": known}
     config["training"] = {"epochs": 1, "batch_size": 10}
-    return Task.model_validate(
-        {
-            "task_id": f"{kind}-{round}",
-            "kind": kind,
-            "round": round,
-            "phase": "global" if kind == "train" else "evaluation",
-            "deadline": "2030-01-01T00:00:00Z",
-            "seconds_left": 60,
-            "payload": {"url": "/", "bytes": len(payload), "sha256": "sha256:" + "0" * 64},
-            "config": {key: config[key] for key in config if key != "name"},
-        }
-    )
+    return asked(kind, round, "global" if kind == "train" else "evaluation", payload, config)
 
 
 def started(backbone: Backbone, features: FeatureCache, folder: Path) -> TaskWork:

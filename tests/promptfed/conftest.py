@@ -1,0 +1,27 @@
+"""An export of a federation over pictures of one's own, and the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import promptfed
+from promptfed.cli.main import app
+from tests.support import exports
+from tests.support.own_images import SHAPES, write_folder
+
+
+def command(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    data = {name: f"folder:{write_folder(folder / name, seed=seed, each=4)}" for seed, name in enumerate(("a", "b"))}
+    spec = {"name": "promptfl", "m": 2}
+    result = promptfed.run(spec, data, rounds=1, class_names=list(SHAPES), backbone=exports.backbone())
+    result.export(folder / "export")
+    return folder / "export"
