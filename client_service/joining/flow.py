@@ -237,7 +237,7 @@ class Joining:
                 return info, token
         if known is None:
             text = f"the state folder {self.state.folder} does not hold all that the federation trains by"
-            text += ", as one of an earlier version: give --enrolment-token-file, what the folder holds is kept"
+            text += ": give --enrolment-token-file, what the folder holds is kept"
             raise ClientError(Exit.NOT_ALLOWED, text)
         return known, None
 
@@ -317,7 +317,7 @@ class Joining:
         own = source.train if settings.role == "trainer" else source.test
         images = declared_images(len(own), self._floor(offer), info)
         declared = declaration(settings, source, domain_of(source), self.parts.backbone, images)
-        known = Agreement.kept(self.state, terms)
+        known = Agreement.kept(self.state)
         changes = known.changes(terms) if known is not None else []
         if known is not None and not changes:
             return known, declared

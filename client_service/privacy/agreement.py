@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -36,7 +35,6 @@ RESTORES = 3  # of the coordinator from a backup, without asking the owner
 FIGURES = ("ece", "macro_f1")  # of a test set, beside its accuracy
 SHOWN = 200  # characters of a value that an owner is shown
 SHOWN_DIFFERENCES = 20  # of a refused task
-OPEN_BEFORE = ("seed", "most_peers")  # terms that consents of earlier versions leave open
 OF_THE_WEIGHTS = {"backbone": {"fingerprint", "shape"}}  # pinned once the weights are loaded, see `Agreement.pin`
 
 
@@ -50,7 +48,7 @@ class AgreedTerms(TrainingTerms):
     ``most_peers``: how many clients a task may describe to this one, 0 where the method does not look at them.
     ``sends``: the tensors of each phase, with symbols in their shapes. ``metrics``: patterns of the numbers that are
     sent with them. ``accuracies``: the test sets that are measured; ``figures``: what is sent of them beside the
-    accuracy (nothing in a consent of a version that sent nothing).
+    accuracy.
     """
 
     coordinator: str
@@ -64,7 +62,7 @@ class AgreedTerms(TrainingTerms):
     sends: dict[str, list[str]]
     metrics: list[str]
     accuracies: list[str]
-    figures: list[str] = Field(default_factory=list)
+    figures: list[str]
 
     @property
     def offer(self) -> dict[str, Any]:
@@ -152,11 +150,8 @@ class Agreement:
     sent: SentAnswers
 
     @classmethod
-    def kept(cls, state: PrivateState, offered: AgreedTerms) -> Agreement | None:
+    def kept(cls, state: PrivateState) -> Agreement | None:
         """The consent in the folder; None before the first one.
-
-        A consent of an earlier version leaves some terms open (`OPEN_BEFORE`). What is ``offered`` now is filled in and
-        kept from then on.
 
         Raises:
             ClientError: STATE where it is damaged.
@@ -165,15 +160,9 @@ class Agreement:
         if raw is None:
             return None
         try:
-            given = json.loads(raw)
-            missing = [name for name in OPEN_BEFORE if name not in given["terms"]]
-            given["terms"] |= {name: getattr(offered, name) for name in missing}
-            agreement = cls(state, Consent.model_validate(given), _sent_so_far(state))
-        except (ValueError, KeyError, TypeError):
+            return cls(state, Consent.model_validate_json(raw), _sent_so_far(state))
+        except ValueError:
             raise state.damaged(FILE) from None
-        if missing:
-            agreement._change()
-        return agreement
 
     @classmethod
     def made(cls, state: PrivateState, terms: AgreedTerms) -> Agreement:
@@ -191,12 +180,7 @@ class Agreement:
         return tuple(self.consent.terms.figures)
 
     def changes(self, terms: AgreedTerms) -> list[str]:
-        """The reasons to ask the owner again; empty if the consent covers ``terms``.
-
-        Figures that the consent leaves out are no reason: they are not sent.
-        """
-        if set(self.figures) < set(terms.figures):
-            terms = terms.model_copy(update={"figures": self.consent.terms.figures})
+        """The reasons to ask the owner again; empty if the consent covers ``terms``."""
         changed = differences(self.consent.terms.offer, terms.offer)
         at = self.state.read_note(WITHDRAWN)
         if at is not None:

@@ -43,7 +43,7 @@ class AttemptAbout(OfPhase):
 
     federation_id: str
     attempt: int
-    samples: int | None = None  # earlier versions kept none: such an attempt is not gone on with
+    samples: int
     payload_sha256: str
     terms: str
 

@@ -139,13 +139,11 @@ class PrivateState:
         self.write_as("enrolment.json", info)
 
     def enrolment(self) -> EnrolmentInfo | None:
-        """What the coordinator said when the client enrolled; None where an earlier version kept only a part of it."""
+        """What the coordinator said when the client enrolled."""
         raw = self._read_json("enrolment.json")
         try:
             return None if raw is None else EnrolmentInfo.model_validate(raw)
-        except ValidationError as error:
-            if all(offence["type"] == "missing" for offence in error.errors()):
-                return None
+        except ValidationError:
             raise self.damaged("enrolment.json") from None
 
     # Private tensors

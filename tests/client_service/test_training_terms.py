@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http.connection import BadAnswer, parse
-from promptfed.client_service.privacy.agreement import FILE, AgreedTerms, Agreement, NotAgreed, terms_of
+from promptfed.client_service.privacy.agreement import AgreedTerms, Agreement, NotAgreed, terms_of
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo, PayloadRef, Peer, SecurePart, Task, TaskConfig
@@ -189,27 +187,30 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_client_trains_by_no_changed_field(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    """One task for each field of a task's configuration, each with that field changed; then one as agreed."""
+def test_a_client_trains_and_evaluates_by_no_changed_field(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker
+) -> None:
+    """Training and evaluation for each field of a task's configuration, with that field changed; then one as agreed."""
     whole = {path.removeprefix("config.") for path in FIELDS if path.startswith("config.")}
     nested = {path for path in whole if path.partition(".")[0] in ("training", "backbone") and "shape" not in path}
     assert set(ON_THE_WIRE) == nested | set(TaskConfig.model_fields) - {"training", "backbone"}
     coordinator = make_coordinator(rounds=1)
     changes = list(ON_THE_WIRE.items())
-    coordinator.plan = [("train", 1)] * (len(changes) + 1)
+    coordinator.plan = [*[("train", 1)] * len(changes), *[("evaluate", 0)] * len(changes), ("train", 1)]
 
     def garble(task: dict[str, Any]) -> dict[str, Any]:
-        at = len(changes) + 1 - len(coordinator.plan)
-        if at < len(changes):
-            path, change = changes[at]
+        at = 2 * len(changes) + 1 - len(coordinator.plan)
+        if at < 2 * len(changes):
+            path, change = changes[at % len(changes)]
             part = path.partition(".")[0] if "." in path else None
             (task["config"] if part is None else task["config"][part]).update(change)
         return task
 
     coordinator.garble = garble
     assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
-    assert [failure["type"] for failure in coordinator.failures] == ["NotAgreed"] * len(changes)
-    for path, failure in zip(ON_THE_WIRE, coordinator.failures, strict=True):
+    assert [failure["type"] for failure in coordinator.failures] == ["NotAgreed"] * len(changes) * 2
+    assert not coordinator.evaluations
+    for path, failure in zip([*ON_THE_WIRE, *ON_THE_WIRE], coordinator.failures, strict=True):
         assert f"{path}" in failure["detail"]
     assert len(sent_updates(coordinator)) == len(coordinator.accepted) == 1
 
@@ -261,65 +262,28 @@ def test_another_offer_after_a_restart_is_asked_again(
         asyncio.run(make_worker(coordinator, consent=owner.consent).run())
 
 
-# State folders of earlier versions
+# State folders that are not whole
 
 
-def as_before(folder: Path, *files: str) -> None:
-    """Take from the files what earlier versions did not write."""
-    for file in files:
-        kept = json.loads((folder / file).read_text())
-        for name in ("seed", "most_peers"):
-            kept.get("terms", kept).pop(name, None)
-        (folder / file).write_text(json.dumps(kept))
-
-
-def test_a_consent_of_an_earlier_version_is_completed_once(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    coordinator, owner = make_coordinator(rounds=1), Owner()
-    asyncio.run(make_worker(coordinator, consent=owner.consent).run())
-    answers = (settings.state_dir / "answers.json").read_bytes()
-    as_before(settings.state_dir, FILE, "enrolment.json")
-    assert asyncio.run(make_worker(coordinator, consent=owner.consent).run()) is Exit.OK
-    assert len(owner.shown) == 1, "nothing that was agreed to has changed"
-    assert json.loads((settings.state_dir / FILE).read_text())["terms"]["seed"] == 7
-    assert (settings.state_dir / "answers.json").read_bytes() == answers
-    coordinator.seed, owner.answer = 8, False
-    with pytest.raises(ClientError, match="seed is 8 instead of 7"):
-        asyncio.run(make_worker(coordinator, consent=owner.consent).run())
-
-
-def test_an_offer_of_an_earlier_version_is_fetched_again(
+def test_an_offer_that_is_lost_is_fetched_again(
     make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
 ) -> None:
     """Without a valid enrolment token the client says what it needs; with one it is the client that it was."""
     coordinator = make_coordinator(rounds=1)
     asyncio.run(make_worker(coordinator).run())
     folder = settings.state_dir
-    as_before(folder, FILE, "enrolment.json")
+    (folder / "enrolment.json").unlink()
     before = {path.name: path.read_bytes() for path in folder.glob("*.json")}
     lost = settings.model_copy(update={"enrolment_token_file": None})
-    with pytest.raises(ClientError, match="of an earlier version: give --enrolment-token-file") as end:
+    with pytest.raises(
+        ClientError, match="does not hold all that the federation trains by: give --enrolment-token-file"
+    ) as end:
         asyncio.run(make_worker(coordinator, settings=lost).run())
     assert end.value.exit is Exit.NOT_ALLOWED
     assert {path.name: path.read_bytes() for path in folder.glob("*.json")} == before
     assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
     assert (folder / "identity.json").read_bytes() == before["identity.json"]
     assert asyncio.run(make_worker(coordinator, settings=lost).run()) is Exit.OK
-
-
-@pytest.mark.parametrize("kind", [EnrolmentInfo, TaskConfig])
-def test_a_client_without_rules_of_weights_refuses_secure_sums(kind: type[TrainingTerms]) -> None:
-    """What a client of an earlier version says, whose messages lack the field, before it has told anything."""
-    fields: Any = {name: (field.annotation, field) for name, field in kind.model_fields.items() if name != "weighting"}
-    earlier = create_model("Earlier", __config__=ConfigDict(extra="forbid"), **fields)
-    about = {"federation_id": "fed-1", "name": "pets", "state": "running", "evaluate_every": 1, "peers": []}
-    body = {**CONFIG.training_terms().model_dump(), **{name: about[name] for name in about if name in fields}}
-    sent = kind.model_validate(body).model_dump_json().encode()
-    with pytest.raises(BadAnswer, match=r"weighting: Extra inputs .*install the same version of promptfed on both"):
-        parse(earlier, sent)
-    body |= {"secure_aggregation": None, "weighting": None}
-    assert parse(earlier, kind.model_validate(body).model_dump_json().encode())
 
 
 def test_the_terms_of_a_spec_are_all_there() -> None:

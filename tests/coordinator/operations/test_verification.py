@@ -113,7 +113,7 @@ def test_nothing_is_made_or_taken_from_a_coordinator(tmp_path: Path, capsys: pyt
         assert "another coordinator works on" in capsys.readouterr().err
     changed(tmp_path / "data", "UPDATE alembic_version SET version_num = '0008'")
     assert main(["--verify", "--data-dir", str(tmp_path / "data")]) == 2
-    assert "have the form 0008 of a version before 0.1.0" in capsys.readouterr().err
+    assert "have the form 0008 of promptfed before 0.4.0" in capsys.readouterr().err
 
 
 @pytest.mark.both_databases
