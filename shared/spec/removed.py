@@ -6,7 +6,11 @@ RELEASE = "0.4.0"
 
 _METHODS = "dpfpl fedclap fedgda fedmgp fedmvp fedpha fedplot fedprograd fedprolip fedtipf pfedmma tip_adapter"
 _KEYS = """
-calibration class_descriptions loss method.pair schedule training.budget
+aggregation.flame_noise aggregation.flame_of calibration class_descriptions compression.down held_out keep_rounds kind
+loss method.pair participation.candidates participation.choice participation.cool_down participation.over_select
+participation.preferred_seconds participation.require privacy.adaptive_clip privacy.colluding privacy.noise schedule
+secure_aggregation.attempts secure_aggregation.colluding_share secure_aggregation.dropping_share
+secure_aggregation.neighbours training.budget training.compile trial tuning
 """
 METHODS = frozenset(_METHODS.split())
 KEYS = frozenset(_KEYS.split())

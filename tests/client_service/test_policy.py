@@ -109,7 +109,7 @@ def test_the_other_rules() -> None:
         ("- a list", "the file"),
         ("version: [", "is not YAML"),
         ({"limit": {}}, "limit: this version does not know it"),
-        ({"payload": {"signed": 2}}, "payload.signed: this version does not know it"),
+        ({"payload": {"signed": 2}}, "payload: this version does not know it"),
         ({"privacy": {"unit": "person"}}, "privacy.unit"),
         ({"secure_aggregation": {"witnesses": 1}}, "secure_aggregation.witnesses: this version does not know it"),
         ({"secure_aggregation": {"peers": ["ed25519:12"]}}, "secure_aggregation.peers.0"),

@@ -87,7 +87,8 @@ def test_methods_whose_phases_are_means_take_any_rule() -> None:
     ("change", "path", "says"),
     [
         ({"colour": 1}, "colour", "unknown key"),
-        ({"rounds": 0}, "rounds", "greater than or equal to 1"),
+        ({"rounds": -1}, "rounds", "greater than or equal to 0"),
+        ({"rounds": 0}, "rounds", "0 rounds evaluate an export"),
         ({"rounds": "3"}, "rounds", "integer"),
         ({"rounds": 2.5}, "rounds", "integer"),
         ({"rounds": True}, "rounds", "integer"),
@@ -149,7 +150,7 @@ def test_refusals_name_the_path(change: dict[str, Any], path: str, says: str) ->
 
 def test_every_offence_is_listed_at_once() -> None:
     with pytest.raises(SpecError) as caught:
-        resolve_spec(GOOD | {"rounds": 0, "colour": 1, "training": {"epochs": 0}})
+        resolve_spec(GOOD | {"rounds": -1, "colour": 1, "training": {"epochs": 0}})
     assert {error["path"] for error in caught.value.errors} == {"rounds", "colour", "training.epochs"}
 
 
@@ -234,7 +235,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     raw = {
         "name": "a b",
         "secure_aggregation": {"threshold": 0.5},
-        "rounds": 0,
+        "rounds": -1,
         "training": {"epoch": 1},
         "method": {"name": "promptfl", "m": 0, "mu": 1},
     }
@@ -243,7 +244,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     paths = [error["path"] for error in caught.value.errors]
     assert paths == ["name", "rounds", "training.epoch", "secure_aggregation.threshold", "method.m", "method.mu"]
     with pytest.raises(UnknownMethod) as unknown:
-        resolve_spec({"name": "r", "method": {"name": "promptfk"}, "rounds": 0})
+        resolve_spec({"name": "r", "method": {"name": "promptfk"}, "rounds": -1})
     assert [error["path"] for error in unknown.value.errors] == ["method.name", "rounds"]
     with pytest.raises(SpecError) as checks:
         resolve_spec({"name": "r", "method": {"name": "coop", "context_init": " "}, "aggregation": {"rule": "median"}})

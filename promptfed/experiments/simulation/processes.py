@@ -60,19 +60,19 @@ class Inherited:
     images: Images | None
     cancelled: Cancelled
     image_bytes: int  # of preprocessed images that are kept
-    _data: dict[tuple[str, float], ClientData] = field(default_factory=dict)
+    _data: dict[str, ClientData] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._kept = ImageCache(self.image_bytes)
 
     def work(self, sent: Sent, told: list[Outcomes]) -> TaskWork:
         """A client's work. Its answers on test sets go to ``told``."""
-        client, terms = self.clients[sent["name"]], sent["agreement"].consent.terms
-        key = sent["name"], terms.held_out
-        if key not in self._data:
+        name, terms = sent["name"], sent["agreement"].consent.terms
+        if name not in self._data:
+            client = self.clients[name]
             source, tests = split_by(terms, client.source, client.tests, sent["role"])
-            self._data[key] = ClientData(source, self.backbone, self.features, self.cancelled, tests, self._kept)
-        own: dict[str, Any] = {"backbone": self.backbone, "data": self._data[key], "predictor": None}
+            self._data[name] = ClientData(source, self.backbone, self.features, self.cancelled, tests, self._kept)
+        own: dict[str, Any] = {"backbone": self.backbone, "data": self._data[name], "predictor": None}
         return TaskWork(**own, record=told.append, **sent)
 
 

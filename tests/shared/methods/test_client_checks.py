@@ -64,7 +64,7 @@ def test_poisson_sampling_is_for_this_level_alone() -> None:
     assert told == [
         {
             "path": "privacy",
-            "detail": "sampling poisson is for privacy.level client with central noise: leave it out",
+            "detail": "sampling poisson is for privacy.level client: leave it out",
         }
     ]
 
