@@ -13,11 +13,10 @@ from torch.nn import functional as F
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.context import TextPromptClassifier
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, Mixes
 from promptfed.shared.methods.diprompt import DiPrompt
-from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit
 from tests.support import literal
@@ -137,19 +136,6 @@ def test_the_ensemble(make_context: Make) -> None:
     plain = TextPromptClassifier(context, state["global_prompt"])
     wanted = plain.logits(context.train, torch.arange(5)).log_softmax(1)
     assert torch.allclose(tried.classifier(context, same, {}).logits(context.train, torch.arange(5)), wanted, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("candidates", "says"),
-    [
-        (["a photo of a {}"], "at least 2"),
-        (["a photo", "a sketch of a {}"], "exactly once"),
-        (["{}", "a sketch of a {}"], "and words"),
-    ],
-)
-def test_what_it_refuses(candidates: list[str], says: str) -> None:
-    with pytest.raises(SpecError, match=says):
-        resolve_spec({"name": "f", "method": {"name": "diprompt", "candidates": candidates}})
 
 
 def test_its_count_is_the_tables() -> None:

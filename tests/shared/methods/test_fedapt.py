@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods import fedapt, make_method, resolve_spec
+from promptfed.shared.methods import fedapt, make_method
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientInfo, MethodError, ServerContext
 from promptfed.shared.methods.fedapt import FedAPT, domains_of, mixture_of, scaled
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit
 from tests.support import literal
@@ -213,20 +213,6 @@ def test_the_query_learns_to_tell_domains_apart(make_context: Make) -> None:
     for row, name in enumerate(("a", "b")):
         shares = mixture_of(splits[name].values @ state["query_weight"].T, 0.01)
         assert bool((shares[:, row] > 0.99).all())
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"class_names": None}, "class_specific: false"),
-        ({"method": {"name": "fedapt", "label_space": "client"}}, "leave label_space out"),
-    ],
-)
-def test_what_it_refuses(change: dict[str, Any], says: str) -> None:
-    raw = {"name": "f", "method": {"name": "fedapt"}, "class_names": ["a", "b"]}
-    assert resolve_spec(raw).aggregation.weighting == "uniform"
-    with pytest.raises(SpecError, match=says):
-        resolve_spec(raw | change)
 
 
 def test_its_size_is_the_papers() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, ServerContext
 from promptfed.shared.methods.fedclip import attended
 from promptfed.shared.seeds import generator, initial_draws
@@ -131,12 +130,3 @@ def test_it_starts_near_the_template_and_learns(backbone: Backbone, make_context
     assert float((near * features).sum(dim=1).min()) > 0.95
     first = float(loss_by_hand(context, payload, torch.arange(20)))
     assert method.train(context, payload, {}).metrics["loss"] < 0.5 * first
-
-
-def test_its_defaults_are_its_papers() -> None:
-    spec = resolve_spec({"name": "x", "method": {"name": "fedclip"}, "backbone": {"model": "ViT-B-16"}})
-    training = spec.training
-    assert (spec.rounds, training.optimizer, training.learning_rate) == (300, "adam", 5e-5)
-    assert (training.epochs, training.batch_size, training.weight_decay) == (1, 32, 0.2)
-    with pytest.raises(ValueError, match="unknown key"):
-        resolve_spec({"name": "x", "method": {"name": "fedclip", "m": 4}})

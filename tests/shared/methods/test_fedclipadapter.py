@@ -10,7 +10,7 @@ from torch import Tensor
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, Fixed, ServerContext
 from promptfed.shared.methods.fedclipadapter import blended
 from promptfed.shared.methods.zero_shot import TemplateClassifier
@@ -127,13 +127,3 @@ def test_the_adapters_are_all_that_travels_and_are_averaged(backbone: Backbone) 
     after = method.aggregate(state, phase, iter(updates), weighted_mean, context)
     for name, tensor in state.items():
         assert_values(after[name], 2.5 * tensor, 1e-6)
-
-
-def test_its_defaults() -> None:
-    spec = resolve_spec({"name": "x", "method": {"name": "fedclipadapter"}})
-    assert {key: spec.method[key] for key in ("sides", "reduction", "alpha")} == {
-        "sides": "image",
-        "reduction": 4,
-        "alpha": 0.2,
-    }
-    assert (spec.training.optimizer, spec.training.weight_decay) == ("adam", 0)

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate
 from promptfed.shared.methods.fedlp import Problem
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES
 from tests.shared.methods.test_fedtaskres import server, some_residual, texts_of
@@ -113,8 +112,3 @@ def test_prototypes_start_at_the_class_means_of_all_images(backbone: Backbone, m
         assert isinstance(total, Tensor)
         wanted = 2 * total / total.norm() if total.any() else total
         assert_values(after["prototypes"][place], wanted)
-
-
-def test_it_needs_the_federation_s_classes() -> None:
-    with pytest.raises(SpecError, match="list the federation's class_names"):
-        resolve_spec({"name": "x", "method": {"name": "fedlp"}})

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import fedpgp, make_method, resolve_spec
+from promptfed.shared.methods import fedpgp, make_method
 from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, ServerContext
 from promptfed.shared.methods.core.training import batches, learning_rate
 from promptfed.shared.methods.fedpgp import FedPGP
 from promptfed.shared.seeds import generator, initial_draws
-from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit, wide_step
 from tests.support import literal
@@ -224,37 +224,6 @@ def test_constant_features_are_computed_once_and_the_prompted_texts_in_one_batch
     tried.train(replace(context, round=2), payload, first.private)
     assert texts == [[f"a rare photo of a {name}." for name in NAMES]]
     assert batches == [(2, M, backbone.d_t)] * 8
-
-
-def test_defaults_are_the_papers() -> None:
-    spec = resolve_spec({"name": "pgp", "method": {"name": "fedpgp"}, "backbone": {"model": "ViT-B-16"}})
-    assert spec.rounds == 25
-    training = spec.training
-    assert (training.epochs, training.batch_size, training.learning_rate) == (2, 32, 0.001)
-    assert (training.optimizer, training.momentum, training.weight_decay) == ("sgd", 0.9, 5e-4)
-    assert spec.aggregation.weighting == "samples"
-    hyper = {key: value for key, value in spec.method.items() if key != "name"}
-    assert hyper == {
-        "label_space": "federation",
-        "m": 16,
-        "context_init": None,
-        "b": 8,
-        "mu": 1.0,
-        "tau_con": 0.5,
-        "pairs": "both",
-        "full_rank": False,
-    }
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"b": 0}, {"mu": -0.1}, {"tau_con": 0.0}, {"pairs": "none"}, {"full_rank": "yes"}, {"rank": 3}, {"m": 65}],
-    ids=str,
-)
-def test_options_out_of_range_are_refused_at_creation(options: dict[str, Any]) -> None:
-    with pytest.raises(SpecError) as caught:
-        resolve_spec({"name": "pgp", "method": {"name": "fedpgp"} | options})
-    assert caught.value.errors[0]["path"] == f"method.{next(iter(options))}"
 
 
 def test_only_the_global_context_is_state_and_travels() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import (
     Classifier,
     ClientContext,
@@ -22,7 +22,7 @@ from promptfed.shared.methods.core.interface.base import (
 )
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import generator, initial_draws
-from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from tests.shared.methods.conftest import NAMES
 from tests.support import literal_fast_pt
 from tests.support.equality import assert_values
@@ -138,14 +138,3 @@ def test_adam_moves_every_width_by_the_same_share_of_a_feature(backbone: Backbon
     start = torch.zeros(len(NAMES), backbone.d_e)
     moved = make_method({"name": "fedtaskres"}).train(context, {"residual": start}, {}).update["residual"]
     assert_values(moved.norm(dim=1), torch.full((len(NAMES),), RATE), 1e-3)
-
-
-def test_it_needs_the_federation_s_classes() -> None:
-    method = {"name": "fedtaskres"}
-    raw = {"name": "x", "method": method}
-    with pytest.raises(SpecError, match="list the federation's class_names"):
-        resolve_spec(raw)
-    with pytest.raises(SpecError, match="leave label_space out"):
-        resolve_spec({"name": "x", "class_names": ["a", "b"], "method": method | {"label_space": "client"}})
-    training = resolve_spec(raw | {"class_names": ["a", "b"]}).training
-    assert (training.optimizer, training.weight_decay) == ("adam", 0)

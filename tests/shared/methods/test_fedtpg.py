@@ -13,13 +13,13 @@ from torch import Tensor
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import fedtpg, make_method, resolve_spec
+from promptfed.shared.methods import fedtpg, make_method
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, MethodError, ServerContext
 from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.methods.core.training import batches, learning_rate
 from promptfed.shared.methods.fedtpg import FedTPG
 from promptfed.shared.seeds import generator, initial_draws
-from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit, wide_step
 from tests.support import literal
@@ -305,24 +305,6 @@ def test_what_does_not_fit_the_backbone_is_refused() -> None:
         method().dims(bare)
 
 
-@pytest.mark.parametrize("options", [{"m": 0}, {"heads": 0}, {"feedforward": "gelu"}, {"b": 3}], ids=str)
-def test_options_out_of_range_are_refused_at_creation(options: dict[str, Any]) -> None:
-    with pytest.raises(SpecError) as caught:
-        resolve_spec({"name": "tpg", "method": {"name": "fedtpg"} | options})
-    assert caught.value.errors[0]["path"] == f"method.{next(iter(options))}"
-
-
-def test_defaults_are_the_papers() -> None:
-    spec = resolve_spec({"name": "tpg", "method": {"name": "fedtpg"}, "backbone": {"model": "ViT-B-16"}})
-    assert (spec.rounds, spec.aggregation.weighting) == (500, "uniform")
-    training = spec.training
-    assert (training.epochs, training.batch_size, training.learning_rate) == (1, 200, 0.003)
-    assert (training.momentum, training.weight_decay, training.schedule) == (0.9, 1e-5, "cosine")
-    hyper = {key: value for key, value in spec.method.items() if key != "name"}
-    assert hyper == {"label_space": "client", "m": 4, "heads": 4, "feedforward": "relu", "start": "scaled"}
-    assert set(fedtpg.WIDTHS) == set(FORMS)
-
-
 def pairwise(vectors: Tensor) -> float:
     """The mean cosine of all pairs, one pair at a time."""
     pairs = [(a, b) for i, a in enumerate(vectors) for b in vectors[:i]]
@@ -379,3 +361,7 @@ def test_xavier_draws_have_xavier_s_bounds() -> None:
         bound = math.sqrt(6 / sum(weight.shape))
         assert 0.95 * bound < float(weight.abs().max()) <= bound
     assert float(state["queries"].std()) == pytest.approx(0.02, rel=0.15)
+
+
+def test_each_nonlinearity_has_a_width() -> None:
+    assert set(fedtpg.WIDTHS) == set(FORMS)

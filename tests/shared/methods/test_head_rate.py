@@ -144,24 +144,6 @@ def test_the_swept_rate_is_the_default_beside_a_tower(backbone: Backbone) -> Non
         assert_gradients(twice.update[kind], 2 * change)  # alone it has training.learning_rate
 
 
-@pytest.mark.parametrize(
-    ("method", "wanted"),
-    [
-        ({"name": "fedavg"}, "head_learning_rate is the rate of a linear head, and fedavg classifies by the template"),
-        ({"name": "singleset_full"}, "take head: linear"),
-        ({"name": "fedvpt"}, "take head: linear"),
-        ({"name": "fedpr"}, "take head: linear"),
-        ({"name": "fedavg", "head": "linear", "trainable": "none"}, "the head is trained alone"),
-        ({"name": "singleset_vpt", "head": "linear", "m": 0}, "the head is trained alone"),
-        ({"name": "promptfl"}, "head_learning_rate"),
-        ({"name": "fedclip"}, "head_learning_rate"),
-    ],
-)
-def test_it_is_refused_where_no_new_head_is_trained_beside_something(method: dict[str, Any], wanted: str) -> None:
-    with pytest.raises(SpecError, match=wanted):
-        resolve_spec({"name": "x", "class_names": ["a", "b"], "method": method | {"head_learning_rate": 0.1}})
-
-
 def test_fedbabu_s_rate_of_fine_tuning_is_the_tower_s() -> None:
     method = {"name": "fedbabu", "finetune": "head", "finetune_learning_rate": 0.1}
     with pytest.raises(SpecError, match="set head_learning_rate instead"):

@@ -128,8 +128,6 @@ def test_rows_on_the_disk_stay_within_the_bound(backbone: Backbone, tmp_path: Pa
 
 def test_it_is_refused_where_nothing_could_be_kept(backbone: Backbone, tmp_path: Path) -> None:
     refused = [
-        ({"name": "fedavg"}, {}, "take trainable: last_k"),
-        ({"name": "fedlora"}, {}, "take blocks: last_k"),
         ({"name": "fedavg", **LAST}, {"augmentation": "crop_flip"}, "leave one of them out"),
     ]
     for method, training, text in refused:

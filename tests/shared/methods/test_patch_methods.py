@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ClientContext, Method, MethodError, ServerContext
 from promptfed.shared.methods.core.interface.insights import HasVariants
 from promptfed.shared.methods.core.patch_texts import PatchTextLogits
@@ -20,7 +20,7 @@ from promptfed.shared.methods.core.private_context import LOCAL
 from promptfed.shared.methods.core.transport import balanced, unbalanced
 from promptfed.shared.methods.fedotp import FedOTP
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit
 from tests.shared.methods.test_text_baselines import Loss, assert_moved_equally, literal_training
@@ -205,16 +205,3 @@ def test_towers_without_patches_are_refused() -> None:
     tried.check_backbone(server_context().shape)
     with pytest.raises(MethodError, match="needs the features of an image's patches; this backbone's image tower"):
         tried.check_backbone(server_context(patch_tokens=None).shape)
-
-
-def test_defaults_and_refusals() -> None:
-    spec = resolve_spec({"name": "x", "method": {"name": "fedotp"}, "backbone": {"model": "ViT-B-16"}})
-    assert (spec.rounds, spec.training.epochs, spec.training.batch_size) == (10, 5, 32)
-    assert spec.training.learning_rate == 0.001
-    given = {key: spec.method[key] for key in ("m", "gamma", "epsilon", "iterations", "threshold", "transport")}
-    assert given == {
-        "m": 16, "gamma": 0.8, "epsilon": 0.1, "iterations": 100, "threshold": 1e-3, "transport": "unbalanced",
-    }  # fmt: skip
-    for options in ({"epsilon": 0.001}, {"gamma": 0.0}, {"gamma": 1.1}, {"transport": "sliced"}):
-        with pytest.raises(SpecError, match=f"method.{next(iter(options))}"):
-            resolve_spec({"name": "x", "method": {"name": "fedotp"} | options})

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from promptfed.shared.methods import describe, make_method, resolve_spec
+from promptfed.shared.methods import describe, make_method
 from promptfed.shared.methods.core.interface.base import ClientInfo, MethodError, ServerContext
 from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.pfedpg import BASIS, DESCRIPTORS, PFedPG
-from promptfed.shared.spec.spec import BackboneShape, SpecError
+from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_draws import TorchDraws
 from promptfed.shared.tensors.torch_tensors import check, state_hash
@@ -244,29 +243,3 @@ def test_backbones_and_clients_that_do_not_fit() -> None:
     with pytest.raises(MethodError, match="an evaluator has none"):
         check_admission(method, ClientInfo("lab", "evaluator", 0, NAMES), None, lambda: context)
     check_admission(method, context.clients[0], None, lambda: context)
-
-
-@pytest.mark.parametrize(
-    ("own", "told"),
-    [
-        ({"generator": "mlp", "inner_width": 8}, "generator mlp has no inner_width"),
-        ({"generator": "basis", "hidden": 50}, "generator basis has no hidden layer"),
-        ({"hidden": 50}, "generator attention has no hidden layer"),
-    ],
-)
-def test_widths_that_a_generator_does_not_have_are_refused(own: dict[str, Any], told: str) -> None:
-    with pytest.raises(SpecError, match=told):
-        resolve_spec({"name": "x", "method": {"name": "pfedpg"} | own})
-
-
-def test_widths_that_a_generator_has() -> None:
-    for own in ({"inner_width": 8}, {"generator": "mlp", "hidden": 50}):
-        resolved = resolve_spec({"name": "x", "method": {"name": "pfedpg"} | own})
-        assert resolved.method.items() >= own.items()
-
-
-def test_defaults_are_the_papers() -> None:
-    spec = resolve_spec({"name": "x", "method": {"name": "pfedpg"}})
-    assert (spec.rounds, spec.training.epochs, spec.training.batch_size) == (100, 5, 64)
-    assert (spec.training.learning_rate, spec.training.momentum, spec.training.weight_decay) == (0.25, 0.9, 1e-3)
-    assert (spec.method["m"], spec.method["generator"], spec.method["generator_optimizer"]) == (10, "attention", "adam")

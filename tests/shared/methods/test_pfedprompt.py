@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ClientContext
 from promptfed.shared.methods.pfedprompt import Memory, MemoryLogits, PFedPrompt, PFedPromptHyper
-from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit
 from tests.shared.methods.test_patch_methods import Patched
@@ -157,14 +156,7 @@ def test_classes_that_nobody_trained_on_get_nothing_of_the_labels(backbone: Back
     assert float((found - plain).abs().max()) <= 1e-5 * float(plain.abs().max())
 
 
-def test_options_and_refusals() -> None:
-    given = resolve_spec({"name": "x", "method": {"name": "pfedprompt"}}).method
-    assert {key: given[key] for key in ("memory", "weight", "beta", "query", "per_class", "train_with_memory")} == {
-        "memory": "labels", "weight": 1.0, "beta": 5.5, "query": "pooled", "per_class": 16,
-        "train_with_memory": False,
-    }  # fmt: skip
+def test_what_it_needs_and_says() -> None:
     assert not method().needs.patch_tokens
     assert method(query="patches").needs.patch_tokens
-    with pytest.raises(SpecError, match="is looked up by the image"):
-        resolve_spec({"name": "x", "method": {"name": "pfedprompt", "memory": "labels", "query": "patches"}})
     assert "reconstruction" in PFedPrompt.summary

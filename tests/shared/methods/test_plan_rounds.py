@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import MethodError
 from promptfed.shared.methods.plan import Aggregator
 from promptfed.shared.tensors.torch_draws import TorchDraws
@@ -141,11 +141,6 @@ def test_local_prompts_restart_or_persist(backbone: Backbone) -> None:
     assert restarted.private == {}
 
 
-def test_the_default_is_algorithm_1_as_printed() -> None:
-    hyper = plan().hyper
-    assert (hyper.aggregators, hyper.local_prompts) == ("persist", "restart")
-
-
 # Ablations of Table VI, options, refusals
 
 
@@ -211,17 +206,6 @@ def test_the_paper_s_numbers_for_vit_b_16() -> None:
     assert (count(first.down), count(first.up)) == (122_880, 122_880)
     assert (count(second.down), count(second.up)) == (3 * 122_880 + 5_269_248, 5_269_248)
     assert sum(count(phase.down) + count(phase.up) for phase in (first, second)) == 11_152_896
-
-
-def test_defaults_are_the_papers() -> None:
-    spec = resolve_spec({"name": "x", "method": {"name": "plan"}, "backbone": {"model": "ViT-B-16"}})
-    training = spec.training
-    assert (spec.rounds, training.epochs, training.batch_size, training.learning_rate) == (20, 1, 32, 0.0015)
-    assert (training.optimizer, training.momentum, training.weight_decay) == ("sgd", 0.9, 5e-4)
-    assert spec.aggregation.weighting == "uniform"
-    wanted = {"m": 8, "depth": None, "alpha": 1.0, "zero_shot_reference": True, "text_aggregation": "attention",
-              "visual_aggregation": "attention", "reduction": 8, "residual": True}  # fmt: skip
-    assert {name: spec.method[name] for name in wanted} == wanted
 
 
 def test_which_phases_are_means() -> None:

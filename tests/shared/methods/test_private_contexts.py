@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import make_method, promptfolio, resolve_spec
+from promptfed.shared.methods import make_method, promptfolio
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, ServerContext
 from promptfed.shared.methods.core.interface.insights import HasVariants
 from promptfed.shared.methods.core.private_context import LOCAL, PrivateContextMethod
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit, wide_step
 from tests.shared.methods.test_text_baselines import Loss, assert_moved_equally, literal_training
@@ -241,29 +241,3 @@ def test_the_mean_touches_the_shared_rows_alone(make_context: Make) -> None:
 
     after = tried.aggregate({"context": torch.zeros(2, 3)}, phase, updates, mean, server)
     assert torch.equal(after["context"], torch.full((2, 3), 2.0))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"name": "promptfolio", "theta": 1.1}, "method.theta"),
-        ({"name": "promptfl_per", "m": 4, "shared_tokens": 4}, "of m = 4 context vectors 4 would be shared"),
-        ({"name": "promptfl_per", "m": 1}, "of m = 1 context vectors 0 would be shared"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        resolve_spec({"name": "x", "method": options})
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "rounds", "epochs", "batch", "rate"),
-    [("promptfolio", 10, 5, 16, 0.002), ("promptfl_per", 10, 1, 32, 0.002)],
-)
-def test_defaults(name: str, rounds: int, epochs: int, batch: int, rate: float) -> None:
-    spec = resolve_spec({"name": "x", "method": {"name": name}, "backbone": {"model": "ViT-B-16"}})
-    training = spec.training
-    assert (spec.rounds, training.epochs, training.batch_size, training.learning_rate) == (rounds, epochs, batch, rate)
-    assert spec.method["m"] == 16

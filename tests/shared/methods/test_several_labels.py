@@ -23,7 +23,6 @@ from promptfed.shared.methods.core.several_labels import BIAS, PresenceTemplates
 from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.metrics.clinical import mean_average_precision
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
 from tests import ROOT
 from tests.support.literal_private import Silent
@@ -214,20 +213,6 @@ def test_at_least_fifteen_methods_can_and_the_page_names_them() -> None:
 
 
 CLASSES = {"class_names": ["drusen", "bleeding"]}
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"method": {"name": "fedapt"}} | CLASSES, "fedapt does not train on images with several labels: take one of"),
-        ({}, "need class_names"),
-        ({"method": {"name": "fedavg", "head": "linear"}} | CLASSES, "need head: text"),
-        ({"method": {"name": "promptfl", "label_space": "client"}} | CLASSES, "need label_space: federation"),
-    ],
-)
-def test_what_cannot_work_is_refused(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(SpecError, match=text):
-        resolve_spec({"name": "eyes", "task": "multi_label", "method": {"name": "promptfl"}} | changes)
 
 
 def test_the_task_is_part_of_the_resolved_method() -> None:

@@ -119,32 +119,6 @@ def test_fedmaple_starts_with_small_prompts_and_maps_of_a_linear_layer() -> None
         assert float(state[name].std()) == pytest.approx(1 / 8 / 3**0.5, rel=0.06)
 
 
-@pytest.mark.parametrize(
-    ("name", "rate", "own"),
-    [
-        ("fedmaple", 0.0035, {"m": 8, "depth": None}),
-        ("fedvpt", 0.002, {"m": 10, "depth": 1, "head": "text", "projected": False}),
-        ("fedvpt_deep", 0.002, {"m": 1, "depth": None, "head": "text", "projected": False}),
-        ("singleset_vpt", 0.002, {"m": 10, "depth": 1, "head": "text", "projected": False}),
-    ],
-)
-def test_defaults(name: str, rate: float, own: dict[str, Any]) -> None:
-    """The papers', with the backbones of the papers; `core.rates` has others for the embedded ones."""
-    spec = resolve_spec({"name": "x", "method": {"name": name}, "backbone": {"model": "ViT-B-16"}})
-    training = spec.training
-    assert (spec.rounds, training.epochs, training.batch_size, training.learning_rate) == (20, 1, 32, rate)
-    assert spec.aggregation.weighting == "samples"
-    assert {key: spec.method[key] for key in own} == own
-
-
-@pytest.mark.parametrize("name", VPT)
-def test_an_option_of_the_linear_head_needs_one(name: str) -> None:
-    spec: dict[str, Any] = {"name": "x", "method": {"name": name, "projected": True}}
-    with pytest.raises(SpecError, match="take head: linear with it"):
-        resolve_spec(spec)
-    assert resolve_spec(spec | {"method": spec["method"] | {"head": "linear"}}).method["projected"] is True
-
-
 @pytest.mark.parametrize("name", ["fedmaple", "fedvpt", "fedvpt_deep"])
 def test_the_coordinator_takes_the_weighted_mean(backbone: Backbone, name: str) -> None:
     method, server = make_method({"name": name, "m": 2}), server_context(backbone, *"ab")

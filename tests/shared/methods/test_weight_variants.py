@@ -15,14 +15,13 @@ from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import open_source
-from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.heads import head_start
 from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdate, Method, MethodError
 from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.fedrod import log_shares
 from promptfed.shared.methods.perfedavg import step
 from promptfed.shared.seeds import generator, initial_draws
-from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal_towers import pooled
@@ -248,16 +247,6 @@ def test_who_has_no_classifier_is_refused(backbone: Backbone, name: str) -> None
         check_admission(method, evaluator, None, lambda: server)
     assert not method.takes_evaluators
     check_admission(method_of("singleset_full"), evaluator, None, lambda: server)
-
-
-def test_specs_that_cannot_be_are_refused() -> None:
-    for name, options, spec, wanted in (
-        ("fedrep", {"trainable": "none"}, {}, "shares the tower"),
-        ("fedrod", {}, {}, "list the federation's class_names"),
-        ("perfedavg", {}, {"training": {"momentum": 0.9}}, "takes plain steps"),
-    ):
-        with pytest.raises(SpecError, match=wanted):
-            resolve_spec({"name": "x", "method": {"name": name, **options}, **spec})
 
 
 def test_means_of_fedrep_are_of_the_tower_alone(backbone: Backbone) -> None:

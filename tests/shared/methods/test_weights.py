@@ -18,12 +18,12 @@ from promptfed.runtime.services import Site
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.clip.sizes import shape_by_name
 from promptfed.shared.data import open_source
-from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ClientUpdate, Method, MethodError, ServerContext
 from promptfed.shared.methods.core.trained_tower import TrainedTower
 from promptfed.shared.methods.zero_shot import ZeroShot
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import ServerOptimizerSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import tensors_of
@@ -269,23 +269,6 @@ def test_changes_may_travel_in_sixteen_bits(backbone: Backbone) -> None:
     found = method.train(context, payload, {}).update
     for name, change in plain.train(context, received, {}).update.items():
         assert found[name].equal(change), "the client computes in float32"
-
-
-@pytest.mark.parametrize(
-    ("options", "spec", "wanted"),
-    [
-        ({"projected": True}, {}, "projected is for a linear head"),
-        ({"trainable": "none"}, {}, "leaves nothing to train"),
-        ({"head": "linear"}, {}, "list the federation's class_names"),
-        ({"head": "linear", "label_space": "client"}, {"class_names": ["a", "b"]}, "label_space: federation"),
-        ({}, {"backbone": {"precision": "bf16"}}, "with autocast"),
-        ({"private": "norms", "trainable": "norms"}, {}, "leaves nothing to share"),
-        ({"private": "norms", "trainable": "none", "head": "linear"}, {"class_names": ["a", "b"]}, "does not"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_what_to_do(options: Any, spec: Any, wanted: str) -> None:
-    with pytest.raises(SpecError, match=wanted):
-        resolve_spec({"name": "x", "method": {"name": "fedavg", **options}, **spec})
 
 
 def test_a_tower_without_plain_weights_is_refused(backbone: Backbone) -> None:
