@@ -1,13 +1,22 @@
-"""What every method is in a spec: its paper's defaults, and options and sections that cannot be."""
+"""What holds of many methods alike: defaults, options that cannot be, what travels, and that a federation runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
-from promptfed.shared.methods import METHODS, resolve_spec
-from promptfed.shared.spec.spec import SpecError
+from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.experiments.simulation.simulation import simulate
+from promptfed.runtime.services import Site
+from promptfed.shared.data import open_source
+from promptfed.shared.methods import METHODS, make_method, resolve_spec
+from promptfed.shared.methods.core.interface.base import ClientUpdate, ServerContext
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
+from tests.support.equality import assert_values
+from tests.support.textless import MODEL, textless_backbone
 
 CLASSES = {"class_names": ["a", "b"]}
 FEDPGP = {"label_space": "federation", "context_init": None, "tau_con": 0.5, "pairs": "both", "full_rank": False}
@@ -149,3 +158,85 @@ def test_what_cannot_be_is_refused_with_what_to_do(method: dict[str, Any], spec:
 def test_options_that_go_together_stay(method: dict[str, Any]) -> None:
     assert method["name"] in METHODS
     assert resolve_spec({"name": "x", "method": method}).method.items() >= method.items()
+
+
+SHAPE = BackboneShape(
+    d_t=512, d_v=768, d_e=512, text_layers=12, vision_layers=12, context_length=77, patch_size=16, patch_tokens=196
+)
+TRAVELS: dict[str, dict[str, tuple[int, ...]]] = {
+    "fedclip": {"adapter_w1": (512, 512), "adapter_b1": (512,), "adapter_w2": (512, 512), "adapter_b2": (512,)},
+    "fedclipadapter": {"image_w1": (128, 512), "image_w2": (512, 128)},
+    "fedkgcoop": {"context": (16, 512)},
+    "fedotp": {"global_context": (16, 512)},
+    "fedpgp": {"global_context": (16, 512)},
+    "fedpr": {"visual_prompts": (12, 8, 768)},
+    "fedtaskres": {"residual": (3, 512)},
+    "fedvpt": {"visual_prompts": (1, 10, 768)},
+    "fedvpt_deep": {"visual_prompts": (12, 1, 768)},
+    "pfedprompt": {"context": (16, 512)},
+    "promptfl": {"context": (16, 512)},
+    "promptfl_ft": {"context": (16, 512)},
+    "promptfl_per": {"context": (8, 512)},
+    "promptfl_prox": {"context": (16, 512)},
+    "promptfolio": {"global_context": (16, 512)},
+}
+
+
+@pytest.mark.parametrize("name", TRAVELS)
+def test_what_is_shared_is_the_state_and_all_that_travels_and_is_averaged(name: str) -> None:
+    method = make_method({"name": name})
+    context = ServerContext(TrainingSpec(), SHAPE, ("sun", "anchor", "umbrella"), (), seed=3, rounds=4)
+    state = method.initial_state(context, initial_draws(3))
+    assert {key: tuple(tensor.shape) for key, tensor in state.items()} == TRAVELS[name]
+    assert not state["residual"].any() if name == "fedtaskres" else any(tensor.any() for tensor in state.values())
+    (phase,) = method.phases(1, 4)
+    assert phase.mean
+    assert phase.up == phase.down == method.state_tensors()
+    sizes = method.dims(context)
+    assert {spec.name: spec.resolve(sizes) for spec in phase.up} == TRAVELS[name]
+    assert {spec.dtype for spec in phase.up} == {"float32"}
+    one = {key: tensor + 1 for key, tensor in state.items()}
+    updates = [ClientUpdate("a", 0.25, one), ClientUpdate("b", 0.75, {key: 3 * tensor for key, tensor in one.items()})]
+    after = method.aggregate(state, phase, iter(updates), weighted_mean, context)
+    for key, tensor in one.items():
+        assert_values(after[key], 2.5 * tensor, 1e-6)
+
+
+TOWERS: list[dict[str, Any]] = [
+    {"name": "fedlora", "blocks": "last_k"},
+    {"name": "fedavg", "trainable": "last_k", "transport": "bfloat16"},
+    {"name": "fedavg", "head": "linear"},
+    {"name": "fedavg", "trainable": "last_k", "weighting": "ga", "head": "linear"},
+    {"name": "fedavg", "trainable": "last_k", "head": "linear", "fedsr": True, "d_z": 5},
+    {"name": "fedrep", "trainable": "last_k"},
+    {"name": "fedbabu", "trainable": "last_k"},
+    {"name": "fedrod", "trainable": "last_k"},
+    {"name": "perfedavg", "trainable": "last_k", "head": "linear"},
+    {"name": "singleset_full", "trainable": "last_k", "head": "linear"},
+]
+
+
+@pytest.mark.parametrize("method", TOWERS)
+def test_a_federation_trains_a_tower(method: dict[str, Any]) -> None:
+    data = "symbols:sketch?topic=weather&per_class=3&test_per_class=1&partition=iid&clients=2&client={}"
+    spec = {"name": "x", "method": method, "rounds": 2, "training": {"learning_rate": 0.01, "batch_size": 8}}
+    textless: dict[str, Any] = {}
+    if method not in TOWERS[:2]:
+        names = list(open_source(data.format(0)).class_names)
+        spec |= {"backbone": {"model": MODEL, "pretrained": None}, "class_names": names}
+        textless = {"backbone": textless_backbone(), "allow_backbone": True}
+    found = simulate(spec, [Site(f"site-{k}", data.format(k)) for k in range(2)], **textless)
+    assert [len(phase["counted"]) for report in found.reports[1:] for phase in report["phases"]] == [2, 2]
+    assert len({one.client for one in found.final()}) == 2
+    assert len(found.final()) == (4 if method["name"] == "fedrod" else 2)  # it has two heads
+    assert not any("own" in key for key in found.state)
+    assert all(bool(tensor.any()) for name, tensor in found.state.items() if name in ("in_proj_weight", "ln_1_bias"))
+    if method["name"] == "fedlora":
+        measured = [phase["measured"]["phase"] for report in found.reports[1:] for phase in report["phases"]]
+        assert all(0 < one["product_error"] < 1 for one in measured)
+        assert found.state["visual_b"].shape == (1, 3, 128, 2)
+    if "weighting" in method:
+        assert float(found.state["ga_weights"].sum()) == pytest.approx(1)
+        assert int(found.state["ga_round"]) == 2
+    if method in TOWERS[1:3]:
+        assert {tensor.dtype for tensor in found.state.values()} == {torch.float32}

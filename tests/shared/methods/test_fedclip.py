@@ -7,10 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, ServerContext
+from promptfed.shared.methods.core.interface.base import ClientContext, ServerContext
 from promptfed.shared.methods.fedclip import attended
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
@@ -106,20 +105,6 @@ def test_raw_features_are_adapted_unless_told_otherwise(backbone: Backbone, make
                for more in ({}, {"features": "raw"}, {"features": "normalized"})]  # fmt: skip
     assert updates[0].equal(updates[1])
     assert not updates[0].equal(updates[2])
-
-
-def test_the_adapter_is_all_that_travels_and_is_averaged(backbone: Backbone) -> None:
-    method = make_method({"name": "fedclip"})
-    (phase,) = method.phases(1, 4)
-    assert phase.down == phase.up == method.state_tensors()
-    d_e = 512
-    shapes = {spec.name: spec.resolve(method.dims(server(d_e))) for spec in phase.up}
-    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 2 * (512 * 512 + 512)
-    one, other = start(backbone), {name: 3 * part for name, part in start(backbone).items()}
-    updates = [ClientUpdate("a", 0.25, one), ClientUpdate("b", 0.75, other)]
-    after = method.aggregate(one, phase, iter(updates), weighted_mean, server(backbone.d_e))
-    for name in PARTS:
-        assert_values(after[name], 2.5 * one[name], 1e-6)
 
 
 def test_it_starts_near_the_template_and_learns(backbone: Backbone, make_context: Make) -> None:

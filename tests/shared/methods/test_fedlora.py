@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
-from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ClientUpdate, Method, MethodError
@@ -245,13 +243,3 @@ def test_sizes(backbone: Backbone) -> None:
             method_of(**options).dims(server)
     assert method_of(towers="text").needs.cached_features
     assert not method_of().needs.cached_features
-
-
-def test_a_federation_runs_it_and_reports_its_error() -> None:
-    data = "symbols:sketch?topic=weather&per_class=2&test_per_class=1&partition=iid&clients=2&client={}"
-    training = {"learning_rate": 0.01, "batch_size": 8}
-    spec = {"name": "low", "method": {"name": "fedlora", "blocks": "last_k"}, "rounds": 2, "training": training}
-    found = simulate(spec, [Site(f"site-{k}", data.format(k)) for k in range(2)])
-    measured = [phase["measured"]["phase"] for report in found.reports[1:] for phase in report["phases"]]
-    assert all(0 < one["product_error"] < 1 for one in measured)
-    assert found.state["visual_b"].shape == (1, 3, 128, 2)

@@ -15,7 +15,7 @@ from promptfed.shared.methods import fedpgp, make_method
 from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, ServerContext
 from promptfed.shared.methods.core.training import batches, learning_rate
 from promptfed.shared.methods.fedpgp import FedPGP
-from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.seeds import generator
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit, wide_step
@@ -226,13 +226,9 @@ def test_constant_features_are_computed_once_and_the_prompted_texts_in_one_batch
     assert batches == [(2, M, backbone.d_t)] * 8
 
 
-def test_only_the_global_context_is_state_and_travels() -> None:
+def test_a_context_that_leaves_no_room() -> None:
     tried = method(m=16)
     server = ServerContext(TrainingSpec(), BackboneShape(d_t=24, d_e=8, context_length=77), NAMES, (), 3, 4)
-    state = tried.initial_state(server, initial_draws(3))
-    assert {name: tuple(value.shape) for name, value in state.items()} == {"global_context": (16, 24)}
-    (phase,) = tried.phases(1, 4)
-    assert [spec.name for spec in phase.up] == [spec.name for spec in phase.down] == ["global_context"]
     narrow = replace(server, shape=BackboneShape(d_t=24, d_e=8, context_length=18))
     with pytest.raises(MethodError, match="at most m = 15"):
         tried.dims(narrow)

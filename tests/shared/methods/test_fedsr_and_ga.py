@@ -12,10 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
-from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
 from promptfed.shared.clip import Backbone
-from promptfed.shared.data import open_source
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core import fedsr, generalization
 from promptfed.shared.methods.core.generalization import Subset, adjusted, held_out
@@ -24,7 +21,6 @@ from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
 from tests.support.equality import assert_gradients, assert_values
-from tests.support.textless import MODEL, textless_backbone
 from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone
 
 RATE = 0.05
@@ -243,23 +239,3 @@ def test_ga_replaces_the_weights_of_the_mean(backbone: Backbone) -> None:
     with pytest.raises(SpecError, match="krum"):
         spec = {"name": "x", "method": {"name": "fedavg", "weighting": "ga"}, "aggregation": {"rule": "krum"}}
         resolve_spec(spec)
-
-
-@pytest.mark.parametrize("options", [{"weighting": "ga", "head": "linear"}, FEDSR])
-def test_a_federation_runs_both(options: dict[str, Any]) -> None:
-    data = "symbols:sketch?topic=weather&per_class=3&test_per_class=1&partition=iid&clients=2&client={}"
-    spec = {
-        "name": "x",
-        "method": {"name": "fedavg", "trainable": "last_k", **options},
-        "backbone": {"model": MODEL, "pretrained": None},
-        "class_names": list(open_source(data.format(0)).class_names),
-        "rounds": 2,
-        "training": {"learning_rate": 0.01, "batch_size": 8},
-    }
-    sites = [Site(f"site-{k}", data.format(k)) for k in range(2)]
-    found = simulate(spec, sites, backbone=textless_backbone(), allow_backbone=True)
-    assert [len(phase["counted"]) for report in found.reports[1:] for phase in report["phases"]] == [2, 2]
-    assert len(found.final()) == 2
-    if "weighting" in options:
-        assert float(found.state["ga_weights"].sum()) == pytest.approx(1)
-        assert int(found.state["ga_round"]) == 2

@@ -9,19 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import (
     Classifier,
     ClientContext,
-    ClientUpdate,
     Fixed,
     MethodError,
     ServerContext,
 )
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.seeds import generator
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from tests.shared.methods.conftest import NAMES
 from tests.support import literal_fast_pt
@@ -116,20 +114,6 @@ def test_rows_follow_the_names_of_classes_and_a_new_class_is_zero_shot(backbone:
     assert_values(found[1], texts_of(other)[1])
     with pytest.raises(MethodError, match="4 rows for 5 classes"):
         method.classifier(context, {"residual": residual[:4]}, {})
-
-
-def test_the_residuals_are_all_that_travels_and_are_averaged(backbone: Backbone) -> None:
-    method, context = make_method({"name": "fedtaskres"}), server(backbone.d_e)
-    (phase,) = method.phases(1, 4)
-    assert phase.down == phase.up == method.state_tensors()
-    assert phase.mean
-    start = method.initial_state(context, initial_draws(3))
-    assert start["residual"].shape == (len(NAMES), backbone.d_e)
-    assert not start["residual"].any()
-    first = some_residual(backbone.d_e)
-    updates = [ClientUpdate("a", 0.25, {"residual": first}), ClientUpdate("b", 0.75, {"residual": 3 * first})]
-    after = method.aggregate(start, phase, iter(updates), weighted_mean, context)
-    assert_values(after["residual"], 2.5 * first, 1e-6)
 
 
 def test_adam_moves_every_width_by_the_same_share_of_a_feature(backbone: Backbone, make_context: Make) -> None:

@@ -13,13 +13,12 @@ from torch.nn import functional as F
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, Method, MethodError, ServerContext
+from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, ServerContext
 from promptfed.shared.methods.core.interface.insights import HasVariants
 from promptfed.shared.methods.core.patch_texts import PatchTextLogits
 from promptfed.shared.methods.core.private_context import LOCAL
 from promptfed.shared.methods.core.transport import balanced, unbalanced
 from promptfed.shared.methods.fedotp import FedOTP
-from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit
@@ -183,21 +182,6 @@ def test_the_pooled_logit_averages_texts_at_their_own_lengths(backbone: Backbone
 def server_context(**shape: Any) -> ServerContext:
     given = {"d_t": 512, "d_e": 512, "context_length": 77, "patch_tokens": 196} | shape
     return ServerContext(TrainingSpec(), BackboneShape(**given), NAMES, (), 3, 4)
-
-
-@pytest.mark.parametrize(
-    ("tried", "sent"),
-    [(otp(m=16), 32_768), (otp(m=4), 8_192)],
-    ids=["fedotp-16", "fedotp-4"],
-)
-def test_what_travels(tried: Method, sent: int) -> None:
-    (phase,) = tried.phases(1, 4)
-    assert phase.mean
-    dims = tried.dims(server_context())
-    for specs in (phase.up, phase.down):
-        assert sum(torch.Size(spec.resolve(dims)).numel() * 4 for spec in specs) == sent
-    state = tried.initial_state(server_context(), initial_draws(3))
-    assert [spec.name for spec in tried.state_tensors()] == list(state)
 
 
 def test_towers_without_patches_are_refused() -> None:

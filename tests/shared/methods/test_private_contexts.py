@@ -15,7 +15,6 @@ from promptfed.shared.methods import make_method, promptfolio
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, ServerContext
 from promptfed.shared.methods.core.interface.insights import HasVariants
 from promptfed.shared.methods.core.private_context import LOCAL, PrivateContextMethod
-from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit, wide_step
@@ -210,22 +209,6 @@ def test_who_classifies_with_what(name: str, backbone: Backbone, make_context: M
         scored = found.logits(context.train, rows)
         assert float((scored - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
     assert tried.variants(none, payload, {}) == {}
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_only_the_shared_context_is_state_and_travels(name: str) -> None:
-    tried = method(name, m=16)
-    shape = BackboneShape(d_t=512, d_e=512, context_length=77)
-    server = ServerContext(TrainingSpec(), shape, NAMES, (), 3, 4)
-    length = 8 if name == "promptfl_per" else 16
-    state = tried.initial_state(server, initial_draws(3))
-    assert {key: tuple(value.shape) for key, value in state.items()} == {tried.shared.name: (length, 512)}
-    (phase,) = tried.phases(1, 4)
-    assert phase.mean
-    assert phase.up == phase.down == (tried.shared,)
-    dims = tried.dims(server)
-    sent = sum(torch.Size(spec.resolve(dims)).numel() * 4 for spec in phase.up)
-    assert sent == length * 512 * 4  # 32,768 bytes; 16,384 where half of the context is shared
 
 
 def test_the_mean_touches_the_shared_rows_alone(make_context: Make) -> None:

@@ -11,10 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
-from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
 from promptfed.shared.clip import Backbone
-from promptfed.shared.data import open_source
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.heads import head_start
 from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdate, Method, MethodError
@@ -25,7 +22,6 @@ from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.tensors import Tensors
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal_towers import pooled
-from tests.support.textless import MODEL, textless_backbone
 from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone
 
 RATE, HEAD = 0.05, 0.2
@@ -258,24 +254,3 @@ def test_means_of_fedrep_are_of_the_tower_alone(backbone: Backbone) -> None:
     after = method.aggregate(dict(state), phase, counted, weighted_mean, server)
     wanted = state["ln_post_bias"] + (sent[0]["change.ln_post_bias"] + sent[1]["change.ln_post_bias"]) / 2
     assert_values(after["ln_post_bias"], wanted)
-
-
-@pytest.mark.parametrize("name", PERSONAL)
-def test_a_federation_runs_it_on_a_tower_without_text(name: str) -> None:
-    data = "symbols:sketch?topic=weather&per_class=2&test_per_class=1&partition=iid&clients=2&client={}"
-    method = {"name": name, "trainable": "last_k"} | (
-        {"head": "linear"} if name in ("singleset_full", "perfedavg") else {}
-    )
-    spec = {
-        "name": "own",
-        "method": method,
-        "backbone": {"model": MODEL, "pretrained": None},
-        "class_names": list(open_source(data.format(0)).class_names),
-        "rounds": 1,
-        "training": {"learning_rate": 0.01, "batch_size": 4},
-    }
-    sites = [Site(f"site-{k}", data.format(k)) for k in range(2)]
-    found = simulate(spec, sites, backbone=textless_backbone(), allow_backbone=True)
-    assert [len(phase["counted"]) for report in found.reports[1:] for phase in report["phases"]] == [2]
-    assert not any("own" in key for key in found.state)
-    assert len({one.client for one in found.final()}) == 2

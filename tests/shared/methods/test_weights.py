@@ -13,11 +13,8 @@ from torch.nn import functional as F
 
 from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer, fresh_moments, moment_tensors
 from promptfed.coordinator.aggregation.weights import weighted_mean
-from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.clip.sizes import shape_by_name
-from promptfed.shared.data import open_source
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ClientUpdate, Method, MethodError, ServerContext
 from promptfed.shared.methods.core.trained_tower import TrainedTower
@@ -28,7 +25,6 @@ from promptfed.shared.spec.spec_aggregation import ServerOptimizerSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import tensors_of
 from tests.support.equality import assert_gradients, assert_values
-from tests.support.textless import MODEL, textless_backbone
 from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone
 
 RATE = 0.05
@@ -278,24 +274,3 @@ def test_a_tower_without_plain_weights_is_refused(backbone: Backbone) -> None:
     server = server_context(backbone, "a")
     with pytest.raises(MethodError, match="has 3 blocks: lower it"):
         method_of(trainable="last_k", k=4).initial_state(server, initial_draws(3))
-
-
-@pytest.mark.parametrize("options", [{"trainable": "last_k", "transport": "bfloat16"}, {"head": "linear"}])
-def test_a_federation_trains_the_tower(options: dict[str, Any]) -> None:
-    source = open_source("symbols:sketch?topic=weather&per_class=2&test_per_class=1&partition=iid&clients=2&client=0")
-    data = "symbols:sketch?topic=weather&per_class=2&test_per_class=1&partition=iid&clients=2&client={}"
-    spec = {
-        "name": "weights",
-        "method": {"name": "fedavg", **options},
-        "rounds": 2,
-        "training": {"learning_rate": 0.01, "batch_size": 8},
-    }
-    textless = {}
-    if "head" in options:
-        spec |= {"backbone": {"model": MODEL, "pretrained": None}, "class_names": list(source.class_names)}
-        textless = {"backbone": textless_backbone(), "allow_backbone": True}
-    found = simulate(spec, [Site(f"site-{k}", data.format(k)) for k in range(2)], **textless)
-    assert [len(phase["counted"]) for report in found.reports[1:] for phase in report["phases"]] == [2, 2]
-    assert all(bool(tensor.any()) for name, tensor in found.state.items() if name in ("in_proj_weight", "ln_1_bias"))
-    assert {tensor.dtype for tensor in found.state.values()} == {torch.float32}
-    assert len(found.final()) == 2
