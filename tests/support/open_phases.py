@@ -36,3 +36,12 @@ def stored_rows(registry: Registry, federation: str) -> tuple[Any, ...]:
             [(row.id, row.closed_at, row.completed_at) for row in session.query(PhaseRow)],
         ]
     return registry.federations[federation].run, rows, sorted(registry.blobs.all())
+
+
+def paused_phase(coordinator: InThread, **changes: Any) -> tuple[str, list[ScriptedClient]]:
+    """A federation whose clients' first updates are accepted, and the phase not closed yet: it is paused."""
+    federation, clients, tasks = open_first_phase(coordinator, **changes)
+    coordinator.post(f"{federation}/pause")
+    for client, task in zip(clients, tasks, strict=True):
+        assert client.answer(task).status_code == 201
+    return federation, clients

@@ -71,11 +71,11 @@ class Nodes:
         """The processes of an actor class, by default of crews; an actor without CPUs may be on the head."""
         nodes = [*self.nodes, self.cluster.head_node]
         running = [process for node in nodes for many in node.all_processes.values() for process in many]
-        children = [child for each in running for child in _below(each.process.pid)]
+        children = [child for each in running for child in below(each.process.pid)]
         return [child for child in children if child.name().startswith(process[:15])]
 
 
-def _below(pid: int) -> list[psutil.Process]:
+def below(pid: int) -> list[psutil.Process]:
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -83,7 +83,7 @@ def _below(pid: int) -> list[psutil.Process]:
 
 
 def _kill_tree(pid: int) -> None:
-    for process in [*_below(pid), *([psutil.Process(pid)] if psutil.pid_exists(pid) else [])]:
+    for process in [*below(pid), *([psutil.Process(pid)] if psutil.pid_exists(pid) else [])]:
         try:
             process.kill()
         except psutil.NoSuchProcess:
@@ -161,7 +161,7 @@ def _kill_one(kills: Kills, nodes: Nodes, command: int, draw: random.Random) -> 
     elif kind == "nodes":
         nodes.kill(draw.randrange(len(nodes.nodes)))
     else:
-        serving = [child for child in _below(command) if COORDINATOR_MODULE in " ".join(child.cmdline())]
+        serving = [child for child in below(command) if COORDINATOR_MODULE in " ".join(child.cmdline())]
         if not serving:
             return
         serving[0].kill()

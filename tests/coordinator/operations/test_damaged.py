@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from sqlalchemy import delete, select
 
 from promptfed.coordinator.store import blob_rows
 from promptfed.coordinator.store.tables import BlobRow, UpdateRow
-from promptfed.testing.clients import ScriptedClient, drive
+from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread
+from tests.support.open_phases import paused_phase
 
 PLACES = ("rows", "files")
 HOWS = ("flipped", "truncated", "missing")
@@ -48,18 +47,6 @@ def damage(coordinator: InThread, digest: str, how: str = "flipped") -> None:
     blobs._remembered.forget([digest])
 
 
-def started(coordinator: InThread, **changes: Any) -> tuple[str, list[ScriptedClient]]:
-    """A federation whose clients' first updates are accepted, and the phase not closed yet: it is paused."""
-    federation = coordinator.create(rounds=2, **changes)
-    clients = coordinator.enrol(federation, "a", "b")
-    coordinator.post(f"{federation}/start")
-    tasks = coordinator.training(clients)
-    coordinator.post(f"{federation}/pause")
-    for client, task in zip(clients, tasks, strict=True):
-        assert client.answer(task).status_code == 201
-    return federation, clients
-
-
 def put_back(coordinator: InThread, digest: str, content: bytes) -> None:
     """As from a backup."""
     path = coordinator.registry.blobs.path(digest)
@@ -76,7 +63,7 @@ def put_back(coordinator: InThread, digest: str, content: bytes) -> None:
 def test_a_damaged_update_is_named_and_waits_until_it_is_put_back(
     coordinator: InThread, kept_as: str, how: str
 ) -> None:
-    federation, clients = started(coordinator)
+    federation, clients = paused_phase(coordinator, rounds=2)
     with coordinator.registry.database.read() as session:
         digest = session.scalars(select(UpdateRow.sha256).order_by(UpdateRow.task_id)).first()
     assert digest is not None

@@ -22,6 +22,7 @@ from promptfed.coordinator.store.opening import open_store
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, in_thread
 from tests.support.object_store import ObjectStoreServer
+from tests.support.open_phases import paused_phase
 from tests.support.waiting import wait_for
 from tests.support.whole_federation import outcome
 
@@ -57,18 +58,6 @@ def played(coordinator: InThread, **changes: Any) -> tuple[str, list[ScriptedCli
     clients = coordinator.enrol(federation, "a", "b")
     coordinator.post(f"{federation}/start")
     drive(clients)
-    return federation, clients
-
-
-def half_played(coordinator: InThread, **changes: Any) -> tuple[str, list[ScriptedClient]]:
-    """A federation whose clients' first updates are accepted, and the phase not closed yet: it is paused."""
-    federation = coordinator.create(**changes)
-    clients = coordinator.enrol(federation, "a", "b")
-    coordinator.post(f"{federation}/start")
-    tasks = coordinator.training(clients)
-    coordinator.post(f"{federation}/pause")
-    for client, task in zip(clients, tasks, strict=True):
-        assert client.answer(task).status_code == 201
     return federation, clients
 
 
@@ -118,7 +107,7 @@ def test_last_round_keeps_the_last_round_s_objects(served: InThread, object_stor
 
 @pytest.mark.parametrize("how", ["flipped", "missing"])
 def test_a_damaged_object_is_named_and_waited_for(served: InThread, object_store: str, how: str) -> None:
-    federation, (a, b) = half_played(served)
+    federation, (a, b) = paused_phase(served)
     digest, body = digest_and_body(a)
     bucket, key = Bucket(object_store), key_of(served, digest)
     if how == "missing":
@@ -150,7 +139,7 @@ def test_a_backup_that_is_restored_goes_on_to_the_same_state(
         undisturbed = coordinator.get(federation)["state_hash"]
     data, backup, bucket = tmp_path / "data", tmp_path / "backup", Bucket(object_store)
     with in_thread(data, store=object_store) as coordinator:
-        federation, clients = half_played(coordinator, **asked)
+        federation, clients = paused_phase(coordinator, **asked)
     copied = {key: bucket.read(key) for key in keys(object_store)}
     shutil.copytree(data, backup)
     with in_thread(data, store=object_store) as coordinator:
@@ -221,7 +210,7 @@ def open_store_at(folder: Path, url: str | None) -> Any:
 @pytest.mark.slow
 def test_an_old_key_never_takes_a_newer_object_with_it(served: InThread, object_store: str) -> None:
     """Whoever was paused between a look and a removal removes what nobody names any more."""
-    _, (a, _) = half_played(served)
+    _, (a, _) = paused_phase(served)
     digest, body = digest_and_body(a)
     store = served.registry.blobs
     before = key_of(served, digest)
@@ -277,7 +266,7 @@ def test_a_prefix_and_a_database_belong_together(tmp_path: Path, object_store: s
 @pytest.mark.slow
 def test_files_of_before_are_found_beside_objects(tmp_path: Path, object_store: str) -> None:
     with in_thread(tmp_path / "data") as coordinator:
-        federation, _ = half_played(coordinator)
+        federation, _ = paused_phase(coordinator)
         files = set(coordinator.registry.blobs.files())
     with in_thread(tmp_path / "data", store=object_store) as coordinator:
         coordinator.post(f"{federation}/resume")

@@ -113,12 +113,19 @@ def test_only_what_carries_the_label_is_removed(engine: FakeEngine) -> None:
     assert kinds == ["container"] * 2 + ["network"] + ["volume"] * 3, "a network goes once nothing is on it"
 
 
-def test_a_failed_start_leaves_nothing_behind(engine: FakeEngine) -> None:
-    engine.refuses_start = APIError("500", explanation="driver failed:\n port is already allocated")
-    with (
-        pytest.raises(CommandError, match=r"^the Docker engine refuses: driver failed: port is already allocated$"),
-        federation_in_containers(engine, 8080, None),
-    ):
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        (
+            "driver failed:\n port is already allocated",
+            r"^the Docker engine refuses: driver failed: port is already allocated$",
+        ),
+        ('could not select device driver "" with capabilities: [[gpu]]', r"has no GPUs to give.*--gpus none"),
+    ],
+)
+def test_a_failed_start_is_one_line_and_leaves_nothing_behind(engine: FakeEngine, refusal: str, said: str) -> None:
+    engine.refuses_start = APIError("500", explanation=refusal)
+    with pytest.raises(CommandError, match=said), federation_in_containers(engine, 8080, None):
         pass
     assert engine.things == []
     assert engine.removed
@@ -178,15 +185,6 @@ def test_gpus_are_asked_for_by_id(engine: FakeEngine) -> None:
         engine.refuses_start = APIError("500", explanation='could not select device driver "" with capabilities')
         with pytest.raises(APIError):
             federation.start_client("fed-1", Site("ears", "symbols:neon"), "GPU-1234")
-
-
-def test_an_engine_without_gpus_is_told_in_one_line(engine: FakeEngine) -> None:
-    engine.refuses_start = APIError("500", explanation='could not select device driver "" with capabilities: [[gpu]]')
-    with (
-        pytest.raises(CommandError, match=r"has no GPUs to give.*--gpus none"),
-        federation_in_containers(engine, 0, None),
-    ):
-        pass
 
 
 def test_logs_are_kept_where_a_folder_is_given(engine: FakeEngine, tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from PIL import Image
 
 from promptfed.shared.clip import Backbone, load_backbone
+from tests.support.equality import assert_gradients, assert_values
 
 VISION = {"image_size": 32, "layers": 3, "width": 64, "head_width": 16, "patch_size": 8}
 TEXT = {"context_length": 24, "vocab_size": 49408, "width": 48, "heads": 4, "layers": 3}
@@ -145,3 +148,50 @@ class Noise:
 
     def digest(self, index: int) -> str:
         return hashlib.sha256(self._pixels[index].tobytes()).hexdigest()
+
+
+@contextmanager
+def prompts_hooked_in(embedding: Any, blocks: Any, start: Any, context: Any, deep: Any) -> Any:
+    """The library's own model, with the rows of the context overwritten where they enter and before later blocks."""
+    stop = start + context.shape[-2]
+
+    def enter(module: Any, inputs: Any, output: Any) -> Any:
+        rows = context.expand(output.shape[0], *context.shape[-2:])
+        return torch.cat([output[:, :start], rows, output[:, stop:]], dim=1)
+
+    def replace(rows: Any) -> Any:
+        def hook(module: Any, inputs: Any) -> Any:
+            fresh = rows.expand(inputs[0].shape[0], *rows.shape)
+            return torch.cat([inputs[0][:, :start], fresh, inputs[0][:, stop:]], dim=1), *inputs[1:]
+
+        return hook
+
+    with ExitStack() as stack:
+        stack.callback(embedding.register_forward_hook(enter).remove)
+        for index in range(0 if deep is None else deep.shape[0]):
+            stack.callback(blocks[index + 1].register_forward_pre_hook(replace(deep[index])).remove)
+        yield
+
+
+def value_and_gradients(encode: Any, *leaves: Any) -> Any:
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    features = encode(*leaves)
+    loss = (features * noise(*features.shape, seed=9, dtype=features.dtype)).sum()
+    return features.detach(), torch.autograd.grad(loss, leaves)
+
+
+def assert_weights_equal(found_by: Any, module: torch.nn.Module, inputs: Any, encode: Any, seed: int) -> None:
+    """A tower as a function of its weights: the features of ``encode``, and the gradient of each weight it names."""
+    ours = {name: weight.clone().requires_grad_() for name, weight in found_by.weights.items()}
+    found = found_by.encode(ours, inputs)
+    own = {(weight.data_ptr(), weight.numel()): weight for weight in module.parameters()}
+    theirs = [own[weight.data_ptr(), weight.numel()].requires_grad_() for weight in found_by.weights.values()]
+    wanted = encode(inputs)
+    wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+    assert_values(found, wanted)
+    weight = noise(*found.shape, seed=seed, dtype=torch.float64)
+    gradients = torch.autograd.grad((found * weight).sum(), list(ours.values()))
+    slopes = torch.autograd.grad((wanted * weight).sum(), theirs)
+    for gradient, slope, given, kept in zip(gradients, slopes, found_by.weights.values(), theirs, strict=True):
+        turned = kept.ndim == 2 and given.stride() != kept.stride()
+        assert_gradients(gradient, (slope.T if turned else slope).reshape(gradient.shape))

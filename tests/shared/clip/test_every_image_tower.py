@@ -20,7 +20,7 @@ from promptfed.shared.clip import BackboneError
 from promptfed.shared.clip.building import seeded
 from promptfed.shared.clip.towers.functional_vision import vision_tower
 from promptfed.shared.clip.towers.vision import prompted_tower, refusal_of
-from tests.shared.clip.conftest import noise
+from tests.shared.clip.conftest import assert_weights_equal, noise
 from tests.support.equality import assert_gradients, assert_values
 
 PLAIN = 56
@@ -138,25 +138,6 @@ def randomise(visual: Any) -> None:
             weight += 0.1 * weight.std().nan_to_num(0).clamp(min=0.1) * torch.randn(weight.shape, generator=generator)
 
 
-def assert_weights_equal_the_library(visual: Any, images: Any) -> None:
-    """The tower as a function of its weights: the features, and the gradient of each weight that it names."""
-    tower = vision_tower(visual)
-    ours = {name: weight.clone().requires_grad_() for name, weight in tower.weights.items()}
-    found = tower.encode(ours, images)
-    own = {(weight.data_ptr(), weight.numel()): weight for weight in visual.parameters()}
-    theirs = [own[weight.data_ptr(), weight.numel()].requires_grad_() for weight in tower.weights.values()]
-    wanted = visual(images)
-    wanted = wanted[0] if isinstance(wanted, tuple) else wanted
-    assert_values(found, wanted)
-    weight = noise(*found.shape, seed=5, dtype=torch.float64)
-    gradients = torch.autograd.grad((found * weight).sum(), list(ours.values()))
-    slopes = torch.autograd.grad((wanted * weight).sum(), theirs)
-    for gradient, slope, given, kept in zip(gradients, slopes, tower.weights.values(), theirs, strict=True):
-        turned = kept.ndim == 2 and given.stride() != kept.stride()
-        assert_gradients(gradient, (slope.T if turned else slope).reshape(gradient.shape))
-    visual.requires_grad_(False)
-
-
 @pytest.mark.parametrize("description", plain_towers())
 def test_prompts_equal_the_library_with_further_tokens(description: Any) -> None:
     with seeded():
@@ -166,7 +147,8 @@ def test_prompts_equal_the_library_with_further_tokens(description: Any) -> None
     tower, (height, width) = prompted_tower(visual), visual.image_size
     images = noise(1, 3, height, width, dtype=torch.float64)
     if fixed_weights(visual) is None:
-        assert_weights_equal_the_library(visual, images)
+        assert_weights_equal(vision_tower(visual), visual, images, visual, 5)
+        visual.requires_grad_(False)
     leaves = [noise(2, 3, tower.width, seed=2, dtype=torch.float64).requires_grad_() for _ in range(2)]
     found = tower.encode(images, leaves[0], pooled=False)
     with prompts_hooked_in(visual, leaves[1]):

@@ -6,7 +6,6 @@ kept, since a table of 250,000 words would take gigabytes.
 
 import json
 import re
-from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from promptfed.shared.clip.towers.functional_text import text_tower
 from promptfed.shared.clip.towers.hub_text import text_tower_of
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
 from promptfed.shared.clip.towers.tokens import ClassPrompts
-from tests.shared.clip.conftest import noise
+from tests.shared.clip.conftest import assert_weights_equal, noise, prompts_hooked_in, value_and_gradients
 from tests.support.equality import assert_gradients, assert_values
 
 DATA = Path(__file__).parents[2] / "data"
@@ -122,34 +121,12 @@ def prompts_for(tower: Any, model: Any) -> ClassPrompts:
     )
 
 
-@contextmanager
-def prompts_hooked_in(tower: Any, model: Any, context: Any, deep: Any) -> Any:
-    """The library's own model, with the rows of the context overwritten where they enter and before later blocks."""
+def reference(tower: Any, model: Any, prompts: Any, context: Any, deep: Any) -> Any:
+    encode = model.text if hasattr(model, "text") else lambda ids: model.encode_text(ids, normalize=False)
     holder = getattr(model, "text", None) or model
     hub = hasattr(holder, "config")
     embedding = holder.transformer.get_input_embeddings() if hub else holder.token_embedding
-
-    def enter(module: Any, inputs: Any, output: Any) -> Any:
-        rows = context.expand(output.shape[0], *context.shape)
-        return torch.cat([output[:, :1], rows, output[:, 1 + M :]], dim=1)
-
-    def replace(rows: Any) -> Any:
-        def hook(module: Any, inputs: Any) -> Any:
-            fresh = rows.expand(inputs[0].shape[0], *rows.shape)
-            return torch.cat([inputs[0][:, :1], fresh, inputs[0][:, 1 + M :]], dim=1), *inputs[1:]
-
-        return hook
-
-    with ExitStack() as stack:
-        stack.callback(embedding.register_forward_hook(enter).remove)
-        for number, rows in enumerate([] if deep is None else deep):
-            stack.callback(tower.blocks[number + 1].register_forward_pre_hook(replace(rows)).remove)
-        yield
-
-
-def reference(tower: Any, model: Any, prompts: Any, context: Any, deep: Any) -> Any:
-    encode = model.text if hasattr(model, "text") else lambda ids: model.encode_text(ids, normalize=False)
-    with prompts_hooked_in(tower, model, context, deep):
+    with prompts_hooked_in(embedding, tower.blocks, 1, context, deep):
         features = encode(prompts.ids)
     return features[0] if isinstance(features, tuple) else features
 
@@ -177,7 +154,7 @@ def test_prompts_equal_the_library(description: str, tmp_path: Path) -> None:
         leaves = [noise(M, tower.width, scale=0.5, dtype=torch.float64)]
         leaves += [noise(depth, M, tower.width, seed=1, scale=0.5, dtype=torch.float64)] * (depth > 0)
         wanted, wanted_gradients = value_and_gradients(
-            lambda context, deep=None: reference(tower, model, prompts, context, deep), leaves
+            lambda context, deep=None: reference(tower, model, prompts, context, deep), *leaves
         )
         for path, encode in encoders.items():
 
@@ -185,7 +162,7 @@ def test_prompts_equal_the_library(description: str, tmp_path: Path) -> None:
                 context = context[None] if path == "prefix" else context[None, None]
                 return encode(context, None if deep is None else deep[None], prompts)[0]
 
-            found, gradients = value_and_gradients(found_by, leaves)
+            found, gradients = value_and_gradients(found_by, *leaves)
             assert_values(found, wanted)
             for gradient, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
                 assert_gradients(gradient, wanted_gradient)
@@ -193,29 +170,7 @@ def test_prompts_equal_the_library(description: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("description", [one for one in towers() if "hf_model_name" not in one.values[0]])
 def test_weights_equal_the_library_s(description: str, tmp_path: Path) -> None:
-    """The tower as a function of its weights: the features, and the gradient of each weight."""
     model = build(description, tmp_path)
-    tower = text_tower_of(model, {})
-    ids = prompts_for(tower, model).ids
-    found_by = text_tower(tower)
-    ours = {name: weight.clone().requires_grad_() for name, weight in found_by.weights.items()}
-    found = found_by.encode(ours, ids)
-    holder = model.text if hasattr(model, "text") else model
-    own = {(weight.data_ptr(), weight.numel()): weight for weight in holder.parameters()}
-    theirs = [own[weight.data_ptr(), weight.numel()].requires_grad_() for weight in found_by.weights.values()]
-    wanted = holder(ids) if hasattr(model, "text") else model.encode_text(ids, normalize=False)
-    wanted = wanted[0] if isinstance(wanted, tuple) else wanted
-    assert_values(found, wanted)
-    weight = noise(*found.shape, seed=9, dtype=torch.float64)
-    gradients = torch.autograd.grad((found * weight).sum(), list(ours.values()))
-    slopes = torch.autograd.grad((wanted * weight).sum(), theirs)
-    for gradient, slope, given, kept in zip(gradients, slopes, found_by.weights.values(), theirs, strict=True):
-        turned = kept.ndim == 2 and given.stride() != kept.stride()
-        assert_gradients(gradient, (slope.T if turned else slope).reshape(gradient.shape))
-
-
-def value_and_gradients(encode: Any, leaves: Any) -> Any:
-    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-    features = encode(*leaves)
-    loss = (features * noise(*features.shape, seed=9, dtype=features.dtype)).sum()
-    return features.detach(), torch.autograd.grad(loss, leaves)
+    tower, alone = text_tower_of(model, {}), hasattr(model, "text")
+    encode = model.text if alone else lambda ids: model.encode_text(ids, normalize=False)
+    assert_weights_equal(text_tower(tower), model.text if alone else model, prompts_for(tower, model).ids, encode, 9)

@@ -1,6 +1,5 @@
 """Every way of encoding prompted texts against open_clip's own forward pass."""
 
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -9,7 +8,15 @@ import torch.nn.functional as F
 
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.clip.towers.prefix_attention import ClassBucket, Layout, PrefixAttention
-from tests.shared.clip.conftest import CLASS_NAMES, PLAIN_ONLY_MODELS, PREFIX_MODELS, SHORT_MODELS, noise
+from tests.shared.clip.conftest import (
+    CLASS_NAMES,
+    PLAIN_ONLY_MODELS,
+    PREFIX_MODELS,
+    SHORT_MODELS,
+    noise,
+    prompts_hooked_in,
+    value_and_gradients,
+)
 from tests.support.equality import assert_gradients, assert_values
 
 M = 4
@@ -21,42 +28,12 @@ PATHS = [
 DTYPES = [torch.float32, torch.float64]
 
 
-@contextmanager
-def prompts_hooked_in(model: Any, start: Any, context: Any, deep: Any) -> Any:
-    """open_clip's own model, with the rows of the context overwritten where they enter and before later blocks."""
-    holder = getattr(model, "text", None) or model
-    stop = start + context.shape[-2]
-
-    def enter(module: Any, inputs: Any, output: Any) -> Any:
-        rows = context.expand(output.shape[0], *context.shape[-2:])
-        return torch.cat([output[:, :start], rows, output[:, stop:]], dim=1)
-
-    def replace(rows: Any) -> Any:
-        def hook(module: Any, inputs: Any) -> Any:
-            fresh = rows.expand(inputs[0].shape[0], *rows.shape)
-            return torch.cat([inputs[0][:, :start], fresh, inputs[0][:, stop:]], dim=1), *inputs[1:]
-
-        return hook
-
-    with ExitStack() as stack:
-        stack.callback(holder.token_embedding.register_forward_hook(enter).remove)
-        for index in range(0 if deep is None else deep.shape[0]):
-            block = holder.transformer.resblocks[index + 1]
-            stack.callback(block.register_forward_pre_hook(replace(deep[index])).remove)
-        yield
-
-
 def literal(backbone: Any, context: Any, prompts: Any, deep: Any = None) -> Any:
     """`(C, d_e)` for one context `(m, d)` or one per class `(C, m, d)`."""
-    with prompts_hooked_in(backbone.model, prompts.start, context, deep):
+    holder = getattr(backbone.model, "text", None) or backbone.model
+    blocks = holder.transformer.resblocks
+    with prompts_hooked_in(holder.token_embedding, blocks, prompts.start, context, deep):
         return F.normalize(backbone.model.encode_text(prompts.ids, normalize=False), dim=-1)
-
-
-def value_and_gradients(encode: Any, *leaves: Any) -> Any:
-    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-    features = encode(*leaves)
-    loss = (features * noise(*features.shape, seed=9, dtype=features.dtype)).sum()
-    return features.detach(), torch.autograd.grad(loss, leaves)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,7 +20,7 @@ import yaml
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.run_file import read_run
 from promptfed.sdk.errors import Exit
-from tests.support.ray_kills import KILLED, Kills, Nodes, killed, ray_nodes
+from tests.support.ray_kills import KILLED, Kills, Nodes, below, killed, ray_nodes
 from tests.support.waiting import PATIENCE, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -86,13 +86,6 @@ def told(*arguments: object, code: int = 0) -> str:
 def last_json(text: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(text.splitlines()[-1])
     return found
-
-
-def below(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
 
 
 @pytest.mark.parametrize("crews", [1, 2, 4])
