@@ -151,15 +151,6 @@ class Blobs:
         places: dict[str, bytes | Path] = {**rows, **objects, **{digest: files[digest] for digest in whole}}
         return [places[digest] for digest in digests]
 
-    def is_intact(self, digest: str) -> bool:
-        """Whether the stored bytes have this digest; caches are not used."""
-        self._cache.forget([_name(digest)])
-        try:
-            self.places([digest])
-        except DamagedBlob:
-            return False
-        return True
-
     @contextmanager
     def hold(self) -> Iterator[Held]:
         """A block in which ``remove`` keeps the blobs that are put."""

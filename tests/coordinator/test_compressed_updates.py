@@ -147,9 +147,8 @@ def test_the_digest_of_the_sent_bytes_is_the_accepted_one(coordinator: InThread)
     live = coordinator.registry.get(coordinator.get(federation)["id"])
     stored = asked_task(coordinator.registry.database, live, live.clients["a"], task["task_id"])
     assert stored.accepted == receipt["sha256"]
-    assert coordinator.registry.blobs.is_intact(
-        coordinator.get(f"{federation}/rounds/1")["phases"][0]["updates"][0]["sha256"]
-    )
+    digest = coordinator.get(f"{federation}/rounds/1")["phases"][0]["updates"][0]["sha256"]
+    assert coordinator.registry.blobs.places([digest])
 
 
 @pytest.mark.parametrize(

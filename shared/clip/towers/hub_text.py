@@ -60,10 +60,6 @@ class HubTextTower(TextTower):
         return weight
 
     @property
-    def end_token(self) -> int | None:
-        return None if self._inner.config.eos_token_id is None else int(self._inner.config.eos_token_id)
-
-    @property
     def _words(self) -> Any:
         return self._inner.transformer.get_input_embeddings()
 

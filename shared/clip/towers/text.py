@@ -101,11 +101,6 @@ class TextTower:
         return weight
 
     @property
-    def end_token(self) -> int | None:
-        """The token whose row is pooled; None where it is the largest one, or the row does not depend on tokens."""
-        return _eos_id(self._holder, self._inner) if self.pool_type == "eos" else None
-
-    @property
     def pool_type(self) -> str:
         """Which row is pooled: argmax (the largest token), eos, first or last."""
         return _pool_type(self._holder, self._inner)
