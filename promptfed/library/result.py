@@ -188,8 +188,8 @@ class Result:
         """Write all metrics to an experiment tracker: ``tensorboard:FOLDER`` or ``mlflow:URI``."""
         from promptfed.sdk.trackers import open_tracker, record
 
-        with open_tracker(where) as tracker:
-            record(tracker, self.taken)
+        with open_tracker(where) as write:
+            record(write, self.taken)
 
     @cached_property
     def _model(self) -> AdaptedModel:
