@@ -130,22 +130,20 @@ def test_what_was_trained_without_protection_is_no_masked_change_of_a_protected_
     assert refused.value.kind == "privacy-missing"
 
 
-def test_attempts_of_earlier_versions_are_read_and_others_end_the_client_by_name(tmp_path: Path) -> None:
+def test_a_kept_attempt_is_gone_on_with_and_a_damaged_one_ends_the_client_by_name(tmp_path: Path) -> None:
     world = World(tmp_path, count=1)
     sent = world.keys(0)
     work, note = world.works[0], "secure-attempt.json"
     kept = json.loads(work._state.read_note(note) or "")
-    earlier = {name: kept[name] for name in ("about", "secrets", "answers", "accepted", "last")}
-    assert {len(bytes.fromhex(secret)) for secret in earlier["secrets"].values()} == {32}
-    work._state.write_note(note, json.dumps(earlier))
+    needed = {name: kept[name] for name in ("about", "secrets", "answers", "accepted", "last")}
+    assert {len(bytes.fromhex(secret)) for secret in needed["secrets"].values()} == {32}
+    work._state.write_note(note, json.dumps(needed))
     assert world.keys(0) == sent
-    del earlier["about"]["samples"]  # versions that had no rule of weights
-    work._state.write_note(note, json.dumps(earlier))
-    with pytest.raises(Failure, match="asked otherwise than before"):
-        world.keys(0)
-    work._state.write_note(note, json.dumps({"about": earlier["about"]}))
-    with pytest.raises(ClientError, match=r"secure-attempt\.json is damaged: restore it, or enrol anew"):
-        world.keys(0)
+    without = {name: value for name, value in needed["about"].items() if name != "samples"}
+    for damaged in (needed | {"about": without}, {"about": needed["about"]}):
+        work._state.write_note(note, json.dumps(damaged))
+        with pytest.raises(ClientError, match=r"secure-attempt\.json is damaged: restore it, or enrol anew"):
+            world.keys(0)
 
 
 def test_peers_are_remembered_from_their_first_use(tmp_path: Path) -> None:
