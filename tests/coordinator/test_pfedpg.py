@@ -138,7 +138,7 @@ def test_only_a_change_of_the_prompts_that_were_served_is_taken(coordinator: InT
 
 
 def test_a_change_whose_square_is_no_float32_is_refused_and_the_round_goes_on(coordinator: InThread) -> None:
-    """A change that is nearly as long, which the spec admits here, spoils the second moments: that pauses."""
+    """One that is nearly as long, which the spec admits here, still comes to a finite state."""
     federation, clients = federation_of(coordinator, "a", "b", rounds=1, admission={"max_update_norm": 1e30})
     tasks = coordinator.training(clients)
     refused = clients[0].send(tasks[0], update_body({"delta": torch.full((3, 6), 1e25)}, tasks[0]))
@@ -147,9 +147,6 @@ def test_a_change_whose_square_is_no_float32_is_refused_and_the_round_goes_on(co
     largest = {"delta": torch.full((3, 6), 0.99e9 / 18**0.5)}
     assert clients[0].send(tasks[0], update_body(largest, tasks[0])).status_code == 201
     answer(clients[1], tasks[1])
-    coordinator.until(federation, state="paused")
-    assert "grows without bound" in coordinator.get(federation)["reason"]
-    coordinator.post(f"{federation}/resume")
     assert coordinator.task(clients[0])["kind"] == "evaluate", "the server's step came to a state"
     assert all(tensor.double().isfinite().all() for tensor in state(coordinator, federation).values())
 

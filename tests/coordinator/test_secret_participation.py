@@ -28,7 +28,6 @@ OF_VIEWERS = {
 OF_CLIENTS = {
     f"{FEDERATION}/task": "a client's own task",
     f"{FEDERATION}/tasks/{{task_id}}/payload": "its own",
-    f"{FEDERATION}/tasks/{{task_id}}/update": "what has come of its own upload",
     f"{FEDERATION}/spends": "its own spends",
 }
 

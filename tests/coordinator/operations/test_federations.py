@@ -299,12 +299,6 @@ def test_metrics_come_as_json_and_csv(coordinator: InThread) -> None:
     assert "1,evaluation,b,test,accuracy,0.75" in lines
 
 
-def test_generating_prompts_takes_a_generator(coordinator: InThread) -> None:
-    federation = coordinator.create()
-    body = {"class_names": ["a"], "text_features": [[0.0] * 8]}
-    assert coordinator.post(f"{federation}/prompts/generate", body, status=409)["type"].endswith("/not-a-generator")
-
-
 @pytest.mark.both_databases
 def test_the_last_round_s_tensors_are_kept_where_no_more_is_asked(coordinator: InThread) -> None:
     federation = coordinator.create(rounds=3, retention="last_round")

@@ -59,7 +59,7 @@ STATE = "(SELECT sha256 FROM states ORDER BY id DESC LIMIT 1)"
         ("UPDATE updates SET bytes = bytes + 1", "instead of the recorded"),
         ("UPDATE evaluations SET body = json_set(body, '$.splits.test.accuracy', 1)", "an evaluation of "),
         ("UPDATE audit_log SET actor = 'somebody' WHERE number = 2", "the audit log: entry 2 was changed"),
-        ("UPDATE federations SET spec = json_set(spec, '$.rounds', 0)", "the spec of eyes: rounds: "),
+        ("UPDATE federations SET spec = json_set(spec, '$.rounds', -1)", "the spec of eyes: rounds: "),
         ("UPDATE federations SET spec = '{'", "the spec of eyes: Expecting property name"),
     ],
 )

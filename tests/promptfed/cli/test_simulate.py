@@ -106,7 +106,8 @@ def test_many_clients_are_summed_up() -> None:
     ("text", "options", "says"),
     [
         ("rounds: 2", (), "has no `clients`"),
-        (RUN.format(rounds=0), (), "rounds: must be greater than or equal to 1"),
+        (RUN.format(rounds=-1), (), "rounds: must be greater than or equal to 0"),
+        (RUN.format(rounds=0), (), "rounds: 0 rounds evaluate an export"),
         (RUN.format(rounds=1).replace("painting", "nowhere"), (), "client site-0: symbols:nowhere"),
         (RUN.format(rounds=1), ("--clients", "1"), "min_clients wants 2"),
         (RUN.format(rounds=1), ("--device", "cuda:9"), "The device 'cuda:9' cannot be used"),
