@@ -26,7 +26,6 @@ from promptfed.experiments.bench.tables import (
     markdown,
     rows_of,
 )
-from promptfed.experiments.cluster.cells import RayRunner, connected_later
 from promptfed.experiments.figures.bench_metrics import (
     Matrix,
     Measures,
@@ -48,8 +47,7 @@ EVALUATIONS = 10  # of a federation beside the first: a curve, for a tenth of wh
 MISSING = ("there is no folder", ", or is not whole")  # in errors of data that a preset looks for
 
 # Options that each kind of run uses, by their parameters, besides those that all use.
-_RAY = frozenset({"address", "gpus_per_cell"})
-_ALL = _RAY | {"protocol", "out", "seeds", "pool", "device", "engine", "allow_backbone", "backbone_file", "as_json"}
+_ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "backbone_file", "as_json"})
 _EMBEDDED = _ALL | {"reduced"}
 _PRESET = _ALL | {"root", "spec", "rounds"}
 
@@ -70,19 +68,7 @@ def run_bench(
         raise CommandError(f"bench {protocol} needs a folder for its results: give --out", Exit.BAD_INPUT)
     setting = setting_of(options)
     refuse_unused(protocol, setting, written)
-    common = (options.out, options.pool, options.device, allow_backbone)
-    if options.engine is None:
-        refuse(written & _RAY, "for --engine ray; add it, or leave them out")
-        _run(protocol, options, setting, Runner(*common), written, as_json)
-        return
-    with connected_later(options.address) as cluster:
-        runner = RayRunner(*common, cluster=cluster, gpus_per_cell=options.gpus_per_cell)
-        _run(protocol, options, setting, runner, written, as_json)
-
-
-def _run(
-    protocol: str, options: BenchOptions, setting: Setting, runner: Runner, written: Set[str], as_json: bool
-) -> None:
+    runner = Runner(options.out, options.pool, options.device, allow_backbone)
     seeds, spec, rounds = options.seeds or "0,1,2", options.spec, options.rounds
     if protocol == "embedded":
         run_embedded(runner, options.reduced, options.seeds, as_json)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from promptfed.cli.common import Device, Engine, Pool, RayAddress
+from promptfed.cli.common import Device, Pool
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,3 @@ class BenchOptions:
     spec: Annotated[Path | None, typer.Option(help="YAML laid under every method's spec: training, ...")] = None
     pool: Pool = 1
     device: Device = "cpu"
-    engine: Engine = None
-    address: RayAddress = None
-    gpus_per_cell: Annotated[float, typer.Option(min=0, help="--engine ray: of each federation that runs")] = 0

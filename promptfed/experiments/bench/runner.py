@@ -155,14 +155,6 @@ class Runner:
             CommandError: data cannot be opened, or a federation cannot be run. Finished runs stay in the folder.
         """
         self.look_at_data([job for job in jobs if not self.path(job).exists()])
-        return self.run_each(jobs, progress)
-
-    def run_each(self, jobs: Sequence[Job], progress: Progress) -> list[BenchRun]:
-        """The runs of all jobs, in order.
-
-        Raises:
-            CommandError: a federation cannot be run. Finished runs stay in the folder.
-        """
         runs = []
         for done, job in enumerate(jobs):
             progress(done, len(jobs), job)

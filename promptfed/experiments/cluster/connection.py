@@ -41,7 +41,7 @@ class Node:
     gpus: float
 
     def holds(self, cpus: float, gpus: float) -> int:
-        """How many crews or cells with ``cpus`` and ``gpus`` each fit."""
+        """How many crews with ``cpus`` and ``gpus`` each fit."""
         by_cpu = self.cpus / cpus if cpus else math.inf
         by_gpu = self.gpus / gpus if gpus else math.inf
         return math.floor(min(by_cpu, by_gpu) + 1e-9)
@@ -68,8 +68,8 @@ class Cluster:
         return _words(resources.get("CPU", 0.0), resources.get("GPU", 0.0))
 
 
-def expect_room(nodes: Sequence[Node], what: str, count: int, cpus: float, gpus: float) -> None:
-    """Check that the nodes have room for ``count`` crews or cells (``what``) with ``cpus`` and ``gpus`` each.
+def expect_room(nodes: Sequence[Node], count: int, cpus: float, gpus: float) -> None:
+    """Check that the nodes have room for ``count`` crews with ``cpus`` and ``gpus`` each.
 
     Raises:
         CommandError: there is room for fewer. The text lists the nodes.
@@ -78,11 +78,9 @@ def expect_room(nodes: Sequence[Node], what: str, count: int, cpus: float, gpus:
     if room >= count:
         return
     there = "; ".join(f"{node.address}: {_words(node.cpus, node.gpus)}" for node in nodes) or "no node"
-    wanted = f"{count} {what}{'s' if count > 1 else ''} of {_words(cpus, gpus)}" + (" each" if count > 1 else "")
+    wanted = f"{count} crew{'s' if count > 1 else ''} of {_words(cpus, gpus)}" + (" each" if count > 1 else "")
     text = f"the Ray cluster has no room for {wanted}: it holds {room} ({there})"
-    fewer = (
-        f"--{what}s {room}" if what == "crew" and room else "fewer torch threads, a smaller --pool or share of a GPU"
-    )
+    fewer = f"--crews {room}" if room else "fewer torch threads, a smaller --pool or share of a GPU"
     raise CommandError(f"{text}; give {fewer}, or a larger cluster with --address", Exit.BAD_INPUT)
 
 

@@ -10,8 +10,6 @@ import hashlib
 import hmac
 import json
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,7 +17,6 @@ import httpx
 from pydantic import TypeAdapter
 
 from promptfed.experiments.cluster.run_folder import CLIENTS, RunFolder
-from promptfed.experiments.cluster.shared_poll import SOCKETS, Announcements, SharedPoll, following
 from promptfed.experiments.simulation.preparation import SimulationSetup, open_site, warm_all
 from promptfed.experiments.simulation.workers import run_workers
 from promptfed.runtime.services import Site
@@ -32,6 +29,7 @@ from promptfed.shared.metrics.outcomes import Outcomes
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
 PATIENCE_SECONDS = 1800.0  # without an answer of the coordinator, which may be restarting
+UNLIMITED = httpx.Limits(max_connections=None)  # each client waits for its task on one
 OUTCOMES = "outcomes"
 _READER = TypeAdapter(Outcomes)
 
@@ -59,7 +57,6 @@ class Assignment:
     url: str
     authority: str | None
     enrolment_token: str = field(repr=False)
-    viewer_token: str = field(repr=False)
     folder: RunFolder
     share: Share
     backbone_file: str | None
@@ -104,33 +101,13 @@ async def _work(assignment: Assignment) -> list[Outcomes]:
         patience=PATIENCE_SECONDS,
     )
     await warm_all(setup)
+    verify = True if assignment.authority is None else ssl.create_default_context(cadata=assignment.authority)
     async with (
-        _http(assignment) as http,
+        httpx.AsyncClient(base_url=assignment.url, verify=verify, limits=UNLIMITED, trust_env=False) as http,
         run_workers(setup, http, assignment.federation, assignment.enrolment_token) as workers,
     ):
         await workers.wait()
     return kept.read()
-
-
-@asynccontextmanager
-async def _http(assignment: Assignment) -> AsyncIterator[httpx.AsyncClient]:
-    """The HTTP client of all clients, which polls once for all of them."""
-    asked = Announcements(site.name for site in assignment.sites)
-    verify: ssl.SSLContext | bool = True
-    if assignment.authority is not None:
-        verify = ssl.create_default_context(cadata=assignment.authority)
-    limits = httpx.Limits(max_connections=SOCKETS + 1, max_keepalive_connections=SOCKETS + 1)
-    names = {secret_of(assignment.folder.key, site.name): site.name for site in assignment.sites}
-    stream = f"{assignment.url}/v1/federations/{assignment.federation}/events"
-    async with (
-        httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False) as inner,
-        httpx.AsyncClient(transport=inner, trust_env=False) as plain,
-        httpx.AsyncClient(
-            transport=SharedPoll(inner, asked, names), base_url=assignment.url, trust_env=False
-        ) as shared,
-        following(plain, stream, assignment.viewer_token, asked),
-    ):
-        yield shared
 
 
 @dataclass(frozen=True)

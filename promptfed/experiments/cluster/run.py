@@ -27,12 +27,11 @@ from promptfed.experiments.cluster.connection import (
     result_of,
 )
 from promptfed.experiments.cluster.crew import Assignment, Share, shares, work
-from promptfed.experiments.cluster.orphan import end_orphan
 from promptfed.experiments.cluster.run_folder import RunFolder, identity, run_folder
 from promptfed.experiments.simulation.preparation import prepare
 from promptfed.experiments.simulation.simulation import ProgressCallback, ended_badly, expect_all_evaluated, last_rounds
 from promptfed.runtime.processes import Processes, ProcessFailed
-from promptfed.runtime.services import COORDINATOR_FOLDER, LocalFederation, Site
+from promptfed.runtime.services import LocalFederation, Site
 from promptfed.sdk import operations
 from promptfed.sdk.backbone import BACKBONE_FILE
 from promptfed.sdk.client import CA_VARIABLE
@@ -48,7 +47,6 @@ START_SECONDS = 300.0  # until all crews must have started
 END_SECONDS = 120.0  # until all crews must have ended after their federation
 POLL_SECONDS = 0.2
 CREW = "a crew ended for good"
-VIEWER = "crews"  # the operator that follows the events for the crews
 PACKAGES = ("promptfed", "torch")  # whose versions must be the same everywhere: bits depend on them
 
 
@@ -116,7 +114,7 @@ def simulate_on_ray(
     wanted, initial, _ = prepare(spec, sites, pool, None, allow_backbone)
     threads = wanted.training.threads
     with run_folder(on.storage, identity(wanted, sites)) as folder, connected(on.address) as cluster:
-        expect_room(cluster.nodes(), "crew", on.crews, threads * pool, on.gpus_per_crew)
+        expect_room(cluster.nodes(), on.crews, threads * pool, on.gpus_per_crew)
         nodes = cluster.nodes()
         if on.storage is None and len(nodes) > 1:
             text = f"the Ray cluster has {len(nodes)} nodes, and what clients keep must be there for all of them"
@@ -154,7 +152,6 @@ def _coordinator(folder: RunFolder, address: str) -> Iterator[tuple[LocalFederat
         authority = certificate.read_text()
         options = [f"--host={address}", f"--tls-cert={certificate}", f"--tls-key={key}"]
         os.environ[CA_VARIABLE] = str(certificate)
-    end_orphan(folder.path / COORDINATOR_FOLDER)
     try:
         with Processes(folder.path) as processes, LocalFederation(processes, folder.path, options=options) as local:
             yield local, authority
@@ -264,9 +261,8 @@ class Conductor:
         api = self.local.api
         federation = self._federation(spec, initial)
         state = api.send(operations.get_summary(federation)).view.state
-        viewer = api.send(operations.mint_operator(VIEWER, "viewer")).view.token
         if state not in ENDED:
-            self.crews.begin(self._assignments(federation, spec, sites, share, viewer))
+            self.crews.begin(self._assignments(federation, spec, sites, share))
         if state == "enrolling":
             self._until_enrolled(federation, len(sites))
             api.send(operations.steer(federation, "start"))
@@ -294,7 +290,7 @@ class Conductor:
         return self.local.create(spec, initial)
 
     def _assignments(
-        self, federation: str, spec: FederationSpec, sites: tuple[Site, ...], share: Share, viewer: str
+        self, federation: str, spec: FederationSpec, sites: tuple[Site, ...], share: Share
     ) -> list[Assignment]:
         api = self.local.api
         # Twice as many uses as clients: a crew that dies between two steps of an enrolment takes both again.
@@ -307,7 +303,6 @@ class Conductor:
                 api.url,
                 self.authority,
                 token,
-                viewer,
                 self.folder,
                 share,
                 os.environ.get(BACKBONE_FILE),

@@ -19,7 +19,7 @@ NODES = [Node("192.0.2.1", 4.0, 1.0), Node("192.0.2.2", 2.0, 0.0)]
 
 @pytest.mark.parametrize(("count", "cpus", "gpus"), [(6, 1, 0), (3, 2, 0), (4, 1, 0.25), (10, 0.5, 0), (1, 4, 1)])
 def test_what_fits_is_let_in(count: int, cpus: float, gpus: float) -> None:
-    expect_room(NODES, "crew", count, cpus, gpus)
+    expect_room(NODES, count, cpus, gpus)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_what_fits_is_let_in(count: int, cpus: float, gpus: float) -> None:
 )
 def test_what_does_not_fit_is_named_with_what_there_is(count: int, cpus: float, gpus: float, said: str) -> None:
     with pytest.raises(CommandError, match=said) as refused:
-        expect_room(NODES, "crew", count, cpus, gpus)
+        expect_room(NODES, count, cpus, gpus)
     assert refused.value.exit == Exit.BAD_INPUT
 
 

@@ -198,4 +198,3 @@ def test_a_secret_is_in_no_text_of_an_assignment(tmp_path: Path) -> None:
     [one] = threads.assignments
     assert KEY not in repr(one)
     assert one.enrolment_token not in repr(one)
-    assert one.viewer_token not in repr(one)

@@ -1,4 +1,4 @@
-"""With Ray itself: the same state for any number of crews and through kills, nothing left behind, the same benches."""
+"""With Ray itself: the same state for any number of crews and through kills, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -122,24 +122,6 @@ def test_a_run_whose_command_died_goes_on_from_its_storage(nodes: Nodes, wanted:
     assert "holds another run" in other
 
 
-def test_the_coordinator_of_a_killed_command_is_ended_and_the_run_goes_on(
-    nodes: Nodes, wanted: str, tmp_path: Path
-) -> None:
-    options = ["--engine", "ray", "--crews", 2, "--address", nodes.cluster.address, "--storage", tmp_path / "storage"]
-    path = written(tmp_path, RUN)
-    running = started("simulate", path, *options)
-    clients = tmp_path / "storage" / "clients"
-    wait_for("enrolment", lambda: clients.exists() and len(list(clients.iterdir())) == 4)
-    orphans = [child for child in below(running.pid) if "promptfed.coordinator" in child.cmdline()]
-    running.kill()
-    running.communicate()
-    assert len(orphans) == 1
-    assert orphans[0].is_running()
-    again = last_json(told("simulate", path, *options, "--json"))
-    assert again["state_hash"] == wanted
-    assert not orphans[0].is_running()
-
-
 def test_killed_crews_nodes_and_coordinators_change_no_bit() -> None:
     """``PROMPTFED_RAY_KILLS=20,5,2,30``: so many crews, nodes and coordinators, in so many rounds."""
     crews, killed_nodes, coordinators, rounds = map(int, os.environ.get("PROMPTFED_RAY_KILLS", "2,1,1,8").split(","))
@@ -196,52 +178,3 @@ def test_a_cluster_that_is_too_small_is_told_with_what_it_has(nodes: Nodes, tmp_
     assert "2 CPUs" in said
     said = told("simulate", written(tmp_path, RUN), *options[:4], code=Exit.BAD_INPUT)
     assert "give --storage FOLDER, one that all nodes see" in said
-
-
-BENCH = ["personalisation", "--data", "symbols:painting?topic=faces&per_class=4&test_per_class=2", "--clients", 2]
-BENCH += ["--partition", "iid", "--methods", "zero_shot,promptfl,fedpgp", "--seeds", "0,1", "--rounds", 1]
-TIMED = ("wall_seconds", "setup_seconds", "provenance", "seconds", "train_seconds", "evaluate_seconds", "at")
-
-
-def without_times(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: without_times(one) for key, one in value.items() if key not in TIMED}
-    return [without_times(one) for one in value] if isinstance(value, list) else value
-
-
-def results(folder: Path) -> dict[str, Any]:
-    """Every file by its path: JSON without times and provenance, whatever else byte for byte."""
-    found: dict[str, Any] = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.is_dir() or name.startswith("features"):
-            continue
-        found[name] = without_times(json.loads(path.read_text())) if path.suffix == ".json" else path.read_bytes()
-    return found
-
-
-def test_a_bench_comes_to_the_same_folder_and_goes_on_where_it_was_interrupted(nodes: Nodes, tmp_path: Path) -> None:
-    told("bench", *BENCH, "--out", tmp_path / "here")
-    here = results(tmp_path / "here")
-    runs = sorted((tmp_path / "here" / "runs").iterdir())
-    assert len(runs) == 6
-    on_ray = ["--engine", "ray", "--address", nodes.cluster.address, "--out", tmp_path / "there"]
-    told("bench", *BENCH, *on_ray)
-    there = results(tmp_path / "there")
-    plots = {name for name in here if name.endswith((".svg", ".png", ".pdf"))}
-    tables = {name for name in here if name.endswith(".md")}  # hold seconds
-    assert there.keys() == here.keys()
-    assert {name: there[name] for name in there.keys() - plots - tables} == {
-        name: here[name] for name in here.keys() - plots - tables
-    }
-    for path in runs[:2]:
-        (tmp_path / "there" / "runs" / path.name).unlink()
-    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "there" / "runs").iterdir()}
-    running = started("bench", *BENCH, *on_ray)
-    _, errors = running.communicate(timeout=4 * PATIENCE)
-    assert running.returncode == 0, errors
-    assert "4 of 6 federations are done" in errors
-    now = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "there" / "runs").iterdir()}
-    assert kept.items() <= now.items()
-    assert len(now) == 6
-    assert results(tmp_path / "there").keys() == here.keys()
