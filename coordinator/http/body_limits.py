@@ -22,8 +22,6 @@ from promptfed.coordinator.http.callers import is_let_in, look_up
 from promptfed.coordinator.problems import Refusal
 
 JSON_BYTES = 8 << 20
-LONG_JSON_BYTES = 32 << 20
-LONG_JSON_PATHS = ("/prompts/generate",)  # with text features
 TENSOR_PATHS = ("/update", "/exchange", "/initial-state")
 NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
 
@@ -54,7 +52,6 @@ class JsonBody:
         self._scope = scope
         self._receive = receive
         self._seconds = seconds
-        self._limit = LONG_JSON_BYTES if scope["path"].endswith(LONG_JSON_PATHS) else JSON_BYTES
         self._received = 0
         self._until: float | None = None
         self._whole = False
@@ -74,7 +71,7 @@ class JsonBody:
         except TimeoutError:
             raise HTTPException(408, f"the body did not arrive within {self._seconds:g} s") from None
         self._received += len(message.get("body", b""))
-        if self._received > self._limit:
+        if self._received > JSON_BYTES:
             raise HTTPException(413)
         self._whole = not message.get("more_body", False)
         return message

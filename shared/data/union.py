@@ -1,20 +1,15 @@
-"""``union:URI,URI``: the images of several sources for one client; each URI is percent-encoded (by `union_uri`)."""
+"""``union:URI,URI``: the images of several sources for one client; each URI is percent-encoded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError, Source, joined
 
 SCHEME = "union"
-
-
-def union_uri(uris: Iterable[str]) -> str:
-    """The URI of the union of ``uris``."""
-    return f"{SCHEME}:" + ",".join(quote(uri, safe="") for uri in uris)
 
 
 def open_union(body: str, options: Options, open_one: Callable[[str], Source]) -> Source:

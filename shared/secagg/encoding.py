@@ -62,11 +62,6 @@ def blurred(change: NDArray[np.float64], update: Mapping[str, Array]) -> NDArray
     return moved
 
 
-def encode_change(update: Mapping[str, Array], payload: Mapping[str, Array], weight: float = 1.0) -> Whole:
-    """``(d,)`` int64: the blurred `flat_change` with ``weight`` 0…1, as integers. Raises as `flat_change`."""
-    return encoded(blurred(flat_change(update, payload), update), weight)
-
-
 def encoded(change: NDArray[np.float64], weight: float = 1.0) -> Whole:
     """x = rint(Δ·a·2³²)."""
     return np.rint(change * (weight * SCALE)).astype(np.int64)

@@ -25,6 +25,7 @@ from promptfed.shared.tensors.torch_tensors import arrays_of, decode, encode, te
 from promptfed.testing.clients import DEADLINE, trained, update_body
 from tests.support.coordinators import InThread
 from tests.support.secure_clients import SecureClient
+from tests.support.secure_sums import encode_change
 from tests.support.waiting import PATIENCE, wait_for
 
 TEN = tuple("abcdefghij")
@@ -108,7 +109,7 @@ def expected(before: Tensors, names: list[str], weights: Mapping[str, float]) ->
     total: Any = 0
     for name in names:
         update = trained(before, name, ROUND_1)
-        total = total + encoding.encode_change(arrays_of(update), arrays_of(before), weights[name])
+        total = total + encode_change(arrays_of(update), arrays_of(before), weights[name])
     mean = encoding.mean_change(total, sum(weights[name] for name in names))
     shapes = {name: tuple(tensor.shape) for name, tensor in before.items()}
     return tensors_of(encoding.as_tensors(mean, arrays_of(before), shapes))

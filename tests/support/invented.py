@@ -12,12 +12,13 @@ import numpy as np
 from promptfed.client_service.privacy.peers import identity_of
 from promptfed.shared.secagg import keys, masks, member, opening, shamir
 from promptfed.shared.secagg.commitments import Pair
-from promptfed.shared.secagg.encoding import Whole, encode_change
+from promptfed.shared.secagg.encoding import Whole
 from promptfed.shared.secagg.masks import Words
 from promptfed.shared.secagg.member import Limits, Secrets
 from promptfed.shared.secagg.messages import ConfirmAnswer, ConfirmJob, UnmaskAnswer
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.support.malicious import World
+from tests.support.secure_sums import encode_change
 
 
 class Invented:

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from promptfed.shared.secagg import keys, member, opening, roster
-from promptfed.shared.secagg.encoding import LARGEST_CHANGE, encoded
+from promptfed.shared.secagg.encoding import LARGEST_CHANGE, Whole, blurred, encoded, flat_change
 from promptfed.shared.secagg.masks import Words
 from promptfed.shared.secagg.messages import KeysAnswer, MaskJob, RosterMessage, SharesAnswer, UnmaskAnswer
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.weighting import Weighting
+from promptfed.shared.tensors import Array
 
 UNIFORM, BY_SAMPLES = Weighting(weighting="uniform"), Weighting(weighting="samples", max_weight_share=1.0)
 STEPS = ("keys", "share", "mask", "confirm", "unmask")
@@ -26,6 +27,11 @@ ABOUT = {
     "payload_sha256": "sha256:" + "1" * 64,
     "terms": "2" * 64,
 }
+
+
+def encode_change(update: Mapping[str, Array], payload: Mapping[str, Array], weight: float = 1.0) -> Whole:
+    """``(d,)`` int64: the blurred `flat_change` with ``weight`` 0…1, as integers."""
+    return encoded(blurred(flat_change(update, payload), update), weight)
 
 
 @dataclass

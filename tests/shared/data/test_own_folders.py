@@ -21,8 +21,7 @@ from promptfed.shared.data.image_files import LARGE, SHRUNK, read_image
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.registry import class_names_of
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.data.union import union_uri
-from tests.support.own_images import picture, tiff_with_a_fraction_as_an_offset, write_folder
+from tests.support.own_images import picture, tiff_with_a_fraction_as_an_offset, union_uri, write_folder
 
 
 def digests(uri: str, role: str = "trainer", part: str = "test") -> set[str]:

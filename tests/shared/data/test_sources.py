@@ -13,6 +13,7 @@ from PIL import Image
 
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data.sharing import SharedSources
+from tests.support.own_images import union_uri
 from tests.support.waiting import PATIENCE
 
 
@@ -307,8 +308,7 @@ def test_libraries_of_hospitals_are_imported_by_their_sources_alone() -> None:
 import sys
 import promptfed.cli.main, promptfed.client_service.worker, promptfed.coordinator.app
 from promptfed.shared.data import open_source
-from promptfed.shared.data.union import union_uri
-open_source(union_uri(["symbols:sketch?only=sun,cloud&per_class=2&test_per_class=1"] * 2))
+open_source({union_uri(["symbols:sketch?only=sun,cloud&per_class=2&test_per_class=1"] * 2)!r})
 print([name for name in {heavy} if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)

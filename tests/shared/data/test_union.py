@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from promptfed.shared.data import DataError, Split, open_source
-from promptfed.shared.data.union import union_uri
+from tests.support.own_images import union_uri
 
 
 def digests(split: Split) -> list[str]:

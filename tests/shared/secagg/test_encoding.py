@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 
 from promptfed.shared.secagg import SecureError, encoding
 from promptfed.shared.spec.weighting import WHOLE_WEIGHT, Weighting, whole_weights
-from tests.support.secure_sums import BY_SAMPLES, UNIFORM
+from tests.support.secure_sums import BY_SAMPLES, UNIFORM, encode_change
 
 
 @settings(max_examples=50, deadline=None)
@@ -59,7 +59,7 @@ def odd_one_out(weights: list[float], payload: torch.Tensor, seed: int) -> tuple
     parts = []
     for weight in weights:
         update = {"x": (payload + 1e-3 * torch.randn(payload.shape, generator=draws)).numpy()}
-        parts.append(encoding.encode_change(update, {"x": payload.numpy()}, weight))
+        parts.append(encode_change(update, {"x": payload.numpy()}, weight))
     return sum(parts), parts[-1]
 
 
@@ -101,7 +101,7 @@ def test_a_change_starts_from_the_payload_and_goes_back_to_it() -> None:
     start = np.random.default_rng(1).standard_normal((2, 3)).astype(np.float32)
     payload = {"a": start, "unsent": np.ones(1, np.float32)}
     update = {"a": start + 0.25, "b": np.array([1.0, -2.0], np.float32), "c": np.array(3.0, np.float32)}
-    change = encoding.encode_change(update, payload)
+    change = encode_change(update, payload)
     mean = encoding.mean_change(change, 1)
     shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
     back = encoding.as_tensors(mean, payload, shapes)
@@ -113,13 +113,13 @@ def test_a_change_starts_from_the_payload_and_goes_back_to_it() -> None:
 @pytest.mark.parametrize("value", [16.001, float("nan"), float("inf")])
 def test_what_is_out_of_range_is_refused(value: float) -> None:
     with pytest.raises(SecureError) as refused:
-        encoding.encode_change({"x": np.array([0.0, value], np.float32)}, {})
+        encode_change({"x": np.array([0.0, value], np.float32)}, {})
     assert refused.value.kind == "out-of-range"
 
 
 def test_an_update_in_the_clear_is_told_from_a_masked_one() -> None:
     some = torch.randn(100, generator=torch.Generator().manual_seed(2))
-    clear = encoding.encode_change({"x": some.numpy()}, {}).view(np.uint64)
+    clear = encode_change({"x": some.numpy()}, {}).view(np.uint64)
     assert encoding.looks_unmasked(clear)
     assert not encoding.looks_unmasked(clear[:10])
 

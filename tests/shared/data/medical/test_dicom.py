@@ -16,8 +16,8 @@ from promptfed.client_service.privacy.protection import groups_of
 from promptfed.shared.data import DataError, Source, open_source
 from promptfed.shared.data.image_files import image_digest
 from promptfed.shared.data.partition import grouped
-from promptfed.shared.data.union import union_uri
 from promptfed.shared.spec.spec import PrivacySpec
+from tests.support.own_images import union_uri
 
 pydicom = pytest.importorskip("pydicom", reason="DICOM files: pip install '.[medical]'")
 from pydicom.data import get_testdata_file  # noqa: E402
