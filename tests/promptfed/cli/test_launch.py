@@ -172,16 +172,20 @@ def test_a_port_in_use(spec: Path, taken: int) -> None:
     check_port(0)
 
 
-def test_more_clients_than_there_are(spec: Path) -> None:
-    code, said = refusal(str(spec), "--clients", "3")
+@pytest.mark.parametrize(
+    ("written", "instead", "options", "reason"),
+    [
+        ("", "", ["--clients", "3"], "lists 2 trainers, not 3"),
+        ("", "", ["--clients", "1"], "1 trainer where participation.min_clients wants 2: give more, or lower it"),
+        ("promptfl", "promptfk", [], "did you mean 'promptfl'"),
+        ("rounds: 2", "rounds: none", [], "rounds"),
+    ],
+)
+def test_a_run_file_that_cannot_run(spec: Path, written: str, instead: str, options: list[str], reason: str) -> None:
+    spec.write_text(SPEC.replace(written, instead) if written else SPEC)
+    code, said = refusal(str(spec), *options)
     assert code == Exit.BAD_INPUT
-    assert "lists 2 trainers, not 3" in said
-
-
-def test_fewer_clients_than_the_spec_wants(spec: Path) -> None:
-    code, said = refusal(str(spec), "--clients", "1")
-    assert code == Exit.BAD_INPUT
-    assert "1 trainer where participation.min_clients wants 2: give more, or lower it" in said
+    assert reason in said
 
 
 @pytest.mark.parametrize("runtime", ["process", "docker"])
@@ -199,16 +203,6 @@ def test_no_engine_answers(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, said = refusal(str(spec), "--runtime", "docker", "--json")
     assert code == Exit.UNREACHABLE
     assert "no Docker engine answers" in said
-
-
-def test_a_spec_that_cannot_run(tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(SPEC.replace("promptfl", "promptfk"))
-    code, said = refusal(str(path))
-    assert code == Exit.BAD_INPUT
-    assert "did you mean 'promptfl'" in said
-    path.write_text(SPEC.replace("rounds: 2", "rounds: none"))
-    assert "rounds" in refusal(str(path))[1]
 
 
 def test_the_documented_run_file(tmp_path: Path) -> None:
