@@ -34,7 +34,6 @@ function sentence(one) {
     case "phase-completed": return `${where}: completed`;
     case "clients-joined": return `${names(one.clients)} joined the state`;
     case "client-withdrawn": return `${one.client} was withdrawn`;
-    case "rounds-repeated": return `rounds are done again from ${one.round} on, without a forgotten client`;
     case "client-reset": return `the name ${one.client} was reset`;
     case "state-committed": return `state of round ${one.round} committed (${one.origin})`;
     case "initial-state-supplied": return "an initial state was supplied";
