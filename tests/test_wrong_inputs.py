@@ -190,5 +190,5 @@ def test_there_are_sixty_of_all_commands() -> None:
     assert len({case.command for case in CASES}) >= 60
     assert {case.command.split()[0] for case in CASES} >= {
         "simulate", "launch", "bench", "tune", "client", "coordinator", "federation", "operator", "audit-log", "export",
-        "predict", "score", "verify", "pull", "track", "data", "policy", "ledger", "privacy", "methods", "demo",
+        "predict", "score", "verify", "track", "data", "policy", "ledger", "privacy", "methods", "demo",
     }  # fmt: skip
