@@ -147,8 +147,8 @@ def test_an_end_user_checks_scores_serves_and_continues(federation: tuple[InThre
     for site in ("filled", "negative"):
         scored = promptfed("score", export, f"folder:{folder / site}", "--out", tmp_path / site)
         assert scored.exit_code == 0, scored.output
-    pooled = promptfed("pool", tmp_path / "filled", tmp_path / "negative", "--out", tmp_path / "pooled", "--json")
-    assert json.loads(pooled.stdout)["figures"][0]["pooled"]["sites"] == 2
+    pooled = promptfed("pool", tmp_path / "filled", tmp_path / "negative", "--json")
+    assert json.loads(pooled.stdout)["figures"]["accuracy"]["sites"] == 2
     model, names = model_of_export(export)
     served = predictor_of(model.serve(exports.backbone(), names))
     http = TestClient(create_export_app({}, served, None, "127.0.0.1"), base_url="http://127.0.0.1")

@@ -71,7 +71,7 @@ def test_training_times_and_settings_are_shown(coordinator: InThread, visited: V
     assert "training.epochs" not in changed
     assert len(paths) > 40
     settings.get_by_label("Search").fill("learning")
-    expect(settings.get_by_role("status")).to_have_text("3 settings")
+    expect(settings.get_by_role("status")).to_have_text("2 settings")
     row = settings.get_by_role("row", name="training.learning_rate")
     expect(row).to_contain_text("0.25")
     expect(row).to_contain_text("0.1")  # what a sweep found for this method on this backbone
@@ -163,21 +163,21 @@ def test_a_federation_is_made_from_the_form_and_its_errors_stand_by_the_fields(
     page.get_by_label("Method", exact=True).select_option("promptfl_prox")
     expect(page.get_by_label("mu", exact=True)).to_be_visible()  # the method's own option
     page.get_by_label("name", exact=True).fill("from the form")
-    page.locator("#spec-rounds").fill("0")
+    page.locator("#spec-rounds").fill("-1")
     page.get_by_label("epochs", exact=True).fill("two")
     page.get_by_role("button", name="Create").click()
     expect(page.get_by_role("alert").first).to_have_text("3 fields need another value.")
     expect(page.get_by_label("name", exact=True)).to_be_focused()
     for label in ("name", "rounds", "epochs"):
         expect(page.get_by_label(label, exact=True).first).to_have_attribute("aria-invalid", "true")
-    expect(page.locator("[id='wrong-rounds']")).to_contain_text("greater than or equal to 1")
+    expect(page.locator("[id='wrong-rounds']")).to_contain_text("greater than or equal to 0")
     wrong = page.locator("[id='wrong-name']")
     expect(wrong).to_contain_text("letters, digits and . _ - without spaces")
     page.get_by_label("name", exact=True).fill("formed")  # An error goes with its cause, and the other ones stay.
     expect(wrong).to_be_empty()
     expect(page.get_by_label("name", exact=True)).not_to_have_attribute("aria-invalid", "true")
     expect(page.get_by_text("fields need another value")).to_have_count(0)
-    expect(page.locator("[id='wrong-rounds']")).to_contain_text("greater than or equal to 1")
+    expect(page.locator("[id='wrong-rounds']")).to_contain_text("greater than or equal to 0")
     page.locator("#spec-rounds").fill("3")
     page.get_by_label("epochs", exact=True).fill("2")
     page.get_by_label("mu", exact=True).fill("0.5")

@@ -184,7 +184,7 @@ def forms(page: Page, server: InThread) -> Iterator[str]:
     page.get_by_label("name", exact=True).wait_for()
     yield "new"
     page.get_by_label("name", exact=True).fill("two words")
-    page.locator("#spec-rounds").fill("0")
+    page.locator("#spec-rounds").fill("-1")
     page.get_by_role("button", name="Create").click()
     page.get_by_text("fields need another value").wait_for()
     yield "new-errors"
