@@ -141,7 +141,7 @@ def create_app(settings: Settings) -> Application:
         separate_input_output_schemas=False,
     )
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
-    app.router.routes += ROUTES
+    app.router.routes += ROUTES.values()
     for module in ROUTERS:
         app.include_router(module.router)
     api_docs.add_to(app)

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from promptfed.coordinator.http.body_limits import JsonBody
@@ -27,21 +26,20 @@ from promptfed.coordinator.store.fault_points import point
 Endpoint = Callable[[Request], Awaitable[Response]]
 Model = TypeVar("Model", bound=BaseModel)
 
-ROUTES: list[APIRoute] = []
-PREFIX = "/v1/federations/"
-FEDERATION = PREFIX + "{federation}"
+ROUTES: dict[tuple[str, str], APIRoute] = {}
+"""By verb and the last part of the path, which no two of them share."""
+FEDERATION = "/v1/federations/{federation}"
 
 
 def endpoint_of(scope: Scope) -> Endpoint | None:
     """What answers this request; ``scope`` gets its path's parameters."""
-    if not scope["path"].startswith(PREFIX):
+    path = scope["path"]
+    route = ROUTES.get((scope["method"], path.rpartition("/")[2]))
+    match = route.path_regex.match(path) if route is not None else None
+    if route is None or match is None:
         return None
-    for route in ROUTES:
-        match, inner = route.matches(scope)
-        if match is Match.FULL:
-            scope.update(inner)
-            return route.endpoint
-    return None
+    scope.update(path_params=match.groupdict(), route=route, endpoint=route.endpoint)
+    return route.endpoint
 
 
 def plain(
@@ -51,8 +49,8 @@ def plain(
 
     def routed(endpoint: Endpoint) -> Endpoint:
         depends = [Depends(parameters)]
-        ROUTES.append(
-            APIRoute(FEDERATION + path, endpoint, methods=[verb], tags=[tag], dependencies=depends, **described)
+        ROUTES[verb, path.rpartition("/")[2]] = APIRoute(
+            FEDERATION + path, endpoint, methods=[verb], tags=[tag], dependencies=depends, **described
         )
         return endpoint
 

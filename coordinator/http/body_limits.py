@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import is_let_in, look_up
 from promptfed.coordinator.problems import Refusal
+from promptfed.coordinator.store.tokens import digest
 
 JSON_BYTES = 8 << 20
 TENSOR_PATHS = ("/update", "/exchange", "/initial-state")
@@ -85,7 +86,7 @@ async def _may_call(scope: Scope) -> bool:
         return False
     registry: Registry = scope["app"].state.registry
     try:
-        caller = look_up(connection, registry, token)
+        caller = look_up(connection, registry, digest(token))
     except Refusal:
         return False
     asked = connection.path_params.get("federation")

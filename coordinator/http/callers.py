@@ -84,26 +84,21 @@ async def authenticate(request: HTTPConnection, registry: Registry, token: str |
     if token is None:
         raise Unauthorized("send the token as `Authorization: Bearer <token>`")
     auth_throttle: AuthThrottle = request.app.state.auth_throttle
+    token_digest = digest(token)
     try:
-        caller = look_up(request, registry, token)
+        caller = look_up(request, registry, token_digest)
     except Unauthorized:
         auth_throttle.failed(address_of(request))
         raise
-    trust(request, token)
+    auth_throttle.succeeded(address_of(request), token_digest)
     return caller
 
 
-def trust(connection: HTTPConnection, token: str) -> None:
-    """Record that a valid token came from the caller's address."""
-    auth_throttle: AuthThrottle = connection.app.state.auth_throttle
-    auth_throttle.succeeded(address_of(connection), digest(token))
-
-
-def look_up(connection: HTTPConnection, registry: Registry, token: str) -> Caller:
-    """The caller with this ``token``. Raises StoreAway, TooManyFailures, Unauthorized, TokenExpired."""
+def look_up(connection: HTTPConnection, registry: Registry, token_digest: str) -> Caller:
+    """The caller whose token has this digest. Raises StoreAway, TooManyFailures, Unauthorized, TokenExpired."""
     if registry.away:
         raise StoreAway
-    state, token_digest = connection.app.state, digest(token)
+    state = connection.app.state
     auth_throttle: AuthThrottle = state.auth_throttle
     asked = connection.path_params.get("federation")
     federations = _asked_first(registry, asked)

@@ -1,6 +1,8 @@
 """A server's side of one HTTP/1.1 connection: uvicorn on httptools, with the limits that both leave out.
 
-A head has a length and a time. So has what is sent ahead of an answer, and the rest of a body that nobody reads.
+A head has a length and a time. So has the rest of a body that nobody reads. Extensions of chunks, trailers, and what is
+sent ahead of an answer have a length. llhttp, under httptools, refuses bare newlines, folded headers, two lengths, and
+chunks beside a length.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ HEAD_SECONDS = 30.0  # that the head of a request may take, from the connection'
 REST_SECONDS = 300.0  # that the rest of a body may take which nobody waits for, as its request is answered already
 HEAD_BYTES = 16 << 10
 AHEAD = 1000  # requests that may be sent before the first of them is answered
+AHEAD_BYTES = 64 << 10  # of their heads
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -24,6 +27,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._in_head = self._in_body = False
         self._head = 0  # bytes of the head that has begun
+        self._between = 0  # bytes since the last that were a body's, or a chunk's size
+        self._ahead = 0  # bytes of heads of requests that wait
         self._overdue: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -34,6 +39,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Read on."""
         in_head, in_body = self._in_head, self._in_body
+        self._between += len(data)
         super().data_received(data)
         if self._in_head:
             # Where a head begins behind a body, nobody knows how much of these bytes is the body's.
@@ -41,6 +47,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._head += 0 if in_body else len(data) if blank < 0 else len(data) - blank - 4
             if self._head > HEAD_BYTES and not self.transport.is_closing():
                 self.send_400_response("Request head too long.")
+        elif self._in_body and self._between > HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("Extension of a chunk, or trailers, too long.")
         self._watch_time()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -60,12 +68,34 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Begin the request. Raises ValueError where the head is too long or can be read in two ways."""
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        hosts = sum(name == b"host" for name, _ in self.headers)
-        # llhttp skips the body of a request that asks for another protocol, and takes any number of hosts.
-        if size > HEAD_BYTES or hosts > 1 or self.parser.should_upgrade() or len(self.pipeline) > AHEAD:
+        self._ahead = self._ahead + size if self.pipeline else 0
+        too_long = size > HEAD_BYTES or self._ahead > AHEAD_BYTES or len(self.pipeline) > AHEAD
+        # llhttp skips the body of a request that asks for another protocol.
+        if too_long or self.parser.should_upgrade() or self._is_ambiguous():
             raise ValueError("too long, or ambiguous")
         super().on_headers_complete()
         self._in_head, self._in_body = False, True
+        self._between = 0
+
+    def _is_ambiguous(self) -> bool:
+        """Whether a proxy could see another target, host or end of this request than llhttp, which takes any."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1") or not self.url.startswith(b"/") or b"#" in self.url:
+            return True
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if version == "1.0":
+            return hosts > 1 or bool(codings)
+        return hosts != 1 or codings not in ([], [b"chunked"])
+
+    def on_chunk_header(self) -> None:
+        """The size of a chunk was read."""
+        self._between = 0
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body."""
+        self._between = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_body = False

@@ -114,6 +114,59 @@ def test_what_can_be_read_in_two_ways_is_refused(coordinator: InThread, more: by
         assert hung_up(connection)
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET http://x/healthz HTTP/1.1\r\nHost: y\r\n",
+        b"GET /healthz#a HTTP/1.1\r\nHost: x\r\n",
+        b"GET /healthz HTTP/1.1\r\n",
+        b"GET /healthz HTTP/2.0\r\nHost: x\r\n",
+        b"GET /healthz HTTP/1.0\r\nTransfer-Encoding: chunked\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n",
+    ],
+)
+def test_what_a_proxy_could_take_for_another_request_is_refused(coordinator: InThread, head: bytes) -> None:
+    with connect(coordinator) as connection:
+        connection.sendall(head + b"\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+        assert hung_up(connection)
+
+
+@pytest.mark.parametrize("begun", [b"1;a=", b"0\r\nTrailer: ", b"0\r\nA: b\r\n"])
+def test_extensions_of_chunks_and_trailers_without_end_are_hung_up_on(coordinator: InThread, begun: bytes) -> None:
+    [client] = coordinator.enrol(coordinator.create(), "a")
+    lines = [f"PUT {client.path}/tasks/x/evaluation HTTP/1.1", "Host: x", "Transfer-Encoding: chunked"]
+    lines += [f"{name}: {value}" for name, value in client.headers.items()]
+    more = b"A: b\r\n" * 500 if begun.endswith(b"\n") else b"x" * 3000
+    with connect(coordinator) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + begun)
+        with pytest.raises(OSError):  # noqa: PT011
+            for _ in range(200):
+                connection.sendall(more)
+                time.sleep(0.01)
+
+
+def test_small_chunks_may_be_many(coordinator: InThread) -> None:
+    [client] = coordinator.enrol(coordinator.create(), "a")
+    lines = [f"PUT {client.path}/tasks/x/evaluation HTTP/1.1", "Host: x", "Transfer-Encoding: chunked"]
+    lines += [f"{name}: {value}" for name, value in client.headers.items()]
+    with connect(coordinator) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + b"1;a=b\r\n \r\n" * 20_000 + b"0\r\nA: b\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 422 ")
+
+
+def test_heads_ahead_of_an_answer_have_a_length_together(coordinator: InThread) -> None:
+    [client] = coordinator.enrol(coordinator.create(), "a")
+    lines = [f"GET {client.path}/task?wait=5 HTTP/1.1", "Host: x"]
+    lines += [f"{name}: {value}" for name, value in client.headers.items()]
+    with connect(coordinator) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        with pytest.raises(OSError):  # noqa: PT011
+            connection.sendall((b"GET /healthz HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 15_000 + b"\r\n\r\n") * 12)
+            assert connection.recv(4096), "it hangs up"
+            raise AssertionError("it is answered")
+
+
 def test_what_is_asked_ahead_of_an_answer_waits_for_it(coordinator: InThread) -> None:
     [client] = coordinator.enrol(coordinator.create(), "a")
     lines = [f"GET {client.path}/task?wait=0.3 HTTP/1.1", "Host: x"]
