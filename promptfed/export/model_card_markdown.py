@@ -180,6 +180,9 @@ def _use(card: Card, snippet: str | None) -> list[str]:
     if METHODS[name].personal and use.open_clip:
         text = "each client's own predictions add what it keeps to itself, and its own service answers with them"
         parts += [f"These are the weights of what the clients share; {text} (`/v1/predict`)."]
+    if METHODS[name].of_names:
+        text = "for others, `promptfed export --classes` again"
+        parts += [f"{name} learns a generator: it made the context for exactly these class names; {text}."]
     if carries_backbone(card.backbone) and snippet is not None:
         parts += [f"The backbone is in no registry of open_clip's, so it lies in `{BACKBONE_FOLDER}/`."]
     if card.round < card.rounds:

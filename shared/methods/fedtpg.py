@@ -65,6 +65,7 @@ class FedTPG(pf.Method):
     summary = "A shared generator that makes the context from the text features of a client's own class names."
     paper = "Qiu et al., Federated Text-driven Prompt Generation for Vision-Language Models (FedTPG), 2024"
     several_labels = True
+    of_names = True
     protects = True
     Hyper = FedTPGHyper
     hyper: FedTPGHyper

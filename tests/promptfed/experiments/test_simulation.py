@@ -277,7 +277,7 @@ def test_a_data_set_can_be_handed_in_opened(backbone: Backbone, features: Featur
     [
         ({}, [*SITES, Site("site-0", DATA.format(0))], "two clients are called 'site-0'", Exit.BAD_INPUT),
         ({}, SITES[:1], "1 trainer where participation.min_clients wants 2", Exit.BAD_INPUT),
-        ({"rounds": 0}, SITES, "rounds: must be greater than or equal to 1", Exit.BAD_INPUT),
+        ({"rounds": 0}, SITES, "rounds: 0 rounds evaluate an export", Exit.BAD_INPUT),
         ({}, [*SITES, Site("lost", "symbols:nowhere")], "client lost: symbols:nowhere: unknown domain", Exit.BAD_INPUT),
         ({"class_names": ["sun", "moon"]}, SITES, "the federation does not know the classes", Exit.BAD_INPUT),
         ({"backbone": {"model": "no-model"}}, SITES, "open_clip has no model 'no-model'", Exit.BAD_INPUT),

@@ -17,7 +17,6 @@ from promptfed.runtime.services import Site
 from promptfed.sdk.errors import Exit
 from promptfed.shared.api.remarks import movement, near_chance
 from promptfed.shared.data import open_source
-from promptfed.shared.methods import resolve_spec
 
 RUN = """\
 method: {name: promptfl, m: 4}
@@ -156,14 +155,3 @@ def test_methods_for_several_labels_are_chosen_by_mean_average_precision(tmp_pat
     assert found["zero_shot"] == pytest.approx(sum(zero) / 2)
     code, output = invoke(*tune, "--out", str(tmp_path / "shown.yaml"))
     assert "Mean average precision on held-out training images" in output
-
-
-def test_a_federation_for_several_labels_can_compare_candidates() -> None:
-    spec = resolve_spec(
-        {
-            "name": "a", "method": {"name": "promptfl"}, "task": "multi_label", "class_names": ["a", "b"],
-            "tuning": {"candidates": [{"method": {"name": "fedtaskres"}}]},
-        }
-    )  # fmt: skip
-    assert spec.tuning is not None
-    assert [candidate.method["task"] for candidate in spec.tuning.candidates] == ["multi_label"] * 2

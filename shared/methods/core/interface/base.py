@@ -227,6 +227,7 @@ class Method(ABC):
     needs: Needs = Needs()  # of the method, or of its instance if hyperparameters change it
     defaults: ClassVar[dict[str, Any]] = {}  # defaults for the spec: rounds, training, aggregation, participation
     personal: bool = False  # whether classifiers use private state, so that they differ by client
+    of_names: ClassVar[bool] = False  # whether prompts are generated from the class names
     takes_evaluators: bool = True  # whether a client that trains nothing has a classifier
     one_payload: bool = True  # whether all clients of a phase, and of an evaluation, get the same tensors
     metrics: ClassVar[tuple[str, ...]] = ("loss",)  # patterns of the metrics that `train` reports; others are not sent
