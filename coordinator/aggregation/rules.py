@@ -58,9 +58,6 @@ class Rule:
         self.room: Room = np.empty  # where large vectors and tensors are written
         self.judged: dict[str, Judged] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "room": np.empty}  # another process has no temporary files of ours
-
     def __call__(self, updates: Iterable[ClientUpdate]) -> Values:
         """The aggregate. Raises ValueError where there is no update."""
         if self.spec.is_plain_mean:
