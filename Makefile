@@ -94,7 +94,7 @@ pictures: $(READY)
 	@mkdir -p build/pages
 	PROMPTFED_PICTURES=build/pages $(BIN)/python -m pytest -q tests/web/test_states.py
 
-# The size of the code base and of its documents, beside the limits that the project sets itself.
+# The size of the code base and of its documents.
 figures: $(READY)
 	@$(BIN)/python -m benchmarks.figures
 
