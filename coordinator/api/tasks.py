@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Annotated, Any
+from urllib.parse import parse_qsl
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, Query, Request, Response, status
@@ -75,7 +76,8 @@ async def get_task(request: Request) -> Response:
     """
     caller, registry = await calling_client(request), request.app.state.registry
     registry.committer.notice()
-    poll = checked(_Poll, dict(request.query_params), "query")
+    asked = request.scope["query_string"].decode("latin-1")
+    poll = checked(_Poll, dict(parse_qsl(asked, keep_blank_values=True)), "query")
     open_now = caller.federation.tasks.get(caller.client.name)
     if poll.progress is not None and open_now is not None and open_now.id == poll.carrying:
         registry.last_seen.is_at(open_now.id, poll.progress)
@@ -250,7 +252,8 @@ async def put_update(request: Request) -> Response:
         limit = federation.spec.admission.max_bytes
         if body.length is None or body.length > limit:
             limit = federation.update_limit
-        async with request.app.state.uploads.receive(body, limit) as upload:
+        compressed = federation.spec.compression.up != "none"
+        async with request.app.state.uploads.receive(body, limit, compressed=compressed) as upload:
             expect_digest(upload, announced)
             point("update-received")
             new = await submissions.accept_update(registry, federation, client, task_id, upload)

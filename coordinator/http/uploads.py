@@ -90,10 +90,11 @@ class Uploads:
         self._waiting_bytes = 0
 
     @asynccontextmanager
-    async def receive(self, body: Incoming, limit: int) -> AsyncIterator[Upload]:
+    async def receive(self, body: Incoming, limit: int, *, compressed: bool = False) -> AsyncIterator[Upload]:
         """Receive a body, in memory or in a file. The file is removed at the end of the block unless it was moved.
 
-        A body in memory gives its place to the next one at once; it counts as waiting until the end of the block.
+        A small ``compressed`` body may become a large update in the file. A body in memory gives its place to the next
+        one at once; it counts as waiting until the end of the block.
 
         Raises:
             TooManyUploads, UploadTimeout, IncompleteBody: it could not be received.
@@ -116,7 +117,7 @@ class Uploads:
         finally:
             self._waiting_bytes -= in_memory
             self._leave(body, own)
-            if on_disk or path.exists():  # a small body may have become a large update
+            if on_disk or compressed:
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     def _leave(self, body: Incoming, own: _ClientPlaces) -> None:

@@ -159,8 +159,10 @@ class Blobs:
             yield held
         finally:
             with self._lock:
-                self._held.subtract(held.digests)
-                self._held += Counter()
+                for digest in held.digests:
+                    self._held[digest] -= 1
+                    if self._held[digest] <= 0:
+                        del self._held[digest]
 
     def remove(self, digests: Iterable[str], named: Named | None = None) -> list[str]:
         """Remove blobs that no row refers to, except held files; returns the removed digests.

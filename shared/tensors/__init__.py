@@ -242,8 +242,11 @@ def norm(tensors: Mapping[str, Any]) -> float:
 
 def sum_of_squares(tensor: Any) -> float:
     """Σ x² over all entries, in float64."""
-    parts = (double(part) for part in chunks(tensor))
-    return sum(float((part * part).sum()) for part in parts)
+    total = 0.0
+    for part in chunks(tensor):
+        wide = double(part)
+        total += float((wide * wide).sum())
+    return total
 
 
 def chunks(tensor: Any) -> Iterator[Any]:
