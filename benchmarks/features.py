@@ -5,9 +5,11 @@
 
 Pictures are 320 x 240 JPEG files of noise; the weights of ViT-B/16 are random. ``rate`` compares, in turns over parts
 of the pictures, the features that a client computes (decoding, preprocessing, the tower, the cache's files) with a loop
-that only runs the tower over batches of 32 preprocessed images. ``ratio_of_cpu_seconds`` is that of one core, whatever
-else the machine does. ``memory`` compares the peak memory of simulations of one round with 1 and with 10 clients of 8
-pictures each, for a method on cached features and one that runs the image tower in each step.
+that only runs the tower over batches of preprocessed images. ``ratio_of_cpu_seconds`` is that of one core, whatever
+else the machine does. ``pipeline`` replaces the tower by one that takes no time (numbers are made of pixels where a
+tower is), and compares it, in turns and on as many threads, with a loop that only decodes and resizes the same files by
+PIL. ``memory`` compares the peak memory of simulations of one round with 1 and with 10 clients of 8 pictures each, for
+a method on cached features and one that runs the image tower in each step.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +36,14 @@ from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import open_backbone
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.clip.caches.slots import BATCH
+from promptfed.shared.clip.caches.slots import batch_size
 from promptfed.shared.data import open_source
+from promptfed.shared.data.image_files import READERS
+from promptfed.shared.machine import processors
 from promptfed.shared.spec.spec import BackboneSpec
 
 MODEL, PRETRAINED = "ViT-B-16", "random"
-PART = 2 * BATCH  # pictures after which the two take turns: whole batches, since the cache fills them up
+TURN = 512  # pictures after which the pipeline and PIL take turns
 MEMORY_METHODS = ("promptfl", "fedvpt")
 CLIENTS = (1, 10)
 EACH = 8
@@ -62,12 +68,13 @@ def rate(count: int, model: str, pretrained: str, device: str) -> dict[str, Any]
         split = open_source(f"folder:{place}/images").train
         cache = FeatureCache(Path(place) / "features")
         cache.features(backbone, split, indices=range(1))  # the places of a batch are measured
-        rows = np.arange(1, 1 + (len(split) - 1) // PART * PART).reshape(-1, PART)
+        size = 2 * batch_size(backbone.device)  # whole batches, since the cache fills them up
+        rows = np.arange(1, 1 + (len(split) - 1) // size * size).reshape(-1, size)
         turns = [(_bare(backbone, len(part)), _ours(cache, backbone, split, part)) for part in rows]
     figures = {
         "pictures": rows.size,
-        "bare_per_second": round(PART / statistics.median(bare[0] for bare, _ in turns), 2),
-        "ours_per_second": round(PART / statistics.median(ours[0] for _, ours in turns), 2),
+        "bare_per_second": round(size / statistics.median(bare[0] for bare, _ in turns), 2),
+        "ours_per_second": round(size / statistics.median(ours[0] for _, ours in turns), 2),
         "ratio": round(statistics.median(bare[0] / ours[0] for bare, ours in turns), 3),
     }
     if device == "cpu":
@@ -75,12 +82,56 @@ def rate(count: int, model: str, pretrained: str, device: str) -> dict[str, Any]
     return figures
 
 
+def pipeline(count: int, model: str, pretrained: str, device: str) -> dict[str, Any]:
+    """Pictures per second without a tower's time and of PIL alone, and the median ratio."""
+    torch.set_num_threads(1)
+    backbone = open_backbone(BackboneSpec(model=model, pretrained=pretrained), allow_backbone=False, device=device)
+    backbone.encode_images = _no_tower(backbone)  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(READERS) as threads:
+        write_pictures(Path(place) / "images", 2 * count)
+        split = open_source(f"folder:{place}/images").train
+        parts = [range(start, start + TURN) for start in range(0, len(split) - TURN + 1, TURN)]
+        turns = []
+        for number, rows in enumerate(parts):
+            cache = FeatureCache(Path(place) / f"features-{number}")
+            cache.features(backbone, split, indices=range(0))
+            paths = [split.path(row) for row in rows]
+            turns.append(
+                (
+                    _timed(partial(list, threads.map(_by_pil, paths))),
+                    _timed(partial(cache.features, backbone, split, indices=rows)),
+                )
+            )
+    return {
+        "pictures": sum(map(len, parts)),
+        "processors": processors(),
+        "pil_per_second": round(TURN / statistics.median(pil[0] for pil, _ in turns), 1),
+        "ours_per_second": round(TURN / statistics.median(ours[0] for _, ours in turns), 1),
+        "ratio": round(statistics.median(pil[0] / ours[0] for pil, ours in turns), 3),
+        "ratio_of_cpu_seconds": round(statistics.median(pil[1] / ours[1] for pil, ours in turns), 3),
+    }
+
+
+def _by_pil(path: Path) -> Image.Image:
+    """What a preprocessing of 224 pixels does with a picture of 320 x 240, up to the numbers."""
+    with Image.open(path) as image:
+        return image.convert("RGB").resize((298, 224), Image.Resampling.BICUBIC).crop((37, 0, 261, 224))
+
+
+def _no_tower(backbone: Backbone) -> Callable[..., torch.Tensor]:
+    def encode(images: torch.Tensor, **options: bool) -> torch.Tensor:
+        return images[:, 0].flatten(1)[:, : backbone.d_e].to(backbone.device)
+
+    return encode
+
+
 def _bare(backbone: Backbone, count: int) -> tuple[float, float]:
-    images = torch.randn(BATCH, 3, *backbone.image_size)
+    size = batch_size(backbone.device)
+    images = torch.randn(size, 3, *backbone.image_size)
 
     def loop() -> None:
-        for start in range(0, count, BATCH):
-            backbone.encode_images(images[: min(BATCH, count - start)]).cpu()
+        for start in range(0, count, size):
+            backbone.encode_images(images[: min(size, count - start)]).cpu()
 
     return _timed(loop)
 
@@ -132,15 +183,20 @@ def main() -> None:
     command.add_argument("--count", type=int, default=1024, help="pictures")
     command.add_argument("--model", default=MODEL)
     command.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    command.add_argument("--pipeline", action="store_true", help="only the pipeline without a tower")
     command.add_argument("--memory", nargs=2, metavar=("METHOD", "CLIENTS"))
     options = command.parse_args()
     if options.memory:
         print(json.dumps(memory(options.memory[0], int(options.memory[1]), options.model, options.device)))
         return
+    if options.pipeline:
+        print(json.dumps(pipeline(options.count, options.model, PRETRAINED, options.device)))
+        return
     numbers: dict[str, Any] = {"about": machine(), "model": options.model, "device": options.device, "memory": {}}
     for method in MEMORY_METHODS:
         one, many = (_in_process(method, clients, options.model, options.device) for clients in CLIENTS)
         numbers["memory"][method] = {"one": one, "ten": many, "ratio": {k: round(many[k] / one[k], 3) for k in one}}
+    numbers["pipeline"] = pipeline(options.count, options.model, PRETRAINED, options.device)
     numbers["rate"] = rate(options.count, options.model, PRETRAINED, options.device)
     print(json.dumps(numbers, indent=1))
     write(options.json, numbers)

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Generator, Tensor
 
+from promptfed.client_service.training.image_cache import ReadAhead
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Split
 from promptfed.shared.seeds import generator
@@ -64,6 +65,7 @@ class Views:
         self._backbone = backbone
         self._chosen = torch.randint(views, (len(split),), generator=generator(0, purpose, "views")).tolist()
         self._anew = generator(0, purpose, "crops")
+        self.ahead = ReadAhead(split.image)
 
     def __len__(self) -> int:
         return len(self._split)
@@ -81,8 +83,8 @@ class Views:
         """Of the image and the view."""
         return f"{self._split.digest(index)}-crop_flip-{self._chosen[index]}"
 
-    def images(self, rows: Tensor) -> Tensor:
-        """``(B, 3, H, W)`` preprocessed images at ``rows (B,)``, cropped and flipped anew in every call."""
-        size = self._backbone.image_size
-        cut = [crop_flip(self._split.image(int(row)), size, self._anew) for row in rows]
-        return torch.stack([self._backbone.preprocess(image) for image in cut])
+    def pixels(self, rows: Tensor) -> list[Tensor]:
+        """The pixels of the images at ``rows (B,)``, cropped and flipped anew in every call."""
+        images = self.ahead.take(rows.tolist())
+        cut = [crop_flip(image, self._backbone.image_size, self._anew) for image in images]
+        return [self._backbone.pixels(image) for image in cut]

@@ -26,9 +26,7 @@ from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.plain_text import look_alikes
 from promptfed.shared.spec.training_terms import TrainingTerms
-from promptfed.shared.tensors.transfer import sent_to
-
-CHUNK = 256  # images between two looks at whether to stop
+from promptfed.shared.tensors.transfer import host_memory, sent_to
 
 TRAIN, TEST = "train", "test"
 NO_TESTS: Mapping[str, Source] = MappingProxyType({})
@@ -93,7 +91,7 @@ class TestSet:
 class ClientData:
     """A source seen through a backbone. Features are computed when first asked for, and kept in memory and on disk.
 
-    Preprocessed images are kept in memory as far as ``images`` has room.
+    Their pixels are kept in memory as far as ``images`` has room.
     ``tests`` are further test sets by name: the test splits of other sources, with class names of their own.
     """
 
@@ -135,7 +133,7 @@ class ClientData:
         return LocalSplit(
             placed(own, names, label_space),
             lambda: self.features(which),
-            lambda rows: sent_to(ahead.take(rows.tolist()), self._backbone.device),
+            lambda rows: self._sent(ahead.take(rows.tolist())),
             lambda: self.features(which, raw=True),
             lambda rows: self._patches(self._splits[which], rows),
             lambda rows, start: self._block_rows(self._splits[which], rows, start),
@@ -150,17 +148,14 @@ class ClientData:
         Raises:
             ClientError: BAD_INPUT for classes that the label space lacks.
         """
-        shown, cache, device = (
-            Views(self._splits[TRAIN], self._backbone, views, purpose),
-            self._cache,
-            self._backbone.device,
-        )
+        shown, cache = Views(self._splits[TRAIN], self._backbone, views, purpose), self._cache
         return LocalSplit(
             self.split(TRAIN, label_space).labels,
             lambda: self._computed(shown, cache.features),
-            lambda rows: sent_to(shown.images(rows), device),
+            lambda rows: self._sent(shown.pixels(rows)),
             lambda: self._computed(shown, cache.raw_features),
             lambda rows: self._patches(shown, rows),
+            soon=lambda rows: shown.ahead.begin(rows.tolist()),
         )
 
     def no_images(self) -> LocalSplit:
@@ -205,15 +200,20 @@ class ClientData:
         return self._features[key]
 
     def _computed(self, split: ImageSplit, read: Callable[..., Tensor], title: str = "") -> Tensor:
-        """What the cache's ``read`` gives, in parts, under a bar with a ``title``."""
-        parts = []
-        starts = range(0, len(split), CHUNK)
-        for start in tqdm(starts, title, leave=False, disable=None if title else True):
+        """What the cache's ``read`` gives, under a bar with a ``title``."""
+        with tqdm(total=len(split), desc=title, leave=False, disable=None if title else True) as bar:
+            return read(self._backbone, split, done=self._unless_cancelled(bar.update)).to(self._backbone.device)
+
+    def _unless_cancelled(self, done: Callable[[int], object] = lambda images: None) -> Callable[[int], None]:
+        """``done``, and raises TaskCancelled once the client was told to stop; the first time at once."""
+
+        def check(images: int) -> None:
             if self._cancelled():
                 raise TaskCancelled
-            rows = range(start, min(start + CHUNK, len(split)))
-            parts.append(read(self._backbone, split, indices=rows))
-        return torch.cat(parts).to(self._backbone.device)
+            done(images)
+
+        check(0)
+        return check
 
     def patch_cost(self, parts: Sequence[str]) -> CacheCost:
         """What the patch features of the splits ``parts`` would still take on disk."""
@@ -227,10 +227,7 @@ class ClientData:
             TaskCancelled: the client was told to stop meanwhile.
         """
         split = self._splits[which]
-        for start in range(0, len(split), CHUNK):
-            if self._cancelled():
-                raise TaskCancelled
-            self._cache.patches.fill(self._backbone, split, range(start, min(start + CHUNK, len(split))))
+        self._cache.patches.fill(self._backbone, split, range(len(split)), self._unless_cancelled())
 
     def _patches(self, split: ImageSplit, rows: Tensor) -> Tensor:
         return sent_to(self._cache.patches.rows(self._backbone, split, rows.tolist()), self._backbone.device)
@@ -240,7 +237,12 @@ class ClientData:
         return sent_to(rows_before, self._backbone.device)
 
     def _image(self, split: Split, row: int) -> Tensor:
-        return self._held.get(self._key(split, row), lambda: self._backbone.preprocess(split.image(row)))
+        return self._held.get(self._key(split, row), lambda: self._backbone.pixels(split.image(row)))
+
+    def _sent(self, pixels: Sequence[Tensor]) -> Tensor:
+        """A batch ``(B, 3, H, W)`` on the backbone's device, of each image's pixels."""
+        batch = host_memory((len(pixels), *pixels[0].shape), pixels[0].dtype, self._backbone.device)
+        return self._backbone.images(torch.stack(list(pixels), out=batch))
 
     def _key(self, split: Split, row: int) -> str:
         return f"{self._backbone.transform_id}/{split.digest(row)}"

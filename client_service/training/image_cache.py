@@ -1,4 +1,4 @@
-"""Preprocessed images in memory, for methods that look at them again in every epoch, phase and evaluation."""
+"""Images cut for a backbone in memory, for methods that look at them again in every epoch, phase and evaluation."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
-from promptfed.shared.clip.caches.rows import READERS
+from promptfed.shared.data.image_files import READERS
 
 DEFAULT_BYTES = 1 << 30
+Read = TypeVar("Read")
 
 
 class ImageCache:
-    """Images by key, for all clients of a process, in at most ``max_bytes``; 224² pixels take 0.6 MB.
+    """Images by key, for all clients of a process, in at most ``max_bytes``; 224² pixels take 0.15 MB.
 
     What is kept stays until its last holder is gone, and what no longer fits is made anew each time: epochs go through
     all images in turn, where putting out the one unused for longest would put out what is asked for next.
@@ -101,13 +102,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=readers.cache_clear)  # a fork has none of its parent's threads
 
 
-class ReadAhead:
+class ReadAhead(Generic[Read]):
     """Images that ``read`` makes of a split's indices, in threads beside the training step before."""
 
-    def __init__(self, read: Callable[[int], Tensor], held: Callable[[int], Tensor | None]):
-        """``held``: an image that is in memory already."""
+    def __init__(self, read: Callable[[int], Read], held: Callable[[int], object] = lambda row: None):
+        """``held``: an image that is in memory already, or None."""
         self._read, self._held = read, held
-        self._ahead: dict[int, Future[Tensor]] = {}
+        self._ahead: dict[int, Future[Read]] = {}
         self._used = False  # whether this task looks at images at all
 
     def begin(self, rows: Sequence[int]) -> None:
@@ -116,15 +117,14 @@ class ReadAhead:
             self._drop()
             self._ahead = self._begun(rows)
 
-    def take(self, rows: Sequence[int]) -> Tensor:
-        """``(B, 3, H, W)`` images at ``rows``."""
+    def take(self, rows: Sequence[int]) -> list[Read]:
+        """The images at ``rows``."""
         self._used = True
         ahead, self._ahead = self._ahead, {}
         ahead |= self._begun([row for row in rows if row not in ahead])
-        images = [ahead[row].result() if row in ahead else self._read(row) for row in rows]
-        return torch.stack(images)
+        return [ahead[row].result() if row in ahead else self._read(row) for row in rows]
 
-    def _begun(self, rows: Sequence[int]) -> dict[int, Future[Tensor]]:
+    def _begun(self, rows: Sequence[int]) -> dict[int, Future[Read]]:
         return {row: readers().submit(self._read, row) for row in rows if self._held(row) is None}
 
     def _drop(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
 from promptfed.shared.clip.lru import Recent, content_key
-from promptfed.shared.clip.preprocessing import middle
+from promptfed.shared.clip.preprocessing import Halves
 from promptfed.shared.clip.towers import functional_text, functional_vision, patches, vision
 from promptfed.shared.clip.towers.hub_text import text_tower_of
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
@@ -22,6 +22,7 @@ from promptfed.shared.clip.towers.starts import SharedStarts
 from promptfed.shared.clip.towers.text import TextTower, tracing
 from promptfed.shared.clip.towers.tokens import ClassPrompts, PromptTokenizer, make_class_prompts
 from promptfed.shared.clip.weights.tokenizers import tokenizer_of
+from promptfed.shared.data.image_files import Cut, middle
 from promptfed.shared.tensors.transfer import sent_to
 
 TEXT_CHUNK = 256  # texts per pass without gradients
@@ -164,6 +165,21 @@ class Backbone:
         """PIL image -> `(3, H, W)` on the CPU, with open_clip's preprocessing for evaluation."""
         tensor: Tensor = self._transform(middle(image))
         return tensor
+
+    @property
+    def cut(self) -> Cut | None:
+        """What makes pixels of an image; None where only `preprocess` as a whole is known."""
+        return None if self._halves is None else self._halves.cut
+
+    def pixels(self, image: Any) -> Tensor:
+        """PIL image -> `(3, H, W)` on the CPU of which `images` makes numbers: uint8, or what `preprocess` gives."""
+        return self.preprocess(image) if self.cut is None else torch.from_numpy(self.cut.pixels(image))
+
+    def images(self, pixels: Tensor) -> Tensor:
+        """`(B, 3, H, W)` as `preprocess` gives them, on the backbone's device, of such `pixels`."""
+        if self._halves is None or pixels.dtype != torch.uint8:
+            return sent_to(pixels, self.device)
+        return self._halves.numbers(pixels, self.device)
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, *, normalize: bool = True) -> Tensor:
@@ -356,7 +372,9 @@ class Backbone:
         return deep.expand(*lead, *deep.shape[-3:]).reshape(-1, *deep.shape[-3:])
 
     def image_input(self, images: Tensor) -> Tensor:
-        """Images on the backbone's device and in the image tower's dtype."""
+        """Images or their `pixels` on the backbone's device and in the image tower's dtype."""
+        if images.dtype == torch.uint8:
+            return self.images(images).to(self._image_dtype)
         return sent_to(images, self.device, self._image_dtype)
 
     @cached_property
@@ -378,6 +396,10 @@ class Backbone:
         from open_clip.transform import PreprocessCfg, image_transform_v2
 
         return image_transform_v2(PreprocessCfg(**self._preprocess_config), is_train=False)
+
+    @cached_property
+    def _halves(self) -> Halves | None:
+        return Halves.of(self._transform)
 
     @cached_property
     def _tokenizer(self) -> PromptTokenizer:

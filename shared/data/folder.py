@@ -9,13 +9,14 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from promptfed.shared.data.errors import shortened
-from promptfed.shared.data.image_files import read_image
+from promptfed.shared.data.image_files import READERS, image_digest, read_image
 from promptfed.shared.data.label_table import LabelColumns, label_columns, subgroup_columns, subgroup_of
 from promptfed.shared.data.options import Options, kept_names, only, with_classes
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, in_words
@@ -38,6 +39,7 @@ class _Item:
     split: str | None
     group: str | None = None
     subgroups: tuple[tuple[str, str], ...] = ()  # column and value
+    digest: str = ""  # of its image, once that was read
 
 
 @dataclass(frozen=True)
@@ -179,8 +181,8 @@ def open_csv(body: str, options: Options) -> Source:
     names, labels = several.read(rows)
     readable, unreadable, left_out = _readable(items, options)
     _refuse(unreadable)
-    known = set(readable)
-    kept = [row for row, item in enumerate(items) if item in known]
+    known = {item.path for item in readable}
+    kept = [row for row, item in enumerate(items) if item.path in known]
     source = _divided(replace(listing, items=readable), names, labels[kept], options)
     return replace(only(source, options), left_out=left_out)
 
@@ -245,7 +247,14 @@ def _divided(listing: _Listing, names: tuple[str, ...], labels: torch.Tensor, op
     """The items with ``labels`` of the classes ``names`` in train and test. Raises DataError as `divided`."""
     items = listing.items
     groups = [item.group for item in items if item.group is not None] or None
-    whole = Split(labels, lambda row: read_image(items[row].path), groups)
+    read = all(item.digest for item in items)
+    whole = Split(
+        labels,
+        lambda row: read_image(items[row].path),
+        groups,
+        digest=(lambda row: items[row].digest) if read else None,
+        path=lambda row: items[row].path,
+    )
     columns = [name for name, _ in items[0].subgroups] if items else []
     whole.subgroups = {name: tuple(dict(item.subgroups)[name] for item in items) for name in columns}
     return divided(whole, [item.split for item in items], names, listing.domain, TEMPLATE, options)
@@ -325,21 +334,31 @@ def skips(options: Options) -> bool:
 
 def _readable(items: list[_Item], options: Options) -> tuple[list[_Item], tuple[str, ...], tuple[str, ...]]:
     """The items to be used, and a sentence for each unreadable one: those to refuse, and those that are left out."""
-    wrong = {} if options.names_only else {item: problem for item in items for problem in _unreadable([item])}
-    if not skips(options):
-        return items, tuple(wrong.values()), ()
-    return [item for item in items if item not in wrong], (), tuple(wrong.values())
+    if options.names_only:
+        return items, (), ()
+    read = _digests(items)
+    wrong = tuple(str(digest) for digest in read if isinstance(digest, DataError))
+    pairs = zip(items, read, strict=True)
+    kept = [replace(item, digest=digest) for item, digest in pairs if not isinstance(digest, DataError)]
+    return (kept, (), wrong) if skips(options) else (items if wrong else kept, wrong, ())
 
 
 def _unreadable(items: Iterable[_Item]) -> list[str]:
     """One sentence for each unreadable file."""
-    wrong = []
-    for item in items:
+    return [str(digest) for digest in _digests(items) if isinstance(digest, DataError)]
+
+
+def _digests(items: Iterable[_Item]) -> list[str | DataError]:
+    """The digest of each item's image, or why it cannot be read."""
+
+    def digest(item: _Item) -> str | DataError:
         try:
-            read_image(item.path)
+            return image_digest(read_image(item.path))
         except DataError as error:
-            wrong.append(str(error))
-    return wrong
+            return error
+
+    with ThreadPoolExecutor(READERS, "images") as threads:
+        return list(threads.map(digest, items))
 
 
 def _domain(name: str | None, words_file: Path) -> ImageDomain | None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from promptfed.shared import machine
 from promptfed.shared.data.errors import DataError
 from promptfed.shared.files import NotAFile, open_file
 from promptfed.shared.service.reasons import why
@@ -24,6 +27,9 @@ LARGE = 32_000_000  # images with more pixels are scaled down on reading; towers
 SHRUNK = 16_000_000  # approximate number of pixels after scaling down
 LEAST_SIDE = 512  # least pixels of the shorter side after scaling down
 _STRIP = 256  # rows of the scaled image that are computed at once
+MOST_RATIO = 100  # of an image's longer side to its shorter one, before a backbone's preprocessing
+
+READERS = min(8, machine.processors())  # threads that read images beside each other
 
 _HEAD = 512  # leading bytes of a file that identify its format
 _BY_MAGICK = "convert it, as in: magick {0}{1} {0}.png"
@@ -95,6 +101,51 @@ def image_digest(image: Image.Image) -> str:
     """SHA-256 (hex) of an image's size and decoded RGB bytes: equal pixels have equal digests in any file format."""
     header = f"{image.width}x{image.height}|".encode()
     return hashlib.sha256(header + image.tobytes()).hexdigest()
+
+
+def middle(image: Image.Image) -> Image.Image:
+    """An image without the ends of one that is longer than `MOST_RATIO`.
+
+    Most preprocessings scale the shorter side and keep the middle: of a line of a million pixels they would make a
+    billion, and then use the middle.
+    """
+    most = MOST_RATIO * min(image.size)
+    if max(image.size) <= most:
+        return image
+    left, top = (max(0, size - most) // 2 for size in image.size)
+    return image.crop((left, top, left + min(image.width, most), top + min(image.height, most)))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a backbone's preprocessing does with an image before it makes numbers of it: scale it, cut out its middle.
+
+    ``scale``: its shorter side, or its (height, width); ``crop``: (height, width); ``resample``: PIL's filter.
+    """
+
+    scale: int | tuple[int, int]
+    crop: tuple[int, int]
+    resample: int
+
+    def pixels(self, image: Image.Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """``(3, H, W)`` uint8, bit for bit those of torchvision's Resize and CenterCrop."""
+        image = middle(image)
+        if isinstance(self.scale, int):
+            short, long = self.scale, int(self.scale * max(image.size) / min(image.size))
+            width, height = (short, long) if image.width <= image.height else (long, short)
+        else:
+            height, width = self.scale
+        left, top = round((width - self.crop[1]) / 2.0), round((height - self.crop[0]) / 2.0)
+        box = left, top, left + self.crop[1], top + self.crop[0]
+        resample = Image.Resampling(self.resample)
+        if image.mode == "RGB" and width != self.crop[1]:  # rows first, as PIL does, so that fewer columns follow
+            image = image.resize((width, image.height), resample).crop((left, 0, left + self.crop[1], image.height))
+            width, box = self.crop[1], (0, top, self.crop[1], top + self.crop[0])
+        image = image.resize((width, height), resample)
+        image = image if image.size == self.crop[::-1] else image.crop(box)
+        return np.ascontiguousarray(
+            np.asarray(image.convert("RGB") if image.mode != "RGB" else image).transpose(2, 0, 1)
+        )
 
 
 def conversion_of(path: Path) -> str | None:

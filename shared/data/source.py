@@ -68,10 +68,11 @@ class Split:
         *,
         digest: Callable[[int], str] | None = None,
         ahead: Callable[[Sequence[int]], None] | None = None,
+        path: Callable[[int], Path | None] = lambda row: None,
     ) -> None:
         """read: returns the RGB image at a row of ``labels``; digest: returns its `image_digest` without computing it.
 
-        ahead: as `expect`, of rows of ``labels``.
+        ahead: as `expect`, of rows of ``labels``; path: the file from which `read_image` reads a row.
         """
         if groups is not None and len(groups) != len(labels):
             raise ValueError(f"{len(groups)} groups for {len(labels)} labels")
@@ -80,6 +81,7 @@ class Split:
         self._rows = torch.arange(len(labels))
         self._read = read
         self._ahead = ahead
+        self._path = path
         self._digest = digest or cache(lambda row: image_digest(read(row)))
 
     def __len__(self) -> int:
@@ -88,6 +90,10 @@ class Split:
     def image(self, index: int) -> Image.Image:
         """One image, RGB."""
         return self._read(int(self._rows[index]))
+
+    def path(self, index: int) -> Path | None:
+        """The file of one image, where `read_image` reads it as it is."""
+        return self._path(int(self._rows[index]))
 
     def expect(self, indices: Sequence[int]) -> None:
         """Say which images are asked for next, so that they can be decoded meanwhile."""
@@ -130,12 +136,16 @@ def joined(*parts: Split) -> Split:
         part, index = places[row]
         return part.digest(index)
 
+    def path(row: int) -> Path | None:
+        part, index = places[row]
+        return part.path(index)
+
     def ahead(rows: Sequence[int]) -> None:
         for part in {id(places[row][0]): places[row][0] for row in rows}.values():
             part.expect([index for own, index in map(places.__getitem__, rows) if own is part])
 
     labels = torch.cat([part.labels for part in parts])
-    whole = Split(labels, image, groups, digest=digest, ahead=ahead)
+    whole = Split(labels, image, groups, digest=digest, ahead=ahead, path=path)
     shared = set.intersection(*(set(part.subgroups) for part in parts))
     whole.subgroups = {
         name: tuple(value for part in parts for value in part.subgroups[name]) for name in sorted(shared)

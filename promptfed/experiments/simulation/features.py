@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from promptfed.runtime.services import Site
@@ -11,7 +13,11 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import DataError, Source, Split
 
-STEP = 2 * 32  # images between two looks at whether to stop: whole batches of the cache
+STEP = 8 * 32  # images that a process takes at a time: whole batches of the cache
+
+
+class _Stopped(Exception):
+    pass
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,10 @@ class Images:
     def digest(self, index: int) -> str:
         return self._places[index][0]
 
+    def path(self, index: int) -> Path | None:
+        split, row = self._places[index][1]
+        return split.path(row)
+
 
 def images_of(clients: Iterable[SimulatedClient]) -> Images:
     """All images whose features the clients compute.
@@ -75,10 +85,13 @@ def fill(
         DataError: an image cannot be read.
         OSError: the disk has no room for the patches' features.
     """
-    for start in range(0, len(rows), STEP):
+
+    def done(count: int) -> None:
         if stopped():
-            return
-        some = rows[start : start + STEP]
-        cache.features(backbone, images, indices=some)
+            raise _Stopped
+
+    with suppress(_Stopped):
+        done(0)
+        cache.features(backbone, images, indices=rows, done=done)
         if patches:
-            cache.patches.fill(backbone, images, some)
+            cache.patches.fill(backbone, images, rows, done)

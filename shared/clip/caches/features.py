@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.clip.backbone import Backbone
-from promptfed.shared.clip.caches.rows import RowCache
+from promptfed.shared.clip.caches.rows import Done, RowCache, nothing
 from promptfed.shared.clip.caches.slots import ImageSplit
 
 PATCHES, BLOCKS = "patches", "blocks"  # folders beside that of the pooled features
@@ -87,12 +87,19 @@ class FeatureCache(RowCache):
         lengths = torch.linalg.vector_norm(raw, dim=-1, keepdim=True)
         return torch.cat([F.normalize(raw, dim=-1), lengths], dim=1)
 
-    def features(self, backbone: Backbone, split: ImageSplit, *, indices: Sequence[int] | None = None) -> Tensor:
-        """Normalised features `(N, d_e)` on the CPU of all images, or of those at ``indices`` in that order."""
-        rows = self.rows(backbone, split, range(len(split)) if indices is None else indices)
+    def features(
+        self, backbone: Backbone, split: ImageSplit, *, indices: Sequence[int] | None = None, done: Done = nothing
+    ) -> Tensor:
+        """Normalised features `(N, d_e)` on the CPU of all images, or of those at ``indices`` in that order.
+
+        ``done``: see `rows`.
+        """
+        rows = self.rows(backbone, split, range(len(split)) if indices is None else indices, done)
         return rows[:, :-1].contiguous()
 
-    def raw_features(self, backbone: Backbone, split: ImageSplit, *, indices: Sequence[int] | None = None) -> Tensor:
+    def raw_features(
+        self, backbone: Backbone, split: ImageSplit, *, indices: Sequence[int] | None = None, done: Done = nothing
+    ) -> Tensor:
         """The same features without normalisation."""
-        rows = self.rows(backbone, split, range(len(split)) if indices is None else indices)
+        rows = self.rows(backbone, split, range(len(split)) if indices is None else indices, done)
         return rows[:, :-1] * rows[:, -1:]

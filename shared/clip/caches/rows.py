@@ -9,10 +9,11 @@ import math
 import os
 import shutil
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -23,13 +24,27 @@ from torch import Tensor
 
 from promptfed.shared import machine
 from promptfed.shared.clip.backbone import Backbone
-from promptfed.shared.clip.caches.slots import ImageSplit, encode_in_slots, folder_name, kept_slots
+from promptfed.shared.clip.caches.slots import ImageSplit, batch_size, folder_name, kept_slots
+from promptfed.shared.data.image_files import READERS
+from promptfed.shared.data.readers import Request, readers
 from promptfed.shared.files import write_whole
+from promptfed.shared.tensors.transfer import host_memory, read_later
 
-READERS = min(8, machine.processors())  # threads that read images for a tower
 SHARD_SUFFIX = ".safetensors"
 BLOCK = 1024  # rows that are held in one tensor
+FILE_ROWS = 4096  # rows of a file, at most
+FILE_BYTES = 1 << 26  # and its bytes, about
+FILE_SECONDS = 30.0  # after which what is computed is written in any case
+CHUNK = 8  # images that another process reads at a time
 PART = 1 << 14  # rows that are tensors of their own at the same time, each of which takes more than its numbers
+
+MOST_THREADED = 3  # processors that threads of one process keep busy
+
+Done = Callable[[int], object]
+
+
+def nothing(images: int) -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -137,7 +152,7 @@ class _Folder:
 class RowCache(ABC):
     """One kind of row under ``root``, keyed by backbone, transform and image.
 
-    A file holds one batch, is named by the digest of its bytes and appears by rename, so that several processes can
+    A file holds many batches, is named by the digest of its bytes and appears by rename, so that several processes can
     share the folder. A file that does not match its name is deleted and its images are computed again. With
     ``max_bytes`` the least recently used files are deleted; the newest file stays. Without ``keep`` nothing is written
     and the tower runs on every request. `images_computed` counts the images that the tower has processed.
@@ -168,22 +183,23 @@ class RowCache(ABC):
     def encode(self, backbone: Backbone, images: Tensor) -> Tensor:
         """Compute a row for each of the images `(B, 3, H, W)`."""
 
-    def rows(self, backbone: Backbone, split: ImageSplit, indices: Sequence[int]) -> Tensor:
-        """Rows `(B, *shape)` float32 on the CPU of the images at ``indices``, in that order."""
+    def rows(self, backbone: Backbone, split: ImageSplit, indices: Sequence[int], done: Done = nothing) -> Tensor:
+        """Rows `(B, *shape)` float32 on the CPU of the images at ``indices``, in that order.
+
+        ``done`` is told how many images a batch had once it is computed. If it raises, what is computed is kept.
+        """
         if not len(indices):
             return torch.zeros(0, *self.shape(backbone))
         whole = torch.empty(len(indices), *self.shape(backbone))
         with self._lock:
             folder = self._folder(backbone)
-            missing = self._missing(folder, _without(_by_digest(split, indices), folder.held))
-            computed = self._compute(backbone, folder, split, missing)
             for start in range(0, len(indices), PART):
                 part = indices[start : start + PART]
                 wanted = _by_digest(split, part)
                 rows = {digest: folder.held[digest] for digest in wanted if digest in folder.held}
-                rows |= {digest: computed[digest] for digest in _without(wanted, rows) if digest in computed}
+                rows |= self._compute(backbone, folder, split, self._missing(folder, _without(wanted, rows)), done)
                 rows |= folder.read(_without(wanted, rows))
-                rows |= self._compute(backbone, folder, split, _without(wanted, rows))  # deleted or damaged meanwhile
+                rows |= self._compute(backbone, folder, split, _without(wanted, rows), done)  # deleted meanwhile
                 if self.in_memory:
                     for digest in _without(wanted, folder.held):
                         folder.held.add(digest, rows[digest])
@@ -192,13 +208,13 @@ class RowCache(ABC):
                 whole[start : start + PART] = torch.stack([rows[split.digest(index)] for index in part])
         return whole
 
-    def fill(self, backbone: Backbone, split: ImageSplit, indices: Sequence[int]) -> None:
-        """Compute the missing rows of the images at ``indices``. Does nothing if rows are not kept."""
+    def fill(self, backbone: Backbone, split: ImageSplit, indices: Sequence[int], done: Done = nothing) -> None:
+        """Compute the missing rows of the images at ``indices``, as `rows`. Does nothing if rows are not kept."""
         if self._keep:
             with self._lock:
                 folder = self._folder(backbone)
                 missing = self._missing(folder, _by_digest(split, indices))
-                self._compute(backbone, folder, split, missing, hold=False)
+                self._compute(backbone, folder, split, missing, done, hold=False)
 
     def cost(self, backbone: Backbone, splits: Iterable[ImageSplit]) -> CacheCost:
         """The cost of the missing rows of all images of ``splits``."""
@@ -220,26 +236,60 @@ class RowCache(ABC):
         return _without(wanted, folder.files)
 
     def _compute(
-        self, backbone: Backbone, folder: _Folder, split: ImageSplit, missing: dict[str, int], hold: bool = True
+        self,
+        backbone: Backbone,
+        folder: _Folder,
+        split: ImageSplit,
+        missing: dict[str, int],
+        done: Done,
+        hold: bool = True,
     ) -> dict[str, Tensor]:
-        """Compute the missing rows and write them batch by batch; returns them if they are to be held in memory."""
+        """Compute the missing rows and write them; returns them if they are to be held in memory."""
         held: dict[str, Tensor] = {}
-        encode = partial(self.encode, backbone)
+        unwritten: dict[str, Tensor] = {}
+        written, most = time.monotonic(), self._rows_of_a_file(backbone)
+
+        def write() -> None:
+            batch = dict(unwritten)
+            unwritten.clear()
+            if batch and self._keep:
+                self._shrink(folder.path / folder.write(batch))
+
+        try:
+            for batch in self._batches(backbone, folder, split, missing):
+                self.images_computed += len(batch)
+                unwritten |= batch
+                if len(unwritten) >= most or time.monotonic() - written > FILE_SECONDS:
+                    write()
+                    written = time.monotonic()
+                if hold:
+                    held |= batch
+                done(len(batch))
+        finally:
+            write()
+        return held
+
+    def _batches(
+        self, backbone: Backbone, folder: _Folder, split: ImageSplit, missing: dict[str, int]
+    ) -> Iterator[dict[str, Tensor]]:
+        """The missing rows. While the device has a batch, the one before is read back and the next ones are read."""
         if not missing:
-            return held
+            return
+        encode = partial(self.encode, backbone)
         if folder.slots is None:
             folder.slots = kept_slots(folder.path, backbone, encode)
-        size, todo = len(folder.slots), list(missing)
-        parts = [todo[start : start + size] for start in range(0, len(todo), size)]
-        for part, images in zip(parts, _read_ahead(backbone, split, missing, parts), strict=True):
-            computed = encode_in_slots(images, folder.slots, encode).to(self.dtype)
-            self.images_computed += len(part)
-            batch = dict(zip(part, computed, strict=True))
-            if self._keep:
-                self._shrink(folder.path / folder.write(batch))
-            if hold:
-                held |= batch
-        return held
+        slots, todo = folder.slots, list(missing)
+        parts = [todo[start : start + len(slots)] for start in range(0, len(todo), len(slots))]
+        before: list[tuple[list[str], Callable[[], Tensor]]] = []
+        for part, pixels in zip(parts, _read_ahead(backbone, split, missing, parts, slots), strict=True):
+            before.append((part, read_later(encode(pixels).float().to(self.dtype))))
+            if len(before) > 1:
+                yield _in_slots(*before.pop(0), slots)
+        yield _in_slots(*before.pop(), slots)
+
+    def _rows_of_a_file(self, backbone: Backbone) -> int:
+        room = FILE_BYTES if self._max_bytes is None else min(FILE_BYTES, self._max_bytes // 4)
+        return min(FILE_ROWS, room // (math.prod(self.shape(backbone)) * self.dtype.itemsize))
 
     def _folder(self, backbone: Backbone) -> _Folder:
         name = folder_name(backbone, **self.about())
@@ -269,31 +319,66 @@ class RowCache(ABC):
                 total -= size
 
 
-def _read_ahead(
-    backbone: Backbone, split: ImageSplit, places: dict[str, int], parts: Sequence[Sequence[str]]
-) -> Iterator[Tensor]:
-    """Preprocessed images `(B, 3, H, W)` of each part; those of the next are made while the tower has this one."""
-    expect = getattr(split, "expect", None)  # of images that other processes decode
+def _in_slots(digests: list[str], read: Callable[[], Tensor], slots: list[int]) -> dict[str, Tensor]:
+    return dict(zip(digests, read()[slots[: len(digests)]], strict=True))
 
-    def read(digest: str) -> Tensor:
-        return backbone.preprocess(split.image(places[digest]))
+
+def _read_ahead(
+    backbone: Backbone, split: ImageSplit, places: dict[str, int], parts: Sequence[Sequence[str]], slots: list[int]
+) -> Iterator[Tensor]:
+    """Pixels `(batch_size, 3, H, W)` of each part in its slots; those of the next two are read meanwhile.
+
+    Threads read them. If only the towers' device is busy, other processes read images from their files, where the
+    threads of one would wait for each other.
+    """
+    expect = getattr(split, "expect", None)  # of images that other processes decode
+    path, cut = getattr(split, "path", None), backbone.cut
+    apart = apart_on(backbone.device) and cut is not None and path is not None
+    shape = (batch_size(backbone.device), 3, *backbone.image_size)
+
+    def read(batch: Tensor, images: Sequence[tuple[int, int]]) -> None:
+        """Read ``images``, each a slot and its index."""
+        files = [path(index) for _, index in images] if apart and path is not None else [None]
+        if None not in files and cut is not None:
+            settings = {"cut": asdict(cut), "paths": [str(file) for file in files]}
+            body = readers().submit(Request("cut", settings=settings)).result().body
+            if body:  # else an error, which reading it here tells
+                pixels = torch.frombuffer(bytearray(body), dtype=torch.uint8).view(-1, *shape[1:])
+                batch[[slot for slot, _ in images]] = pixels
+                return
+        for slot, index in images:
+            batch[slot] = backbone.pixels(split.image(index))
 
     with ThreadPoolExecutor(READERS, "images") as pool:
 
-        def begin(number: int) -> list[Future[Tensor]]:
+        def begin(number: int) -> tuple[Tensor, list[Future[None]]]:
             if expect is not None:
                 expect([places[digest] for part in parts[number : number + 2] for digest in part])
-            return [pool.submit(read, digest) for part in parts[number : number + 1] for digest in part]
+            batch = host_memory(shape, torch.float32 if cut is None else torch.uint8, backbone.device).zero_()
+            images = [(slot, places[digest]) for slot, digest in zip(slots, parts[number], strict=False)]
+            size = CHUNK if apart else 1
+            chunks = [images[start : start + size] for start in range(0, len(images), size)]
+            return batch, [pool.submit(read, batch, chunk) for chunk in chunks]
 
-        ahead = begin(0)
+        ahead = [begin(number) for number in range(min(2, len(parts)))]
         try:
             for number in range(len(parts)):
-                images = torch.stack([image.result() for image in ahead])
-                ahead = begin(number + 1)
-                yield images
+                batch, reading = ahead[0]
+                for chunk in reading:
+                    chunk.result()
+                del ahead[0]
+                if number + 2 < len(parts):
+                    ahead.append(begin(number + 2))
+                yield batch
         finally:
-            for image in ahead:
-                image.cancel()
+            for _, reading in ahead:
+                for chunk in reading:
+                    chunk.cancel()
+
+
+def apart_on(device: torch.device) -> bool:
+    """Whether other processes read images for a tower on ``device``: a CPU's tower needs the processors itself."""
+    return device.type != "cpu" and machine.processors() > MOST_THREADED
 
 
 def _by_digest(split: ImageSplit, indices: Sequence[int]) -> dict[str, int]:

@@ -21,12 +21,13 @@ from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.fingerprint import config_digest
 from promptfed.shared.files import write_whole
 
-BATCH = 32
+BATCH = 32  # images of a batch on a CPU
+DEVICE_BATCH = 256  # and elsewhere
 SLOTS_FILE = "slots.json"
 PROBE_SEED = 20_240_301
 
 Encode = Callable[[Tensor], Tensor]
-"""What a cache keeps of a batch of preprocessed images `(32, 3, H, W)`: a tensor with a row for each."""
+"""What a cache keeps of a batch of images `(batch_size, 3, H, W)` or their pixels: a tensor with a row for each."""
 
 
 class ImageSplit(Protocol):
@@ -39,6 +40,11 @@ class ImageSplit(Protocol):
 
     def digest(self, index: int, /) -> str:
         """A digest of the image's content, as text."""
+
+
+def batch_size(device: torch.device) -> int:
+    """How many images go through a tower together. Bits depend on it, so that it is the same for every batch."""
+    return BATCH if device.type == "cpu" else DEVICE_BATCH
 
 
 def folder_name(backbone: Backbone, **more: str) -> str:
@@ -63,25 +69,17 @@ def kept_slots(folder: Path, backbone: Backbone, encode: Encode) -> list[int]:
 
 
 def agreeing_slots(backbone: Backbone, encode: Encode | None = None) -> list[int]:
-    """The largest set of places in a batch of 32 at which the same image gives the same bits.
+    """The largest set of places in a batch at which the same image gives the same bits.
 
     encode: by default the image tower.
     """
     encode = encode or backbone.encode_images
     generator = torch.Generator().manual_seed(PROBE_SEED)
     image = torch.randn(1, 3, *backbone.image_size, generator=generator)
-    rows = encode(image.expand(BATCH, -1, -1, -1)).cpu()
+    rows = encode(image.expand(batch_size(backbone.device), -1, -1, -1)).cpu()
     kinds = [hashlib.sha256(row.numpy().tobytes()).digest() for row in rows]
     most_common = Counter(kinds).most_common(1)[0][0]
     return [slot for slot, kind in enumerate(kinds) if kind == most_common]
-
-
-def encode_in_slots(images: Tensor, slots: list[int], encode: Encode) -> Tensor:
-    """Rows `(k, ...)` of k images at the first k slots of a batch that is zero elsewhere."""
-    batch = torch.zeros(BATCH, *images.shape[1:])
-    places = slots[: len(images)]
-    batch[places] = images
-    return encode(batch)[places].float().cpu()
 
 
 def _compute_identity(device: torch.device) -> dict[str, Any]:
@@ -90,7 +88,7 @@ def _compute_identity(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "device": device.type,
         "matmul": torch.get_float32_matmul_precision(),
-        "batch": BATCH,
+        "batch": batch_size(device),
     }
     if device.type == "cpu":
         return identity | {"threads": torch.get_num_threads(), "cpu": torch.backends.cpu.get_cpu_capability()}

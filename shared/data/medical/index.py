@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from promptfed.shared.data.medical.keys import Keys
-from promptfed.shared.data.medical.readers import Request, readers
+from promptfed.shared.data.readers import Request, readers
 from promptfed.shared.files import write_whole
 
 IDS = ("patient", "study", "series", "sop", "accession")

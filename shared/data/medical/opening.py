@@ -15,9 +15,9 @@ from PIL import Image
 from promptfed.shared.data.folder import SKIP, TEMPLATE, skips
 from promptfed.shared.data.medical.index import Broken, Facts, Index, Item, Listed, Shown
 from promptfed.shared.data.medical.keys import Keys, home, kept_in
-from promptfed.shared.data.medical.readers import Answer, readers
 from promptfed.shared.data.medical.table import COLUMNS, PATH, Table, read_table, refuse
 from promptfed.shared.data.options import Options
+from promptfed.shared.data.readers import Answer, readers
 from promptfed.shared.data.source import DataError, Source, Split
 from promptfed.shared.data.splitting import divided
 from promptfed.shared.service.reasons import named, why

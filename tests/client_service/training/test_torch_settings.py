@@ -84,7 +84,13 @@ class Far:
     """A tensor that notes how it is moved."""
 
     def __init__(self, calls: list[Any]):
-        self.calls, self.device = calls, torch.device("cpu")
+        self.calls, self.device, self.nbytes = calls, torch.device("cpu"), 4
+
+    def is_pinned(self) -> bool:
+        return "pinned" in self.calls
+
+    def contiguous(self) -> Far:
+        return self
 
     def pin_memory(self) -> Far:
         self.calls.append("pinned")

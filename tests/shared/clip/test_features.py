@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -14,7 +15,10 @@ from PIL import Image
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.clip.caches import rows
 from promptfed.shared.clip.caches.slots import BATCH, agreeing_slots
-from promptfed.shared.data import DataError
+from promptfed.shared.clip.preprocessing import Halves
+from promptfed.shared.data import DataError, open_source
+from promptfed.shared.data.image_files import middle
+from promptfed.shared.data.readers import Readers
 from tests.shared.clip.conftest import Noise
 from tests.support.equality import assert_values
 from tests.support.waiting import PATIENCE
@@ -127,7 +131,8 @@ def damage(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["truncated", "flipped", "empty"])
-def test_a_damaged_file_is_computed_again(small: Any, tmp_path: Any, kind: Any) -> None:
+def test_a_damaged_file_is_computed_again(small: Any, tmp_path: Any, kind: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(rows, "FILE_ROWS", 1)  # a file for each batch
     backbone = small("small-vit")
     whole = len(agreeing_slots(backbone))  # how many images a file holds is the CPU's
     split = Noise(whole + 1)
@@ -240,6 +245,69 @@ def test_the_next_images_are_read_while_the_tower_runs(small: Any, tmp_path: Any
     assert waited == [True, True]
     monkeypatch.undo()
     assert torch.equal(features, FeatureCache(tmp_path / "other").features(backbone, Noise(BATCH + 8)))
+
+
+@pytest.mark.parametrize("size", [(320, 240), (240, 320), (224, 224), (97, 311), (48, 20), (1000, 7)])
+def test_the_two_halves_of_a_preprocessing_give_its_bits(small: Any, size: tuple[int, int]) -> None:
+    """Of each kind of resizing: the shorter side, also of a side that is cut, and both sides."""
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+
+    backbone = small("small-vit")
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    for given in ({"size": 32}, {"size": 32, "resize_mode": "squash", "interpolation": "bilinear"}):
+        whole = image_transform_v2(PreprocessCfg(**given), is_train=False)
+        halves = Halves.of(whole)
+        assert halves is not None
+        cut = torch.from_numpy(halves.cut.pixels(image))
+        assert cut.dtype == torch.uint8
+        assert torch.equal(halves.numbers(cut[None], torch.device("cpu"))[0], whole(middle(image)))
+    assert torch.equal(backbone.images(backbone.pixels(image)[None])[0], backbone.preprocess(image))
+    padded = image_transform_v2(PreprocessCfg(size=32, resize_mode="longest"), is_train=False)
+    assert Halves.of(padded) is None, "it does more than scale and cut"
+
+
+def test_other_processes_read_the_same_images(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    backbone, pictures = small("small-vit"), Noise(11)
+    for number in range(len(pictures)):
+        place = tmp_path / "images" / "ab"[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        pictures.image(number).save(place / f"{number}.png")
+    split = open_source(f"folder:{tmp_path}/images", "evaluator").test
+    wanted = FeatureCache(tmp_path / "here").features(backbone, split)
+    monkeypatch.setattr(rows, "apart_on", lambda device: True)
+    asked: list[Any] = []
+    submit = Readers.submit
+    monkeypatch.setattr(Readers, "submit", lambda *given: asked.append(given[1]) or submit(*given))
+    assert torch.equal(FeatureCache(tmp_path / "apart").features(backbone, split), wanted)
+    assert [len(request.settings["paths"]) for request in asked] == [8, 3]
+    path = split.path(4)
+    path.write_bytes(b"damaged")
+    with pytest.raises(DataError, match="cannot be read as an image"):
+        FeatureCache(tmp_path / "again").features(backbone, split)
+
+
+def test_many_batches_share_a_file_and_what_was_computed_is_kept(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    backbone, split = small("small-vit"), Noise(4 * BATCH)
+    told: list[int] = []
+
+    def stop(images: int) -> None:
+        told.append(images)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    cache = FeatureCache(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        cache.features(backbone, split, done=stop)
+    assert sum(told) == cache.images_computed < len(split)
+    (_,) = tmp_path.glob("*/*.safetensors")
+    again = FeatureCache(tmp_path)
+    again.features(backbone, split)
+    assert again.images_computed == len(split) - sum(told)
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 2
+    monkeypatch.setattr(rows, "FILE_SECONDS", 0)
+    FeatureCache(tmp_path / "slow").features(backbone, split)
+    assert len(list(tmp_path.glob("slow/*/*.safetensors"))) >= 4, "a kill costs little where a tower is slow"
 
 
 def test_an_image_that_cannot_be_read_ends_the_reading(small: Any, tmp_path: Any) -> None:

@@ -29,7 +29,7 @@ from promptfed.shared.data.medical import opening  # noqa: E402
 from promptfed.shared.data.medical.dicom import pixels, windowed  # noqa: E402
 from promptfed.shared.data.medical.index import Shown  # noqa: E402
 from promptfed.shared.data.medical.phantoms import dataset, scan, write_patients  # noqa: E402
-from promptfed.shared.data.medical.readers import Answer, Readers, Request, readers  # noqa: E402
+from promptfed.shared.data.readers import Answer, Readers, Request, readers  # noqa: E402
 
 DRAWS = np.random.default_rng(5)
 

@@ -18,9 +18,9 @@ pydicom = pytest.importorskip("pydicom", reason="DICOM files: pip install '.[med
 from pydicom.encaps import encapsulate  # noqa: E402
 from pydicom.uid import DeflatedExplicitVRLittleEndian, JPEG2000Lossless  # noqa: E402
 
-from promptfed.shared.data.medical import readers as reading  # noqa: E402
+from promptfed.shared.data import readers as reading  # noqa: E402
 from promptfed.shared.data.medical.phantoms import dataset, scan, write_patients  # noqa: E402
-from promptfed.shared.data.medical.readers import Request, readers  # noqa: E402
+from promptfed.shared.data.readers import Request, readers  # noqa: E402
 
 
 def test_a_broken_file_is_named_to_its_owner_only_and_can_be_left_out(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_hostile_files_end_in_errors_within_bounds(tmp_path: Path) -> None:
 def test_a_file_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "SECONDS", 0.5)
     child = reading._Child()
-    code = "import time\nfrom promptfed.shared.data.medical import dicom, worker\n"
+    code = "import time\nfrom promptfed.shared.data import worker\nfrom promptfed.shared.data.medical import dicom\n"
     code += "dicom.facts = lambda path: time.sleep(60)\nworker.main()"
     child._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.read(Request("facts", "x")).error == "reading it takes more than 0 s"

@@ -1,9 +1,9 @@
-"""A child process that reads medical files. Requests and answers are lines of JSON.
+"""A child process that reads medical files, or images for a backbone. Requests and answers are lines of JSON.
 
-A request is ``{"do": "facts", "check" or "pixels", "path", "place", "settings"}``. An answer is ``{"facts"}``,
-``{"mode", "size", "digest", "bytes"}``, which so many bytes of pixels follow, or ``{"error"}``. Files are hostile until
-they are read: memory is bounded here, time by the parent. Errors are our own words, since those of libraries can have
-values of headers.
+A request is ``{"do": "facts", "check", "pixels" or "cut", "path", "place", "settings"}``. An answer is ``{"facts"}``,
+``{"mode", "size", "digest", "bytes"}`` or ``{"bytes"}``, which so many bytes of pixels follow, or ``{"error"}``. Files
+are hostile until they are read: memory is bounded here, time by the parent. Errors are our own words, since those of
+libraries can have values of headers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from PIL import Image
 
 from promptfed.shared import machine
-from promptfed.shared.data.image_files import LARGE, image_digest, shrunk
+from promptfed.shared.data.image_files import LARGE, Cut, image_digest, read_image, shrunk
 from promptfed.shared.data.medical.unreadable import Unreadable
 
 MEMORY = 3 << 30  # bytes of address space
@@ -29,9 +29,13 @@ IDLE_SECONDS = 30.0  # without a request, after which the process ends; the pare
 def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """The answer to a request, and the pixels that follow it."""
     try:
+        path, settings = Path(request["path"]), request["settings"]
+        if request["do"] == "cut":
+            cut = Cut(**settings["cut"])
+            body = b"".join(cut.pixels(read_image(Path(each))).tobytes() for each in settings["paths"])
+            return {"bytes": len(body)}, body
         from promptfed.shared.data.medical import dicom
 
-        path, settings = Path(request["path"]), request["settings"]
         if request["do"] == "facts":
             return {"facts": dicom.facts(path)}, b""
         image = Image.fromarray(dicom.pixels(path, request["place"], settings))

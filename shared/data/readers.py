@@ -1,4 +1,4 @@
-"""Child processes that read medical files in parallel. A file that takes too long costs a child, not this process."""
+"""Child processes that read files in parallel. A file that takes too long costs a child, not this process."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ _ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", 
 
 @dataclass(frozen=True)
 class Request:
-    """A file to be read: its ``facts``, whether it can be decoded (``check``), or its ``pixels``."""
+    """A file to be read: its ``facts``, whether it can be decoded (``check``), or its ``pixels``.
+
+    ``cut``: what a `Cut` makes of several images, which ``settings`` name.
+    """
 
     do: str
-    path: str
+    path: str = ""
     place: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -43,6 +46,7 @@ class Answer:
     digest: str = ""
     size: tuple[int, int] = (0, 0)
     image: Image.Image | None = None
+    body: bytes = b""  # of cut images
 
 
 class _Child:
@@ -89,7 +93,7 @@ class _Child:
         if self._process is None or self._process.poll() is not None:
             self.close()
             environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            command = [sys.executable, "-P", "-m", "promptfed.shared.data.medical.worker"]
+            command = [sys.executable, "-P", "-m", "promptfed.shared.data.worker"]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(  # noqa: S603
                 command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment
@@ -111,7 +115,7 @@ class _Child:
 
 def _answer(told: dict[str, Any], body: bytes) -> Answer:
     if "mode" not in told:
-        return Answer(told.get("error"), told.get("facts"))
+        return Answer(told.get("error"), told.get("facts"), body=body)
     size = tuple(told["size"])
     image = Image.frombytes(told["mode"], size, body).convert("RGB") if body else None
     return Answer(digest=told["digest"], size=(size[0], size[1]), image=image)
@@ -122,7 +126,7 @@ class Readers:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._threads = ThreadPoolExecutor(count, "medical-reader")
+        self._threads = ThreadPoolExecutor(count, "reader")
         self._own = threading.local()
         self._children: list[_Child] = []
 
