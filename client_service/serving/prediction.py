@@ -15,7 +15,8 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.clip.caches.features import rows_before
-from promptfed.shared.data.image_files import IMAGE_FORMATS, UNREADABLE, expect_numbers
+from promptfed.shared.data.image_files import IMAGE_FORMATS
+from promptfed.shared.data.pixels import UNREADABLE, Unfaithful, in_rgb
 from promptfed.shared.methods import MULTI_LABEL, TASK
 from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, Mixes
 
@@ -145,21 +146,22 @@ def _domains(classifier: Classifier, split: OneImage, row: Tensor) -> list[dict[
 
 
 def read_image(content: bytes) -> Image.Image:
-    """The image, RGB. Its size is looked at before it is decoded."""
+    """The image as `in_rgb` shows it. Its size is looked at before it is decoded."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        warnings.filterwarnings("ignore", module="PIL")  # of large images, and of damaged notes
         try:
             with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise TooManyPixels(f"the image has {image.width}x{image.height} pixels; {MAX_PIXELS} are allowed")
                 if image.format == "JPEG":
                     image.draft("RGB", (DRAFT, DRAFT))
-                expect_numbers(image)
-                return image.convert("RGB")
+                return in_rgb(image)
         except Image.DecompressionBombError:
             raise TooManyPixels(f"the image has too many pixels; {MAX_PIXELS} are allowed") from None
         except TooManyPixels:
             raise
+        except Unfaithful as error:
+            raise BadImage(f"the image cannot be shown faithfully: {error}") from error
         except UNREADABLE as error:
             kind = "the body cannot be read as an image: send the bytes of a PNG, JPEG or another common format"
             raise BadImage(kind) from error

@@ -21,6 +21,7 @@ from promptfed.sdk.remarks import remarks
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.sdk.text import percent
 from promptfed.shared.clip import Backbone
+from promptfed.shared.data.pixels import UNREADABLE, in_rgb
 from promptfed.shared.messages import Role
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
@@ -262,5 +263,8 @@ def _bytes(image: Image | Path | str | bytes) -> bytes:
         except OSError as error:
             raise CommandError(f"cannot read {image}: {why(error)}", Exit.BAD_INPUT) from None
     file = io.BytesIO()
-    image.convert("RGB").save(file, "PNG")
+    try:
+        in_rgb(image).save(file, "PNG")
+    except UNREADABLE as error:
+        raise CommandError(f"the image cannot be read: {why(error)}", Exit.BAD_INPUT) from None
     return file.getvalue()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from PIL import Image
 
-from promptfed.shared.data.image_files import UNREADABLE, expect_numbers
 from promptfed.shared.data.options import UNKNOWN, Options
 from promptfed.shared.data.partition import train_test
+from promptfed.shared.data.pixels import UNREADABLE, in_rgb
 from promptfed.shared.data.source import DataError, Source, Split, refuse_special_files
 from promptfed.shared.service.reasons import why
 
@@ -91,9 +91,7 @@ def _split(dataset: Any, image: str, label: str, names: tuple[str, ...], options
 
     def read(row: int) -> Image.Image:
         try:
-            decoded: Image.Image = dataset[row][image]
-            expect_numbers(decoded)
-            return decoded.convert("RGB")
+            return in_rgb(dataset[row][image])
         except (*UNREADABLE, AttributeError) as error:
             raise DataError(f"row {row}: column {image} holds no readable image ({why(error)}).") from error
 

@@ -14,19 +14,16 @@ from PIL import Image, UnidentifiedImageError
 
 from promptfed.shared import machine
 from promptfed.shared.data.errors import DataError
+from promptfed.shared.data.pixels import UNREADABLE, in_rgb
 from promptfed.shared.files import NotAFile, open_file
 from promptfed.shared.service.reasons import why
 
 # Accepted formats, also of a client's service. Unneeded decoders only add attack surface.
 IMAGE_FORMATS = ("PNG", "JPEG", "JPEG2000", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 
-UNREADABLE = (OSError, SyntaxError, TypeError, ValueError)
-"""Errors of PIL for damaged files."""
-
 LARGE = 32_000_000  # images with more pixels are scaled down on reading; towers need a few hundred pixels a side
 SHRUNK = 16_000_000  # approximate number of pixels after scaling down
 LEAST_SIDE = 512  # least pixels of the shorter side after scaling down
-_STRIP = 256  # rows of the scaled image that are computed at once
 MOST_RATIO = 100  # of an image's longer side to its shorter one, before a backbone's preprocessing
 
 READERS = min(8, machine.processors())  # threads that read images beside each other
@@ -46,17 +43,16 @@ _RAW = frozenset({".cr2", ".cr3", ".nef", ".arw", ".dng", ".orf", ".rw2", ".raf"
 
 
 def read_image(path: Path) -> Image.Image:
-    """The decoded RGB image; an image of more than `LARGE` pixels is scaled down while it is read.
+    """The image as `in_rgb` shows it; an image of more than `LARGE` pixels is scaled down while it is read.
 
     Raises:
         DataError: the file cannot be read as an image. The text says how to convert it if its format is known.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # such an image is scaled down
+            warnings.filterwarnings("ignore", module="PIL")  # of large images, and of damaged notes
             with open_file(path) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
-                expect_numbers(image)
-                return image.convert("RGB") if image.width * image.height <= LARGE else shrunk(image)
+                return in_rgb(image) if image.width * image.height <= LARGE else shrunk(image)
     except NotAFile as error:
         raise DataError(f"{path} cannot be read as an image: {error}; remove it.") from error
     except UnidentifiedImageError as error:
@@ -72,29 +68,15 @@ def read_image(path: Path) -> Image.Image:
         raise DataError(f"{path} cannot be read as an image; repair or remove it ({why(error)}).") from error
 
 
-def expect_numbers(image: Image.Image) -> None:
-    """Raise ValueError if an image of floats has no finite pixel: it would be read as a black one."""
-    tops = range(0, image.height, _STRIP)
-    boxes = ((0, top, image.width, min(top + _STRIP, image.height)) for top in tops)
-    if image.mode == "F" and not any(np.isfinite(np.asarray(image.crop(box))).any() for box in boxes):
-        raise ValueError("none of its pixels is a finite number")
-
-
 def shrunk(image: Image.Image) -> Image.Image:
-    """An RGB image of about `SHRUNK` pixels. Strips are scaled in place, so that no second full copy exists."""
+    """The image as `in_rgb` shows it, of about `SHRUNK` pixels."""
     factor = min(math.ceil(math.sqrt(image.width * image.height / SHRUNK)), min(image.size) // LEAST_SIDE)
     if factor < 2:
-        return image.convert("RGB")
+        return in_rgb(image)
     if image.format == "JPEG":  # the JPEG decoder can decode directly to a half, a quarter or an eighth of the size
         image.draft("RGB", (image.width // factor, image.height // factor))
-        return image.convert("RGB")
-    size = math.ceil(image.width / factor), math.ceil(image.height / factor)
-    small = Image.new("RGB", size)
-    for top in range(0, size[1], _STRIP):
-        bottom = min((top + _STRIP) * factor, image.height)
-        strip = image.crop((0, top * factor, image.width, bottom)).convert("RGB").reduce(factor)
-        small.paste(strip, (0, top))
-    return small
+        return in_rgb(image)
+    return in_rgb(image, factor)
 
 
 def image_digest(image: Image.Image) -> str:

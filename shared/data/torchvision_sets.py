@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from PIL import Image
 
-from promptfed.shared.data.image_files import UNREADABLE, expect_numbers
 from promptfed.shared.data.options import Options, with_classes
 from promptfed.shared.data.partition import train_test
+from promptfed.shared.data.pixels import UNREADABLE, in_rgb
 from promptfed.shared.data.source import DataError, Source, Split, refuse_special_files
 from promptfed.shared.service.reasons import why
 
@@ -100,8 +100,7 @@ def _split(name: str, dataset: Any) -> Split:
             image = dataset[row][0]
             if not isinstance(image, Image.Image):
                 raise ValueError(f"it is {type(image).__name__}, no image")
-            expect_numbers(image)
-            return image.convert("RGB")
+            return in_rgb(image)
         except (*UNREADABLE, Image.DecompressionBombError) as error:
             raise DataError(f"image {row} of torchvision's {name} cannot be read ({why(error)}).") from error
 

@@ -22,6 +22,7 @@ from pydicom.uid import (
 
 from promptfed.shared.data.medical.pictures import MOST_BYTES, MOST_FRAMES, in_eight_bits, stretched, windowed
 from promptfed.shared.data.medical.unreadable import Unreadable
+from promptfed.shared.data.pixels import bounds
 from promptfed.shared.files import open_file
 
 _IDS = {
@@ -190,7 +191,7 @@ def _of_frame(header: Dataset, place: int) -> Dataset:
 
 
 def _grey(frame: np.ndarray, header: Dataset, window: tuple[float, float] | None) -> np.ndarray:
-    """A grey frame (H, W) by its window, by its table, or from its least to its largest value."""
+    """A grey frame (H, W) by its window, by its table, as `grey_levels`, or from its least to its largest value."""
     values = apply_modality_lut(frame, header)
     if window is not None:
         shown = windowed(values, *window)
@@ -205,6 +206,8 @@ def _grey(frame: np.ndarray, header: Dataset, window: tuple[float, float] | None
         shown = windowed(values, center, width, function)
     elif int(header.get("BitsStored") or 16) <= 8 and not header.get("PixelRepresentation") and values is frame:
         shown = values / (2.0 ** int(header.BitsStored) - 1)
+    elif not header.get("PixelRepresentation") and values is frame and "PixelPaddingValue" not in header:
+        shown = values / bounds(values)[1]
     else:
         shown = stretched(values, frame != header.get("PixelPaddingValue"))
     grey = in_eight_bits(shown)

@@ -278,15 +278,17 @@ def test_several_labels_and_mixed_up_tables(tmp_path: Path) -> None:
         assert words in str(refused(f"{uri}?{option}"))
 
 
-@pytest.mark.parametrize("shape", [(12, 10), (12, 10, 3)])
-def test_the_same_pixels_as_png_are_the_same_data(tmp_path: Path, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("shape", "most"), [((12, 10), 255), ((12, 10, 3), 255), ((12, 10), 4095), ((12, 10), 65535)])
+def test_the_same_pixels_as_png_are_the_same_data(tmp_path: Path, shape: tuple[int, ...], most: int) -> None:
     """Also where the order of the patients' names is not that of their lines: the index has other names for them."""
     rows, scans = [["path", "label", "patient"]], [["SOPInstanceUID", "label"]]
     for patient in reversed(range(12)):
         for place in range(3):
-            values = DRAWS.integers(0, 256, shape, dtype=np.uint8)
+            values = DRAWS.integers(0, most + 1, shape, dtype=np.uint8 if most == 255 else np.uint16)
             Image.fromarray(values).save(tmp_path / f"{patient}-{place}.png")
             data = dataset(values, f"p{patient}")
+            if most == 65535:
+                data.BitsStored, data.HighBit = 16, 15
             save(data, tmp_path / "scans" / f"{place}{patient}.dcm")
             label = "xy"[(patient + place) % 2]
             rows.append([f"{patient}-{place}.png", label, f"p{patient}"])
