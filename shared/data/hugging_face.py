@@ -43,7 +43,7 @@ def open_hugging_face(body: str, options: Options) -> Source:
     names = tuple(" ".join(name.replace("_", " ").split()) for name in getattr(feature, "feature", feature).names)
     first = _split(train, image, label, names, options)
     if test_name is None:
-        rows = train_test(first.labels, options.split_seed)
+        rows = train_test(first.labels, options.split_seed, names=names)
         return Source(options.uri, names, None, TEMPLATE, first.select(rows[0]), first.select(rows[1]))
     return Source(options.uri, names, None, TEMPLATE, first, _split(splits[test_name], image, label, names, options))
 

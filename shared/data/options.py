@@ -225,7 +225,7 @@ def _hold_out(source: Source, options: Options) -> Source:
         both = source.train.groups, source.train.labels
         train, held_out = partition.whole_groups(*both, seed, options.uri, share, turn)
     else:
-        train, held_out = partition.train_test(source.train.labels, seed, share, turn)
+        train, held_out = partition.train_test(source.train.labels, seed, share, turn, source.class_names)
     return replace(source, train=source.train.select(train), test=source.train.select(held_out))
 
 
@@ -284,12 +284,16 @@ def _parts(source: Source, kind: str, options: Options) -> list[Rows]:
         return _by_classes(source, partition.pathological(len(source.class_names), clients, seed), options)
     splits = [split for split in (source.train, source.test) if len(split)]  # an evaluator has no training images
     units = [_units(split) for split in splits]
-    things = "images" if splits[0].groups is None else "groups"
+    things = [
+        ("training " if split is source.train else "test ") + ("images" if split.groups is None else "groups")
+        for split in splits
+    ]
     if kind == "dirichlet":
         alpha = options.number("alpha", 0.3)
-        shares = partition.dirichlet([labels for labels, _ in units], clients, 0.3 if alpha is None else alpha, seed)
+        labels = [own for own, _ in units]
+        shares = partition.dirichlet(labels, clients, 0.3 if alpha is None else alpha, seed, things)
     else:
-        shares = [partition.iid(len(labels), clients, seed, things) for labels, _ in units]
+        shares = [partition.iid(len(own), clients, seed, name) for (own, _), name in zip(units, things, strict=True)]
     parts = [[rows(own) for own in share] for share, (_, rows) in zip(shares, units, strict=True)]
     none = [torch.zeros(0, dtype=torch.int64)] * clients
     first, second = parts if len(parts) == 2 else (parts[0], none) if len(source.train) else (none, parts[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.data.source import DataError
+from promptfed.shared.plain_text import counted
 from promptfed.shared.seeds import derive_seed
 
 _DIRICHLET_TRIES = 100
@@ -38,8 +40,7 @@ def grouped(groups: Sequence[str], labels: Tensor) -> tuple[Tensor, list[Tensor]
 def iid(count: int, clients: int, seed: int, things: str = "images") -> list[Tensor]:
     """Rows of each client, shuffled and dealt in turn; sizes differ by at most one."""
     _check_clients(clients)
-    if clients > count:
-        raise DataError(f"{count} {things} cannot be divided over {clients} clients; ask for fewer clients.")
+    _check_enough(count, clients, things)
     order = _rng(seed, "iid").permutation(count)
     return [torch.from_numpy(np.sort(order[k::clients])) for k in range(clients)]
 
@@ -116,20 +117,25 @@ def rows_of_classes(labels: Tensor, classes: Sequence[int]) -> Tensor:
     return torch.isin(labels, torch.tensor(list(classes), dtype=torch.long)).nonzero()[:, 0]
 
 
-def dirichlet(splits: Sequence[Tensor], clients: int, alpha: float, seed: int) -> list[list[Tensor]]:
+def dirichlet(
+    splits: Sequence[Tensor], clients: int, alpha: float, seed: int, things: Sequence[str] = ("images", "images")
+) -> list[list[Tensor]]:
     """Rows of each client in each split, with shares of each class over the clients drawn from Dir(alpha).
 
-    The same shares divide every split (labels (N,) each), so that a client's test data have its own class mix. If a
-    client has no image in some split, the shares are drawn again, up to 100 times.
+    The same shares divide every split (labels (N,) each, ``things`` in messages), so that a client's test data have
+    its own class mix. With an alpha below 1 the shares are drawn again, up to 100 times, if a client has no image in
+    some split; from 1 on such a client gets an image of the client with most.
     """
     _check_clients(clients)
     splits = [strata(labels) for labels in splits]
     if not alpha > 0:
         raise DataError(f"alpha={alpha} is not above 0.")
+    for labels, thing in zip(splits, things, strict=False):
+        _check_enough(len(labels), clients, thing)
     classes = int(max(int(labels.max()) for labels in splits)) + 1
     for attempt in range(_DIRICHLET_TRIES):
-        shares = _rng(seed, "dirichlet", attempt).dirichlet([alpha] * clients, size=classes)
-        parts = [_by_shares(labels, shares, seed, index) for index, labels in enumerate(splits)]
+        shares = _rng(seed, "dirichlet", attempt).dirichlet([min(alpha, 1e12)] * clients, size=classes)
+        parts = [_by_shares(labels, shares, seed, index, alpha) for index, labels in enumerate(splits)]
         if all(len(rows) for part in parts for rows in part):
             return parts
     raise DataError(
@@ -138,16 +144,48 @@ def dirichlet(splits: Sequence[Tensor], clients: int, alpha: float, seed: int) -
     )
 
 
-def _by_shares(labels: Tensor, shares: np.ndarray, seed: int, index: int) -> list[Tensor]:
-    clients = shares.shape[1]
-    parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
-    for label, share in enumerate(shares):
+def _by_shares(labels: Tensor, shares: np.ndarray, seed: int, index: int, alpha: float) -> list[Tensor]:
+    """The rows of each client; below an alpha of 1 by cuts at rounded places, as in earlier releases, if that is fair.
+
+    Rounding moves a client by √(1/6) of an image in each class, and by little in all if moves cancel over classes.
+    """
+    sizes = torch.bincount(labels, minlength=len(shares)).numpy()
+    cuts = np.round(np.cumsum(shares, axis=1) * sizes[:, None]).astype(int)
+    cuts[:, -1] = sizes
+    counts = np.diff(cuts, axis=1, prepend=0)
+    far = np.abs(counts.sum(0) - sizes @ shares).max()
+    if alpha >= 1 or far > max(1.0, min(3 * math.sqrt(len(shares) / 6), sizes.sum() / shares.shape[1] / 2)):
+        counts = _evenly(shares, sizes, alpha >= 1)
+    parts: list[list[np.ndarray]] = [[] for _ in range(shares.shape[1])]
+    for label, own in enumerate(counts):
         rows = np.flatnonzero(labels.numpy() == label)
         rows = _rng(seed, "dirichlet rows", index, label).permutation(rows)
-        cuts = np.round(np.cumsum(share)[:-1] * len(rows)).astype(int)
-        for part, piece in zip(parts, np.split(rows, cuts), strict=True):
+        for part, piece in zip(parts, np.split(rows, np.cumsum(own)[:-1]), strict=True):
             part.append(piece)
     return [torch.from_numpy(np.sort(np.concatenate(part))) for part in parts]
+
+
+def _evenly(shares: np.ndarray, sizes: np.ndarray, everyone: bool) -> np.ndarray:
+    """Images (C, K) of each class and client, less than one from their share of ``sizes`` (C,).
+
+    What rounding owes a client in one class it gets in the next. ``everyone``: who is left without an image gets one of
+    the client with most, in the class in which that one is furthest above its share.
+    """
+    counts, owed = np.zeros(shares.shape, dtype=int), np.zeros(shares.shape[1])
+    for label, (share, size) in enumerate(zip(shares, sizes, strict=True)):
+        owed += share * size
+        counts[label] = np.floor(share * size)
+        left = size - counts[label].sum()
+        owed -= counts[label]
+        most = np.argsort(-owed, kind="stable")[:left]
+        counts[label, most] += 1
+        owed[most] -= 1
+    while everyone and (lacking := np.flatnonzero(counts.sum(0) == 0)).size:
+        giver = int(counts.sum(0).argmax())
+        label = int(np.where(counts[:, giver] > 0, counts[:, giver] - shares[:, giver] * sizes, -np.inf).argmax())
+        counts[label, giver] -= 1
+        counts[label, lacking[0]] += 1
+    return counts
 
 
 def few_shot(labels: Tensor, shots: int, seed: int) -> Tensor:
@@ -162,7 +200,9 @@ def few_shot(labels: Tensor, shots: int, seed: int) -> Tensor:
     return torch.from_numpy(np.sort(np.concatenate(chosen)))
 
 
-def train_test(labels: Tensor, seed: int, test_share: float = 0.2, turn: int = 0) -> tuple[Tensor, Tensor]:
+def train_test(
+    labels: Tensor, seed: int, test_share: float = 0.2, turn: int = 0, names: Sequence[str] = ()
+) -> tuple[Tensor, Tensor]:
     """Rows of train and test: a seeded share of each class, with at least one image in both.
 
     Another ``turn`` of the same seed tests on the next images, until all have had theirs.
@@ -176,7 +216,8 @@ def train_test(labels: Tensor, seed: int, test_share: float = 0.2, turn: int = 0
             train.append(rows)
             continue
         if len(rows) < 2:
-            raise DataError(f"class {label} has one image, which cannot be both for training and for testing.")
+            name = names[label] if names else label
+            raise DataError(f"class {name} has one image, which cannot be both for training and for testing.")
         cut = min(max(1, round(len(rows) * test_share)), len(rows) - 1)
         rows = np.roll(_rng(seed, "split", label).permutation(rows), -cut * turn)
         test.append(rows[:cut])
@@ -215,6 +256,12 @@ def whole_groups(
             "another split_seed."
         )
     return train, is_test.nonzero()[:, 0]
+
+
+def _check_enough(count: int, clients: int, things: str) -> None:
+    if clients > count:
+        one = counted(count, things.removesuffix("s"))
+        raise DataError(f"{one} cannot be divided over {clients} clients; ask for fewer clients.")
 
 
 def _check_clients(clients: int) -> None:

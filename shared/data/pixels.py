@@ -124,7 +124,7 @@ def _conversion(image: Image.Image, depth: int) -> Convert:
         straight = strip.convert(_STRAIGHT[strip.mode]) if strip.mode in _STRAIGHT else strip
         colours = straight if straight.mode == "CMYK" and to_srgb is not None else straight.convert("RGB")
         if to_srgb is not None:
-            colours = ImageCms.applyTransform(colours, to_srgb)
+            colours = to_srgb.apply(colours)
         if not straight.has_transparency_data:
             return colours
         behind = Image.new("RGB", colours.size, BACKGROUND)
@@ -222,7 +222,7 @@ def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
         return None
     if mode == "CMYK":
         return made
-    shown = np.asarray(ImageCms.applyTransform(Image.fromarray(_CUBE), made)).astype(int)
+    shown = np.asarray(made.apply(Image.fromarray(_CUBE))).astype(int)
     return None if np.abs(shown - _CUBE).max() <= _SAME else made
 
 
@@ -232,8 +232,7 @@ def _extremes(image: Image.Image) -> list[tuple[float, float]]:
         own = np.asarray(image)
         own = own[np.isfinite(own)]
         return [(own.min(), own.max())]
-    found = image.getextrema()
-    return [found] if len(image.getbands()) == 1 else list(found)  # type: ignore[list-item]
+    return [band.getextrema() for band in image.split()]  # type: ignore[misc]
 
 
 def _is_blank(image: Image.Image) -> bool:

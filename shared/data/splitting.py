@@ -32,7 +32,7 @@ def divided(
     elif splits[0] is None and whole.groups is not None:
         train, test = whole_groups(whole.groups, whole.labels, options.split_seed, options.uri)
     elif splits[0] is None:
-        train, test = train_test(whole.labels, options.split_seed)
+        train, test = train_test(whole.labels, options.split_seed, names=names)
     else:
         is_train = torch.tensor([split == "train" for split in splits])
         train, test = is_train.nonzero()[:, 0], (~is_train).nonzero()[:, 0]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -108,6 +109,43 @@ def test_dirichlet_divides_every_split(classes: int, clients: int, alpha: float,
     assert all(len(rows) for part in parts for rows in part)
 
 
+@pytest.mark.parametrize(
+    ("alpha", "clients"),
+    [*product((1.0, 10.0, 100.0, 1e4, 1e9), (2, 6, 40)), *product((0.01, 0.3), (2, 6))],
+)
+def test_every_alpha_from_one_on_divides_what_iid_divides(alpha: float, clients: int) -> None:
+    """Cuts of all classes at the same rounded places left clients without an image, the more so the larger alpha."""
+    for classes, each in ((2, 1), (2, 20), (3, 16), (3, 50), (10, 1), (10, 5), (100, 1), (100, 5), (100, 50)):
+        labels = torch.arange(classes).repeat_interleave(each)
+        if len(labels) < clients:
+            with pytest.raises(DataError, match=f"{len(labels)} images cannot be divided over {clients} clients; ask"):
+                partition.dirichlet([labels], clients, alpha, 0)
+            continue
+        try:
+            [parts] = partition.dirichlet([labels], clients, alpha, 0)
+        except DataError:
+            if alpha >= 1:
+                raise
+            continue
+        assert_divides(parts, len(labels))
+        sizes = np.array([len(rows) for rows in parts])
+        assert sizes.min() > 0
+        even = len(labels) / clients
+        if alpha >= 1e4:  # what iid gives, but for what rounding and the last of the draws' unevenness leave
+            assert np.abs(sizes - even).max() <= 1 + 4 * even / np.sqrt(alpha)
+            counts = np.array([torch.bincount(labels[rows], minlength=classes).tolist() for rows in parts])
+            assert np.abs(counts - each / clients).max() <= 1 + 4 * each / clients / np.sqrt(alpha) + (even < 1.5)
+
+
+def test_no_place_among_clients_gets_more_of_few_images() -> None:
+    """With one image of each class a rounded cut gave nearly all to the clients in the middle."""
+    labels, sizes = torch.arange(60), np.zeros(6)
+    for seed in range(60):
+        [parts] = partition.dirichlet([labels], 6, 0.5, seed)
+        sizes += [len(rows) for rows in parts]
+    assert np.abs(sizes / sizes.mean() - 1).max() < 0.2
+
+
 def test_dirichlet_test_data_follow_the_train_mix() -> None:
     train, test = torch.arange(5).repeat_interleave(400), torch.arange(5).repeat_interleave(100)
     parts = partition.dirichlet([train, test], 4, 0.5, 3)
@@ -135,8 +173,17 @@ def test_dirichlet_refuses_alpha(alpha: float) -> None:
 
 
 def test_dirichlet_refuses_more_clients_than_images() -> None:
-    with pytest.raises(DataError, match="without an image"):
+    with pytest.raises(DataError, match="3 images cannot be divided over 4 clients"):
         partition.dirichlet([torch.tensor([0, 1, 1])], 4, 1.0, 0)
+
+
+def test_what_cannot_be_divided_is_named() -> None:
+    for kind in ("iid", "dirichlet"):
+        with pytest.raises(DataError, match="1 test image cannot be divided over 2 clients; ask for fewer"):
+            uri = f"symbols:sketch?only=sun&per_class=4&test_per_class=1&partition={kind}&clients=2&client=0"
+            open_source(uri)
+    with pytest.raises(DataError, match="class sun has one image"):
+        open_source("symbols:sketch?only=sun&per_class=1&test_per_class=1&validation=0.5")
 
 
 @given(st.integers(2, 101))
