@@ -54,6 +54,15 @@ def look_alikes(names: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(sorted(group)) for group in groups.values() if len(group) > 1]
 
 
+def alike_text(names: Iterable[str]) -> str:
+    """Which names look alike, with the codes of letters beyond ASCII; empty if none do."""
+    return "; ".join(" and ".join(map(_spelt, group)) for group in look_alikes(names))
+
+
+def _spelt(name: str) -> str:
+    return repr(name) if name.isascii() else f"{name!r} (spelt {name!a})"
+
+
 def _drawn(name: str) -> str:
     folded = unicodedata.normalize("NFKC", name).casefold().translate(DRAWN_ALIKE)
     dropped = UNSEEN | {"Pd", "Pc"}

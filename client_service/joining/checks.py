@@ -16,7 +16,7 @@ import torch
 from promptfed.client_service.settings import DEVICE_PATTERN
 from promptfed.shared.data import DataError, Source, Split
 from promptfed.shared.data.partition import class_counts
-from promptfed.shared.plain_text import counted, look_alikes
+from promptfed.shared.plain_text import alike_text, counted
 from promptfed.shared.service.open_files import HOW_TO_RAISE, connections_of, open_files
 
 Verdict = Literal["pass", "warn", "fail"]
@@ -129,15 +129,9 @@ def _left_out(source: Source) -> list[Check]:
 
 
 def _look_alike(source: Source) -> list[Check]:
-    groups = look_alikes(source.class_names)
-    if not groups:
-        return []
-    text = "; ".join(" and ".join(map(_spelt, group)) for group in groups)
-    return [Check("classes", "warn", f"these names look alike: {text}", "rename them, or merge classes that are one")]
-
-
-def _spelt(name: str) -> str:
-    return repr(name) if name.isascii() else f"{name!r} (spelt {name!a})"
+    text = alike_text(source.class_names)
+    advice = "rename them, or merge classes that are one"
+    return [Check("classes", "warn", f"these names look alike: {text}", advice)] if text else []
 
 
 def _counts(source: Source, role: str) -> Check:

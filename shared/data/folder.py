@@ -5,7 +5,7 @@ All problems of a folder are reported together. Evaluators use every image as a 
 
 from __future__ import annotations
 
-import csv
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -17,7 +17,14 @@ import torch
 
 from promptfed.shared.data.errors import shortened
 from promptfed.shared.data.image_files import READERS, image_digest, read_image
-from promptfed.shared.data.label_table import LabelColumns, label_columns, subgroup_columns, subgroup_of
+from promptfed.shared.data.label_table import (
+    LabelColumns,
+    check_column,
+    label_columns,
+    read_lines,
+    subgroup_columns,
+    subgroup_of,
+)
 from promptfed.shared.data.options import Options, kept_names, only, with_classes
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, in_words
 from promptfed.shared.data.splitting import divided
@@ -100,6 +107,10 @@ def _listing(root: Path, domain: str | None, options: Options) -> _Listing:
         items += images
         empty += lacking
         wrong += nested
+    seen: dict[str, Path] = {}
+    for item, true in zip(items, true_paths(item.path for item in items), strict=True):
+        if seen.setdefault(true, item.path) != item.path:
+            wrong.append(f"{item.path} is the same file as {seen[true]}; keep one of them.")
     return _Listing(items, root, _domain(domain, root / WORDS_FILE), tuple(empty), splits != [None], tuple(wrong))
 
 
@@ -140,16 +151,6 @@ def _is_hidden(path: Path) -> bool:
     return path.name.startswith(".") or path.name.lower() in _OF_FILE_MANAGERS
 
 
-def _lines(table: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
-    """The columns of a table, and its lines with their numbers. Raises DataError."""
-    try:
-        with table.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            return list(reader.fieldnames or []), list(enumerate(reader, 2))
-    except (UnicodeDecodeError, csv.Error):
-        raise DataError(f"{table} is not a CSV file in UTF-8; save it as one.") from None
-
-
 def open_csv(body: str, options: Options) -> Source:
     """Open a table with the columns path and label, or several labels per image as `label_columns` finds them.
 
@@ -159,14 +160,14 @@ def open_csv(body: str, options: Options) -> Source:
     table = _existing(body, options, folder=False)
     domain, group = options.text("domain"), options.text("group")
     subgroups = subgroup_columns(options)
-    columns, lines = _lines(table)
+    columns, lines = read_lines(table, str(table))
     several = label_columns(table, columns, {"path", "split", "domain", group or "path", *subgroups}, options)
     wanted = [*(["domain"] if domain is not None else []), *([group] if group is not None else []), *subgroups]
     for needed in ("path", *(["label"] if several is None else []), *wanted):
-        if needed not in columns:
-            raise DataError(f"{table} has no column {needed}; its first line names the columns, as in path,label.")
+        check_column(needed, columns, str(table))
     rows = [(number, row) for number, row in lines if _wanted(row, domain)]
     wrong = [problem for number, row in rows for problem in _row_problems(table, number, row, group, several)]
+    wrong += _listed_twice(table, rows)
     if wrong:
         items = [_csv_item(table, row, group, subgroups) for _, row in rows if row["path"]]
         unread = (
@@ -211,12 +212,35 @@ def _row_problems(
     yield from () if several is None else several.problems(number, row)
     if not row["path"] or (several is None and not row["label"]):
         yield f"{where}: {'path and label' if several is None else 'path'} must not be empty."
+    elif "\\" in row["path"] and not (table.parent / row["path"]).exists():
+        yield f"{where}: there is no image {row['path']}; write / between folders."
     elif several is not None and not (table.parent / row["path"]).exists():
         yield f"{where}: there is no image {row['path']}; correct the path, or remove the line."
     if split not in (None, *_SPLITS):
         yield f"{where}: the split is {split}, not train or test."
     if group is not None and not row[group]:
         yield f"{where}: the group ({group}) must not be empty."
+
+
+def _listed_twice(table: Path, rows: Sequence[tuple[int, dict[str, str]]]) -> Iterator[str]:
+    """One sentence for each line with an earlier line's image, that could be in train and test, or have two labels."""
+    seen: dict[str, int] = {}
+    given = [(number, row["path"]) for number, row in rows if row["path"]]
+    for (number, path), true in zip(given, true_paths(table.parent / path for _, path in given), strict=True):
+        first = seen.setdefault(true, number)
+        if first != number:
+            yield f"{table}, line {number}: {path} is the image of line {first} too; keep one line for each image."
+
+
+def true_paths(paths: Iterable[Path]) -> Iterator[str]:
+    """Where the files are, whatever links and dots lead there; each folder is looked up once."""
+    folders: dict[str, str] = {}
+    for path in paths:
+        folder, name = os.path.split(path)
+        if folder not in folders:
+            folders[folder] = os.path.realpath(folder)
+        true = os.path.join(folders[folder], name)
+        yield os.path.realpath(true) if os.path.islink(true) or name in ("..", ".") else true
 
 
 def _csv_item(table: Path, row: dict[str, str], group: str | None, subgroups: Sequence[str]) -> _Item:

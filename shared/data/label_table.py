@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +12,48 @@ import torch
 
 from promptfed.shared.data.options import UNKNOWN, Options
 from promptfed.shared.data.source import DataError
+from promptfed.shared.service.reasons import why
 
 NAMES_COLUMN = "labels"
 SEPARATOR = "|"
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # other than commas, that tables come with
 _CELLS = {"": UNKNOWN, "0": 0, "1": 1, "0.0": 0, "1.0": 1}  # what a cell of a class's column may hold
 
 Rows = Sequence[tuple[int, Mapping[str, str | None]]]  # the lines of a table with their numbers
+
+
+def read_lines(path: Path, name: str) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
+    """The columns of a table that is called ``name``, and its rows with the numbers of their last lines.
+
+    Raises:
+        DataError: it is no CSV file in UTF-8, separates by other than commas, or has two columns of one name.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            columns = list(reader.fieldnames or [])
+            rows = [(reader.line_num, row) for row in reader]
+    except (UnicodeDecodeError, csv.Error):
+        raise DataError(f"{name} is not a CSV file in UTF-8; save it as one.") from None
+    except OSError as error:
+        raise DataError(f"{name} cannot be read: {why(error)}.") from None
+    found = [words for mark, words in _SEPARATORS.items() if len(columns) == 1 and mark in columns[0]]
+    if found:
+        raise DataError(f"{name} separates its columns by {found[0]}; separate them by commas.")
+    twice = [column for column, count in Counter(columns).items() if count > 1 and column]
+    if twice:
+        raise DataError(f"{name} has the column {twice[0]} twice; rename or remove one of them.")
+    return columns, rows
+
+
+def check_column(needed: str, columns: Sequence[str], name: str) -> None:
+    """Raise DataError if a table that is called ``name`` lacks a column; one that is written otherwise is told."""
+    if needed in columns:
+        return
+    near = [column for column in columns if column.strip().casefold() == needed.casefold()]
+    if near:
+        raise DataError(f"{name} calls its column {near[0]!r}; call it {needed}.")
+    raise DataError(f"{name} has no column {needed}; its first line names the columns, as in path,label.")
 
 
 @dataclass(frozen=True)
@@ -75,6 +113,12 @@ def label_columns(
     if NAMES_COLUMN in columns:
         return LabelColumns(table, (NAMES_COLUMN,), True)
     classes = tuple(column for column in columns if column not in others)
+    if "" in classes or any(name.strip().casefold() in ("label", NAMES_COLUMN) for name in classes):
+        wrong = next(name for name in classes if not name or name.strip().casefold() in ("label", NAMES_COLUMN))
+        change = (
+            f"calls a column {wrong!r}; call it {wrong.strip().casefold()}" if wrong else "has a column without a name"
+        )
+        raise DataError(f"{table} {change}, or give columns=NAME,NAME of the classes.")
     return LabelColumns(table, classes, False) if classes else None
 
 

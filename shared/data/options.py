@@ -55,7 +55,8 @@ class Options:
         try:
             pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
         except ValueError:
-            raise DataError(f"{uri}: options are written ?name=value&name=value, not ?{query}.") from None
+            text = f"options are written ?name=value&name=value, not ?{query}; a ? of a path is written %3F"
+            raise DataError(f"{uri}: {text}.") from None
         values: dict[str, str] = {}
         for name, value in pairs:
             if name in values:

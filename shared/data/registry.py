@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from promptfed.shared.data.digits import open_digits
@@ -18,6 +21,9 @@ from promptfed.shared.data.symbols import open_symbols
 from promptfed.shared.data.torchvision_sets import open_torchvision
 from promptfed.shared.data.union import SCHEME as UNION
 from promptfed.shared.data.union import open_union
+from promptfed.shared.plain_text import alike_text
+
+log = logging.getLogger("promptfed.data")
 
 SCHEMES: dict[str, Callable[[str, Options], Source]] = {
     "symbols": open_symbols,
@@ -53,6 +59,7 @@ def open_source(uri: str, role: Role = "trainer") -> Source:
     scheme, body, options = parse_uri(uri, role)
     source = cut(scheme, open_whole(scheme, body, options), options)
     check_filled(source, role)
+    tell_look_alikes(uri, source.class_names)
     return source
 
 
@@ -60,13 +67,27 @@ def class_names_of(uri: str, role: Role = "trainer") -> tuple[str, ...]:
     """The class names of the source ``uri``, without reading its images. Raises DataError as `open_source`."""
     scheme, body, options = parse_uri(uri, role)
     options = replace(options, names_only=True)
-    return cut(scheme, open_whole(scheme, body, options), options).class_names
+    names = cut(scheme, open_whole(scheme, body, options), options).class_names
+    tell_look_alikes(uri, names)
+    return names
+
+
+@lru_cache(64)
+def tell_look_alikes(uri: str, names: tuple[str, ...]) -> None:
+    """Log, once for each source, the class names that people or text towers take for one."""
+    if text := alike_text(names):
+        log.warning("%s: these class names look alike: %s; rename them, or merge classes that are one", uri, text)
 
 
 def parse_uri(uri: str, role: Role = "trainer") -> tuple[str, str, Options]:
-    """Scheme, body and options of a data URI. Raises DataError for an unknown scheme or invalid options."""
+    """Scheme, body and options of a data URI. Raises DataError for an unknown scheme or invalid options.
+
+    A question mark of a path is written ``%3F``, and what reads as that ``%253F``; other percent signs are themselves.
+    """
     address, _, query = uri.partition("?")
     scheme, _, body = address.partition(":")
+    if scheme != UNION:  # whose parts are percent-encoded whole
+        body = re.sub("%(25)?((?:25)*3[Ff])", lambda found: f"%{found[2]}" if found[1] else "?", body)
     if scheme not in SCHEMES:
         known = f"unknown data source {scheme!r}; known are {', '.join(sorted(SCHEMES))}"
         meant = f"; write folder:{address} for folders of images" if Path(address).is_dir() else ""
@@ -76,7 +97,11 @@ def parse_uri(uri: str, role: Role = "trainer") -> tuple[str, str, Options]:
 
 def open_whole(scheme: str, body: str, options: Options) -> Source:
     """The data set before the common options are applied."""
-    return SCHEMES[scheme](body, options)
+    source = SCHEMES[scheme](body, options)
+    for name in source.class_names:
+        if not name.isascii() and name != name.encode(errors="replace").decode():
+            raise DataError(f"{options.uri}: the class name {name!a} is not UTF-8; rename its folder.")
+    return source
 
 
 def cut(scheme: str, source: Source, options: Options, known: Parts | None = None) -> Source:

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from promptfed.shared.data.options import CUTTING_OPTIONS, Options, Parts, Role
-from promptfed.shared.data.registry import AT_OPENING, BY_ROLE, check_filled, cut, open_whole, parse_uri
+from promptfed.shared.data.registry import (
+    AT_OPENING,
+    BY_ROLE,
+    check_filled,
+    cut,
+    open_whole,
+    parse_uri,
+    tell_look_alikes,
+)
 from promptfed.shared.data.source import Source
 
 
@@ -41,6 +49,7 @@ class SharedSources:
             whole = self._whole(scheme, body, options)
             source = cut(scheme, replace(whole.source, uri=uri), options, whole.parts)
         check_filled(source, role)
+        tell_look_alikes(uri, source.class_names)
         return source
 
     def _whole(self, scheme: str, body: str, options: Options) -> _Whole:

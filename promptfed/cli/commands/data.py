@@ -14,7 +14,7 @@ from promptfed.cli.common import Json
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, listing, print_json, say, table
 from promptfed.shared.data import DataError
-from promptfed.shared.plain_text import counted, plain
+from promptfed.shared.plain_text import counted, look_alikes, plain
 from promptfed.shared.service.reasons import why
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def show(
             raise CommandError(f"{uri} has no image in {part}: give --part test", Exit.BAD_INPUT)
         sheet = contact_sheet(split, source.class_names, count)
     _save(sheet, out)
-    counts = _counts(source)
+    counts, alike = _counts(source), look_alikes(source.class_names)
     if as_json:
         domain = source.domain.description if source.domain is not None else None
         about = {
@@ -91,10 +91,12 @@ def show(
             "domain": domain,
             "template": source.template,
             "left_out": list(source.left_out),
+            "look_alikes": [list(group) for group in alike],
         }
         print_json({**about, "classes": counts, "sheet": str(out)})
         return
-    rows = [[name, *map(str, of.values())] for name, of in counts.items()]
+    quoted = {name for group in alike for name in group}  # else a space at the end is not seen
+    rows = [[repr(name) if name in quoted else name, *map(str, of.values())] for name, of in counts.items()]
     columns = ["train", "test", *(["unknown"] if source.train.labels.ndim == 2 else [])]
     rows.append(["all images", str(len(source.train)), str(len(source.test)), ""][: 1 + len(columns)])
     console.print(table(None, ["class", *columns], rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from promptfed.shared.data.label_table import LabelColumns, label_columns, subgroup_columns, subgroup_of
+from promptfed.shared.data.label_table import (
+    LabelColumns,
+    check_column,
+    label_columns,
+    read_lines,
+    subgroup_columns,
+    subgroup_of,
+)
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError
-from promptfed.shared.service.reasons import why
 
 COLUMNS = {
     "SOPInstanceUID": "sop",
@@ -54,15 +59,8 @@ def read_table(path: Path, options: Options) -> Table:
     """
     if not path.is_file():
         raise DataError(f"{options.uri}: there is no table of labels; make one, and name it with labels=FILE.")
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as lines:
-            reader = csv.DictReader(lines)
-            columns = list(reader.fieldnames or [])
-            rows = list(enumerate(reader, 2))
-    except (UnicodeDecodeError, csv.Error):
-        raise DataError(f"{options.uri}: {_TABLE} is not a CSV file in UTF-8.") from None
-    except OSError as error:
-        raise DataError(f"{options.uri}: {_TABLE} cannot be read: {why(error)}.") from None
+    name = f"{options.uri}: {_TABLE}"
+    columns, rows = read_lines(path, name)
     key = next((name for name in _KEYS if name in columns), None)
     if key is None:
         raise DataError(
@@ -74,8 +72,7 @@ def read_table(path: Path, options: Options) -> Table:
     several = label_columns(path, columns, used, _columns_only(options))
     labelled = ["label"] if several is None else []
     for needed in [own or key, *labelled, *subgroups]:
-        if needed not in columns:
-            raise DataError(f"{options.uri}: {_TABLE} has no column {needed}.")
+        check_column(needed, columns, name)
     if not rows:
         raise DataError(f"{options.uri}: {_TABLE} has no line.")
     problems = _problems(rows, key, [key, *labelled, *([own] if own else [])], several)

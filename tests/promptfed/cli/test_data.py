@@ -14,6 +14,8 @@ from promptfed.cli.commands.data import SOURCES
 from promptfed.cli.main import app
 from promptfed.sdk.errors import Exit
 from promptfed.shared.data import SCHEMES, DataError, open_source
+from promptfed.shared.data.registry import class_names_of, tell_look_alikes
+from promptfed.shared.data.sharing import SharedSources
 from tests.support.own_images import write_folder
 
 
@@ -104,3 +106,28 @@ def test_every_problem_of_a_table_is_listed(tmp_path: Path) -> None:
     problems = json.loads(done.stdout)["problems"]
     for part in ("line 2: path", "line 3: path", "line 4: the split is middle", "gone.png cannot be read as an image"):
         assert any(part in problem for problem in problems), part
+
+
+def test_class_names_that_look_alike_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where images are not read, and by each command once: it opens its sites' sources together."""
+    own = write_folder(tmp_path / "own", {"circle": 3, "bar": 3})
+    (own / "Circle").mkdir()
+    for k in range(3):
+        (own / "circle" / f"{k}.png").rename(own / "Circle" / f"{k}.png")
+    write_folder(own, {"circle": 3}, seed=1)
+    lines = "".join(f"own/{name}/{k}.png,{name}\n" for name in ("circle", "bar") for k in range(3))
+    (tmp_path / "own.csv").write_text(
+        "path,label\n" + lines.replace("2.png,bar", "2.png,bar ").replace("1.png,bar", "1.png,bar ")
+    )
+    uris = {f"folder:{own}": "'Circle' and 'circle'", f"csv:{tmp_path / 'own.csv'}?min_per_class=1": "'bar' and 'bar '"}
+    for uri, names in uris.items():
+        for read in (open_source, class_names_of, SharedSources().open):
+            caplog.clear()
+            tell_look_alikes.cache_clear()
+            read(uri, "evaluator")
+            read(uri, "evaluator")
+            assert caplog.messages == [
+                f"{uri}: these class names look alike: {names}; rename them, or merge classes that are one"
+            ]
+    done = CliRunner().invoke(app, ["data", "show", f"folder:{own}", "--out", str(tmp_path / "x.png"), "--json"])
+    assert json.loads(done.stdout)["look_alikes"] == [["Circle", "circle"]]

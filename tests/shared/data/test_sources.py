@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import torch
 from PIL import Image
 
 from promptfed.shared.data import DataError, open_source
+from promptfed.shared.data.registry import class_names_of
 from promptfed.shared.data.sharing import SharedSources
 from tests.support.own_images import union_uri
 from tests.support.waiting import PATIENCE
@@ -313,3 +317,84 @@ print([name for name in {heavy} if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert done.stdout == "[]\n"
+
+
+# tables as people write them
+
+
+def own_table(folder: Path, text: str, name: str = "labels.csv") -> str:
+    for shade, of in enumerate(("red0", "red1", "red2", "blue0", "blue1", "blue2")):
+        if not (folder / "i" / f"{of}.png").exists():
+            (folder / "i").mkdir(exist_ok=True)
+            Image.new("RGB", (32, 32 + shade), of[:-1]).save(folder / "i" / f"{of}.png")
+    (folder / name).write_text(text)
+    return f"csv:{folder / name}"
+
+
+ROWS = "".join(f"i/{of}{k}.png,{of}\n" for of in ("red", "blue") for k in range(3))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"path,label\n{ROWS}i/red1.png,red\n", "line 8: i/red1.png is the image of line 3 too; keep one line"),
+        (f"path,label\n{ROWS}./i/../i/red1.png,blue\n", "line 8: ./i/../i/red1.png is the image of line 3 too"),
+        (f"path,label\n{ROWS}\n\ni/link.png,red\n", "line 10: i/link.png is the image of line 2 too"),
+        ("path,label,split\ni/red0.png,red,train\ni/red0.png,red,test\n", "line 3: i/red0.png is the image of line 2"),
+        ("path,red,blue\ni/red0.png,1,0\ni/red0.png,0,1\n", "line 3: i/red0.png is the image of line 2"),
+        (f"path,label,label\n{ROWS}", "labels.csv has the column label twice; rename or remove one of them"),
+        ("path,red,red\ni/red0.png,1,0\n", "labels.csv has the column red twice"),
+        (
+            f"path,label\n{ROWS}".replace(",", ";"),
+            "labels.csv separates its columns by semicolons; separate them by commas",
+        ),
+        (f"path,label\n{ROWS}".replace(",", "\t"), "separates its columns by tabs; separate them by commas"),
+        (f"Path,label\n{ROWS}", "labels.csv calls its column 'Path'; call it path"),
+        (f"path,Label\n{ROWS}", "labels.csv calls a column 'Label'; call it label"),
+        (f"path, label\n{ROWS}", "labels.csv calls a column ' label'; call it label"),
+        ("path,red,\ni/red0.png,1,0\n", "labels.csv has a column without a name"),
+        ("path,label\ni\\red0.png,red\ni\\blue0.png,blue\n", r"line 2: there is no image i\\red0.png; write / between"),
+        ("path,red,blue\ni\\red0.png,1,0\n", r"line 2: there is no image i\\red0.png; write / between"),
+    ],
+)
+def test_a_table_that_says_something_else_than_it_seems_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    uri = own_table(tmp_path, text)
+    (tmp_path / "i" / "link.png").symlink_to("red0.png")
+    for role in ("trainer", "evaluator"):
+        with pytest.raises(DataError, match=says):
+            open_source(uri, role)
+        with pytest.raises(DataError, match=says):
+            class_names_of(uri, role)
+
+
+def test_a_file_is_in_one_class_folder_and_in_one_split(tmp_path: Path) -> None:
+    own_table(tmp_path, "")
+    (tmp_path / "d" / "red").mkdir(parents=True)
+    (tmp_path / "d" / "blue").symlink_to(tmp_path / "i")
+    for k in range(3):
+        (tmp_path / "d" / "red" / f"{k}.png").symlink_to(tmp_path / "i" / f"red{k}.png")
+    with pytest.raises(DataError, match=r"red/0\.png is the same file as .*blue/red0\.png; keep one of them"):
+        open_source(f"folder:{tmp_path / 'd'}")
+
+
+def test_a_path_may_hold_a_question_mark(tmp_path: Path) -> None:
+    for name, written in (("what?", "what%3F"), ("a%3Fb", "a%253Fb"), ("a%20b", "a%20b"), ("50%", "50%")):
+        (tmp_path / name).mkdir()
+        uri = own_table(tmp_path / name, f"path,label\n{ROWS}").replace(name, written)
+        for own in (uri, f"{uri}?split_seed=1", f"union:{quote(uri, safe='')}"):
+            assert open_source(own).class_names == ("blue", "red")
+    with pytest.raises(DataError, match=r"a \? of a path is written %3F"):
+        open_source(f"folder:{tmp_path}/what?/i")
+
+
+def test_a_class_folder_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    own_table(tmp_path, "")
+    (tmp_path / "d" / "red").mkdir(parents=True)
+    odd = tmp_path / "d" / os.fsdecode(b"caf\xe9")
+    odd.mkdir()
+    for k in range(3):
+        shutil.copy(tmp_path / "i" / f"red{k}.png", tmp_path / "d" / "red")
+        shutil.copy(tmp_path / "i" / f"blue{k}.png", odd)
+    for read in (open_source, class_names_of, SharedSources().open):
+        with pytest.raises(DataError, match=r"the class name 'caf\\udce9' is not UTF-8; rename its folder"):
+            read(f"folder:{tmp_path / 'd'}")
