@@ -109,7 +109,7 @@ def _listing(root: Path, domain: str | None, options: Options) -> _Listing:
         wrong += nested
     seen: dict[str, Path] = {}
     for item, true in zip(items, true_paths(item.path for item in items), strict=True):
-        if seen.setdefault(true, item.path) != item.path:
+        if seen.setdefault(true, item.path) != item.path and os.path.isfile(true):
             wrong.append(f"{item.path} is the same file as {seen[true]}; keep one of them.")
     return _Listing(items, root, _domain(domain, root / WORDS_FILE), tuple(empty), splits != [None], tuple(wrong))
 
