@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,11 @@ from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
 from promptfed.shared.clip.lru import Recent, content_key
 from promptfed.shared.clip.preprocessing import Halves
 from promptfed.shared.clip.towers import functional_text, functional_vision, patches, vision
+from promptfed.shared.clip.towers.dense import DenseEncoder
 from promptfed.shared.clip.towers.hub_text import text_tower_of
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
 from promptfed.shared.clip.towers.starts import SharedStarts
+from promptfed.shared.clip.towers.text import Path as TextPath
 from promptfed.shared.clip.towers.text import TextTower, tracing
 from promptfed.shared.clip.towers.tokens import ClassPrompts, PromptTokenizer, make_class_prompts
 from promptfed.shared.clip.weights.tokenizers import tokenizer_of
@@ -26,6 +28,7 @@ from promptfed.shared.data.image_files import Cut, middle
 from promptfed.shared.tensors.transfer import sent_to
 
 TEXT_CHUNK = 256  # texts per pass without gradients
+PREFIX_TEXTS, DENSE_TEXTS = 512, 1 << 16  # texts per pass with gradients, on each of the paths
 LABEL_SPACES = 64  # label spaces whose tokens are cached
 PROMPTED = 8  # sets of prompts whose features are cached (without gradients)
 
@@ -49,6 +52,9 @@ class Backbone:
 
     has_text = True
     """Whether there is a text tower at all: without one there is no zero-shot prediction."""
+
+    text_path: TextPath = "auto"
+    """How prompts pass the text tower (see `encode_prompts`); auto: `dense` on a GPU, `prefix` elsewhere."""
 
     held_images: int | None = None  # whose activations a step holds at once on a device without room for more
     tokenizer_folder: Path | None = None  # with the weights, where the tokenizer may be too
@@ -243,6 +249,16 @@ class Backbone:
     def _prefix(self) -> PrefixEncoder:
         return PrefixEncoder(self._text)
 
+    @cached_property
+    def _dense(self) -> DenseEncoder:
+        return DenseEncoder(self._text)
+
+    @property
+    def texts_at_once(self) -> int:
+        """How many prompted texts a step may pass through the text tower together: it bounds the memory."""
+        dense = self.supports.text_prompts and self._choose_path("auto", False) == "dense"
+        return DENSE_TEXTS if dense else PREFIX_TEXTS
+
     @torch.no_grad()
     def encode_text(self, texts: Sequence[str], *, normalize: bool = True) -> Tensor:
         """Features `(N, d_e)` of whole texts, computed by open_clip."""
@@ -279,7 +295,7 @@ class Backbone:
         prompts: ClassPrompts,
         *,
         deep: Tensor | None = None,
-        path: Literal["auto", "prefix", "short", "plain"] = "auto",
+        path: TextPath = "auto",
         per_class: bool = False,
         normalize: bool = True,
     ) -> Tensor:
@@ -290,7 +306,8 @@ class Backbone:
         context is `(..., C, m, d_t)`, one per class, and the prefix is not shared. Context and deep receive gradients.
 
         path: `plain` computes every position of every class like open_clip; `short` stops at the end token; `prefix`
-        computes `[SOS] ctx` once for all classes. The results are equal; `auto` uses the fastest possible path.
+        computes `[SOS] ctx` once for all classes; `dense` takes the fewest operations. The results are equal; `auto` is
+        `text_path`, or the fastest possible path of the device.
         BackboneError for a path that this backbone does not support. Without gradients, features of recently encoded
         prompts are cached and returned again: do not change them in place.
         """
@@ -332,20 +349,24 @@ class Backbone:
         if kind == "prefix":
             features = self._prefix.encode(flat, deep, prompts)
         else:
-            encode = self._text.encode_short if kind == "short" else self._text.encode_plain
-            features = encode(flat if per_class else flat.unsqueeze(1), deep, prompts)
+            ways = {"dense": self._dense.encode, "short": self._text.encode_short, "plain": self._text.encode_plain}
+            features = ways[kind](flat if per_class else flat.unsqueeze(1), deep, prompts)
         return finish(torch.unflatten(features, 0, lead) if lead else features[0], normalize)
 
     def _choose_path(self, path: str, per_class: bool) -> str:
+        traced = tracing()
         possible = {
-            "plain": True,
+            "dense": self._text.dense and not traced,
+            "prefix": self.supports.text_prefix and not per_class and not traced,
             "short": self.supports.text_short,
-            "prefix": self.supports.text_prefix and not per_class and not tracing(),
+            "plain": True,
         }
         if path == "auto":
-            return next(kind for kind in ("prefix", "short", "plain") if possible[kind])
+            wanted = "dense" if self.device.type == "cuda" else "prefix"
+            wanted = wanted if self.text_path == "auto" else self.text_path
+            return wanted if possible[wanted] else next(kind for kind in ("prefix", "short", "plain") if possible[kind])
         if path not in possible:
-            raise BackboneError(f"Unknown text path {path!r}: use auto, prefix, short or plain.")
+            raise BackboneError(f"Unknown text path {path!r}: use auto, dense, prefix, short or plain.")
         if not possible[path]:
             reason = (
                 "a context per class has no shared prefix" if per_class else f"not with the flags of {self.model_name}"

@@ -41,6 +41,10 @@ class HubTextTower(TextTower):
             self.blocks = list(inner.transformer.get_submodule(_BLOCKS[kind]))
 
     @property
+    def dense(self) -> bool:
+        return False
+
+    @property
     def width(self) -> int:
         return int(self.embedding.shape[1])
 

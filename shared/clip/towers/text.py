@@ -17,7 +17,7 @@ from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.towers.blocks import is_standard_block
 from promptfed.shared.clip.towers.tokens import ClassPrompts
 
-Path = Literal["prefix", "short", "plain"]
+Path = Literal["auto", "dense", "prefix", "short", "plain"]
 Result = TypeVar("Result")
 
 
@@ -64,6 +64,11 @@ class TextTower:
         self._placed: WeakKeyDictionary[ClassPrompts, Placed] = WeakKeyDictionary()
         if self.flags.refusal is None:
             self.blocks: list[Any] = list(self._holder.transformer.resblocks)
+
+    @property
+    def dense(self) -> bool:
+        """Whether a causal mask lets classes stand one behind the other in a sequence (`dense.py`)."""
+        return self.flags.short
 
     @property
     def holder(self) -> Any:
@@ -156,7 +161,7 @@ class TextTower:
         n, c = context.shape[0], len(prompts)
         if mask is not None and mask.ndim == 3:  # (C * heads, L, L), with the padding of each class
             mask = mask.repeat(n, 1, 1)
-        rows = self._run(self._with_context(rows, context, prompts), mask, deep, prompts)
+        rows = self.run(self._with_context(rows, context, prompts), mask, deep, prompts)
         return self._pool(rows, ids.repeat(n, 1)).reshape(n, c, -1)
 
     def encode_short(self, context: Tensor, deep: Tensor | None, prompts: ClassPrompts) -> Tensor:
@@ -168,7 +173,7 @@ class TextTower:
         for end, index in placed.buckets:
             part = rows[index, : end + 1]
             own = context if context.shape[1] == 1 else context[:, index]
-            out = self._run(self._with_context(part, own, prompts), mask[: end + 1, : end + 1], deep, prompts)
+            out = self.run(self._with_context(part, own, prompts), mask[: end + 1, : end + 1], deep, prompts)
             features.append(self.project(out[:, -1]).reshape(n, len(index), -1))
         return torch.cat(features, dim=1).index_select(1, placed.places)
 
@@ -189,23 +194,27 @@ class TextTower:
         placed = (context + self.position(start, stop)).expand(n, c, stop - start, -1)
         return torch.cat([rows[:, :, :start], placed, rows[:, :, stop:]], dim=2).flatten(0, 1)
 
-    def _run(self, rows: Tensor, mask: Any, deep: Tensor | None, prompts: ClassPrompts) -> Tensor:
-        """Run rows `(N * C, L, d)` through all blocks; `deep` replaces the context's rows before blocks 1..depth."""
+    def run(
+        self, rows: Tensor, mask: Any, deep: Tensor | None, prompts: ClassPrompts, *, spare: bool = False
+    ) -> Tensor:
+        """Run rows `(N * C, L, d)` through all blocks; `deep` replaces the context's rows before blocks 1..depth.
+
+        ``spare``: keep no activations within blocks, as with `spare_memory`.
+        """
         start, stop = prompts.start, prompts.start + prompts.context_length
         depth = 0 if deep is None else deep.shape[1]
         for number, block in enumerate(self.blocks):
             if deep is not None and 1 <= number <= depth:
-                fresh = deep[:, number - 1]
-                fresh = fresh.repeat_interleave(rows.shape[0] // fresh.shape[0], dim=0)
+                fresh = deep[:, number - 1 : number].expand(-1, rows.shape[0] // deep.shape[0], -1, -1).flatten(0, 1)
                 rows = torch.cat([rows[:, :start], fresh, rows[:, stop:]], dim=1)
-            rows = self.sparing(partial(block, attn_mask=mask), rows)
+            rows = self.sparing(partial(block, attn_mask=mask), rows, spare=spare)
         return rows
 
-    def sparing(self, step: Callable[..., Result], *given: Any) -> Result:
-        """``step(*given)``; with `spare_memory` its activations are computed again in the backward pass."""
-        if not self.spare_memory or not torch.is_grad_enabled():
+    def sparing(self, step: Callable[..., Result], *given: Any, spare: bool = False) -> Result:
+        """``step(*given)``; with ``spare`` its activations are computed again in the backward pass."""
+        if not (spare or self.spare_memory) or not torch.is_grad_enabled():
             return step(*given)
-        result: Result = checkpoint(step, *given, use_reentrant=False)
+        result: Result = checkpoint(step, *given, use_reentrant=False, preserve_rng_state=False)  # no tower draws
         return result
 
     def _pool(self, rows: Tensor, ids: Tensor) -> Tensor:

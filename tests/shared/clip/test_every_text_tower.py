@@ -17,6 +17,7 @@ import torch
 from open_clip.model import CLIP, _build_text_tower
 
 from promptfed.shared.clip.building import seeded
+from promptfed.shared.clip.towers.dense import DenseEncoder
 from promptfed.shared.clip.towers.functional_text import text_tower
 from promptfed.shared.clip.towers.hub_text import text_tower_of
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
@@ -148,6 +149,8 @@ def test_prompts_equal_the_library(description: str, tmp_path: Path) -> None:
     encoders = {"plain": tower.encode_plain}
     if tower.flags.short:
         encoders["short"] = tower.encode_short
+    if tower.dense:
+        encoders["dense"] = DenseEncoder(tower).encode
     if tower.flags.prefix:
         encoders["prefix"] = PrefixEncoder(tower).encode
     for depth in (0, 1):

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.clip import BackboneError
+from promptfed.shared.clip.towers import dense, text
 from promptfed.shared.clip.towers.prefix_attention import ClassBucket, Layout, PrefixAttention
 from tests.shared.clip.conftest import (
     CLASS_NAMES,
@@ -21,8 +23,8 @@ from tests.support.equality import assert_gradients, assert_values
 
 M = 4
 PATHS = [
-    *((name, path) for name in PREFIX_MODELS for path in ("prefix", "short", "plain")),
-    *((name, path) for name in ("small-qknorm",) for path in ("short", "plain")),
+    *((name, path) for name in PREFIX_MODELS for path in ("dense", "prefix", "short", "plain")),
+    *((name, path) for name in ("small-qknorm",) for path in ("dense", "short", "plain")),
     *((name, "plain") for name in PLAIN_ONLY_MODELS),
 ]
 DTYPES = [torch.float32, torch.float64]
@@ -87,7 +89,9 @@ def test_a_batch_of_contexts_equals_one_by_one(small: Any, name: Any, path: Any,
         assert_gradients(gradient, wanted_gradient)
 
 
-@pytest.mark.parametrize(("name", "path"), [("small-vit", "short"), ("small-vit", "plain"), ("small-coca", "auto")])
+@pytest.mark.parametrize(
+    ("name", "path"), [("small-vit", "dense"), ("small-vit", "short"), ("small-vit", "plain"), ("small-coca", "auto")]
+)
 def test_a_context_per_class_equals_open_clip(small: Any, name: Any, path: Any) -> None:
     backbone = small(name)
     prompts = backbone.class_prompts(CLASS_NAMES, M)
@@ -102,6 +106,41 @@ def test_a_context_per_class_equals_open_clip(small: Any, name: Any, path: Any) 
     assert_gradients(gradient, wanted_gradient)
 
 
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_classes_in_several_sequences_have_the_same_features(
+    small: Any, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr(dense, "ROWS", rows)
+    backbone = small("small-vit")
+    prompts = backbone.class_prompts([*CLASS_NAMES, "cat", "red panda", "old white dog"], M)
+    leaves = noise(3, M, backbone.d_t, scale=0.5), noise(1, M, backbone.d_t, seed=1, scale=0.5)
+    found, wanted = (
+        value_and_gradients(lambda c, d, path=path: backbone.encode_prompts(c, prompts, deep=d, path=path), *leaves)
+        for path in ("dense", "plain")
+    )
+    assert_values(found[0], wanted[0])
+    for gradient, wanted_gradient in zip(found[1], wanted[1], strict=True):
+        assert_gradients(gradient, wanted_gradient)
+
+
+@pytest.mark.parametrize("held", [1, 1 << 20])
+def test_a_dense_pass_without_room_for_activations_is_the_same(
+    small: Any, monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    backbone = small("small-vit")
+    prompts, context = backbone.class_prompts(CLASS_NAMES, M), noise(M, backbone.d_t, scale=0.5)
+    wanted = value_and_gradients(lambda c: backbone.encode_prompts(c, prompts, path="dense"), context)
+    monkeypatch.setattr(dense, "HELD_ROWS", held)
+    again: list[object] = []
+    monkeypatch.setattr(
+        text, "checkpoint", lambda *given, **options: again.append(given) or checkpoint(*given, **options)
+    )
+    found = value_and_gradients(lambda c: backbone.encode_prompts(c, prompts, path="dense"), context)
+    assert len(again) == (backbone.text_layers if held == 1 else 0)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1][0], wanted[1][0])
+
+
 @pytest.mark.parametrize(("name", "path"), PATHS)
 def test_a_context_of_words_is_that_text(small: Any, name: Any, path: Any) -> None:
     backbone = small(name)
@@ -111,7 +150,7 @@ def test_a_context_of_words_is_that_text(small: Any, name: Any, path: Any) -> No
     assert_values(found, wanted)
 
 
-@pytest.mark.parametrize("path", ["prefix", "short", "plain"])
+@pytest.mark.parametrize("path", ["dense", "prefix", "short", "plain"])
 def test_a_tower_of_one_block(small: Any, path: Any) -> None:
     backbone = small("small-one-block")
     prompts = backbone.class_prompts(CLASS_NAMES, M)
@@ -148,7 +187,8 @@ def test_auto_takes_the_fastest_possible_path(small: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "path"), [("small-qknorm", "prefix"), ("small-coca", "short"), ("small-bidirectional", "prefix")]
+    ("name", "path"),
+    [("small-qknorm", "prefix"), ("small-coca", "short"), ("small-coca", "dense"), ("small-bidirectional", "prefix")],
 )
 def test_an_impossible_path_is_refused(small: Any, name: Any, path: Any) -> None:
     backbone = small(name)
