@@ -170,7 +170,7 @@ class FedAvg(WeightMethod):
             return entropy + self.hyper.length_weight * length + self.hyper.divergence_weight * divergence
 
         groups = self.head_groups(context, list(head.tensors.values()))
-        final = pf.train(context, list(tower.leaves.values()), loss, groups=groups)
+        final = pf.train(context, list(tower.leaves.values()), loss, groups=groups, reads_images=True)
         update = self.sent(tower)
         after = {name: tensor.detach().cpu() for name, tensor in head.tensors.items()}
         update |= {CHANGE + spec.name: after[spec.name] - begun.tensors[spec.name] for spec in fedsr.SHARED}

@@ -201,7 +201,7 @@ class FedLoRA(pf.Method):
             scores = model.logits(indices, next(steps))
             return loss_of(scores, labels[pf.sent_to(indices, device)])
 
-        final = pf.train(context, list(leaves.values()), loss)
+        final = pf.train(context, list(leaves.values()), loss, reads_images=VISUAL in self.towers)
         return pf.TrainResult(leaves, {}, {"loss": final})
 
     def merged(self, context: pf.ClientContext, payload: Tensors) -> MergedTowers:

@@ -50,7 +50,7 @@ class FedRoD(WeightMethod):
             return F.cross_entropy(generic + shares, wanted) + F.cross_entropy(personal, wanted)
 
         groups = self.head_groups(context, [*head.parameters, *own.parameters])
-        final = pf.train(context, list(tower.leaves.values()), loss, groups=groups)
+        final = pf.train(context, list(tower.leaves.values()), loss, groups=groups, reads_images=True)
         kept = {OWN_HEAD: own.weight, OWN_BIAS: own.bias}
         return pf.TrainResult(self.sent(tower, head, begun), kept, {"loss": final})
 

@@ -160,7 +160,7 @@ class PFedPrompt(PromptFL):
             logits = backbone.logit_scale * features[rows] @ text.T + memory(split, indices, text, own=True)
             return F.cross_entropy(logits, labels[rows])
 
-        final = pf.train(context, [learned], loss)
+        final = pf.train(context, [learned], loss, reads_images=self.hyper.query == "patches")
         return pf.TrainResult({"context": learned}, metrics={"loss": final})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:

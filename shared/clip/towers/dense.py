@@ -50,7 +50,7 @@ class DenseEncoder:
         parts = [part.expand(n, b, -1, -1) for part in (layout.lead, context, layout.own)]
         rows = torch.cat(parts, dim=2).flatten(0, 1)
         spare = rows.shape[0] * rows.shape[1] > HELD_ROWS
-        rows = tower.run(rows, layout.mask, deep, prompts, spare=spare).reshape(n, -1, rows.shape[-1])
+        rows = tower.run(rows, layout.mask, deep, prompts, few=True, spare=spare).reshape(n, -1, rows.shape[-1])
         return tower.project(rows.index_select(1, layout.places))
 
     def _layout(self, prompts: ClassPrompts, alone: bool) -> _Layout:
@@ -67,7 +67,7 @@ class DenseEncoder:
         sizes = prompts.end + 1 - prefix
         order = torch.arange(len(prompts)) if alone else sizes.argsort(descending=True, stable=True)
         count = len(prompts) if alone else -(-int(sizes.sum()) // ROWS)
-        slots = order.split(count)  # classes that have the same place, each in its own sequence
+        slots = torch.split(order, count)  # classes that have the same place, each in its own sequence
         widths = [int(sizes[slot].max()) for slot in slots]
         length = -(-(prefix + sum(widths)) // ALIGNED) * ALIGNED
         tokens = torch.zeros(2, count, length - prefix, dtype=torch.int64)  # ids and positions, and padding behind them

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.towers.blocks import is_standard_block
+from promptfed.shared.clip.towers.blocks import is_standard_block, whole
 from promptfed.shared.clip.towers.tokens import ClassPrompts
 
 Path = Literal["auto", "dense", "prefix", "short", "plain"]
@@ -195,11 +195,18 @@ class TextTower:
         return torch.cat([rows[:, :, :start], placed, rows[:, :, stop:]], dim=2).flatten(0, 1)
 
     def run(
-        self, rows: Tensor, mask: Any, deep: Tensor | None, prompts: ClassPrompts, *, spare: bool = False
+        self,
+        rows: Tensor,
+        mask: Any,
+        deep: Tensor | None,
+        prompts: ClassPrompts,
+        *,
+        few: bool = False,
+        spare: bool = False,
     ) -> Tensor:
         """Run rows `(N * C, L, d)` through all blocks; `deep` replaces the context's rows before blocks 1..depth.
 
-        ``spare``: keep no activations within blocks, as with `spare_memory`.
+        ``few``: in few operations. ``spare``: keep no activations within blocks, as with `spare_memory`.
         """
         start, stop = prompts.start, prompts.start + prompts.context_length
         depth = 0 if deep is None else deep.shape[1]
@@ -207,7 +214,8 @@ class TextTower:
             if deep is not None and 1 <= number <= depth:
                 fresh = deep[:, number - 1 : number].expand(-1, rows.shape[0] // deep.shape[0], -1, -1).flatten(0, 1)
                 rows = torch.cat([rows[:, :start], fresh, rows[:, stop:]], dim=1)
-            rows = self.sparing(partial(block, attn_mask=mask), rows, spare=spare)
+            step = partial(whole, block) if few and self.flags.prefix else block
+            rows = self.sparing(partial(step, attn_mask=mask), rows, spare=spare)
         return rows
 
     def sparing(self, step: Callable[..., Result], *given: Any, spare: bool = False) -> Result:

@@ -72,7 +72,12 @@ class PrivateContextMethod(pf.SharedContextMethod):
         backbone, batch_loss = context.backbone, self.pair_loss(context)
         shared = pf.leaf(payload[self.shared.name], backbone)
         local = pf.leaf(self.local_context(context, private), backbone)
-        final = pf.train(context, [shared, local], lambda indices: batch_loss.of(indices, shared, local))
+        final = pf.train(
+            context,
+            [shared, local],
+            lambda indices: batch_loss.of(indices, shared, local),
+            reads_images=self.needs.patch_tokens,
+        )
         return pf.TrainResult({self.shared.name: shared}, {LOCAL: local}, {"loss": final} | batch_loss.metrics())
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:

@@ -17,6 +17,7 @@ from promptfed.shared.methods.core.private_training import PrivateGradients
 from promptfed.shared.seeds import generator
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.lazy import torch
+from promptfed.shared.tensors.transfer import sent_to
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone
 
 log = logging.getLogger("promptfed.training")
-
-UNREAD = 16  # steps after which losses are read from the device
 
 Loss = Callable[["Tensor"], "Tensor"]
 
@@ -54,14 +53,19 @@ def leaves(start: Mapping[str, Tensor], backbone: Backbone) -> dict[str, Tensor]
     return {name: leaf(tensor, backbone) for name, tensor in start.items()}
 
 
-def make_optimizer(parameters: ParamsT, training: TrainingSpec, learning_rate: float) -> torch.optim.Optimizer:
-    """The spec's optimizer over ``parameters``, which may be in groups. "SGD" here has momentum and weight decay."""
+def make_optimizer(
+    parameters: ParamsT, training: TrainingSpec, learning_rate: float, *, fused: bool | None = None
+) -> torch.optim.Optimizer:
+    """The spec's optimizer over ``parameters``, which may be in groups. "SGD" here has momentum and weight decay.
+
+    ``fused``: one operation steps all of them, on a device that has it.
+    """
     if training.optimizer == "sgd":
         return torch.optim.SGD(
-            parameters, lr=learning_rate, momentum=training.momentum, weight_decay=training.weight_decay
+            parameters, lr=learning_rate, momentum=training.momentum, weight_decay=training.weight_decay, fused=fused
         )
     kind = torch.optim.Adam if training.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, lr=learning_rate, weight_decay=training.weight_decay)
+    return kind(parameters, lr=learning_rate, weight_decay=training.weight_decay, fused=fused)
 
 
 def learning_rate(training: TrainingSpec, round: int, rounds: int) -> float:
@@ -71,13 +75,16 @@ def learning_rate(training: TrainingSpec, round: int, rounds: int) -> float:
     return training.learning_rate / 2 * (1 + math.cos(math.pi * (round - 1) / rounds))
 
 
-def batches(count: int, batch_size: int, epochs: int | None, draws: Generator) -> Iterator[Tensor]:
+def batches(
+    count: int, batch_size: int, epochs: int | None, draws: Generator, device: torch.device | None = None
+) -> Iterator[Tensor]:
     """Indices ``(B,)`` of each batch: every epoch a new order, the last batch of an epoch may be smaller.
 
-    ``epochs`` None: without end.
+    ``epochs`` None: without end. ``device``: where the order of an epoch is sent; it is drawn on the CPU.
     """
     for _ in repeat(None) if epochs is None else repeat(None, epochs):
-        yield from torch.split(torch.randperm(count, generator=draws), batch_size)
+        order = torch.randperm(count, generator=draws)
+        yield from torch.split(order if device is None else sent_to(order, device), batch_size)
 
 
 def _with_next(parts: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -97,8 +104,12 @@ def train(
     epochs: int | None = None,
     groups: Sequence[Group] = (),
     objective: Objective | None = None,
+    reads_images: bool = False,
 ) -> float:
     """Minimise ``loss(indices (B,))`` over ``parameters``, which are changed in place.
+
+    Indices are on the backbone's device, or on the CPU where the loss ``reads_images`` or patches from the split. On a
+    GPU, steps that do the same operations each time are replayed (`promptfed.shared.tensors.replay`).
 
     ``epochs`` overrides the spec's; ``groups`` are trained in addition to ``parameters``, which may be empty. Returns
     the mean loss over the samples of the last epoch. If the task is protected, gradients are private and NaN is
@@ -119,32 +130,48 @@ def train(
         torch.autograd.backward(value)
         return value
 
-    return _minimise(context, parameters, backward, epochs, groups)
+    return _minimise(context, parameters, backward, epochs, groups, reads_images)
 
 
 def _minimise(
-    context: ClientContext, parameters: Sequence[Tensor], backward: Loss, epochs: int | None, groups: Sequence[Group]
+    context: ClientContext,
+    parameters: Sequence[Tensor],
+    backward: Loss,
+    epochs: int | None,
+    groups: Sequence[Group],
+    reads_images: bool,
 ) -> float:
     """The loop; ``backward(indices (B,))`` leaves the gradients with the parameters and returns the loss."""
-    training, count = context.training, len(context.train)
+    training, count, device = context.training, len(context.train), context.backbone.device
     optimizer, _ = _optimizer(context, parameters, groups)
-    draws = generator(context.seed, context.round, context.phase, context.client, "batches")
-    losses = _Losses(context, math.ceil(count / training.batch_size))
-    epochs = training.epochs if epochs is None else epochs
-    steps = epochs * math.ceil(count / training.batch_size)
-    soon = getattr(context.train, "soon", None)  # of images that are read beside the step before
-    for number, (indices, following) in enumerate(_with_next(batches(count, training.batch_size, epochs, draws))):
-        if context.cancelled():
-            raise TaskCancelled
-        context.progress(number / steps)
-        if soon is not None and following is not None:
-            soon(following)
+
+    def step(indices: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         value = _in_memory(context, optimizer, partial(backward, indices), len(indices))
         optimizer.step()
         if context.label_bias is not None:
             context.label_bias.step()
-        losses.add(value.detach(), len(indices))
+        return value.detach()
+
+    draws = generator(context.seed, context.round, context.phase, context.client, "batches")
+    losses = _Losses(context, math.ceil(count / training.batch_size))
+    epochs = training.epochs if epochs is None else epochs
+    steps = epochs * math.ceil(count / training.batch_size)
+    taken = step
+    if device.type == "cuda" and not reads_images:
+        from promptfed.shared.tensors.replay import Replayed  # imports torch, which a coordinator does without
+
+        size = min(training.batch_size, count)
+        taken = Replayed(step, optimizer, device, size, epochs * (count // size))
+    soon = getattr(context.train, "soon", None)  # of images that are read beside the step before
+    parts = batches(count, training.batch_size, epochs, draws, None if reads_images else device)
+    for number, (indices, following) in enumerate(_with_next(parts)):
+        if context.cancelled():
+            raise TaskCancelled
+        context.progress(number / steps)
+        if soon is not None and following is not None and reads_images:
+            soon(following)
+        losses.add(taken(indices), len(indices))
     losses.read()
     return losses.total / losses.images
 
@@ -176,7 +203,7 @@ def _in_memory(
 
 
 class _Losses:
-    """The losses of a task. They stay on the device for some steps: reading each would make a GPU wait in every step.
+    """The losses of a task. They stay on the device for an epoch: reading each would make a GPU wait in every step.
 
     ``total``: the sum over the ``images`` of the epoch, as far as it was read.
     """
@@ -190,7 +217,7 @@ class _Losses:
     def add(self, value: Tensor, count: int) -> None:
         """The mean loss of the next step's ``count`` images."""
         self._unread.append((value, count))
-        if len(self._unread) == UNREAD:
+        if (self._steps + len(self._unread)) % self._steps_per_epoch == 0:
             self.read()
 
     def read(self) -> None:
@@ -248,7 +275,8 @@ def _optimizer(
     context.count_trained(sum(parameter.numel() for parameter in everything))
     given: list[dict[str, Any]] = [{"params": list(parameters)}] if parameters else []
     given += [{"params": list(group.parameters), "lr": group_rate(context, group)} for group in groups]
-    optimizer = make_optimizer(given, training, learning_rate(training, context.round, context.rounds))
+    rate, fused = learning_rate(training, context.round, context.rounds), context.backbone.device.type == "cuda"
+    optimizer = make_optimizer(given, training, rate, fused=fused or None)
     return optimizer, everything
 
 

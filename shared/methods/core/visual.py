@@ -152,7 +152,7 @@ def train_on_images(
         value = loss_of(scores, labels[pf.sent_to(indices, labels.device)])
         return value if term is None else value + term(indices, inputs, scores)
 
-    return pf.train(context, parameters, loss, groups=groups)
+    return pf.train(context, parameters, loss, groups=groups, reads_images=True)
 
 
 def drawn(draws: Draws, *shape: int) -> Any:
