@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 META_NET = (*pf.layer("meta_net.narrow", "hidden", "d_e"), *pf.layer("meta_net.widen", "d_t", "hidden"))
 STATE = (pf.CONTEXT, *META_NET)
-TEXTS_AT_ONCE = 512  # prompted texts in one pass: bounds the memory, never the result
 
 
 class FedCoCoOpHyper(pf.ContextHyper):
@@ -97,7 +96,7 @@ class FedCoCoOp(pf.SharedContextMethod):
             # The loss is a sum over images: all parts but the last are backpropagated here, each graph freed in turn.
             total = torch.zeros((), device=backbone.device)
             part = total
-            for rows in chunks(pf.sent_to(indices, backbone.device), len(prompts)):
+            for rows in chunks(backbone, pf.sent_to(indices, backbone.device), len(prompts)):
                 if part.requires_grad:
                     torch.autograd.backward(part)
                 logits = conditional_logits(backbone, learned, features[rows], prompts)
@@ -119,15 +118,15 @@ class FedCoCoOp(pf.SharedContextMethod):
         state = {name: value.to(backbone.device) for name, value in payload.items()}
 
         def logits(features: Tensor) -> Tensor:
-            parts = chunks(features, len(prompts))
+            parts = chunks(backbone, features, len(prompts))
             return torch.cat([conditional_logits(backbone, state, part, prompts) for part in parts])
 
         return pf.FeatureClassifier(logits)
 
 
-def chunks(images: Tensor, classes: int) -> Iterator[Tensor]:
-    """Parts of ``images (B, ...)``, indices or features, that have at most ``TEXTS_AT_ONCE`` prompted texts."""
-    yield from torch.split(images, max(1, TEXTS_AT_ONCE // classes))
+def chunks(backbone: Backbone, images: Tensor, classes: int) -> Iterator[Tensor]:
+    """Parts of ``images (B, ...)``, indices or features, that have at most ``texts_at_once`` prompted texts."""
+    yield from torch.split(images, max(1, backbone.texts_at_once // classes))
 
 
 def conditional_logits(backbone: Backbone, state: Tensors, features: Tensor, prompts: ClassPrompts) -> Tensor:

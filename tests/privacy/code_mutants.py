@@ -51,9 +51,11 @@ MUTANTS = (
     Mutant(
         "an empty sample is skipped",
         TRAINING,
-        "        total = torch.zeros(self._size, dtype=torch.float64)\n        for units in self._chunks(chosen):",
+        "        total = torch.zeros(self._size, dtype=torch.float64, device=self._device)\n"
+        "        for units in self._chunks(chosen):",
         "        if not len(chosen):\n            return\n"
-        "        total = torch.zeros(self._size, dtype=torch.float64)\n        for units in self._chunks(chosen):",
+        "        total = torch.zeros(self._size, dtype=torch.float64, device=self._device)\n"
+        "        for units in self._chunks(chosen):",
         MECHANISM,
         "empty_sample",
     ),

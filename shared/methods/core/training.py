@@ -123,7 +123,7 @@ def train(
     """
 
     if context.protection is not None:
-        return _protected(context, parameters, loss, objective, epochs, groups)
+        return _protected(context, parameters, loss, objective, epochs, groups, reads_images)
 
     def backward(indices: Tensor) -> Tensor:
         value = loss(indices)
@@ -244,6 +244,7 @@ def _protected(
     objective: Objective | None,
     epochs: int | None,
     groups: Sequence[Group],
+    reads_images: bool,
 ) -> float:
     """The same loop with private gradients. Nothing else in it depends on data, so it does not check the loss."""
     assert context.protection is not None
@@ -254,7 +255,8 @@ def _protected(
     if context.label_bias is not None:
         tensors = [*tensors, context.label_bias.leaf]
         objective = None if objective is None else context.label_bias.among(objective)
-    gradients = PrivateGradients(context.protection, tensors, loss, objective, count, classes)
+    texts = context.backbone.texts_at_once
+    gradients = PrivateGradients(context.protection, tensors, loss, objective, count, classes, texts, reads_images)
     for _ in range(gradients.event.count):
         if context.cancelled():
             raise TaskCancelled

@@ -35,7 +35,7 @@ def test_promptfl_equals_dp_sgd_over_groups_written_out(
     batch: int, epochs: int, at_once: int, backbone: Backbone, make_context: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group is sampled, clipped and counted as one: the gradient of the mean loss of its images."""
-    monkeypatch.setattr("promptfed.shared.methods.core.private_training.TEXTS_AT_ONCE", at_once)
+    monkeypatch.setattr("promptfed.shared.clip.backbone.PREFIX_TEXTS", at_once)
     context = make_context(10, epochs=epochs, batch_size=batch, learning_rate=0.05)
     start = start_of({"name": "promptfl", "m": M}, backbone)["context"]
     method = make_method({"name": "promptfl", "m": M})

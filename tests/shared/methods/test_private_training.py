@@ -188,7 +188,7 @@ def test_where_no_gradient_is_the_step_is_noise_of_the_said_size_even_for_an_emp
     theta = torch.zeros(100_000, requires_grad=True)
     objective = Objective(lambda copies, rows: copies[0].sum(dim=1) * 0.0)
     protection = Protection(0.5, 2.0, 8, batch, 1, SeededNoise(5).stream())
-    gradients = PrivateGradients(protection, [theta], lambda rows: theta.sum() * 0, objective, 8, 5)
+    gradients = PrivateGradients(protection, [theta], lambda rows: theta.sum() * 0, objective, 8, 5, 512)
     for _ in range(12):
         theta.grad = None  # what an earlier step has left is no answer of this one
         gradients.step()

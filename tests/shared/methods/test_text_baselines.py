@@ -213,7 +213,7 @@ def test_fedcocoop_training_equals_the_equations(
     texts_at_once: int, backbone: Backbone, make_context: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever number of images passes the tower at once."""
-    monkeypatch.setattr(fedcocoop, "TEXTS_AT_ONCE", texts_at_once)
+    monkeypatch.setattr("promptfed.shared.clip.backbone.PREFIX_TEXTS", texts_at_once)
     context = make_context(7, round=2, epochs=1, batch_size=5, learning_rate=0.05, schedule="cosine")
     start = some_state(backbone)
     found = make_method({"name": "fedcocoop", "m": M}).train(context, start, {})
@@ -260,10 +260,10 @@ def test_fedcocoop_starts_where_promptfl_starts(backbone: Backbone, make_context
     assert all(float((value - state[name]).abs().max()) > 0 for name, value in result.update.items())
 
 
-def test_fedcocoop_memory_is_bounded_by_chunks() -> None:
+def test_fedcocoop_memory_is_bounded_by_chunks(backbone: Backbone) -> None:
     rows = torch.arange(100)
-    assert [len(part) for part in fedcocoop.chunks(rows, 10)] == [51, 49]
-    assert [len(part) for part in fedcocoop.chunks(rows[:3], 10_000)] == [1, 1, 1]
+    assert [len(part) for part in fedcocoop.chunks(backbone, rows, 10)] == [51, 49]
+    assert [len(part) for part in fedcocoop.chunks(backbone, rows[:3], 10_000)] == [1, 1, 1]
 
 
 def test_fedcocoop_may_start_from_words(backbone: Backbone) -> None:

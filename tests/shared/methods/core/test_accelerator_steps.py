@@ -16,8 +16,11 @@ from torch import Tensor
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface.base import ClientContext, MethodError
+from promptfed.shared.methods.core.interface.protection import Protection
 from promptfed.shared.methods.core.training import batches, leaf, train
+from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.tensors.replay import Operations
 from promptfed.shared.tensors.torch_draws import TorchDraws
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.far_device import FAR, FarSplit, Waits
@@ -147,6 +150,36 @@ def test_no_step_waits_for_the_device(
             method.train(context, payload, {})
         told.append(waits.lines)
     assert not told[1] - told[0]
+
+
+DENSE = ("promptfl", "fedapt", "fedmaple")  # the first tier's: one context, one for each class, deep prompts
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in DENSE else pytest.mark.extended)
+        for name in sorted(set(METHODS) - UNTRAINED - {"fast_pt"})
+    ],
+)
+def test_a_dense_text_pass_trains_the_same(name: str, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where gradients are private: then all of a batch's copies pass together."""
+    method, payload, phase = started(name, backbone)
+    protections = [None] + [Protection(0.3, 1.0, 6, 3, 1, SeededNoise(2).stream())] * method.can_protect()
+    for protection in protections:
+        found = []
+        for path in ("prefix", "dense"):
+            monkeypatch.setattr(backbone, "text_path", path)
+            own = replace(protection, stream=SeededNoise(2).stream()) if protection is not None else None
+            context = replace(client_context(backbone, 6, batch_size=3, epochs=1, phase=phase), protection=own)
+            with Operations(backbone.device) as step:
+                result = method.train(context, dict(payload), {})
+            found.append((result.update | result.private, len(step.noted)))
+        for tensor, value in found[0][0].items():
+            if not tensor.endswith("to_key.bias"):  # on which no softmax depends
+                assert_gradients(found[1][0][tensor], value)
+        if name == "promptfl":
+            assert found[1][1] < found[0][1]  # the other pass it was
 
 
 def test_the_images_of_the_next_step_are_announced(backbone: Backbone) -> None:
