@@ -158,7 +158,7 @@ def _minimise(
     epochs = training.epochs if epochs is None else epochs
     steps = epochs * math.ceil(count / training.batch_size)
     taken = step
-    if device.type == "cuda" and not reads_images:
+    if replays(device) and not reads_images:
         from promptfed.shared.tensors.replay import Replayed  # imports torch, which a coordinator does without
 
         size = min(training.batch_size, count)
@@ -200,6 +200,11 @@ def _in_memory(
             )
         backbone.held_images = held // 2
         log.warning("the device ran out of memory: a step holds %d images' activations at once now", held // 2)
+
+
+def replays(device: torch.device) -> bool:
+    """Whether a device records what it does, to do it again."""
+    return device.type == "cuda"
 
 
 class _Losses:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.clip import BackboneError
@@ -139,6 +140,23 @@ def test_a_dense_pass_without_room_for_activations_is_the_same(
     assert len(again) == (backbone.text_layers if held == 1 else 0)
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1][0], wanted[1][0])
+
+
+def test_a_dense_pass_is_the_same_graph_for_every_context(small: Any) -> None:
+    backbone = small("small-vit")
+    prompts = backbone.class_prompts(CLASS_NAMES, M)
+
+    def with_gradient(context: torch.Tensor) -> Any:
+        features = backbone.encode_prompts(context, prompts, path="dense")
+        return features, torch.autograd.grad(features[..., 0].sum(), context)
+
+    with_gradient(noise(2, M, backbone.d_t).requires_grad_())  # makes what is constant
+    first, other = (
+        make_fx(with_gradient)(noise(2, M, backbone.d_t, seed=seed).requires_grad_()).code for seed in (0, 1)
+    )
+    assert first == other
+    assert "_local_scalar_dense" not in first
+    assert "device_put" not in first
 
 
 @pytest.mark.parametrize(("name", "path"), PATHS)

@@ -5,6 +5,8 @@ There is no GPU here: the CPU plays one that runs out of memory, and a device wi
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,10 +22,12 @@ from promptfed.shared.methods.core.interface.protection import Protection
 from promptfed.shared.methods.core.training import batches, leaf, train
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.tensors import replay
 from promptfed.shared.tensors.replay import Operations
 from promptfed.shared.tensors.torch_draws import TorchDraws
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.far_device import FAR, FarSplit, Waits
+from tests.support.recording_device import recording
 from tests.support.visual_clients import client_context, filled, server_context, small_backbone
 
 
@@ -180,6 +184,69 @@ def test_a_dense_text_pass_trains_the_same(name: str, backbone: Backbone, monkey
                 assert_gradients(found[1][0][tensor], value)
         if name == "promptfl":
             assert found[1][1] < found[0][1]  # the other pass it was
+
+
+REPLAYED = ("promptfl", "fedtpg")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in REPLAYED else pytest.mark.extended)
+        for name in sorted(set(METHODS) - UNTRAINED - {"fast_pt"})
+    ],
+)
+def test_replayed_steps_are_the_steps(name: str, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits after two epochs, whose last batches are smaller; graphs end with the task."""
+    monkeypatch.setattr(backbone, "text_path", "dense")
+    method, payload, phase = started(name, backbone)
+    context = client_context(backbone, 19, batch_size=3, epochs=2, phase=phase, momentum=0.9)
+    wanted = method.train(context, dict(payload), {})
+    graphs = recording(monkeypatch)
+    found = method.train(context, dict(payload), {})
+    assert found.metrics == wanted.metrics
+    for tensor, value in (wanted.update | wanted.private).items():
+        assert torch.equal((found.update | found.private)[tensor], value)
+    if method.needs.cached_features and not method.needs.patch_tokens:  # nothing of a step is on the host
+        assert all(graph.replays >= 9 for graph in graphs)
+        assert graphs
+    kept = [weakref.ref(graph) for graph in graphs]
+    graphs.clear()
+    gc.collect()
+    assert not any(graph() for graph in kept)
+
+
+@pytest.mark.parametrize("what", ["drawn", "read", "other"])
+def test_what_cannot_be_replayed_runs_as_it_is_and_says_so_once(
+    what: str, backbone: Backbone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replay, "_told", set())
+    target = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
+    context = client_context(backbone, 40, batch_size=2, epochs=1, learning_rate=0.1)
+
+    def trained() -> tuple[float, Tensor]:
+        steps = iter(range(100))
+        point, loss = parabola(context, target)
+
+        def changing(indices: Tensor) -> Tensor:
+            step = next(steps)
+            if what == "drawn":
+                return loss(indices) * (1 + step / 50)
+            if what == "read":
+                return loss(indices) * (2.0 if float(target.sum()) > 0 else 1.0)
+            return loss(indices) + (point**2).mean() * (0.0 if step < 2 else 1.0)
+
+        return train(context, [point], changing), point.detach()
+
+    wanted = trained()
+    graphs = recording(monkeypatch)
+    for _ in range(2):
+        found = trained()
+        assert found[0] == wanted[0]
+        assert torch.equal(found[1], wanted[1])
+    assert not any(graph.replays for graph in graphs)
+    reason = "not permitted" if what == "read" else "not the same in each step"
+    assert [reason in record.message for record in caplog.records] == [True]
 
 
 def test_the_images_of_the_next_step_are_announced(backbone: Backbone) -> None:
