@@ -3,6 +3,7 @@
     python -m benchmarks.step --json step.json
     python -m benchmarks.step --models ViT-B-16 --classes 10 --methods all
     python -m benchmarks.step --models promptfed-tiny --classes 10 --protected
+    python -m benchmarks.step --models ViT-B-16 --methods promptfl fedpgp --operations
 
 Every variant calls the method's own `train`. They differ in the backbone and the images that the method is given:
 
@@ -18,10 +19,15 @@ The last three are averaged over a task of several steps. Except for `protected`
 change every tensor in the same way; otherwise the run ends. With more than 100 classes the plain text pass would not
 fit into memory: it runs in chunks of 100 under activation checkpointing. The additional forward pass is not timed, so
 that the plain variant does not pay for the chunks.
+
+With --operations nothing is timed: a JSON line for each method and number of classes says how many operations that are
+not views a step has, on a CPU, on a GPU's path (forced on the CPU) and with every position of every text passing
+open_clip's blocks. The text tower has the model's blocks and is narrow.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import tempfile
@@ -30,6 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -37,6 +44,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks import step_operations
 from benchmarks.harness import in_words, machine, medians, parser, table, write
 from benchmarks.step_batches import KeptBatch, PlainBatch, RandomImages
 from promptfed.shared.clip import Backbone, BackboneError, ClassPrompts, load_backbone, shape_of
@@ -173,7 +181,8 @@ class Task:
             size = len(self.kept.classes)
             protection = Protection(0.3, 1.0, size, size, count, SeededNoise(1).stream())
         backbone = SlowBackbone(self.kept.backbone, "short") if way == "short" else self.kept.backbone
-        step = self.train(replace(self.kept, steps=count), rate, backbone, protection)
+        kept = self.kept if protection is not None else replace(self.kept, steps=count)  # its epochs are the steps
+        step = self.train(kept, rate, backbone, protection)
         return replace(step, seconds=step.seconds / count)
 
     def start(self) -> Tensors:
@@ -282,6 +291,16 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     return table(columns, rows, texts=2)
 
 
+def count_operations(model: str, name: str, classes: int, batch: int, protected: bool) -> dict[str, Any]:
+    """The operations of a step, by the way (`step_operations.WAYS`) that prompts pass the text tower."""
+    backbone = step_operations.narrow(model)
+    with tempfile.TemporaryDirectory() as folder:
+        task = make_task(backbone, name, classes, batch, Path(folder))
+        steps = partial(task.steps, "protected" if protected else "ours", rate=RATE_OF_STANDING)
+        counts = {way: step_operations.of_a_step(backbone, way, steps) for way in step_operations.WAYS}
+    return {"model": model, "method": name, "protected": protected, "classes": classes, "operations": counts}
+
+
 def random_backbone(model: str) -> Backbone:
     """``model`` with random weights, whose values do not matter to a clock."""
     try:
@@ -300,9 +319,15 @@ def main() -> None:
     command.add_argument("--repeats", type=int, default=3, help="plain steps; a third of it above 100 classes")
     command.add_argument("--steps", type=int, default=5, help="steps of a task of a fast variant")
     command.add_argument("--protected", action="store_true", help="also promptfl's step with DP-SGD")
+    command.add_argument("--operations", action="store_true", help="count the operations of a step instead")
     options = command.parse_args()
     torch.set_num_threads(1)
     names = list(OPTIONS) if "all" in options.methods else cast(list[str], options.methods)
+    if options.operations:
+        for model, name, classes in product(options.models, names, options.classes):
+            for protected in (False, True)[: 1 + (options.protected and name == "promptfl")]:
+                print(json.dumps(count_operations(model, name, classes, options.batch, protected)), flush=True)
+        return
     results = []
     for model in options.models:
         backbone = random_backbone(model)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import step as benchmark
+from benchmarks import step_operations
 from benchmarks.step import MOST_DEVIATION, OPTIONS, RATE_OF_COMPARISON, WITHOUT_EFFECT, Step, Task, make_task, measure
-from promptfed.shared.clip import tiny
+from promptfed.shared.clip import Backbone, tiny
+from promptfed.shared.clip.towers import dense
 
 CLASSES, BATCH = 3, 4
 FIRST = ("promptfl", "pfedmoap", "fedotp")  # a group of parameters of its own, patch features
@@ -75,3 +78,33 @@ def test_the_command_prints_a_table_and_writes_all_numbers(
     [result] = report["results"]
     assert set(result["seconds"]) == {"plain", "cached", "short", "ours", "protected"}
     assert report["provenance"]["threads"] == 1
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Backbone:
+    torch.set_num_threads(1)
+    return step_operations.narrow("ViT-B-16")
+
+
+@pytest.mark.parametrize("rows", [dense.ROWS, 8], ids=["one sequence", "several sequences"])
+@pytest.mark.parametrize(("name", "most"), [("promptfl", 400), ("fedpgp", 600), ("protected", 600)])
+def test_a_step_on_a_gpu_s_path_starts_few_operations(
+    name: str, most: int, rows: int, narrow: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ViT-B/16's blocks, at any number of classes: with more there are more sequences. There were 2,337."""
+    monkeypatch.setattr(dense, "ROWS", rows)
+    task = make_task(narrow, "promptfl" if name == "protected" else name, 10, BATCH, tmp_path)
+    steps = partial(task.steps, "protected" if name == "protected" else "ours", rate=RATE_OF_COMPARISON)
+    assert 200 < step_operations.of_a_step(narrow, "gpu", steps) <= most
+
+
+def test_the_command_counts_operations(
+    narrow: Backbone, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step_operations, "narrow", lambda model: narrow)
+    options = ["--models", "ViT-B-16", "--classes", "3", "--batch", "4", "--operations", "--protected"]
+    monkeypatch.setattr(sys, "argv", ["step", *options])
+    benchmark.main()
+    plain, protected = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (plain["protected"], protected["protected"]) == (False, True)
+    assert 200 < plain["operations"]["gpu"] < plain["operations"]["plain"] < plain["operations"]["cpu"]
