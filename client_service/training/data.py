@@ -91,7 +91,7 @@ class TestSet:
 class ClientData:
     """A source seen through a backbone. Features are computed when first asked for, and kept in memory and on disk.
 
-    Their pixels are kept in memory as far as ``images`` has room.
+    Preprocessed images, or for a GPU their pixels, are kept in memory as far as ``images`` has room.
     ``tests`` are further test sets by name: the test splits of other sources, with class names of their own.
     """
 
@@ -237,7 +237,9 @@ class ClientData:
         return sent_to(rows_before, self._backbone.device)
 
     def _image(self, split: Split, row: int) -> Tensor:
-        return self._held.get(self._key(split, row), lambda: self._backbone.pixels(split.image(row)))
+        """What `_sent` takes of an image: on a CPU its numbers, which no step makes again, elsewhere its pixels."""
+        make = self._backbone.preprocess if self._backbone.device.type == "cpu" else self._backbone.pixels
+        return self._held.get(self._key(split, row), lambda: make(split.image(row)))
 
     def _sent(self, pixels: Sequence[Tensor]) -> Tensor:
         """A batch ``(B, 3, H, W)`` on the backbone's device, of each image's pixels."""

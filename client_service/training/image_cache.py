@@ -20,7 +20,7 @@ Read = TypeVar("Read")
 
 
 class ImageCache:
-    """Images by key, for all clients of a process, in at most ``max_bytes``; 224² pixels take 0.15 MB.
+    """Images by key, for all clients of a process, in at most ``max_bytes``; 224² pixels take 0.15 or 0.6 MB.
 
     What is kept stays until its last holder is gone, and what no longer fits is made anew each time: epochs go through
     all images in turn, where putting out the one unused for longest would put out what is asked for next.
