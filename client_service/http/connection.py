@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from html import unescape
 from typing import Any, TypeVar
 
 import httpx
@@ -30,6 +32,7 @@ log = logging.getLogger("promptfed.client")
 
 MAX_JSON_BYTES = 64 << 20
 UNEXPLAINED = "unexplained"  # the kind of a refusal that is not of a coordinator's form
+FOREIGN_BYTES = 64 << 10  # of a page that is read for its title
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.25, 15.0  # seconds
 LONGEST_RETRY_AFTER = 300.0
 QUICK_ATTEMPTS, QUICK_BACKOFF = 20, 1.0  # among several coordinators: a federation is taken over within seconds
@@ -54,7 +57,10 @@ class BadAnswer(Exception):
 
 
 class Unavailable(Exception):
-    """A 5xx, or a 429 that says when to come again; ``retry_after`` is in seconds, where a 503 or 429 gave it."""
+    """A 5xx, a 429 that says when to come again, or whatever somebody else answers in the coordinator's place.
+
+    ``retry_after`` is in seconds, where a 503 or 429 gave it.
+    """
 
     def __init__(self, status: int, detail: str, retry_after: float | None):
         super().__init__(f"{status} {detail}")
@@ -94,10 +100,10 @@ class CoordinatorConnection:
     does not answer within `SILENT_SECONDS` is given up, and the next request goes to another. Every
     request is written to ``sent`` before it leaves.
 
-    Connection errors, 5xx and a 429 with Retry-After (too many wrong tokens came from this address) are tried again
-    with jittered exponential backoff (a 503's and 429's Retry-After is kept) until ``give_up_after`` seconds have
-    passed without an answer, then every call raises ClientError(UNREACHABLE). Any other answer that is no success
-    raises Refused at once.
+    Connection errors, 5xx, a 429 with Retry-After (too many wrong tokens came from this address), and every answer
+    without a coordinator's header `PROTOCOL`, such as a proxy's page, are tried again with jittered exponential backoff
+    (a 503's and 429's Retry-After is kept) until ``give_up_after`` seconds have passed without an answer, then every
+    call raises ClientError(UNREACHABLE). Any other answer that is no success raises Refused at once.
     """
 
     http: httpx.AsyncClient
@@ -202,6 +208,8 @@ class CoordinatorConnection:
                 )
                 response = await self.http.send(request, stream=True, follow_redirects=False)
                 try:
+                    if PROTOCOL not in response.headers and response.status_code != PROXY_LOGIN:
+                        raise Unavailable(response.status_code, await _foreign(response), _retry_after(response))
                     origin = self._elsewhere(response)
                     if origin is None:
                         self._note_served(address, response)
@@ -365,9 +373,24 @@ def _problem(response: httpx.Response, body: bytes | bytearray) -> tuple[str, st
     try:
         problem = Problem.model_validate_json(bytes(body))
     except ValidationError:
-        limit = "something on the way takes no request of this size" if response.status_code == 413 else ""
-        return UNEXPLAINED, limit or response.reason_phrase or "no reason given"
+        return UNEXPLAINED, response.reason_phrase or "no reason given"
     return _clean(problem.kind, 100), _clean(problem.detail)
+
+
+async def _foreign(response: httpx.Response) -> str:
+    """What somebody else has answered: a proxy, a log-in page, another server at this address."""
+    if response.is_redirect:
+        return f"somebody else redirects to {_clean(response.headers.get('location', ''))}"
+    begin = b""
+    with suppress(httpx.DecodingError):
+        async for chunk in response.aiter_bytes():
+            begin += chunk
+            if len(begin) > FOREIGN_BYTES:
+                break
+    title = re.search(rb"<title[^>]*>([^<]+)", begin[:FOREIGN_BYTES], re.IGNORECASE)
+    page = f"the page {_clean(unescape(title[1].decode(errors='replace')), 100)!r}" if title is not None else "a body"
+    size = "; something on the way takes no request of this size" if response.status_code == 413 else ""
+    return f"{response.reason_phrase}: {page} of somebody else, not of a coordinator{size}"
 
 
 def _clean(text: Any, length: int = 500) -> str:

@@ -70,6 +70,7 @@ def _enrolment_parameters(federation: EnrollingAt, request: EnrolRequest) -> Non
             problems.WrongState,
             problems.CannotStart,
             problems.UnknownClass,
+            problems.OtherClasses,
             problems.TooManyClassNames,
             problems.DomainMissing,
             problems.UnfitClient,

@@ -147,6 +147,7 @@ def _steer(registry: RegistryOf, federation: Operated, verb: str) -> FederationV
         problems.NotEnoughClients,
         problems.InitialStateMissing,
         problems.InitialStateMismatch,
+        problems.OtherClasses,
         problems.CannotStart,
         problems.StorageFull,
     ),

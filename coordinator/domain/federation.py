@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
@@ -24,6 +24,11 @@ from promptfed.shared.methods.core.sizes import update_limit
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms
+
+SAME_CLASSES = (
+    "give them the same names, or create the federation with class_names, which lists them all, "
+    "or with method.label_space: client, where each client has classes of its own"
+)
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,25 @@ class Federation:
         return TrainingTerms.of(self.spec, backbone=self.spec.backbone.model_copy(update=known))
 
     @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Those of the spec, else those that all its trainers have named; None before the start, or where they differ.
+
+        Trainers name the same classes in any order; the first by name gives it.
+        """
+        if self.spec.class_names is not None:
+            return tuple(self.spec.class_names)
+        trainers = (name for name, member in self.run.members.items() if member.joined and member.role == "trainer")
+        named = [self.clients[name].class_names for name in sorted(trainers)]
+        same = all(names == named[0] or set(names) == set(named[0]) for names in named)
+        return named[0] if named and same else None
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether trainers may have different classes: the spec says so, lists them all, or nobody trains."""
+        spec = self.spec
+        return spec.class_names is not None or spec.rounds == 0 or spec.method.get("label_space") == "client"
+
+    @property
     def phase(self) -> str | None:
         """The name of the open or closing stage."""
         return self.run.stage.name if self.run.stage is not None else None
@@ -258,6 +282,25 @@ class Federation:
                 by_secret[client.secret_digest] = client
             known[client.name] = client
         return replace(self, clients=known, by_secret=by_secret)
+
+
+def differing(named: Mapping[str, tuple[str, ...]]) -> str | None:
+    """The class names of trainers side by side where they differ; None where all have the same."""
+    trainers: dict[frozenset[str], list[str]] = {}
+    for name in sorted(named):
+        trainers.setdefault(frozenset(named[name]), []).append(name)
+    if len(trainers) < 2:
+        return None
+    common = frozenset[str].intersection(*trainers)
+    groups = sorted(trainers.items(), key=lambda group: (-len(group[1]), group[1]))
+    sides = [f"{_some(names, 3)}: {_some(map(repr, sorted(own - common)), 8) or 'no more'}" for own, names in groups]
+    beside = f" beside {len(common)} that all have" if common else ""
+    return f"the trainers' class names differ{beside} ({_some(sides, 4, ' | ')})"
+
+
+def _some(texts: Iterable[str], most: int, between: str = ", ") -> str:
+    known = list(texts)
+    return between.join(known[:most]) + (f"{between}and {len(known) - most} more" if len(known) > most else "")
 
 
 def text_bytes(names: Iterable[str]) -> int:

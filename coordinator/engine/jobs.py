@@ -15,7 +15,7 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.aggregation.given import given
 from promptfed.coordinator.domain import clock, events
-from promptfed.coordinator.domain.federation import Federation, OpenTask
+from promptfed.coordinator.domain.federation import SAME_CLASSES, Federation, OpenTask, differing
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
 from promptfed.coordinator.engine import aggregates, secure_jobs
 from promptfed.coordinator.engine.disk_room import disk_of, no_room
@@ -41,7 +41,7 @@ def start(registry: Registry, id: str) -> None:
     """Make the initial state and start. Meanwhile nobody new can enrol, so the set of clients stays fixed.
 
     Raises:
-        WrongState, NotEnoughClients, InitialStateMissing, InitialStateMismatch, CannotStart: it cannot.
+        WrongState, NotEnoughClients, OtherClasses, InitialStateMissing, InitialStateMismatch, CannotStart: it cannot.
     """
     expect_startable(registry.get(id))
     registry.note(id, starting=True)
@@ -55,6 +55,7 @@ def _start_with_those_there_are(registry: Registry, id: str) -> None:
     while True:
         federation = registry.get(id)
         expect_startable(federation)
+        _expect_same_classes(federation)
         context = federation.context(list(federation.run.newcomers()))
         _expect_room(registry, federation, context)
         with registry.blobs.hold() as held:
@@ -85,6 +86,14 @@ def expect_startable(federation: Federation) -> None:
         who = "trainers" if federation.spec.rounds else "clients"
         text = f"enrolled {who}: {trainers}, needed: {needed}; enrol more, or lower participation.min_clients"
         raise problems.NotEnoughClients(text, enrolled=trainers, needed=needed)
+
+
+def _expect_same_classes(federation: Federation) -> None:
+    """Refuse to start with trainers who mean different classes, or write the same ones differently."""
+    named = {name: federation.clients[name].class_names for name in federation.run.starters(federation.rules)}
+    differences = None if federation.may_differ else differing(named)
+    if differences is not None:
+        raise problems.OtherClasses(f"{differences}: {SAME_CLASSES}")
 
 
 def _expect_room(registry: Registry, federation: Federation, context: ServerContext) -> None:

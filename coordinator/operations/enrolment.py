@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain import clock, events
-from promptfed.coordinator.domain.federation import Client, EnrolmentToken, Federation
+from promptfed.coordinator.domain.federation import Client, EnrolmentToken, Federation, differing
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.recovery import client_of
@@ -246,6 +246,11 @@ def _check_class_names(federation: Federation, request: EnrolRequest) -> None:
             names = ", ".join(map(repr, unknown[:5]))
             raise problems.UnknownClass(f"{federation.name} has no class {names}: rename or leave out those images")
         return
+    agreed = federation.class_names
+    if agreed is not None and request.role == "trainer" and not federation.may_differ:
+        differences = differing({"those who have started": agreed, request.name: request.class_names})
+        if differences is not None:
+            raise problems.OtherClasses(f"{differences}: give the images the names of those who have started")
     size = federation.with_named(request.class_names).named_bytes
     if size > CLASS_NAME_BYTES:
         text = f"with this client's, the class names of {federation.name} would have {size:,} bytes of text"

@@ -156,6 +156,10 @@ class InitialStateMismatch(Refusal, status=409, title="The supplied initial stat
     """The supplied initial state is not what the method and the clients' backbone need."""
 
 
+class OtherClasses(Refusal, status=409, title="Trainers have different class names"):
+    """Trainers who have other class names than each other, where neither the spec nor the method allows it."""
+
+
 class CannotStart(Refusal, status=409, title="The method cannot run with this backbone and these clients"):
     """The method cannot run with this backbone and these clients."""
 

@@ -16,12 +16,12 @@ from promptfed.shared.api.export_card import (
     GIVEN_NAMES,
     LISTED,
     MARKDOWN_FILE,
-    SPEC_NAMES,
     STATE_FILE,
     WEIGHTS_FILE,
     Card,
     CardFile,
     Facts,
+    classes_of,
 )
 from promptfed.shared.canonical import parse_json
 from promptfed.shared.spec.spec import SpecError
@@ -34,7 +34,7 @@ def check_card(registry: Registry, federation: Federation, round: int, body: byt
     """Compare ``body``, the bytes of a ``card.json``, with the coordinator's data on the result after ``round``.
 
     A coordinator without a backbone cannot compute the class weights, the merged model, the backbone's files and
-    ``card.md``: their digests are not checked, nor are class names that the spec does not give.
+    ``card.md``: their digests are not checked, nor are class names that who exported it has given.
 
     Raises:
         UnreadableBody: it is not JSON.
@@ -76,15 +76,17 @@ def _short(value: Any) -> str:
 
 
 def _wrong_classes(card: Card, known: Known) -> Differences:
-    names, source, own = card.class_names, card.class_names_from, known.view.spec.class_names
+    names, source, (own, whose) = card.class_names, card.class_names_from, classes_of(known.view)
     if names is None:
-        text = None if own is None and source is None else "the federation's spec names classes"
+        text = None if own is None and source is None else f"{whose} named classes"
     elif len(set(names)) < len(names) or not names:
         text = "each class has a name of its own"
-    elif source == SPEC_NAMES:
-        text = None if names == own else f"the federation's spec has {_short(own)}"
+    elif source == GIVEN_NAMES:
+        text = None
+    elif source != whose:
+        text = f"class_names_from is {GIVEN_NAMES!r}" + (f" or {whose!r}" if whose is not None else "")
     else:
-        text = None if source == GIVEN_NAMES else f"class_names_from is {SPEC_NAMES!r} or {GIVEN_NAMES!r}"
+        text = None if names == own else f"{whose} named {_short(own)}"
     return {"class_names": text} if text is not None else {}
 
 

@@ -40,6 +40,7 @@ def federation_view(session: Session, federation: Federation) -> schemas.Federat
             "backbone": schemas.BackboneView(
                 fingerprint=federation.fingerprint, shape=federation.shape, confirmed=times["started_at"] is not None
             ),
+            "class_names": federation.class_names,
             "draw": _draw(federation),
             "clients": _counts(federation),
             "stage": _stage(federation),

@@ -17,7 +17,7 @@ from promptfed.client_service.training.data import LocalSplit
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.sdk.text import class_names as split_names
-from promptfed.shared.api.export_card import TEMPLATE, Card
+from promptfed.shared.api.export_card import TEMPLATE, Card, classes_of
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.messages import Domain
@@ -207,8 +207,8 @@ def weights_of(served: Served) -> Tensors | None:
 
 
 def class_names_of(result: FederationResult) -> tuple[str, ...] | None:
-    """The class names in the spec; None if each client has its own."""
-    names = result.federation.spec.class_names
+    """The class names of the federation; None if each client has its own."""
+    names, _ = classes_of(result.federation)
     return tuple(names) if names else None
 
 

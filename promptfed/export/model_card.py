@@ -19,7 +19,6 @@ from promptfed.shared.api.export_card import (
     BACKBONE_WEIGHTS,
     GIVEN_NAMES,
     JSON_FILE,
-    SPEC_NAMES,
     STATE_FILE,
     WEIGHTS_FILE,
     Card,
@@ -28,6 +27,7 @@ from promptfed.shared.api.export_card import (
     Made,
     TensorShape,
     Use,
+    classes_of,
     facts_of,
     spec_hash,
 )
@@ -73,7 +73,7 @@ def card_of(result: FederationResult, model: AdaptedModel, contents: Contents, a
     return Card(
         **dict(facts),
         class_names=list(contents.class_names) if contents.class_names else None,
-        class_names_from=(GIVEN_NAMES if contents.given else SPEC_NAMES) if contents.class_names else None,
+        class_names_from=GIVEN_NAMES if contents.given else classes_of(result.federation)[1],
         use=Use(
             open_clip=contents.weights is not None,
             promptfed=contents.alone and contents.class_names is not None,

@@ -1,7 +1,8 @@
 """Reading an export: first the coordinator's signature if its key is known, then the card, then the state.
 
-The folder is not trusted. The bytes that are used are the bytes that were checked: each file is read once, links are
-not followed, and with a key the folder must hold no file that the signed card does not name.
+The folder, or the archive that the page gives, is not trusted. The bytes that are used are the bytes that were
+checked: each file is read once, links are not followed, and with a key there must be no file that the signed card does
+not name.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from json import JSONDecodeError
@@ -61,7 +64,7 @@ def open_export(folder: Path, key: str | None = None, whole: bool = False) -> Op
     """Read an export.
 
     Args:
-        folder: a folder that `promptfed export` wrote.
+        folder: a folder that `promptfed export` wrote, or the archive (.zip) of the page.
         key: the coordinator's public key. With it the signature is checked before anything is parsed.
         whole: check all files even without a key.
 
@@ -98,27 +101,51 @@ def read_file(folder: Path, name: str, most: int) -> bytes:
 
 def _pieces(folder: Path, name: str, most: int) -> Iterator[bytes]:
     """A file's bytes in chunks. Links are not followed, and pipes and devices do not block."""
+    read = 0
+    for piece in _unbounded(folder, name):
+        read += len(piece)
+        if read > most:
+            known = f"not the one that {JSON_FILE} names: it is " if name in LISTED else ""
+            raise CommandError(f"{folder}: {name} is {known}longer than {most} bytes", Exit.BAD_INPUT)
+        yield piece
+
+
+def _unbounded(folder: Path, name: str) -> Iterator[bytes]:
     path = folder / name
     try:
+        if folder.is_file():
+            with zipfile.ZipFile(folder) as archive, archive.open(name) as member:
+                while piece := member.read(PIECE):
+                    yield piece
+            return
         handle = os.open(path, os.O_RDONLY | machine.O_NOFOLLOW | machine.O_NONBLOCK | machine.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
                 raise CommandError(f"{folder}: {name} is not a regular file", Exit.BAD_INPUT)
-            read = 0
             while piece := file.read(PIECE):
-                read += len(piece)
-                if read > most:
-                    known = f"not the one that {JSON_FILE} names: it is " if name in LISTED else ""
-                    raise CommandError(f"{folder}: {name} is {known}longer than {most} bytes", Exit.BAD_INPUT)
                 yield piece
+    except KeyError:
+        raise _no_export(folder, name, "it is not in the archive") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:  # encrypted, unknown
+        raise _no_export(folder, name, f"no archive that can be read: {error}") from None
     except OSError as error:
-        text = f"{folder} is not a promptfed export ({name}: {why(error)})"
-        raise CommandError(f"{text}: give a folder that `promptfed export` has written", Exit.BAD_INPUT) from None
+        raise _no_export(folder, name, why(error)) from None
+
+
+def _no_export(folder: Path, name: str, reason: str) -> CommandError:
+    text = f"{folder} is not a promptfed export ({name}: {reason})"
+    return CommandError(
+        f"{text}: give a folder that `promptfed export` has written, or the page's .zip", Exit.BAD_INPUT
+    )
+
+
+def _has(folder: Path, name: str) -> bool:
+    return name in _names(folder) if folder.is_file() else os.path.lexists(folder / name)
 
 
 def _expect_signature(folder: Path, body: bytes, key: str) -> None:
-    if not os.path.lexists(folder / SIGNATURE_FILE):
+    if not _has(folder, SIGNATURE_FILE):
         raise CommandError(f"{folder} is not signed: {_why_unsigned(folder, body)}", Exit.REFUSED)
     signature = read_file(folder, SIGNATURE_FILE, 1000).decode("ascii", "replace").strip()
     if not is_signed(key, signature, export_statement(body)):
@@ -173,7 +200,7 @@ def _expect_listed(folder: Path, card: Card, exit: Exit) -> None:
     if unknown:
         raise CommandError(f"{folder}: {JSON_FILE} names {unknown[0][:200]!r}, which no export holds", exit)
     beside = {JSON_FILE, SIGNATURE_FILE, UNSIGNED_FILE}
-    if not os.path.lexists(folder / SIGNATURE_FILE):
+    if not _has(folder, SIGNATURE_FILE):
         beside.add(MARKDOWN_FILE)  # older, unsigned cards did not name these files
     for name in _names(folder):
         if name not in card.files and name not in beside:
@@ -189,6 +216,13 @@ def _expect_listed(folder: Path, card: Card, exit: Exit) -> None:
 
 def _names(folder: Path) -> Iterator[str]:
     """All names in the folder and in the backbone's folder. Other folders and links count as files."""
+    if folder.is_file():
+        with zipfile.ZipFile(folder) as archive:
+            names = archive.namelist()
+        if len(set(names)) < len(names):
+            raise CommandError(f"{folder}: the archive has a name twice: download it again", Exit.BAD_INPUT)
+        yield from (name for name in sorted(names) if name != f"{BACKBONE_FOLDER}/")
+        return
     try:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             if entry.name == BACKBONE_FOLDER and entry.is_dir(follow_symlinks=False):

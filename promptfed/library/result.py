@@ -204,7 +204,7 @@ class Result:
     def _names(self, given: Sequence[str] | None) -> tuple[str, ...]:
         names = given if given is not None else class_names_of(self.taken)
         if not names:
-            raise CommandError("the spec names no classes: give class_names", Exit.BAD_INPUT)
+            raise CommandError("each client had its own classes: give class_names", Exit.BAD_INPUT)
         return tuple(names)
 
     def __repr__(self) -> str:

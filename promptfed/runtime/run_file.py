@@ -14,7 +14,7 @@ from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec
 from promptfed.shared.plain_text import counted
-from promptfed.shared.spec.spec import NAME_PATTERN, Name, SpecError
+from promptfed.shared.spec.spec import NAME_PATTERN, FederationSpec, Name, SpecError
 
 INDEX, COUNT = "{index}", "{count}"
 
@@ -126,6 +126,14 @@ def _check_names(sites: list[Site], path: Path) -> None:
         seen.add(site.name)
     if not any(site.role == "trainer" for site in sites):
         raise CommandError(f"{path}: no client is a trainer: nothing would be learned", Exit.BAD_INPUT)
+
+
+def with_own_classes(spec: FederationSpec, sites: Sequence[Site]) -> FederationSpec:
+    """``spec`` with ``label_space: client`` where a partition deals the classes out to the trainers."""
+    dealt = any("partition=pathological" in site.data for site in sites if site.role == "trainer")
+    if spec.class_names is not None or not dealt:
+        return spec
+    return spec.model_copy(update={"method": spec.method | {"label_space": "client"}})
 
 
 def check_trainers(sites: Sequence[Site], wanted: int) -> None:

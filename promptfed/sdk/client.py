@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -282,8 +283,11 @@ def _answer(request: Request[View], response: httpx.Response) -> Answer[View]:
 
 
 def _problem(response: httpx.Response) -> Mapping[str, Any]:
-    problem: Mapping[str, Any] = response.json() if "json" in response.headers.get("content-type", "") else {}
-    return problem
+    with suppress(ValueError):
+        problem = response.json() if "json" in response.headers.get("content-type", "") else None
+        if isinstance(problem, dict):
+            return problem
+    return {}
 
 
 def _refusal(response: httpx.Response, problem: Mapping[str, Any]) -> tuple[str, Exit]:

@@ -161,6 +161,10 @@ class FederationView(BaseModel):
     started_at: datetime | None
     ended_at: datetime | None
     backbone: BackboneView
+    class_names: list[str] | None = Field(
+        default=None,
+        description="the spec's, or those that all trainers have named; null before the start, or where they differ",
+    )
     draw: DrawView = DrawView(commitment=None, secret=None)
     disk: DiskView | None = Field(
         default=None, description="null: its updates are small, or what the backbone looks like is not known yet"

@@ -37,7 +37,7 @@ LISTED = frozenset({STATE_FILE, WEIGHTS_FILE, MARKDOWN_FILE, MERGED_FILE, BACKBO
 """Files that a card may name. A closed list: no path leaves the folder, and nothing in it is code."""
 SIGNATURE_FILE = "card.json.sig"  # the coordinator's signature of card.json, in hexadecimal
 TEMPLATE = "a photo of a {}."
-SPEC_NAMES, GIVEN_NAMES = "the federation's spec", "who exported it"
+SPEC_NAMES, TRAINER_NAMES, GIVEN_NAMES = "the federation's spec", "the federation's trainers", "who exported it"
 MOST_CARD_BYTES = 8 << 20  # what a coordinator reads of a JSON body
 
 
@@ -129,6 +129,13 @@ class Hashes(BaseModel):
     state: str
     backbone: str | None
     spec: str | None
+
+
+def classes_of(federation: FederationView) -> tuple[list[str] | None, str | None]:
+    """The federation's class names and who gave them; None of both where each client has its own."""
+    if federation.spec.class_names is not None:
+        return federation.spec.class_names, SPEC_NAMES
+    return federation.class_names, TRAINER_NAMES if federation.class_names else None
 
 
 def _of_today(method: dict[str, Any]) -> dict[str, Any]:

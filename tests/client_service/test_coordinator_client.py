@@ -24,17 +24,28 @@ from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.shared.messages import FailureRequest, Task
+from promptfed.shared.spec.versions import PROTOCOL, VERSION
 
 Handler = Callable[[httpx.Request], httpx.Response]
 BASE = "https://coordinator.example"
 PAYLOAD = b"tensors"
 
 
-class Scripted:
-    """Answers requests in order; the last answer is repeated. An exception is raised instead of answered."""
+def marked(answer: httpx.Response) -> httpx.Response:
+    answer.headers[PROTOCOL] = str(VERSION)
+    return answer
 
-    def __init__(self, *answers: httpx.Response | Exception | Handler, give_up_after: float = 1e6):
-        self.answers = list(answers)
+
+class Scripted:
+    """Answers requests in order; the last answer is repeated. An exception is raised instead of answered.
+
+    Answers have a coordinator's mark, unless they have the status of ``foreign``, which somebody else gives.
+    """
+
+    def __init__(
+        self, *answers: httpx.Response | Exception | Handler, give_up_after: float = 1e6, foreign: int | None = None
+    ):
+        self.answers, self.foreign = list(answers), foreign
         self.requests: list[httpx.Request] = []
         self.delays: list[float] = []
         http = httpx.AsyncClient(transport=httpx.MockTransport(self._answer), follow_redirects=True)
@@ -47,7 +58,8 @@ class Scripted:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
-        return answer(request) if callable(answer) else answer
+        given = answer(request) if callable(answer) else answer
+        return given if given.status_code == self.foreign else marked(given)
 
     async def _sleep(self, seconds: float) -> None:
         self.delays.append(seconds)
@@ -112,6 +124,37 @@ def test_4xx_is_not_tried_again(status: int) -> None:
     assert (refusal.value.status, refusal.value.kind, refusal.value.detail) == (status, "some-kind", "the reason")
 
 
+@pytest.mark.parametrize("status", [200, 302, 307, 400, 401, 403, 404, 410, 413, 422, 429, 503])
+@pytest.mark.parametrize("body", [b"<title>Please log in &amp; wait</title>", b'{"message": "Forbidden"}', b"\x1f"])
+def test_what_somebody_else_answers_is_tried_again_whatever_its_code(
+    status: int, body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    origin = "https://other.example/v1/federations/fed/tasks/t/failure"
+    given = httpx.Response(status, headers={"Location": origin}, content=body)
+    script = Scripted(given, httpx.Response(201), foreign=status)
+    send(script)
+    assert [request.url.host for request in script.requests] == ["coordinator.example"] * 2
+    says = f"redirects to {origin}" if status in (302, 307) else "not of a coordinator"
+    if b"title" in body and status not in (302, 307):
+        says = "the page 'Please log in & wait' of somebody else"
+    assert says in caplog.text
+
+
+def test_a_large_page_of_somebody_else_is_not_read_to_its_end() -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"<html>" * 1000
+
+    class Endless(httpx.AsyncByteStream):
+        def __aiter__(self) -> AsyncIterator[bytes]:
+            return endless()
+
+    script = Scripted(lambda request: httpx.Response(200, stream=Endless()), foreign=200, give_up_after=0.0)
+    with pytest.raises(ClientError, match="200 OK: a body of somebody else") as end:
+        send(script)
+    assert end.value.exit is Exit.UNREACHABLE
+
+
 def test_a_429_that_says_when_to_come_again_is_tried_again() -> None:
     script = Scripted(httpx.Response(429, headers={"Retry-After": "3"}), httpx.Response(201))
     send(script)
@@ -164,8 +207,8 @@ def test_a_307_of_one_of_several_coordinators_is_followed_with_the_token_and_rem
     def answer(request: httpx.Request) -> httpx.Response:
         seen.append(request)
         if request.url.host == "other.example":
-            return httpx.Response(204) if len(seen) < 4 else httpx.Response(503)
-        return httpx.Response(307, headers={"Location": str(request.url.copy_with(host="other.example"))})
+            return marked(httpx.Response(204 if len(seen) < 4 else 503))
+        return marked(httpx.Response(307, headers={"Location": str(request.url.copy_with(host="other.example"))}))
 
     http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     client = CoordinatorClient(http, "https://coordinator.example", "eyes", token="secret")

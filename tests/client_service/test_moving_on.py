@@ -20,6 +20,7 @@ from promptfed.client_service.state.known_coordinators import FILE, keep_known
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.service import addresses
 from promptfed.shared.service.addresses import TOLD
+from promptfed.shared.spec.versions import PROTOCOL, VERSION
 
 A, B, C = "https://a.example", "https://b.example", "https://c.example"
 GONE = 0.15
@@ -46,7 +47,9 @@ class Hosts:
         self.requests.append(request)
         name = request.url.host.partition(".")[0]
         self.asked.append(name)
-        return await self.handlers[name](request)
+        answer = await self.handlers[name](request)
+        answer.headers[PROTOCOL] = str(VERSION)
+        return answer
 
     def client(self, given: str, **options: Any) -> CoordinatorClient:
         http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer))

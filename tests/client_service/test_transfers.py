@@ -18,11 +18,13 @@ from promptfed.client_service.http.bodies import Body
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.shared.messages import PROBLEM_BASE, Task
+from promptfed.shared.spec.versions import PROTOCOL, VERSION
 from promptfed.shared.tensors.torch_tensors import decode, decode_file
 from promptfed.testing.clients import SHAPE, ScriptedClient, secret_of, update_body
 from tests.support.coordinators import InThread, in_thread
 from tests.support.relay import Cut, Relay
 
+MARK = {PROTOCOL: str(VERSION)}  # of a coordinator
 M, WIDE = 64, {**SHAPE, "d_t": 4096}  # a state of a megabyte
 Use = Callable[[CoordinatorClient], Awaitable[Any]]
 
@@ -84,7 +86,7 @@ def test_what_did_not_arrive_as_it_was_sent_is_sent_three_times(kind: str, sent:
     def answer(request: httpx.Request) -> httpx.Response:
         bodies.append(request.read())
         problem = {"type": PROBLEM_BASE + kind, "title": "t", "status": 400, "detail": "d"}
-        return httpx.Response(400, json=problem)
+        return httpx.Response(400, json=problem, headers=MARK)
 
     async def run() -> None:
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
@@ -175,7 +177,7 @@ def test_an_answer_that_is_not_the_asked_for_range_is_refused(
 
     async def run() -> None:
         stream = httpx.ByteStream(content)
-        transport = httpx.MockTransport(lambda request: httpx.Response(status, headers=headers, stream=stream))
+        transport = httpx.MockTransport(lambda request: httpx.Response(status, headers=headers | MARK, stream=stream))
         async with httpx.AsyncClient(transport=transport) as http:
             wanted = transfers.Wanted(400_000, "sha256:aa")
             await transfers.fetch(CoordinatorClient(http, "http://c", "f"), "/payload", wanted, tmp_path)

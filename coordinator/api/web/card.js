@@ -6,11 +6,12 @@ import { bytes, measure, percent } from "./format.js";
 const WHY = "the coordinator has no backbone: `promptfed export` makes class weights for plain open_clip code";
 
 /** The card as card.json holds it, of the coordinator's facts. `files` get `{bytes, sha256}` by name. */
-export function cardOf(facts, classNames, version) {
+export function cardOf(facts, view, version) {
+  const classNames = view.class_names;
   return {
     ...facts,
     class_names: classNames, // null: each client used its own
-    class_names_from: classNames ? "the federation's spec" : null,
+    class_names_from: classNames ? `the federation's ${view.spec.class_names ? "spec" : "trainers"}` : null,
     use: { open_clip: false, promptfed: Boolean(classNames), why_not_open_clip: WHY },
     files: {},
     made: { at: new Date().toISOString().replace(/\.\d+Z$/, "+00:00"), promptfed: version },

@@ -111,7 +111,7 @@ export class Downloads {
   /** The card, of the coordinator's facts. */
   async #described(round) {
     const [facts, about] = await Promise.all([this.api.get(`${this.path}/rounds/${round}/card`), this.api.once("/openapi.json")]);
-    return cardOf(facts, this.model.view.spec.class_names, `API ${about.info.version}`);
+    return cardOf(facts, this.model.view, `API ${about.info.version}`);
   }
 }
 

@@ -40,7 +40,7 @@ def export(
 
 @app.add(section="Use a result")
 def onnx(
-    folder: Annotated[Path, typer.Argument(help="folder that `promptfed export` has written")],
+    folder: Annotated[Path, typer.Argument(help="folder that `promptfed export` has written, or the page's .zip")],
     out: Annotated[Path, typer.Option(help="file for the model, .onnx; a .json beside it describes it")],
     class_names: ClassNames,
     allow_backbone: AllowBackbone,
@@ -60,7 +60,7 @@ def onnx(
 
 @app.add(section="Use a result")
 def verify(
-    folder: Annotated[Path, typer.Argument(help="folder that `promptfed export` has written")],
+    folder: Annotated[Path, typer.Argument(help="folder that `promptfed export` has written, or the page's .zip")],
     allow_backbone: AllowBackbone,
     key: Annotated[
         str | None,

@@ -16,7 +16,7 @@ from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, Json, RunFilePath, Trainers
 from promptfed.runtime.gpus import choose_gpus, gpus_of_engine, gpus_of_torch
 from promptfed.runtime.processes import Processes, interrupt_on_sigterm
-from promptfed.runtime.run_file import RunFile, check_trainers, read_run
+from promptfed.runtime.run_file import RunFile, check_trainers, read_run, with_own_classes
 from promptfed.runtime.services import LocalFederation, Services, Site
 from promptfed.sdk import operations
 from promptfed.sdk.errors import CommandError, Exit
@@ -152,7 +152,7 @@ def _prepared(run: RunFile, allow_backbone: AllowedBackbones) -> tuple[Federatio
     from promptfed.sdk.backbone import resolve, with_backbone
 
     # Rounds start once everybody is there, so that evaluators see the first evaluation too.
-    prepared = with_backbone(resolve({**run.spec, "start": "manual"}), allow_backbone)
+    prepared = with_backbone(with_own_classes(resolve({**run.spec, "start": "manual"}), run.sites), allow_backbone)
     check_trainers(run.sites, prepared[0].participation.min_clients)
     return prepared
 

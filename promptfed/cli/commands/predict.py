@@ -18,7 +18,9 @@ def predict(
     asked: AskedLater,
     class_names: ClassNames,
     allow_backbone: AllowBackbone,
-    export: Annotated[Path | None, typer.Option(help="folder that `promptfed export` has written")] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="folder that `promptfed export` has written, or the page's .zip")
+    ] = None,
     key: Key = None,
     federation: Annotated[str | None, typer.Option(help="or a federation at a coordinator: its name or id")] = None,
     round: Annotated[int | None, typer.Option(min=0, help="with --federation: after this round")] = None,

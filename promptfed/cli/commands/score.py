@@ -13,7 +13,7 @@ from promptfed.cli.common import AllowBackbone, Json, Key
 
 @app.add(section="Use a result")
 def score(
-    export: Annotated[Path, typer.Argument(help="folder that `promptfed export` has written")],
+    export: Annotated[Path, typer.Argument(help="folder that `promptfed export` has written, or the page's .zip")],
     data: Annotated[str, typer.Argument(help="data URI of labelled images, as in folder:/data/pets")],
     allow_backbone: AllowBackbone,
     out: Annotated[Path, typer.Option(help="a new folder for figures and the confusion matrix")] = Path("score"),

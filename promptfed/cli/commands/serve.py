@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @app.add(section="Use a result")
 def serve(
-    export: Annotated[Path, typer.Argument(help="folder that `promptfed export` has written")],
+    export: Annotated[Path, typer.Argument(help="folder that `promptfed export` has written, or the page's .zip")],
     class_names: ClassNames,
     allow_backbone: AllowBackbone,
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
@@ -46,7 +46,12 @@ def serve(
         token = None if token_file is None else read_token(token_file, "token")
         model, names = model_of_export(export, class_names, key=key)
         served = model.serve(open_backbone_of(model, allow_backbone), names)
-        about = {"stage": "serving", "name": served.method, "federation": export.resolve().name, "round": served.round}
+        about = {
+            "stage": "serving",
+            "name": served.method,
+            "federation": export.resolve().name.removesuffix(".zip"),
+            "round": served.round,
+        }
         asyncio.run(_serve(create_export_app(about, predictor_of(served), token, host), host, port))
     except ClientError as error:
         raise CommandError(str(error), Exit.USAGE) from None

@@ -19,7 +19,7 @@ import torch
 from promptfed.client_service.training.data import in_domain
 from promptfed.experiments.simulation.features import SimulatedClient, fill, images_of
 from promptfed.experiments.simulation.processes import Processes
-from promptfed.runtime.run_file import check_trainers
+from promptfed.runtime.run_file import check_trainers, with_own_classes
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import described, open_backbone, resolve
 from promptfed.sdk.errors import CommandError, Exit
@@ -102,12 +102,13 @@ def simulated_spec(spec: FederationSpec, sites: Sequence[Site]) -> FederationSpe
 
     Clients take turns, so a deadline would measure the queue. Two settings only protect from strangers and are switched
     off unless the spec names them: clients are drawn by the spec's seed, and weights have no upper bound. Published
-    results are computed like this.
+    results are computed like this. Where a partition deals out the classes, each client has its own.
 
     Raises:
         CommandError: there are too few trainers.
     """
     check_trainers(sites, spec.participation.min_clients if spec.rounds else 0)
+    spec = with_own_classes(spec, sites)
     changes: dict[str, Any] = {"deadline_seconds": NO_DEADLINE}
     if "draw" not in spec.participation.model_fields_set:
         changes["draw"] = "public"

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from promptfed.coordinator.domain.federation import new_federation
+from promptfed.runtime.run_file import with_own_classes
+from promptfed.runtime.services import Site
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.spec.spec import SpecError
 from tests.support.coordinators import InThread
@@ -72,3 +75,44 @@ def test_a_federation_that_lists_its_classes_takes_as_many_as_it_lists(coordinat
     names = [f"{k:05d}{'x' * 191}" for k in range(6000)]
     federation = coordinator.create(class_names=names)
     coordinator.enrol(federation, "a", class_names=names)
+
+
+LETTERS = ["letter A", "letter B", "sun"]
+
+
+def test_trainers_with_other_names_do_not_start_together(coordinator: InThread) -> None:
+    federation = coordinator.create(class_names=None)
+    coordinator.enrol(federation, "a", "c", class_names=LETTERS)
+    coordinator.enrol(federation, "b", class_names=["Letter_A", "Letter_B", "sun"])
+    refused = coordinator.post(f"/v1/federations/{federation}/start", status=409)
+    assert refused["type"].endswith("/other-classes")
+    assert "beside 1 that all have (a, c: 'letter A', 'letter B' | b: 'Letter_A', 'Letter_B')" in refused["detail"]
+    assert "label_space: client" in refused["detail"]
+    assert coordinator.get(federation)["class_names"] is None
+
+
+def test_the_same_names_are_kept_and_bind_those_who_come_later(coordinator: InThread) -> None:
+    federation = coordinator.create(class_names=None, participation={"min_clients": 2})
+    coordinator.enrol(federation, "a", class_names=LETTERS)
+    coordinator.enrol(federation, "b", class_names=LETTERS[::-1])
+    coordinator.start(federation)
+    assert coordinator.get(federation)["class_names"] == LETTERS
+    token = coordinator.token(federation)
+    refused = coordinator.client(federation, "c").enrol(token, class_names=["Letter_A", "sun"])
+    assert (refused.status_code, refused.json()["type"].rsplit("/", 1)[-1]) == (409, "other-classes")
+    assert "c: 'Letter_A'" in refused.json()["detail"]
+    assert coordinator.client(federation, "c").enrol(token, class_names=LETTERS).status_code == 201
+    coordinator.enrol(federation, "referee", role="evaluator", class_names=["moon", "sea"])
+
+
+def test_where_each_client_has_classes_of_its_own(coordinator: InThread) -> None:
+    own = {"name": "promptfl", "label_space": "client"}
+    federation = coordinator.create(method=own, class_names=None, participation={"min_clients": 2})
+    coordinator.enrol(federation, "a", class_names=["sun", "moon"])
+    coordinator.enrol(federation, "b", class_names=["sea", "tree"])
+    coordinator.start(federation)
+    assert coordinator.get(federation)["class_names"] is None
+    dealt = [Site(name, f"symbols:neon?partition=pathological&clients=2&client={k}") for k, name in enumerate("ab")]
+    plain = resolve_spec({"name": "x", "method": {"name": "promptfl"}})
+    assert with_own_classes(plain, dealt).method["label_space"] == "client"
+    assert new_federation("fed-1", resolve_spec({"name": "x", "method": {"name": "fedtpg"}})).may_differ

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,29 @@ def test_a_forged_export_is_refused(exported: Path, key: str, forgery: Forgery) 
     refused = verify(exported, key)
     assert refused.exit_code == Exit.REFUSED, refused.output
     assert refused.stderr.count("\n") == 1
+
+
+def zipped(folder: Path) -> Path:
+    return Path(shutil.make_archive(str(folder), "zip", folder))
+
+
+def test_an_archive_is_read_as_a_folder_is(exported: Path, key: str, tmp_path: Path) -> None:
+    archive = zipped(exported)
+    assert verify(archive, key).stdout.replace(str(archive), "") == verify(exported, key).stdout.replace(
+        str(exported), ""
+    )
+    exports.picture().save(tmp_path / "one.png")
+    asked = CliRunner().invoke(app, ["predict", str(tmp_path / "one.png"), "--export", str(archive), "--json"])
+    assert asked.exit_code == Exit.OK, asked.output
+    forge(exported, an_added_pickle)
+    assert verify(zipped(exported), key).exit_code == Exit.REFUSED
+    with zipfile.ZipFile(archive, "a") as twice, pytest.warns(UserWarning, match="Duplicate"):
+        twice.writestr("card.md", "another")
+    for broken, says in ((archive, "a name twice"), (exported / "card.json", "no archive that can be read")):
+        refused = verify(broken, key)
+        assert refused.exit_code in (Exit.BAD_INPUT, Exit.REFUSED), refused.output
+        assert says in refused.stderr
+        assert refused.stderr.count("\n") == 1
 
 
 def request_signature(
