@@ -15,8 +15,8 @@ import torch
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.experiments.cluster.crew import Assignment, Share, work
 from promptfed.experiments.cluster.run import Conductor
-from promptfed.experiments.cluster.run_folder import RunFolder
 from promptfed.experiments.simulation.preparation import prepare
+from promptfed.experiments.simulation.run_folder import RunFolder
 from promptfed.runtime.processes import Processes
 from promptfed.runtime.services import LocalFederation, Site
 from promptfed.sdk.errors import CommandError, Exit

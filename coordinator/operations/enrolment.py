@@ -248,7 +248,7 @@ def _check_class_names(federation: Federation, request: EnrolRequest) -> None:
         return
     agreed = federation.class_names
     if agreed is not None and request.role == "trainer" and not federation.may_differ:
-        differences = differing({"those who have started": agreed, request.name: request.class_names})
+        differences = differing({"those who have started": agreed, request.name: tuple(request.class_names)})
         if differences is not None:
             raise problems.OtherClasses(f"{differences}: give the images the names of those who have started")
     size = federation.with_named(request.class_names).named_bytes

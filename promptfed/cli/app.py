@@ -28,7 +28,7 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import messages
 from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import plain
-from promptfed.shared.service.reasons import offence
+from promptfed.shared.service.reasons import of_surroundings, offence
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.spec.versions import RELEASE, VERSION
 
@@ -120,7 +120,7 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Turn an expected error into one line on stderr and its exit code, and Ctrl-C into 130."""
+    """Turn an expected error, or one of the surroundings, into one line on stderr and its code, and Ctrl-C into 130."""
     try:
         yield
     except EXPECTED as error:
@@ -128,6 +128,14 @@ def reporting_errors() -> Iterator[None]:
         messages.print(f"promptfed: {text}", soft_wrap=True, highlight=False)
         own: Exit | None = getattr(error, "exit", None)
         raise typer.Exit(own or (Exit.FAILED if isinstance(error, ProcessFailed) else Exit.BAD_INPUT)) from None
+    except BrokenPipeError:  # who reads has seen enough
+        raise
+    except Exception as error:
+        text = of_surroundings(error)
+        if text is None:
+            raise
+        messages.print(f"promptfed: {escape(plain(text))}", soft_wrap=True, highlight=False)
+        raise typer.Exit(Exit.BAD_INPUT) from None
     except KeyboardInterrupt:
         messages.print("promptfed: interrupted")
         raise typer.Exit(Exit.INTERRUPTED) from None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
+import sys
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
@@ -13,6 +16,9 @@ import typer
 from promptfed.cli import commands
 from promptfed.cli.app import app, show_version
 from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, PROXY_VARIABLE
+from promptfed.sdk.errors import Exit
+from promptfed.sdk.output import MessageLines, messages
+from promptfed.shared.service.reasons import why
 
 __all__ = ["app", "main"]
 
@@ -50,5 +56,23 @@ def connection(
 
 
 def main() -> None:
-    """Entry point of the command."""
-    app()
+    """Entry point of the command. What a terminal's encoding lacks is written as its code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    lines = MessageLines(logging.WARNING)
+    logging.getLogger().addHandler(lines)
+    logging.captureWarnings(True)
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        # Python would flush again at its end, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        ended = error.__context__
+        if isinstance(error, BrokenPipeError) or (isinstance(ended, SystemExit) and ended.code):
+            sys.exit(ended.code if isinstance(ended, SystemExit) else Exit.FAILED)  # what is wrong is told
+        messages.print(f"promptfed: the output cannot be written: {why(error)}", highlight=False, soft_wrap=True)
+        sys.exit(Exit.BAD_INPUT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +14,11 @@ from promptfed.runtime.processes import Processes
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import write_private
+from promptfed.sdk.files import full_disk, write_private
 from promptfed.shared.messages import Role
 
 START_SECONDS = 300.0  # limit for a process that hangs; a process that ends is noticed at once
+LEAST_ROOM = 64 << 10  # bytes without which no service can go on
 ENROL_SECONDS = 300.0
 ENROL_SECONDS_EACH = 20.0  # a client computes for seconds when it starts, and many start at once
 POLL_SECONDS = 0.1
@@ -136,7 +138,9 @@ class LocalFederation(Services):
         self.processes.start(f"client-{site.name}", ["-m", "promptfed.client_service", *arguments])
 
     def watch(self) -> list[str]:
-        """Restart those of ``processes`` that died."""
+        """Restart those of ``processes`` that died. Raises CommandError where the disk is full: they would wait."""
+        if shutil.disk_usage(self.folder).free < LEAST_ROOM:
+            raise full_disk(self.folder)
         return self.processes.watch()
 
     @property

@@ -64,6 +64,11 @@ def write_file(path: Path, body: bytes) -> None:
         raise CommandError(f"cannot write {path}: {why(error)}", Exit.BAD_INPUT) from None
 
 
+def full_disk(place: Path, then: str = "") -> CommandError:
+    """The error of a full disk below ``place``. ``then``: what else to do than to take another temporary folder."""
+    return CommandError(f"the disk of {place} is full: free some space, {then or 'or set TMPDIR'}", Exit.BAD_INPUT)
+
+
 @contextmanager
 def new_folder(path: Path | None, option: str = "") -> Iterator[Path]:
     """A context manager for ``path``, which must be new or empty, or for a temporary folder if ``path`` is None.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
+import traceback
 from textwrap import fill
 from typing import Any
 
@@ -13,15 +15,34 @@ from rich.markup import escape
 from rich.table import Table
 
 from promptfed.shared.plain_text import plain
+from promptfed.shared.service.reasons import of_surroundings
 
 NUMBER = re.compile(r"([-+]?\d[\d.,]*( ?(%|[kMG]?B|s))?|-|)( \[.*\])?")
 console = Console(emoji=False)  # or `:x:` in a name is drawn as a picture
 messages = Console(stderr=True, emoji=False)
 
 
+class MessageLines(logging.Handler):
+    """Warnings of this process as lines on stderr, above a bar of progress.
+
+    Errors of the surroundings have no traceback, and are left out where somebody has ``heard`` them already.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the record."""
+        if getattr(record, "heard", False):
+            return
+        error = record.exc_info[1] if record.exc_info else None
+        reason = of_surroundings(error) if error is not None else None
+        shown = f": {reason}" if reason else f"\n{''.join(traceback.format_exception(error))}" if error else ""
+        text = plain(record.getMessage() + shown, keep="\n")
+        messages.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_json(value: Any) -> None:
-    """Print one JSON value on stdout."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    """Print one JSON value on stdout; where its encoding does not have all letters, in ASCII."""
+    everything = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    sys.stdout.write(json.dumps(value, ensure_ascii=not everything) + "\n")
     sys.stdout.flush()
 
 

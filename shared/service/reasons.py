@@ -43,6 +43,7 @@ OF_YAML = {
     "is given twice": "",
 }
 """What PyYAML's problems hold, and what is said; empty: the problem itself."""
+NESTED = "it is nested too deeply; check which file it is"
 NOT_TEXT = "it is not text in UTF-8; check which file it is"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _SHOULD = re.compile(r"^[A-Z]\w* should ")
@@ -66,6 +67,27 @@ def why(error: BaseException) -> str:
 def named(error: OSError) -> str:
     """The reason, after the file's name if the error has one."""
     return f"{error.filename} cannot be used: {why(error)}" if error.filename else why(error)
+
+
+def of_surroundings(error: BaseException) -> str | None:
+    """One line on an error of the operating system, a database, an encoding or deep nesting; None of any other."""
+    if isinstance(error, BaseExceptionGroup):
+        return of_surroundings(error.exceptions[0])
+    if isinstance(error, OSError):
+        return named(error)
+    if isinstance(error, UnicodeEncodeError):
+        shown = ascii(error.object[error.start : error.end])
+        return f"{shown[:100]} cannot be written in {error.encoding}: set PYTHONIOENCODING=utf-8, or give another name"
+    if isinstance(error, UnicodeDecodeError):
+        return NOT_TEXT
+    if isinstance(error, RecursionError):
+        return NESTED
+    # By their modules: commands do not import a database's library for this.
+    if any(kind.__module__.partition(".")[0] in ("sqlalchemy", "sqlite3", "psycopg") for kind in type(error).__mro__):
+        text = " ".join(str(getattr(error, "orig", None) or error).split())
+        full = REASONS[errno.ENOSPC] if "disk is full" in text else text
+        return f"the database cannot be used: {full}"
+    return None
 
 
 def _behind(error: BaseException) -> BaseException | None:
@@ -95,6 +117,8 @@ def _known(error: BaseException) -> str | None:
         return "no host has this name"
     if isinstance(error, OSError) and error.errno is not None:
         usual = os.strerror(error.errno)
+        if "temporary directory" in str(error.strerror):  # of tempfile, which finds none
+            return "no temporary folder can be written; free some space, or set TMPDIR to another"
         if error.errno == errno.ENOSPC and error.strerror not in (None, usual):
             return error.strerror  # our own, with the bytes that are missing
         return REASONS.get(error.errno, usual.lower())

@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from promptfed.shared.service.reasons import NESTED
+
 
 class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -19,4 +21,7 @@ class _Loader(yaml.SafeLoader):
 
 def read_yaml(text: str | bytes) -> Any:
     """The value of ``text``. Raises yaml.YAMLError, and UnicodeDecodeError of bytes."""
-    return yaml.load(text, _Loader)  # noqa: S506 - a safe loader
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 - a safe loader
+    except RecursionError:
+        raise yaml.YAMLError(NESTED) from None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -43,6 +44,7 @@ from promptfed.shared.spec.spec import FederationSpec
 
 MOST_ROWS = 12  # clients that a table shows one by one
 RESULT_FILE, PROMPTS_FILE = "result.json", "prompts.safetensors"
+RUN_FOLDER = "run"  # of a run that was interrupted, which the same command goes on with
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,10 @@ def simulate(
     allow_backbone: AllowBackbone,
     clients: Trainers = None,
     pool: SimulationPool = None,
-    out: Annotated[Path | None, typer.Option(help="keep result.json and prompts.safetensors here")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="keep the result and the prompts here; an interrupted run goes on from it"),
+    ] = None,
     track: Annotated[list[str] | None, typer.Option(help="tensorboard:FOLDER or mlflow:URI, repeatable")] = None,
     device: Device = "cpu",
     as_json: Json = False,
@@ -101,25 +106,43 @@ def simulate(
     try:
         with (
             ExitStack() as open_trackers,
-            new_folder(out, "--out") as folder,
+            results_folder(out) as folder,
             Watcher(resolved.rounds, quiet=as_json) as watcher,
         ):
             trackers = [open_trackers.enter_context(open_tracker(where)) for where in track or ()]
             watcher.say(f"{counted(len(run.sites), 'client')}: their images and features")
+            if out is not None and cluster.engine is None:
+                options |= {"folder": folder / RUN_FOLDER, "lasting": True}
             result = _result(resolved, run, cluster, progress=watcher.show, **options)
             if out is not None:
                 _keep(result, folder)
+                shutil.rmtree(folder / RUN_FOLDER, ignore_errors=True)
             for tracker in trackers:
                 record(tracker, result)
     except KeyboardInterrupt:
-        # The interpreter would wait for the thread that computes. Nothing of it is kept.
-        note("promptfed: interrupted")
+        # The interpreter would wait for the thread that computes.
+        kept = out is not None and (out / RUN_FOLDER).is_dir()
+        note("promptfed: interrupted" + (f"; the same command goes on with the rounds in {out}" if kept else ""))
         leave(Exit.INTERRUPTED)
     seconds = time.monotonic() - started
     if as_json:
         print_json(_summary_json(result, seconds))
     else:
         _show(result, seconds, out)
+
+
+@contextmanager
+def results_folder(out: Path | None) -> Iterator[Path]:
+    """``out``, which is new, empty, or holds a run that was interrupted; a temporary folder if it is None.
+
+    Raises:
+        CommandError: the folder cannot be used.
+    """
+    if out is not None and out.is_dir() and [entry.name for entry in out.iterdir()] == [RUN_FOLDER]:
+        yield out
+        return
+    with new_folder(out, "--out") as folder:
+        yield folder
 
 
 def _result(spec: FederationSpec, run: RunFile, cluster: Cluster, **options: Any) -> FederationResult:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import json
 import ssl
 from dataclasses import asdict, dataclass, field
@@ -16,8 +15,8 @@ from pathlib import Path
 import httpx
 from pydantic import TypeAdapter
 
-from promptfed.experiments.cluster.run_folder import CLIENTS, RunFolder
 from promptfed.experiments.simulation.preparation import SimulationSetup, open_site, warm_all
+from promptfed.experiments.simulation.run_folder import CLIENTS, RunFolder
 from promptfed.experiments.simulation.workers import run_workers
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import open_backbone
@@ -62,11 +61,6 @@ class Assignment:
     backbone_file: str | None
 
 
-def secret_of(key: str, name: str) -> str:
-    """The secret of a run's client (256 bits, hex), derived from ``key`` so that a restarted crew has the same one."""
-    return hmac.new(bytes.fromhex(key), name.encode(), hashlib.sha256).hexdigest()
-
-
 def shares(sites: tuple[Site, ...], crews: int) -> list[tuple[Site, ...]]:
     """The sites dealt out in turn: the numbers of clients of two crews differ by at most one."""
     return [sites[number::crews] for number in range(crews)]
@@ -96,7 +90,7 @@ async def _work(assignment: Assignment) -> list[Outcomes]:
         backbone,
         FeatureCache(folder.path / "features"),
         kept.write,
-        secret=lambda name: secret_of(folder.key, name),
+        secret=folder.secret,
         synced=folder.lasting,
         patience=PATIENCE_SECONDS,
     )

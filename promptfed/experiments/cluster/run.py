@@ -27,8 +27,8 @@ from promptfed.experiments.cluster.connection import (
     result_of,
 )
 from promptfed.experiments.cluster.crew import Assignment, Share, shares, work
-from promptfed.experiments.cluster.run_folder import RunFolder, identity, run_folder
 from promptfed.experiments.simulation.preparation import prepare
+from promptfed.experiments.simulation.run_folder import RunFolder, identity, run_folder
 from promptfed.experiments.simulation.simulation import ProgressCallback, ended_badly, expect_all_evaluated, last_rounds
 from promptfed.runtime.processes import Processes, ProcessFailed
 from promptfed.runtime.services import LocalFederation, Site

@@ -8,19 +8,25 @@ With the same number of torch threads the final state is, bit for bit, that of t
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
+import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
+from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.backend import CannotOpen
 from promptfed.coordinator.store.tokens import OPERATOR_FILE
 from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.other_prompts import swapped_outcomes
@@ -31,12 +37,13 @@ from promptfed.experiments.simulation.preparation import (
     warm_all,
 )
 from promptfed.experiments.simulation.processes import computing_processes, usual_pool
+from promptfed.experiments.simulation.run_folder import RunFolder, identity, run_folder
 from promptfed.experiments.simulation.workers import AHEAD, RunningWorkers, run_workers
 from promptfed.runtime.services import Site
 from promptfed.sdk import operations
 from promptfed.sdk.client import AsyncCoordinator, Request
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import new_folder
+from promptfed.sdk.files import full_disk, new_folder
 from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
@@ -51,6 +58,7 @@ from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 URL = "http://127.0.0.1"  # of a coordinator without a socket
 POLL_SECONDS = 0.2
 HEAR_SECONDS = 0.5
+GOES_ON = "then give the same command again: it goes on from there"
 LEAVE_SECONDS = 10.0  # for an interrupted simulation to end
 
 ProgressCallback = Callable[[Snapshot], None]
@@ -76,6 +84,7 @@ def simulate(
     sites: Sequence[Site],
     *,
     folder: Path | None = None,
+    lasting: bool = False,
     pool: int | None = 1,
     backbone: Backbone | None = None,
     features: Path | FeatureCache | None = None,
@@ -87,10 +96,11 @@ def simulate(
 ) -> FederationResult:
     """Run a federation to its end in this process.
 
-    ``folder`` (new or empty; default: a temporary one) keeps the state of coordinator and clients. ``pool`` clients
-    compute at once (None: one for each core, if processes can compute), each with ``training.threads`` torch
-    threads; more than one in forked processes, if possible. ``backbone``, ``features`` and ``sources`` can be given
-    to share them among runs; by default they are made from the spec, in ``folder`` and from the sites' URIs.
+    ``folder`` (new or empty; default: a temporary one) keeps the state of coordinator and clients; a ``lasting`` one
+    may be that of the same run, which goes on where it was interrupted. ``pool`` clients compute at once (None: one for
+    each core, if processes can compute), each with ``training.threads`` torch threads; more than one in forked
+    processes, if possible. ``backbone``, ``features`` and ``sources`` can be given to share them among runs; by default
+    they are made from the spec, in ``folder`` and from the sites' URIs.
     ``progress`` is called in another thread, at most five times a second and only after a change: it may miss a quick
     round. ``simulate`` can be called while an event loop runs, and restores torch's global settings.
 
@@ -98,9 +108,12 @@ def simulate(
         CommandError: one line: a spec, data or backbone that cannot be used, a client that failed, a federation that
             did not finish.
     """
-    with _torch_put_back(), new_folder(folder) as place:
+    with ExitStack() as stack:
+        stack.enter_context(_torch_put_back())
         started = time.monotonic()
         wanted, made, backbone = prepare(spec, sites, pool, backbone, allow_backbone, device)
+        run = stack.enter_context(_place(folder if lasting else None, folder, wanted, sites))
+        place, disk = run.path, stack.enter_context(FullDisk())
         pool = pool or usual_pool(wanted.training.threads, backbone.device.type)
         cache = features if isinstance(features, FeatureCache) else FeatureCache(features or place / "features")
         shared = sources or SharedSources()
@@ -112,12 +125,70 @@ def simulate(
 
         try:
             with _starts_shared(backbone), computing_processes(pool, wanted, clients, backbone, cache) as processes:
-                setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes)
+                own = run.secret if run.lasting else None
+                setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes, own)
                 told = progress or (lambda snapshot: None)
-                result = _in_a_thread(_run(setup, options.initial or made, told, options.swap_prompts, started))
-        except OSError as error:
+                playing = _run(setup, options.initial or made, told, options.swap_prompts, started)
+                result = _in_a_thread(disk.watch(playing))
+        except (OSError, SQLAlchemyError, CannotOpen, CommandError) as error:
+            if disk.full or FullDisk.is_meant(error):
+                raise full_disk(place, GOES_ON if run.lasting else "") from None
+            if isinstance(error, CommandError):
+                raise
             raise CommandError(f"cannot work in {place}: {why(error)}", Exit.FAILED) from None
         return replace(result, outcomes=(*(latest[key] for key in sorted(latest)), *result.outcomes))
+
+
+def _place(
+    lasting: Path | None, folder: Path | None, spec: FederationSpec, sites: Sequence[Site]
+) -> AbstractContextManager[RunFolder]:
+    if lasting is not None:
+        return run_folder(lasting, identity(spec, sites), "--out")
+    return _for_once(folder)
+
+
+@contextmanager
+def _for_once(folder: Path | None) -> Iterator[RunFolder]:
+    with new_folder(folder) as place:
+        yield RunFolder(place, secrets.token_hex(32), lasting=False)
+
+
+class FullDisk(logging.Handler):
+    """Hears within the block that a service found the disk full: it would wait, and say so again and again."""
+
+    full = False
+
+    def __enter__(self) -> FullDisk:
+        logging.getLogger("promptfed").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("promptfed").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take note of an error that says so."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and self.is_meant(error):
+            self.full = record.heard = True
+
+    @staticmethod
+    def is_meant(error: BaseException) -> bool:
+        """Whether ``error`` says that a disk is full, also through a database."""
+        return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error)
+
+    async def watch(self, run: Coroutine[Any, Any, FederationResult]) -> FederationResult:
+        """The result of ``run``, which is cancelled once the disk is full. Raises OSError then."""
+        task = asyncio.ensure_future(run)
+        try:
+            while not task.done() and not self.full:
+                await asyncio.wait({task}, timeout=POLL_SECONDS)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=LEAVE_SECONDS)
+        if self.full:
+            raise OSError(errno.ENOSPC, "the disk is full")
+        return task.result()
 
 
 @contextmanager
@@ -193,13 +264,15 @@ async def _run(
     app.state.noise = SeededNoise(derive_seed(setup.spec.seed, "coordinator's noise"))
     async with lifespan(app), httpx.AsyncClient(transport=InProcess(app), base_url=URL, trust_env=False) as http:
         api = AsyncCoordinator(http, (settings.data_dir / OPERATOR_FILE).read_text().strip())
-        federation = str((await api.run(operations.create(setup.spec, initial))).json["id"])
+        federation, state = await _federation(api, setup, initial)
         token = (await api.send(operations.mint_token(federation, len(setup.clients)))).view.token
         await warm_all(setup)
         async with run_workers(setup, http, federation, token) as clients:
-            await clients.enrolled()
+            if state == "enrolling":
+                await clients.enrolled()
             begun = time.monotonic()
-            await api.send(operations.steer(federation, "start"))
+            if state in ("enrolling", "paused"):
+                await api.send(operations.steer(federation, "start" if state == "enrolling" else "resume"))
             await _follow(progress, api, federation, clients)
             ended = time.monotonic()
             last = None if setup.spec.selection is not None else setup.spec.rounds
@@ -209,6 +282,18 @@ async def _run(
             wall, setup_seconds = ended - begun, begun - started
             result = replace(result, wall_seconds=wall, setup_seconds=setup_seconds)
             return replace(result, outcomes=tuple(swapped))
+
+
+async def _federation(api: AsyncCoordinator, setup: SimulationSetup, initial: bytes | None) -> tuple[str, str]:
+    """The id and state of the folder's federation, or of a new one if there is none or it has never started."""
+    for page in await api.run(operations.list_federations()):
+        for known in page.view.federations:
+            if known.state != "enrolling":
+                return known.id, known.state
+            await api.send(operations.delete_federation(known.id))
+            for kept in (*setup.folder.glob("client-*"), *setup.folder.glob("ledger-*")):
+                shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
+    return str((await api.run(operations.create(setup.spec, initial))).json["id"]), "enrolling"
 
 
 def _coordinator_settings(setup: SimulationSetup) -> Settings:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -108,7 +109,7 @@ async def run_workers(
                 enrolment_token=token,
                 secret=None if setup.secret is None else setup.secret(client.site.name),
                 record=setup.record,
-                privacy=PrivacyParts(noise, Ledger(None), True, client.site.floor),
+                privacy=PrivacyParts(noise, Ledger(_ledger(setup, client.site)), True, client.site.floor),
                 work=work,
             ),
             http=http,
@@ -128,6 +129,11 @@ async def run_workers(
             worker.stop()
         await asyncio.gather(*running.tasks, return_exceptions=True)
         executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _ledger(setup: SimulationSetup, site: Site) -> Path | None:
+    """The client's ledger, in memory where nobody continues."""
+    return None if setup.secret is None else setup.folder / f"ledger-{site.name}"
 
 
 def _settings(setup: SimulationSetup, site: Site, url: str, federation: str) -> Settings:

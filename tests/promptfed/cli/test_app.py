@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import logging
 import os
+import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 import typer
+from PIL import Image
+from sqlalchemy.exc import OperationalError
 from typer.testing import CliRunner
 
 from promptfed.cli.app import SECTIONS, Commands, Made
 from promptfed.cli.common import AllowBackbone, Written
-from promptfed.cli.main import app
+from promptfed.cli.main import app, main
 from promptfed.client_service.exits import ClientError
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.data import DataError
@@ -144,3 +150,91 @@ def test_expected_errors_are_one_line(error: BaseException, code: Exit) -> None:
     done = CliRunner().invoke(own, [])
     assert done.exit_code == code
     assert done.stderr.strip() in ("promptfed: wrong", "promptfed: interrupted")
+
+
+SURROUNDINGS = [
+    (OSError(errno.ENOSPC, "No space left on device", "/tmp/x"), "/tmp/x cannot be used: the disk is full"),
+    (
+        PermissionError(errno.EACCES, "Permission denied", "/etc/shadow"),
+        "/etc/shadow cannot be used: permission denied",
+    ),
+    (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), "set TMPDIR to another"),
+    (UnicodeEncodeError("latin-1", "\u732b", 0, 1, "ordinal not in range"), "cannot be written in latin-1"),
+    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "it is not text in UTF-8"),
+    (sqlite3.OperationalError("database or disk is full"), "the database cannot be used: the disk is full"),
+    (OperationalError("select", {}, sqlite3.OperationalError("no such table")), "cannot be used: no such table"),
+    (RecursionError("maximum recursion depth exceeded"), "nested too deeply"),
+    (ExceptionGroup("several", [OSError(errno.EDQUOT, "Disk quota exceeded")]), "the disk quota is used up"),
+]
+
+
+def registered(group: Any = app) -> Iterator[Any]:
+    yield from (entry.callback for entry in group.registered_commands)
+    for below in group.registered_groups:
+        yield from registered(below.typer_instance)
+
+
+@pytest.mark.parametrize(("error", "says"), SURROUNDINGS, ids=lambda value: type(value).__name__)
+def test_no_command_prints_a_traceback_for_its_surroundings(
+    error: Exception, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> None:
+        raise error
+
+    seen = list(registered())
+    assert len(seen) == sum(not hasattr(command, "commands") for _, command in commands())
+    for command in seen:
+        cells = dict(zip(command.__code__.co_freevars, command.__closure__, strict=True))
+        kept = {name: cells[name].cell_contents for name in ("function", "makers")}
+        cells["function"].cell_contents, cells["makers"].cell_contents = fails, {}
+        try:
+            with pytest.raises(typer.Exit) as end:
+                command()
+        finally:
+            for name, content in kept.items():
+                cells[name].cell_contents = content
+        told = capsys.readouterr().err
+        assert (end.value.exit_code, told.count("\n")) == (Exit.BAD_INPUT, 1)
+        assert told.startswith("promptfed: ")
+        assert says in told
+
+
+@pytest.fixture
+def as_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """Calls the entry point with some arguments and stdout as a process does; its exit code."""
+    handlers = list(logging.getLogger().handlers)
+
+    def run(stdout: io.TextIOWrapper, *arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["promptfed", *arguments])
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit) as end:
+            main()
+        return int(end.value.code or 0)
+
+    yield run
+    logging.captureWarnings(False)
+    logging.getLogger().handlers[:] = handlers
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii"])
+def test_names_that_an_encoding_lacks_are_shown(encoding: str, as_process: Callable[..., int], tmp_path: Path) -> None:
+    for name in ("\u732b", "dog"):
+        (tmp_path / "d" / name).mkdir(parents=True)
+        for k in range(2):
+            Image.new("RGB", (32 + k, 32)).save(tmp_path / "d" / name / f"{k}.png")
+    written = io.BytesIO()
+    arguments = ["data", "show", f"folder:{tmp_path / 'd'}", "--out", str(tmp_path / "s.png")]
+    assert as_process(io.TextIOWrapper(written, encoding), *arguments) == Exit.OK
+    assert "\\u732b" in written.getvalue().decode(encoding)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_output_that_cannot_be_written(
+    more: list[str], as_process: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        assert as_process(full, "methods", *more) == Exit.BAD_INPUT
+    told = capfd.readouterr().err
+    assert told.endswith("the disk is full; free some space, or give another place\n")
+    assert told.count("\n") == 1

@@ -126,15 +126,17 @@ def test_what_is_wrong_is_one_line(text: str, options: tuple[str, ...], says: st
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_it_within_seconds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [[], ["--out", "out"]])
+def test_ctrl_c_ends_it_within_seconds(kept: list[str], tmp_path: Path) -> None:
     path = tmp_path / "long.yaml"
     path.write_text(RUN.format(rounds=100_000))
     log = tmp_path / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "promptfed", "simulate", str(path)],
+            [sys.executable, "-m", "promptfed", "simulate", str(path), *kept],
             stderr=output,
-            env=os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(Path.cwd()), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
         )
     try:
         wait_for(lambda: bool(re.search("round [1-9]", log.read_text())) or process.poll() is not None)
@@ -145,5 +147,6 @@ def test_ctrl_c_ends_it_within_seconds(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
-    assert log.read_text().splitlines()[-1] == "promptfed: interrupted"
+    goes_on = "; the same command goes on with the rounds in out" if kept else ""
+    assert log.read_text().splitlines()[-1] == "promptfed: interrupted" + goes_on
     assert not list(tmp_path.glob("promptfed-*"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import multiprocessing
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -17,8 +19,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from sqlalchemy.exc import OperationalError
 from torch import Tensor
 
+from promptfed.coordinator.engine import jobs
 from promptfed.experiments.simulation import simulation
 from promptfed.experiments.simulation.preparation import PATIENCE_SECONDS, SimulationSetup, open_site
 from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
@@ -73,6 +77,54 @@ def test_it_runs_to_its_end(backbone: Backbone, features: FeatureCache, tmp_path
     assert found.bytes_down > found.bytes_up
     assert found.client_seconds > 0
     assert found.spec["method"] == {"name": "promptfl", "m": 4} | found.spec["method"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"method": {"name": "fedpgp", "m": 4}}, {"privacy": {"level": "sample", "clip": 0.3}}]
+)
+def test_an_interrupted_run_goes_on_to_the_same_state(
+    changes: dict[str, Any], backbone: Backbone, features: FeatureCache, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"backbone": backbone, "features": features}
+    given = spec(rounds=4, **changes)
+    whole = simulate(given, SITES, **options)
+
+    def interrupt(snapshot: Snapshot) -> None:
+        if snapshot.round > 1:
+            raise RuntimeError("interrupted")
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        simulate(given, SITES, folder=tmp_path / "run", lasting=True, progress=interrupt, **options)
+    with pytest.raises(CommandError, match=r"--out .* holds another run"):
+        simulate(given | {"seed": 4}, SITES, folder=tmp_path / "run", lasting=True, **options)
+    seen: list[Snapshot] = []
+    again = simulate(given, SITES, folder=tmp_path / "run", lasting=True, progress=seen.append, **options)
+    assert seen[0].round > 0
+    assert again.state_hash == whole.state_hash
+    assert [one["state_hash"] for one in again.reports] == [one["state_hash"] for one in whole.reports]
+    assert again.final() == whole.final()
+    assert again.tally.spent == whole.tally.spent
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OperationalError("insert", {}, sqlite3.OperationalError("database or disk is full")),
+    ],
+)
+def test_a_full_disk_ends_it_in_one_line(
+    fails: Exception, backbone: Backbone, features: FeatureCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise fails
+
+    monkeypatch.setattr(jobs, "aggregate", full)
+    with pytest.raises(CommandError, match=r"^the disk of .* is full: free some space, or set TMPDIR") as end:
+        simulate(spec(), SITES, backbone=backbone, features=features)
+    assert end.value.exit is Exit.BAD_INPUT
+    with pytest.raises(CommandError, match="is full: free some space, then give the same command again"):
+        simulate(spec(), SITES, backbone=backbone, features=features, folder=tmp_path / "run", lasting=True)
 
 
 def test_the_first_steps_of_a_round_share_a_pass_of_the_text_tower(

@@ -18,8 +18,8 @@ from promptfed.experiments.cluster import crew
 from promptfed.experiments.cluster.certificate import make_certificate
 from promptfed.experiments.cluster.crew import Assignment, Share, work
 from promptfed.experiments.cluster.run import Conductor, RayCrews
-from promptfed.experiments.cluster.run_folder import RunFolder
 from promptfed.experiments.simulation.preparation import prepare
+from promptfed.experiments.simulation.run_folder import RunFolder
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.sdk import operations

@@ -1,11 +1,13 @@
-"""The folder of a run on a cluster: the state of its coordinator and clients, and the run's identity.
+"""The folder of a simulation: the state of its coordinator and clients, and the run's identity.
 
-If the command's machine is lost, the run continues from this folder with the coordinator's state and the same clients.
+If the command is interrupted, or its machine is lost, the run continues from this folder with the coordinator's state
+and the same clients.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import secrets
 import shutil
@@ -35,6 +37,10 @@ class RunFolder:
     key: str = field(repr=False)
     lasting: bool
 
+    def secret(self, name: str) -> str:
+        """The secret of a run's client (256 bits, hex): who continues the run has the same one."""
+        return hmac.new(bytes.fromhex(self.key), name.encode(), hashlib.sha256).hexdigest()
+
     def forget_clients(self) -> None:
         """Remove the clients' state, for a federation that never started."""
         shutil.rmtree(self.path / CLIENTS, ignore_errors=True)
@@ -47,7 +53,7 @@ def identity(spec: FederationSpec, sites: Sequence[Site]) -> str:
 
 
 @contextmanager
-def run_folder(storage: Path | None, run: str) -> Iterator[RunFolder]:
+def run_folder(storage: Path | None, run: str, option: str = "--storage") -> Iterator[RunFolder]:
     """The folder ``storage``, which is new or belongs to ``run``; if None, a temporary one for the block.
 
     Raises:
@@ -60,34 +66,34 @@ def run_folder(storage: Path | None, run: str) -> Iterator[RunFolder]:
     path = storage.expanduser().absolute()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _claim(path, run)
+        _claim(path, run, option)
         key = (path / KEY_FILE).read_text().strip()
         lock = (path / RUN_FILE).open("r+")
     except OSError as error:
-        raise CommandError(f"cannot use --storage {storage}: {why(error)}", Exit.BAD_INPUT) from None
+        raise CommandError(f"cannot use {option} {storage}: {why(error)}", Exit.BAD_INPUT) from None
     with lock:
         if not machine.try_lock(lock.fileno()):
-            text = f"another command runs with --storage {storage}"
+            text = f"another command runs with {option} {storage}"
             raise CommandError(f"{text}: wait for its end, or give another folder", Exit.BAD_INPUT)
         yield RunFolder(path, key, lasting=True)
 
 
-def _claim(path: Path, run: str) -> None:
+def _claim(path: Path, run: str, option: str) -> None:
     about = path / RUN_FILE
     if about.exists():
-        if _run_in(about) != run:
-            text = f"--storage {path} holds another run (another spec, or other clients)"
+        if _run_in(about, option) != run:
+            text = f"{option} {path} holds another run (another spec, or other clients)"
             raise CommandError(f"{text}: give a new folder, or that run's file", Exit.BAD_INPUT)
         return
     if any(entry.name != KEY_FILE for entry in path.iterdir()):
-        raise CommandError(f"--storage {path} is not empty, and holds no run: give a new folder", Exit.BAD_INPUT)
+        raise CommandError(f"{option} {path} is not empty, and holds no run: give a new folder", Exit.BAD_INPUT)
     write_whole(path / KEY_FILE, (secrets.token_hex(32) + "\n").encode(), mode=0o600)
     write_whole(about, (json.dumps({"format": FORMAT, "run": run}) + "\n").encode())
 
 
-def _run_in(about: Path) -> str | None:
+def _run_in(about: Path, option: str) -> str | None:
     try:
         said = json.loads(about.read_text())
         return str(said["run"])
     except (ValueError, KeyError, TypeError):
-        raise CommandError(f"{about} cannot be read: give --storage a new folder", Exit.BAD_INPUT) from None
+        raise CommandError(f"{about} cannot be read: give {option} a new folder", Exit.BAD_INPUT) from None

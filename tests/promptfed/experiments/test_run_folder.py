@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from promptfed.experiments.cluster.crew import secret_of, shares
-from promptfed.experiments.cluster.run_folder import identity, run_folder
+from promptfed.experiments.cluster.crew import shares
+from promptfed.experiments.simulation.run_folder import RunFolder, identity, run_folder
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import resolve
 from promptfed.sdk.errors import CommandError, Exit
@@ -81,9 +81,8 @@ def test_another_spec_or_other_clients_make_another_run() -> None:
 
 def test_secrets_are_the_same_again_and_differ_by_client_and_run() -> None:
     keys = ["00" * 32, "01" * 32]
-    secrets = {secret_of(key, site.name) for key in keys for site in SITES}
+    secrets = {RunFolder(Path(), key, True).secret(site.name) for key in keys for site in SITES}
     assert len(secrets) == len(keys) * len(SITES)
-    assert secret_of(keys[0], "site-0") == secret_of(keys[0], "site-0")
     assert all(len(bytes.fromhex(secret)) == 32 for secret in secrets)
 
 
