@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ import uvicorn
 from fastapi import Depends, FastAPI, Request, Response, params
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.monitor import Monitor
@@ -29,7 +31,26 @@ from promptfed.shared.service.reasons import why
 
 MAX_IMAGE_BYTES = 20 << 20
 MAX_BATCH, MAX_BATCH_BYTES = 64, 64 << 20  # images, and the bytes of a request with all of them in base64
+BODY_SECONDS = 60.0  # that a body may take
+HELD_BYTES = 2 * MAX_BATCH_BYTES  # of all bodies of one route that are read or worked on
 STOP_SECONDS = 1
+
+log = logging.getLogger("promptfed.client")
+
+
+class Held:
+    """The bytes of one route's bodies in memory, which have a maximum together."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def take(self, count: int) -> None:
+        """Hold ``count`` bytes more. Raises ApiProblem where there is no room."""
+        if self.bytes + count > HELD_BYTES:
+            headers = {"Retry-After": "5", "Connection": "close"}
+            detail = "other requests hold the memory for images: send it again in a moment"
+            raise ApiProblem(503, "busy", "No room for the body", detail, headers)
+        self.bytes += count
 
 
 class ApiProblem(Exception):
@@ -136,6 +157,8 @@ def _app(
 ) -> tuple[FastAPI, list[params.Depends]]:
     """The routes of both, and what guards those that a client adds."""
     app = FastAPI(title=title, docs_url=None, redoc_url=None)
+    app.state.held = {IMAGE_TYPE: Held(), BATCH_TYPE: Held()}
+    app.state.turn = asyncio.Lock()  # in which whoever waits comes in order, whether with one image or with many
     app.add_middleware(OwnPageOnly, local=token is None and is_loopback(host))
 
     def authorised(request: Request) -> None:
@@ -170,39 +193,42 @@ def _add_predict(app: FastAPI, predictor: Predictor, guarded: list[params.Depend
     @app.post(
         "/v1/predict",
         dependencies=guarded,
-        responses=refusals(400, 401, 403, 413, 415, 422, 503),
+        responses=refusals(400, 401, 403, 408, 413, 415, 422, 503),
         response_model_exclude_none=True,
         openapi_extra=IMAGE_BODY,
     )
-    async def predict(image: Annotated[bytes, Depends(image_body)]) -> Prediction:
+    async def predict(request: Request, image: Annotated[bytes, Depends(image_body)]) -> Prediction:
         """Class probabilities of the image in the body, by the current prompts and, at a client, its private part."""
-        return await _predicted(predictor, image)
+        return await _predicted(request, predictor, image)
 
     @app.post(
         "/v1/predictions",
         dependencies=guarded,
-        responses=refusals(400, 401, 403, 413, 415, 422, 503),
+        responses=refusals(400, 401, 403, 408, 413, 415, 422, 503),
         response_model_exclude_none=True,
         openapi_extra=BATCH_BODY,
     )
-    async def predictions(images: Annotated[list[bytes], Depends(batch_body)]) -> Predictions:
+    async def predictions(request: Request, images: Annotated[list[bytes], Depends(batch_body)]) -> Predictions:
         """The same of several images, each with its prediction or with what is wrong with it, in order."""
         answers = []
         for image in images:
             try:
-                answers.append(ImageAnswer(prediction=await _predicted(predictor, image)))
+                answers.append(ImageAnswer(prediction=await _predicted(request, predictor, image)))
             except ApiProblem as error:
-                if error.problem.status == 503:
+                if error.problem.status in (400, 503):  # nobody is there any more, or nothing to answer with
                     raise
                 answers.append(ImageAnswer(problem=error.problem))
         return Predictions(answers=answers)
 
 
-async def _predicted(predictor: Predictor, image: bytes) -> Prediction:
+async def _predicted(request: Request, predictor: Predictor, image: bytes) -> Prediction:
     if len(image) > MAX_IMAGE_BYTES:
         raise _too_large(MAX_IMAGE_BYTES)
     try:
-        return Prediction(**await asyncio.to_thread(predictor.predict, image))
+        async with request.app.state.turn:
+            if await request.is_disconnected():
+                raise _gone(request)
+            return Prediction(**await asyncio.to_thread(predictor.predict, image))
     except NoPrompts as error:
         raise ApiProblem(503, "no-prompts", "No prompts yet", str(error), {"Retry-After": "5"}) from None
     except BadImage as error:
@@ -211,33 +237,57 @@ async def _predicted(predictor: Predictor, image: bytes) -> Prediction:
         raise ApiProblem(413, "too-large", "Image too large", str(error)) from None
 
 
-async def image_body(request: Request) -> bytes:
+async def image_body(request: Request) -> AsyncIterator[bytes]:
     """The request's body, refused as soon as it is larger than ``MAX_IMAGE_BYTES``."""
-    return await _body(request, IMAGE_TYPE, "the image's bytes", MAX_IMAGE_BYTES)
+    async with _body(request, IMAGE_TYPE, "the image's bytes", MAX_IMAGE_BYTES) as body:
+        yield body
 
 
-async def batch_body(request: Request) -> list[bytes]:
+async def batch_body(request: Request) -> AsyncIterator[list[bytes]]:
     """The images of a batch, refused as soon as its body is larger than ``MAX_BATCH_BYTES``."""
-    body = await _body(request, BATCH_TYPE, "the images", MAX_BATCH_BYTES)
-    try:
-        return Batch.model_validate_json(body).images
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "body"
-        detail = f'{place}: {first["msg"]}; send {{"images": [...]}} with 1 to {MAX_BATCH} images in base64'
-        raise ApiProblem(422, "invalid-request", "Not a batch of images", detail) from None
+    async with _body(request, BATCH_TYPE, "the images", MAX_BATCH_BYTES) as body:
+        try:
+            images = Batch.model_validate_json(body).images
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "body"
+            detail = f'{place}: {first["msg"]}; send {{"images": [...]}} with 1 to {MAX_BATCH} images in base64'
+            raise ApiProblem(422, "invalid-request", "Not a batch of images", detail) from None
+        del body
+        yield images
 
 
-async def _body(request: Request, kind: str, what: str, most: int) -> bytes:
+@asynccontextmanager
+async def _body(request: Request, kind: str, what: str, most: int) -> AsyncIterator[bytes]:
+    """The body, which counts among what is held until the request is answered."""
     if request.headers.getlist("content-type") != [kind]:
         # A page of elsewhere cannot send this type without being asked about it first.
         raise ApiProblem(415, "media-type", "Another content type", f"send {what} as {kind}")
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > most:
-            raise _too_large(most)
-    return bytes(content)
+    held: Held = request.app.state.held[kind]
+    parts: list[bytes] = []
+    taken = 0
+    try:
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in request.stream():
+                    held.take(len(chunk))
+                    taken += len(chunk)
+                    parts.append(chunk)
+                    if taken > most:
+                        raise _too_large(most)
+        except TimeoutError:
+            detail = f"it did not arrive in {BODY_SECONDS:g} s: send a smaller image, or fewer at once"
+            raise ApiProblem(408, "too-slow", "The body is too slow", detail, {"Connection": "close"}) from None
+        except ClientDisconnect:
+            raise _gone(request) from None
+        yield b"".join(parts)
+    finally:
+        held.bytes -= taken
+
+
+def _gone(request: Request) -> ApiProblem:
+    log.warning("%s: the caller hung up before it was answered", request.url.path)
+    return ApiProblem(400, "gone", "The caller has gone", "the connection was closed")
 
 
 def _too_large(most: int) -> ApiProblem:

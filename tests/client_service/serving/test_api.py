@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import io
+import json
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -329,3 +332,96 @@ def test_what_the_coordinator_s_connections_refuse_this_api_s_refuse_too(
     assert good.startswith(b"HTTP/1.1 200 ")
     assert twice.startswith(b"HTTP/1.1 400 ")
     assert half == b""
+
+
+class Counted(Predictor):
+    """Answers with how many images came before, each after a moment."""
+
+    seen = 0
+
+    def predict(self, content: bytes) -> dict[str, Any]:
+        time.sleep(0.01)
+        self.seen += 1
+        row = {"name": content.decode(), "probability": 1.0}
+        return {"method": "m", "round": self.seen, "class_name": content.decode(), "classes": [row]}
+
+
+@contextlib.asynccontextmanager
+async def opened(worker: Worker) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
+    app = create_app(worker.monitor, worker.predictor, None, "127.0.0.1")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+        yield http, app
+
+
+ONE, MANY = ({"Content-Type": kind} for kind in (api.IMAGE_TYPE, api.BATCH_TYPE))
+
+
+def test_a_batch_lets_single_images_come_between(idle: Worker) -> None:
+    idle.predictor = Counted()
+    images = {"images": [base64.b64encode(b"of a batch").decode()] * 30}
+
+    async def play() -> tuple[int, int]:
+        async with opened(idle) as (http, _):
+            batches = [asyncio.create_task(http.post("/v1/predictions", json=images)) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            one = (await http.post("/v1/predict", content=b"alone", headers=ONE)).json()
+            last = [answer["prediction"]["round"] for batch in batches for answer in (await batch).json()["answers"]]
+            return one["round"], max(last)
+
+    alone, last = asyncio.run(play())
+    assert last == 91
+    assert alone <= 30, "it waited for about one image of each batch"
+
+
+async def slowly(parts: int, seconds: float) -> AsyncIterator[bytes]:
+    for _ in range(parts):
+        yield b"x" * 1000
+        await asyncio.sleep(seconds)
+
+
+def test_bodies_have_a_deadline_and_one_maximum_together(idle: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    idle.predictor = Counted()
+    monkeypatch.setattr(api, "BODY_SECONDS", 0.4)
+    monkeypatch.setattr(api, "HELD_BYTES", 5000)
+
+    async def play() -> None:
+        async with opened(idle) as (http, app):
+            held = app.state.held[api.BATCH_TYPE]
+            posts = (http.post("/v1/predictions", content=slowly(50, 0.09), headers=MANY) for _ in range(4))
+            waiting = [asyncio.create_task(post) for post in posts]
+            await asyncio.sleep(0.05)
+            single = await http.post("/v1/predict", content=b"alone", headers=ONE)
+            assert single.status_code == 200, "single images have a share of their own"
+            answers = await asyncio.gather(*waiting)
+            assert {answer.status_code for answer in answers} == {408, 503}
+            assert {answer.json()["type"].rsplit("/", 1)[-1] for answer in answers} == {"too-slow", "busy"}
+            assert held.bytes == 0
+
+    asyncio.run(play())
+
+
+def test_who_hangs_up_is_one_line_and_keeps_the_model_no_longer(idle: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    idle.predictor = Counted()
+    images = json.dumps({"images": [base64.b64encode(b"x").decode()] * 50}).encode()
+
+    async def play() -> None:
+        app = create_app(idle.monitor, idle.predictor, None, "127.0.0.1")
+        async with api.running_api(app, "127.0.0.1", 0) as url:
+            host, port = url.removeprefix("http://").split(":")
+            await asyncio.sleep(0.3)  # until it listens
+            for whole in (True, False):
+                head = f"POST /v1/predictions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: {api.BATCH_TYPE}\r\n"
+                body = images if whole else images[:40]
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.write(f"{head}Content-Length: {len(images)}\r\n\r\n".encode() + body)
+                await writer.drain()
+                await asyncio.sleep(0.1)
+                writer.close()
+                await asyncio.sleep(0.2)
+
+    with caplog.at_level("WARNING"):
+        asyncio.run(play())
+    assert idle.predictor.seen < 30
+    assert [record.getMessage() for record in caplog.records] == [
+        "/v1/predictions: the caller hung up before it was answered"
+    ] * 2
