@@ -58,7 +58,8 @@ class BenchEntry:
 
 
 def parse_entry(text: str, label: str = "") -> BenchEntry:
-    """The entry of a text ``name[:key=value]...``. Keys of the spec (``rounds``, ``training.epochs``) change the spec.
+    """The entry of a text ``name[:key=value]...``. Keys of the spec (``rounds``, ``training.epochs``) change the
+    spec, unless the method has a hyperparameter of that name.
 
     ``label`` names its row; the default is the text.
 
@@ -67,7 +68,7 @@ def parse_entry(text: str, label: str = "") -> BenchEntry:
     """
     name, *options = OPTION.split(text.strip())
     try:
-        method_class(name)
+        own = method_class(name).Hyper.model_fields
     except SpecError as error:
         raise CommandError(str(error.errors[0]["detail"]), Exit.BAD_INPUT) from None
     method: RawSpec = {"name": name}
@@ -79,7 +80,7 @@ def parse_entry(text: str, label: str = "") -> BenchEntry:
         parts = key.split(".")
         if key == "seed":
             raise CommandError(f"{text}: seeds are given by --seeds, the same for every method", Exit.BAD_INPUT)
-        if parts[0] in FederationSpec.model_fields and key != "name":
+        if parts[0] in FederationSpec.model_fields and key != "name" and key not in own:  # as fedtpg's start
             changes = merged(changes, _nested(parts, _value(text, option, value)))
         else:
             method[key] = _value(text, option, value)

@@ -17,6 +17,11 @@ def test_keys_of_the_spec_change_the_spec_and_others_the_method() -> None:
     assert spec["training"] == {"momentum": 0.5, "epochs": 2, "learning_rate": 0.1}
 
 
+def test_a_hyperparameter_with_the_name_of_a_key_of_the_spec_is_the_methods() -> None:
+    entry = parse_entry("fedtpg:start=xavier:feedforward=geglu")
+    assert (entry.method, entry.changes) == ({"name": "fedtpg", "start": "xavier", "feedforward": "geglu"}, {})
+
+
 def test_the_number_of_tokens_is_for_methods_that_have_some_and_for_those_that_say_nothing() -> None:
     assert parse_entry("zero_shot").spec({"name": "x"}, m=4)["method"] == {"name": "zero_shot"}
     assert parse_entry("promptfl:m=8").spec({"name": "x"}, m=4)["method"]["m"] == 8
