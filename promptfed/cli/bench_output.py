@@ -17,7 +17,7 @@ from promptfed.experiments.bench.runner import Bench, Job, Runner
 from promptfed.sdk.output import console, messages, note, say, table
 from promptfed.sdk.pace import duration
 from promptfed.sdk.result import Accuracy
-from promptfed.shared.api.remarks import Reached, falling, movement, near_chance, rising
+from promptfed.shared.api.remarks import Reached, falling, movement, near_chance, noise_of, rising
 
 LONG_LABEL, LONG_HEADER = 16, 14  # characters, beyond which a narrow table has an alias
 _BORDERS = 3  # columns of the terminal that a cell takes beside its text
@@ -81,13 +81,16 @@ def remarks_on(runs: Sequence[BenchRun]) -> list[str]:
     """Remarks on the clients' own test images: on zero-shot by class count and backbone, then on each entry."""
     templates: dict[tuple[int, str], list[float]] = {}
     entries: dict[str, list[BenchRun]] = {}
+    best: dict[tuple[int, str], float] = {}  # the mean accuracy of the best run
     for run in runs:
         entries.setdefault(run.label, []).append(run)
         names, backbone = run.spec.get("class_names"), run.spec.get("backbone")
         if isinstance(names, list) and isinstance(backbone, dict):
-            known = [row.zero_shot for row in run.last() if row.split == "test" and row.zero_shot is not None]
-            templates.setdefault((len(names), str(backbone.get("model"))), []).extend(known)
-    chance = [near_chance(fmean(values), *key) for key, values in templates.items() if values]
+            known = [row for row in run.last() if row.split == "test" and row.zero_shot is not None]
+            key = len(names), str(backbone.get("model"))
+            templates.setdefault(key, []).extend(row.zero_shot or 0.0 for row in known)
+            best[key] = max(best.get(key, 0.0), fmean(row.accuracy for row in known) if known else 0.0)
+    chance = [near_chance(fmean(values), *key, best.get(key, 0.0)) for key, values in templates.items() if values]
     return [*chain.from_iterable(chance), *chain.from_iterable(map(_of_entry, entries.values()))]
 
 
@@ -116,7 +119,10 @@ def _of_entry(runs: Sequence[BenchRun]) -> list[str]:
     }
     gain = fmean(site.accuracy - (site.zero_shot or 0.0) for site in sites.values())
     means = {round: fmean(values) for round, values in by_round.items()}
-    said = [*movement(gain, [], rate, runs[0].rounds), *falling(sites, rate), *rising(means)]
+    noise = noise_of(
+        fmean(site.zero_shot or 0.0 for site in sites.values()), sum(site.images for site in sites.values())
+    )
+    said = [*movement(gain, [], rate, runs[0].rounds, noise), *falling(sites, rate), *rising(means, noise)]
     return [f"{runs[0].label}: {remark}" for remark in said]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -14,6 +15,8 @@ NEAR_CHANCE = 0.05  # share of the range from chance to 100 %, below which the t
 MOVED = 0.005  # change of accuracy that counts as none
 LEARNED = 0.02  # share of the first round's loss by which it must fall if anything was learned
 WORSE = 0.02  # accuracy below that of the template
+LITTLE = 0.02  # gain over the template, of which there is room for a tenth at least, below which sites learn little
+REACHED = 0.25  # share of the range from chance to 100 % at which a backbone does know the pictures, once trained
 RISEN = 0.01  # rise of the accuracy in the last quarter of the rounds, or more, that promises a further one
 FEWEST = 3  # images of a site that are wrong now and were right by the template, net, before the site is named
 TUNE = "`promptfed tune RUN.yaml --methods auto` compares methods and rates on held-out training images"
@@ -47,20 +50,29 @@ def remarks_on(spec: FederationSpec, curve: Curve, losses: Sequence[float], clas
         return []
     zero_shot = fmean(row.zero_shot or 0.0 for row in judged.values())
     gain = fmean(row.accuracy for row in judged.values()) - zero_shot
-    said = near_chance(zero_shot, classes, spec.backbone.model)
+    said = near_chance(zero_shot, classes, spec.backbone.model, zero_shot + gain)
     if last == 0:
         return said
-    said += movement(gain, losses, spec.training.learning_rate, last)
+    noise = noise_of(zero_shot, sum(row.images for row in judged.values()))
+    said += movement(gain, losses, spec.training.learning_rate, last, noise) or little(gain, zero_shot, noise)
     means = {round: fmean(row.accuracy for row in reached.values()) for round, reached in curve.items() if reached}
-    return said + falling(judged, spec.training.learning_rate) + (rising(means) if last == spec.rounds else [])
+    return said + falling(judged, spec.training.learning_rate) + (rising(means, noise) if last == spec.rounds else [])
 
 
-def near_chance(zero_shot: float, classes: float | None, backbone: str) -> list[str]:
-    """A remark if the template is hardly more accurate than chance among ``classes``."""
+def noise_of(accuracy: float, images: int) -> float:
+    """What a change of an ``accuracy`` on ``images`` must exceed to be no chance: 1.96 standard errors, as of pairs."""
+    return 1.96 * math.sqrt(accuracy * (1 - accuracy) / images) if images else 1.0
+
+
+def near_chance(zero_shot: float, classes: float | None, backbone: str, reached: float = 0.0) -> list[str]:
+    """A remark if the template is hardly more accurate than chance among ``classes``.
+
+    Not where training ``reached`` an accuracy that shows that the backbone does tell the pictures apart.
+    """
     if not classes or classes < 2:
         return []
     chance = 1 / classes
-    if (zero_shot - chance) / (1 - chance) >= NEAR_CHANCE:
+    if (zero_shot - chance) / (1 - chance) >= NEAR_CHANCE or (reached - chance) / (1 - chance) >= REACHED:
         return []
     measured = (
         f"Zero-shot is right in {100 * zero_shot:.1f} %, guessing among {classes:.0f} classes in {100 * chance:.1f} %"
@@ -69,9 +81,21 @@ def near_chance(zero_shot: float, classes: float | None, backbone: str) -> list[
     return [f"{measured}: {why}. Try class names in plain English words, a template that fits, or another backbone."]
 
 
-def movement(gain: float, losses: Sequence[float], rate: float, rounds: int) -> list[str]:
-    """A remark if training reduced the accuracy, or changed nothing; ``losses`` by round (empty: unknown)."""
-    if gain < -WORSE:
+def little(gain: float, zero_shot: float, noise: float) -> list[str]:
+    """A remark if sites gain little where there is room, or no more than ``noise`` explains."""
+    if gain < 0 or gain >= max(LITTLE, noise) or 1 - zero_shot < 0.1:
+        return []
+    return [
+        f"Sites learn little: {100 * gain:+.1f} points over zero-shot, where {100 * noise:.1f} can be chance; {TUNE}."
+    ]
+
+
+def movement(gain: float, losses: Sequence[float], rate: float, rounds: int, noise: float = 0.0) -> list[str]:
+    """A remark if training reduced the accuracy, by more than ``noise``, or changed nothing.
+
+    ``losses`` are by round (empty: unknown).
+    """
+    if gain < -max(WORSE, noise):
         return [
             f"Below zero-shot by {-100 * gain:.1f} points: try a lower training.learning_rate than {rate:g}; {TUNE}."
         ]
@@ -84,15 +108,18 @@ def movement(gain: float, losses: Sequence[float], rate: float, rounds: int) -> 
     return []
 
 
-def rising(means: Mapping[int, float]) -> list[str]:
-    """A remark if the mean accuracy, by evaluated round, is highest at the end and rose in the last quarter."""
+def rising(means: Mapping[int, float], noise: float = 0.0) -> list[str]:
+    """A remark if the mean accuracy, by evaluated round, is highest at the end and rose in the last quarter.
+
+    The rise must exceed ``noise``.
+    """
     last = max(means)
     earlier = [round for round in means if 0 < round <= 0.75 * last]
     if not earlier:
         return []
     since = max(earlier)
     rise = means[last] - means[since]
-    if rise < RISEN or means[last] < max(means.values()):
+    if rise < max(RISEN, noise) or means[last] < max(means.values()):
         return []
     return [
         f"Still rising: {100 * rise:+.1f} points since round {since} of {last}. Try more rounds, as rounds: {2 * last}."

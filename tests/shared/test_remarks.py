@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from promptfed.shared.api.remarks import Reached, falling, remarks_on, rising
+from promptfed.shared.api.remarks import Reached, falling, little, near_chance, noise_of, remarks_on, rising
 from promptfed.shared.methods import resolve_spec
 
 SPEC = resolve_spec({"name": "x", "method": {"name": "promptfl"}, "rounds": 8, "training": {"learning_rate": 0.05}})
@@ -65,3 +65,29 @@ def test_all_remarks_are_of_the_last_evaluation() -> None:
     [still] = remarks_on(SPEC, {0: sites(0.5), 8: sites(0.501)}, [2.0, 1.99], 4)
     assert still.startswith("Nothing moved in 8 rounds")
     assert remarks_on(SPEC, {0: sites(0.5), 4: sites(0.7), 8: sites(0.7)}, [2.0, 1.0], 4) == []
+
+
+def test_nothing_is_said_that_noise_explains() -> None:
+    assert noise_of(0.5, 100) == pytest.approx(0.098)
+    few = {0: sites(0.5, images=20), 4: sites(0.5, images=20), 8: sites(0.45, images=20)}
+    assert remarks_on(SPEC, few, [2.0, 1.0], 4) == [], "one image of twenty"
+    few[8] = sites(0.6, images=20)
+    assert not any("rising" in said for said in remarks_on(SPEC, few, [2.0, 1.0], 4))
+    many = {round: sites(*(row.accuracy for row in reached.values()), images=2000) for round, reached in few.items()}
+    assert any("Still rising" in said for said in remarks_on(SPEC, many, [2.0, 1.0], 4))
+    many[8] = sites(0.45, images=2000)
+    assert remarks_on(SPEC, many, [2.0, 1.0], 4)[0].startswith("Below zero-shot by 5.0 points")
+
+
+def test_where_sites_learn_little_tune_is_named() -> None:
+    [said] = remarks_on(SPEC, {0: sites(0.5), 8: sites(0.52)}, [2.0, 1.0], 4)
+    assert said.startswith("Sites learn little: +2.0 points over zero-shot, where 9.8 can be chance")
+    assert "promptfed tune RUN.yaml --methods auto" in said
+    assert little(0.2, 0.5, 0.1) == little(0.01, 0.95, 0.1) == little(-0.01, 0.5, 0.1) == []
+
+
+def test_a_backbone_that_learned_the_pictures_is_not_said_not_to_know_them() -> None:
+    assert near_chance(0.26, 4, "tiny", 0.3) != []
+    assert near_chance(0.26, 4, "tiny", 0.767) == []
+    said = remarks_on(SPEC, {0: sites(0.26, zero_shot=0.26), 8: sites(0.767, zero_shot=0.26)}, [2.0, 1.0], 4)
+    assert said == []

@@ -13,6 +13,7 @@ import yaml
 from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, Device, Json, Pool, RunFilePath
 from promptfed.runtime.run_file import read_run
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import expect_new, read_spec, write_file
 from promptfed.sdk.output import console, note, print_json, say, table
 from promptfed.sdk.text import percent, size, whole_numbers
@@ -34,7 +35,7 @@ def tune(
     rates: Annotated[
         str | None, typer.Option(help="learning rates by commas; default: four decades around each method's default")
     ] = None,
-    seeds: Annotated[str, typer.Option(help="seeds of the last candidates, by commas")] = "12,13,14,15",
+    seeds: Annotated[str, typer.Option(help="of the last candidates: how many, or which, by commas")] = "12,13,14,15",
     validation: Annotated[float, typer.Option(help="share of the training images that is held out")] = 0.25,
     seconds: Annotated[float, typer.Option(min=1, help="time for the search")] = 300,
     most_bytes: Annotated[
@@ -54,7 +55,7 @@ def tune(
     plan = Plan(
         AUTO if methods == "auto" else tuple(name.strip() for name in (methods or "").split(",") if name.strip()),
         None if rates is None else rates_of(rates, "--rates"),
-        whole_numbers(seeds, "--seeds"),
+        _seeds(seeds),
         seconds,
         most_bytes,
     )
@@ -110,7 +111,20 @@ def _words(chosen: Chosen) -> str:
 
 
 def _points(gain: Gain) -> str:
-    return f"{100 * gain.mean:+.1f} points [95 %: {100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
+    between = (
+        f" [95 %: {100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
+        if gain.low is not None and gain.high is not None
+        else ""
+    )
+    return f"{100 * gain.mean:+.1f} points{between}"
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """Those that are listed; a number alone says how many, from 12 on."""
+    given = whole_numbers(text, "--seeds")
+    if given == (0,):
+        raise CommandError("--seeds 0: give how many seeds, at least 1, or which, as in 0,1,2", Exit.BAD_INPUT)
+    return given if len(given) > 1 else tuple(range(12, 12 + given[0]))
 
 
 def _text(path: Path, changes: dict[str, Any], chosen: Chosen, share: float) -> str:

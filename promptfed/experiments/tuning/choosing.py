@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Protocol
 
@@ -71,11 +71,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Gain:
-    """A difference of accuracies (fractions) with its 95 % interval over paired images."""
+    """A difference of accuracies (fractions) with its 95 % interval over paired images; none of a single seed."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True)
@@ -127,14 +127,21 @@ def choose(
     winner = max(fits, key=lambda candidate: (scores[candidate], candidate == race.default))
     best = finals[winner]
     templates = [trial.template for trial in best]
+
+    def told(found: Gain | None) -> Gain | None:
+        """One seed's images say nothing of other draws: its gain has no interval."""
+        return replace(found, low=None, high=None) if found is not None and len(plan.seeds) < 2 else found
+
     return Chosen(
         winner=winner,
         default=race.default,
         accuracy=scores[winner],
         zero_shot=fmean(map(mean_of, templates)) if all(templates) else None,
-        default_gain=None if winner == race.default else gain(best, [trial.right for trial in finals[race.default]]),
-        template_gain=gain(best, templates),
-        at_edge=winner.method not in race.without_rate and winner.rate in _edges(finals, winner.method),
+        default_gain=None
+        if winner == race.default
+        else told(gain(best, [trial.right for trial in finals[race.default]])),
+        template_gain=told(gain(best, templates)),
+        at_edge=winner.method not in race.without_rate and winner.rate in _edges(race.reached, winner.method),
         tried=race.standings(),
         refused=race.refused,
         untried=race.untried,
@@ -176,7 +183,7 @@ class _Race:
     def __init__(self, runs: Runs, plan: Plan, progress: Progress, clock: Callable[[], float]):
         self._runs, self._plan, self._progress, self._clock = runs, plan, progress, clock
         self._began = clock()
-        self._reached: Done = {}
+        self.reached: Done = {}
         self._took: dict[str, float] = {}  # seconds of a round, by method
         spec = runs.default
         self.default, self._rounds = Candidate(spec.method["name"], spec.training.learning_rate), spec.rounds
@@ -217,7 +224,7 @@ class _Race:
 
     def standings(self) -> list[Standing]:
         """All candidates, those that came furthest first, and the most accurate of these."""
-        scores = _scores(self._reached)
+        scores = _scores(self.reached)
         rows = [
             Standing(
                 candidate,
@@ -226,7 +233,7 @@ class _Race:
                 sum(trial.seconds for trial in trials),
                 self._bytes(trials[0]),
             )
-            for candidate, trials in self._reached.items()
+            for candidate, trials in self.reached.items()
         ]
         return sorted(rows, key=lambda row: (-row.rounds, -row.accuracy))
 
@@ -268,7 +275,7 @@ class _Race:
             self._progress(f"{place + 1} of {len(candidates)} for {counted(rounds, 'round')}: {candidate}")
             trials = self._try(candidate, rounds, seeds)
             if trials:
-                done[candidate] = self._reached[candidate] = trials
+                done[candidate] = self.reached[candidate] = trials
         return done
 
     def _try(self, candidate: Candidate, rounds: int, seeds: Sequence[int]) -> list[Trial]:
@@ -288,7 +295,7 @@ class _Race:
         if most is not None and size > most:
             self.refused[candidate.method] = f"a client would send and receive {size:,.0f} bytes in all rounds"
             return trials if candidate == self.default else []
-        for other, before in self._reached.items():
+        for other, before in self.reached.items():
             same = other.method == candidate.method and other.rate != candidate.rate
             if same and before[0].confidences == trials[0].confidences != ():
                 self.without_rate.add(candidate.method)
@@ -296,7 +303,7 @@ class _Race:
         return trials
 
     def _is_out(self, candidate: Candidate) -> bool:
-        if candidate == self.default or candidate in self._reached:
+        if candidate == self.default or candidate in self.reached:
             return candidate.method in self.refused and candidate != self.default
         return candidate.method in self.refused or candidate.method in self.without_rate
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from promptfed.cli.commands.tune import _seeds, _words
 from promptfed.experiments.tuning.choosing import AUTO, Plan, choose, gain
 from promptfed.experiments.tuning.trials import Candidate, Trial
 from promptfed.sdk.errors import CommandError, Exit
@@ -150,6 +151,27 @@ def test_candidates_that_are_all_alike_are_an_error() -> None:
     runs = Given({"promptfl": 0.5, "coop": 0.5}, {})
     with pytest.raises(CommandError, match="every candidate has the same accuracy"):
         choose(runs, Plan(("coop",), seconds=1e6), clock=runs.clock)
+
+
+def test_one_seed_has_no_interval_and_rates_of_every_rung_are_no_edge() -> None:
+    runs = Given({"promptfl": 0.9}, {"promptfl": 1.0})
+    chosen = choose(runs, Plan(rates=(0.1, 1.0, 10.0), seeds=(12,), seconds=1e6), clock=runs.clock)
+    assert (chosen.winner.rate, chosen.at_edge) == (1.0, False)
+    assert chosen.template_gain is not None
+    assert (chosen.template_gain.low, chosen.template_gain.high) == (None, None)
+    assert _words(chosen).endswith("+60.0 points over zero-shot, +10.0 points over promptfl, rate 0.1")
+    many = [Candidate("promptfl", 10.0**k) for k in range(-6, 7)]
+    later = choose(runs, Plan(rates=tuple(one.rate for one in many), seconds=1e6), clock=runs.clock)
+    finals = {row.candidate.rate for row in later.tried if row.rounds == 8}
+    assert len(finals) < len(many), "most were tried in earlier rungs alone"
+    assert not later.at_edge
+
+
+def test_seeds_are_listed_or_counted() -> None:
+    assert _seeds("3") == (12, 13, 14)
+    assert _seeds("0,1,2") == (0, 1, 2)
+    with pytest.raises(CommandError, match="how many seeds, at least 1"):
+        _seeds("0")
 
 
 def test_a_gain_is_paired_image_by_image() -> None:

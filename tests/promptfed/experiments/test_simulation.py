@@ -80,7 +80,12 @@ def test_it_runs_to_its_end(backbone: Backbone, features: FeatureCache, tmp_path
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"method": {"name": "fedpgp", "m": 4}}, {"privacy": {"level": "sample", "clip": 0.3}}]
+    "changes",
+    [
+        {},
+        {"method": {"name": "fedpgp", "m": 4}},
+        {"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}},
+    ],
 )
 def test_an_interrupted_run_goes_on_to_the_same_state(
     changes: dict[str, Any], backbone: Backbone, features: FeatureCache, tmp_path: Path
