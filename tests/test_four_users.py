@@ -111,11 +111,15 @@ def test_an_operator_invites_and_sees_what_came_of_it(federation: tuple[InThread
     clients = json.loads(promptfed("federation", "clients", "shapes", *known, "--json").stdout)
     assert {client["name"] for client in clients} == {"filled", "outline"}
     invited = json.loads(promptfed("federation", "invite", "shapes", *known, "--json").stdout)["invitation"]
-    line = [sys.executable, "-m", "promptfed", "join", invited[:-3], "--data", f"folder:{folder / 'negative'}"]
-    refused = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE, cwd=folder)
-    assert refused.returncode == Exit.NOT_ALLOWED
-    assert refused.stderr.count("\n") == 1, refused.stderr
-    assert "invitation" in refused.stderr
+    (folder / "invitation.txt").write_text(invited[:-3] + "\n")
+    for given, pasted in ((invited[:-3], ""), ("-", invited[:-3] + "\n"), (str(folder / "invitation.txt"), "")):
+        refused = CliRunner().invoke(app, ["join", given, "--data", f"folder:{folder / 'negative'}"], input=pasted)
+        assert refused.exit_code == Exit.NOT_ALLOWED, refused.output
+        assert refused.stderr.count("\n") == 1, refused.stderr
+        assert "the invitation is incomplete or was changed" in refused.stderr
+    told = promptfed("federation", "invite", "shapes", *known).stdout.splitlines()
+    assert told[0] == "promptfed join - --data folder:/path/to/images", "ps shows no invitation"
+    assert len(told) == 2
     metrics = httpx.get(f"{server.url}/metrics").text
     assert "promptfed_rounds_completed_total 2.0" in metrics
     assert httpx.get(f"{server.url}/docs").status_code == 200

@@ -131,10 +131,10 @@ def reporting_errors() -> Iterator[None]:
     except BrokenPipeError:  # who reads has seen enough
         raise
     except Exception as error:
-        text = of_surroundings(error)
-        if text is None:
+        reason = of_surroundings(error)
+        if reason is None:
             raise
-        messages.print(f"promptfed: {escape(plain(text))}", soft_wrap=True, highlight=False)
+        messages.print(f"promptfed: {escape(plain(reason))}", soft_wrap=True, highlight=False)
         raise typer.Exit(Exit.BAD_INPUT) from None
     except KeyboardInterrupt:
         messages.print("promptfed: interrupted")

@@ -166,7 +166,7 @@ def dialogs(page: Page, server: InThread) -> Iterator[str]:
     yield "enrolling-refused"
     page.get_by_text("Invite clients, and list or revoke").click()
     page.get_by_role("button", name="Create an invitation").click()
-    page.get_by_label("The command for the data owner").wait_for()
+    page.get_by_label("The invitation for the data owner").wait_for()
     yield "enrolling-invitation"
     page.get_by_role("button", name="Cancel").click()
     yield "enrolling-cancel"

@@ -56,14 +56,14 @@ export class Tokens {
 
   #show(minted) {
     const field = (id, label, value) => h("p", { class: "field" }, h("label", { for: id }, label), h("input", { id, readonly: true, value, on: { focus: (event) => event.currentTarget.select() } }));
-    const command = `promptfed join ${minted.invitation} --data folder:/path/to/images`;
-    const shown = field("minted", "The command for the data owner, shown only now", command);
+    const command = "promptfed join - --data folder:/path/to/images";
+    const shown = field("minted", "The invitation for the data owner, shown only now", minted.invitation);
     const text = shown.lastChild;
     const copy = async (event) => {
       const button = event.currentTarget;
       text.select();
       try {
-        await navigator.clipboard.writeText(command);
+        await navigator.clipboard.writeText(minted.invitation);
         fill(button, "Copied");
       } catch {
         fill(button, "Selected: copy it"); // where the page is not on this machine and not encrypted
@@ -74,7 +74,7 @@ export class Tokens {
       this.minted,
       shown,
       h("button", { type: "button", on: { click: copy } }, "Copy"),
-      h("p", { class: "remark" }, `It expires ${moment(minted.expires_at)}. Whoever has it can join: send it over a private channel. The data owner fills in the path of the images.`),
+      h("p", { class: "remark" }, `It expires ${moment(minted.expires_at)}. Whoever has it can join: send it over a private channel. The data owner runs`, " ", h("code", {}, command), " ", "with the path of the images, and pastes it."),
       field("minted-token", "Its token alone, for --enrolment-token-file", minted.token),
     );
     text.focus();

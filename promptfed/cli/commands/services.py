@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -35,11 +37,24 @@ def client(given: Annotated[dict[str, Any], Made(options_of(ClientSettings))]) -
 
 @app.add(section="Take part with own data", epilog="\b\n" + "\n".join(help_lines()))
 def join(
-    invitation: Annotated[str, typer.Argument(help="the text that the operator sent; -: one line of standard input")],
+    invitation: Annotated[
+        str, typer.Argument(help="-: asks for the text that the operator sent, which ps would show; or a file with it")
+    ],
     given: Annotated[dict[str, Any], Made(options_of(ClientSettings, without=GIVEN))],
 ) -> None:
     """Accept an operator's invitation: run a client, which takes part in a federation with this owner's data."""
     from promptfed.client_service.__main__ import start
 
-    text = sys.stdin.readline() if invitation == "-" else invitation
-    leave(start(accept(text, given)))
+    leave(start(accept(_text_of(invitation), given)))
+
+
+def _text_of(invitation: str) -> str:
+    """The invitation: from standard input, a file, or as it is."""
+    if invitation == "-":
+        if sys.stdin.isatty():
+            sys.stderr.write("Paste the invitation: ")
+            sys.stderr.flush()
+        return sys.stdin.readline()
+    with suppress(OSError, UnicodeDecodeError):  # no file: too long for a name, for one
+        return Path(invitation).read_text()
+    return invitation

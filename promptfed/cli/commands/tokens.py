@@ -64,10 +64,10 @@ def invite(
     role: Role = None,
     as_json: Json = False,
 ) -> None:
-    """Mint a token and print the command with which a data owner joins: `promptfed join INVITATION ...`."""
+    """Mint a token and print an invitation, and the command that asks a data owner for it."""
     asked = {"hours": hours, "name": name, "role": role, "address": address or api.url}
     minted = api.send(operations.mint_token(federation, uses, **asked)).json
-    tell(as_json, minted, f"promptfed join {minted['invitation']} --data folder:/path/to/images")
+    tell(as_json, minted, f"promptfed join - --data folder:/path/to/images\n{minted['invitation']}")
 
 
 def show_minted(minted: dict[str, str], out: Path | None, as_json: bool) -> None:
