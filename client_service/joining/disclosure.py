@@ -9,9 +9,11 @@ from typing import Any
 
 from promptfed.client_service.privacy.agreement import AgreedTerms
 from promptfed.client_service.privacy.candidates import ROUNDS, phases_of
+from promptfed.client_service.privacy.policy import STATES
 from promptfed.client_service.privacy.protection import PrivacyPlan
 from promptfed.client_service.training.payloads import known_sizes
 from promptfed.shared.messages import Domain, EnrolmentInfo, Role
+from promptfed.shared.methods import MULTI_LABEL, TASK
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.methods.core.interface.disclosures import Disclosed
 from promptfed.shared.plain_text import counted, plain
@@ -75,7 +77,8 @@ class Exchange:
 class Disclosure:
     """All that the coordinator and other sites will learn of this client, and what it will do for them.
 
-    ``changes``: in what the offer is not the one that was agreed to before; empty where none was.
+    ``changes``: in what the offer is not the one that was agreed to before; empty where none was. ``limits``: the
+    site's disclosure floor, and how many states it answers on one test set under it.
     """
 
     terms: AgreedTerms
@@ -84,6 +87,7 @@ class Disclosure:
     disclosed: tuple[Disclosed, ...]
     changes: tuple[str, ...] = ()
     plan: PrivacyPlan | None = None
+    limits: tuple[int, int] = (1, STATES)
 
     def facts(self) -> dict[str, Any]:
         """For programs."""
@@ -99,6 +103,8 @@ class Disclosure:
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
             "learned": [asdict(disclosed) for disclosed in self.disclosed],
             "test_sets": list(self._tests),
+            "floor": self.limits[0],
+            "states": self.limits[1] if self.limits[0] > 1 else None,
             "never": NEVER,
             **({} if self.plan is None else {"privacy": vars(self.plan)}),
         }
@@ -138,13 +144,36 @@ class Disclosure:
         if self.terms.privacy is not None and self.terms.privacy.evaluations == "noisy":
             a = self.terms.privacy.evaluation_epsilon
             text = f"as numbers of right answers with noise, ε = {a:g} each out of the test images' own budget"
-            return ["Leaves it after an evaluation:", f"  accuracy  on {', '.join(self._tests)}, {text}"]
+            return [
+                "Leaves it after an evaluation:",
+                f"  accuracy  on {', '.join(self._tests)}, {text}",
+                *self._states(),
+            ]
+        floor = self.limits[0]
+        if floor > 1 and self.terms.method.get(TASK) == MULTI_LABEL:
+            text = "but that it was made: of several labels no figure leaves under this site's floor"
+            return ["Leaves it after an evaluation:", f"  nothing   {text}"]
+        if floor > 1:
+            return [
+                "Leaves it after an evaluation:",
+                f"  accuracy  on {', '.join(self._tests)}, with the number of images, and the template's beside it,",
+                f"            all from ranges of {floor} images; nothing of a test set of fewer than {2 * floor}",
+                *self._states(),
+            ]
         return [
             "Leaves it after an evaluation:",
             f"  accuracy  on {', '.join(self._tests)}, with the number of images, and the template's beside it",
             *(f"            {FIGURES[name]}" for name in self.terms.figures),
             "            seconds of computing; where the method mixes domains, their mean shares over the test images",
         ]
+
+    def _states(self) -> list[str]:
+        """How many states are answered under the site's floor, beside those that the federation may ask for."""
+        floor, most = self.limits
+        if floor <= 1:
+            return []
+        asked = 1 + -(-self.terms.rounds // self.terms.evaluate_every)
+        return [f"            of at most {most} states on one test set (metrics.states); {asked} may be asked for"]
 
     def _changed(self) -> list[str]:
         if not self.changes:
@@ -257,6 +286,7 @@ def disclose(
     shape: BackboneShape | None,
     changes: Sequence[str] = (),
     plan: PrivacyPlan | None = None,
+    limits: tuple[int, int] = (1, STATES),
 ) -> Disclosure:
     """What ``declared`` and the method's phases send; an evaluator sends accuracies alone.
 
@@ -265,7 +295,7 @@ def disclose(
     trains = declared.role == "trainer"
     exchanges = _exchanges(method, info, shape) if trains else ()
     told = tuple(fact for fact in method.disclosures if trains or fact.to == "sites") if exchanges else ()
-    return Disclosure(terms, declared, exchanges, told, tuple(changes), plan)
+    return Disclosure(terms, declared, exchanges, told, tuple(changes), plan, limits)
 
 
 def _exchanges(method: Method, info: EnrolmentInfo, shape: BackboneShape | None) -> tuple[Exchange, ...]:

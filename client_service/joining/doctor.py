@@ -43,7 +43,7 @@ from promptfed.client_service.joining.enrolment import (
     open_backbone,
 )
 from promptfed.client_service.privacy.agreement import terms_of
-from promptfed.client_service.privacy.floor import declared_images, floor_of
+from promptfed.client_service.privacy.floor import declared_images, floor_of, states_of
 from promptfed.client_service.privacy.policy import RULES, Policy, expect_origin, read_policy, refusals
 from promptfed.client_service.privacy.protection import own_ledger, site_facts, site_plan
 from promptfed.client_service.settings import Settings, make_settings, read_token
@@ -272,8 +272,9 @@ class Examination:
         if domain is not None and settings.role == "trainer" and isinstance(method, ReadsDomains):
             method.check_domain(backbone, space, domain)
         own = source.train if settings.role == "trainer" else source.test
-        images = declared_images(len(own), floor_of(self.policy), info)
+        limits = floor_of(self.policy), states_of(self.policy)
+        images = declared_images(len(own), limits[0], info)
         declared = declaration(settings, source, domain, backbone, images)
         enrol_request(declared, NOBODY, backbone)
         terms = terms_of(info, method, settings.coordinator, settings.role, list(settings.tests))
-        return disclose(terms, info, method, declared, shape_of(backbone))
+        return disclose(terms, info, method, declared, shape_of(backbone), limits=limits)

@@ -29,7 +29,7 @@ from promptfed.client_service.joining.enrolment import (
 from promptfed.client_service.joining.parts import Consent, Parts
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.privacy.agreement import Agreement, terms_of
-from promptfed.client_service.privacy.floor import declared_images, floor_of
+from promptfed.client_service.privacy.floor import declared_images, floor_of, states_of
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.noisy_counts import NoisyCounts, what_leaves
 from promptfed.client_service.privacy.peers import identity_of
@@ -148,11 +148,13 @@ class Joining:
     async def _privacy(self, offer: Offer, protection: SiteProtection | None) -> SitePrivacy:
         """How updates are protected here, and what leaves with evaluations."""
         parts, counts = self.parts.privacy, None
-        leaving = what_leaves(offer.info, offer.method, self.settings.role, offer.policy, parts.plain_evaluations)
+        floor, states = self._floor(offer), states_of(offer.policy)
+        asked = offer.info, offer.method, self.settings.role, offer.policy, parts.plain_evaluations
+        leaving = what_leaves(*asked, floor)
         if leaving == "noisy":
             counts = await self.compute.run(partial(self._counts, offer))
             leaving = "noisy" if counts is not None else "withheld"
-        return SitePrivacy(protection, parts.noise, leaving, counts, self._floor(offer))
+        return SitePrivacy(protection, parts.noise, leaving, counts, floor, states)
 
     def _floor(self, offer: Offer) -> int:
         given = self.parts.privacy.floor
@@ -323,7 +325,8 @@ class Joining:
             return known, declared
         if self.parts.consent is not None:
             planned, shape = protection.plan if protection is not None else None, await self._shape(info)
-            disclosure = disclose(terms, info, offer.method, declared, shape, changes, planned)
+            limits = self._floor(offer), states_of(offer.policy)
+            disclosure = disclose(terms, info, offer.method, declared, shape, changes, planned, limits)
             await self._ask(self.parts.consent, disclosure, source)
         return Agreement.made(self.state, terms), declared
 

@@ -1,18 +1,26 @@
 """The disclosure floor of a site: what leaves it tells of no number below the floor, except that it is below.
 
 A number of images leaves as the range of `floor` numbers that it lies in, such as 0 to 9 or 30 to 39, and every
-proportion is computed from such ranges, never from the numbers: no fraction can be turned back into them.
+proportion is computed from such ranges, never from the numbers: no fraction can be turned back into them. What is no
+count of images stays: ECE, macro-F1, average precision, shares of domains (which add up to the number of images) and
+seconds. Whoever chooses states still learns from many answers where a count crosses a range, so that few states are
+answered (`AnsweredStates`).
 """
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from promptfed.client_service.privacy.policy import Policy
+from pydantic import BaseModel
+
+from promptfed.client_service.privacy.policy import STATES, Policy
+from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.messages import EnrolmentInfo, SplitResult
 from promptfed.shared.methods.core.interface.base import Method
 
+FILE = "answered-states.json"
 Patients = Callable[[str], int | None]
 """The number of patients of a test set by its name; None where the data name none."""
 
@@ -20,6 +28,41 @@ Patients = Callable[[str], int | None]
 def floor_of(policy: Policy | None) -> int:
     """The site's floor: its policy's, without a policy none (1)."""
     return policy.metrics.floor if policy is not None else 1
+
+
+def states_of(policy: Policy | None) -> int:
+    """How many different states are answered on one test set under a floor."""
+    return policy.metrics.states if policy is not None else STATES
+
+
+class _Answered(BaseModel):
+    """By test set, a hash of its images: the digests of the states that were answered, in order."""
+
+    sets: dict[str, list[str]] = {}
+
+
+@dataclass(frozen=True)
+class AnsweredStates:
+    """The states that a client has answered, in its folder: at most ``most`` on one test set."""
+
+    folder: PrivateState
+    most: int
+
+    def admitted(self, images: Mapping[str, str], state: str) -> set[str]:
+        """The test sets, by name, that may answer ``state`` (a digest); on the disk before anything is told.
+
+        ``images``: the hash of each test set's images, so that another name is no other test set.
+        """
+        known = self.folder.read_as(FILE, _Answered) or _Answered()
+        new = False
+        for own in set(images.values()):
+            listed = known.sets.setdefault(own, [])
+            if state not in listed and len(listed) < self.most:
+                listed.append(state)
+                new = True
+        if new:
+            self.folder.write_as(FILE, known)
+        return {name for name, own in images.items() if state in known.sets[own]}
 
 
 def lowest(count: int, floor: int) -> int:
@@ -56,13 +99,6 @@ def coded_accuracy(right: int, count: int, floor: int, patients: int | None = No
     return min(rarer, 0.5) if right < wrong else max(1 - rarer, 0.5)
 
 
-def coded_mean(value: float, count: int, floor: int) -> float:
-    """A mean over ``count`` images of numbers from 0 to 1 as it leaves: their sum is told as a number of images is."""
-    if floor <= 1:
-        return value
-    return min(1.0, middle(int(round(value * count, 6)), floor) / middle(count, floor))
-
-
 def large_enough(results: Mapping[str, SplitResult], floor: int, patients: Patients) -> dict[str, SplitResult]:
     """The results of test sets that reach twice the floor, in images and in patients."""
     return {
@@ -86,11 +122,6 @@ def floored(results: Mapping[str, SplitResult], floor: int, patients: Patients) 
         assert accuracy is not None
         told[name] = SplitResult(accuracy=accuracy, num_samples=lowest(result.num_samples, floor))
     return told
-
-
-def floored_shares(shares: Mapping[str, float], images: int, floor: int) -> dict[str, float]:
-    """Mean shares over so many images as they leave."""
-    return {name: coded_mean(value, images, floor) for name, value in shares.items()}
 
 
 def without_shares(measured: Mapping[str, float], method: Method, floor: int) -> dict[str, float]:

@@ -70,7 +70,7 @@ class _Drawn(BaseModel):
 
 
 def what_leaves(
-    info: EnrolmentInfo, method: Method, role: Role, policy: Policy | None, handed_in: bool = False
+    info: EnrolmentInfo, method: Method, role: Role, policy: Policy | None, handed_in: bool = False, floor: int = 1
 ) -> Leaving:
     """What a site reveals of its accuracies: the stricter of the federation's wish and its owner's policy.
 
@@ -79,11 +79,11 @@ def what_leaves(
     never leave. An evaluator trains nothing: what its own test set says is its owner's choice alone. ``handed_in``: who
     builds the worker chose plain for the owner.
 
-    Of several labels no figure leaves as a noisy count: one image may move a mean average precision by far more than
-    one right answer.
+    Of several labels no figure leaves as a noisy count, nor under a disclosure ``floor``: one image may move a mean
+    average precision by far more than one right answer, and it is no function of ranges of counts.
     """
     leaving = _wished(info, method, role, policy, handed_in)
-    return "withheld" if leaving == "noisy" and is_for_several_labels(method) else leaving
+    return "withheld" if (leaving == "noisy" or floor > 1) and is_for_several_labels(method) else leaving
 
 
 def _wished(info: EnrolmentInfo, method: Method, role: Role, policy: Policy | None, handed_in: bool) -> Leaving:

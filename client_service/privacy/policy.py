@@ -33,6 +33,7 @@ EXAMPLE = (files(__package__) / "policy_example.yaml").read_text()
 """A policy with comments, to begin with (`promptfed policy example`)."""
 
 FLOOR = 10  # of disclosure (`floor`), where a policy names none
+STATES = 50  # that are answered on one test set under a floor, where a policy names no number
 Fingerprint = Annotated[str, Field(pattern=r"^ed25519:[0-9a-f]{64}$")]
 
 
@@ -70,12 +71,14 @@ class Privacy(Section):
 class SentNumbers(Section):
     """The numbers that may leave; accuracy None: as the federation says, withheld if it is protected.
 
-    ``floor``: numbers of fewer images or patients leave only as "fewer than that".
+    ``floor``: numbers of fewer images or patients leave only as "fewer than that". ``states``: while the floor is over
+    1, so many different states at most are answered on one test set.
     """
 
     accuracy: Literal["withheld", "noisy", "plain"] | None = None
     training: bool = True
     floor: Annotated[int, Field(ge=1, le=1000)] = FLOOR
+    states: Annotated[int, Field(ge=1, le=100_000)] = STATES
 
 
 class SecureAggregation(Section):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from promptfed.client_service.privacy.noisy_counts import Leaving, NoisyCounts
-from promptfed.client_service.privacy.policy import Policy, SiteFacts
+from promptfed.client_service.privacy.policy import STATES, Policy, SiteFacts
 from promptfed.client_service.privacy.protection import SiteProtection
 from promptfed.shared.methods.core.interface.base import ClientContext
 from promptfed.shared.privacy.noise import Noise, SecretNoise
@@ -20,7 +20,7 @@ from promptfed.shared.privacy.noise import Noise, SecretNoise
 class SitePrivacy:
     """How this site's updates are protected, and what of its accuracies leaves: noisy ``counts``, if any.
 
-    ``floor``: the disclosure floor.
+    ``floor``: the disclosure floor; ``states``: how many states are answered on one test set while it is over 1.
     """
 
     protection: SiteProtection | None = None
@@ -28,6 +28,7 @@ class SitePrivacy:
     leaving: Leaving = "plain"
     counts: NoisyCounts | None = None
     floor: int = 1
+    states: int = STATES
 
 
 @dataclass(frozen=True)

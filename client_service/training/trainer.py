@@ -15,7 +15,7 @@ import torch
 
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.agreement import Agreement
-from promptfed.client_service.privacy.floor import floored, floored_shares, large_enough, without_shares
+from promptfed.client_service.privacy.floor import AnsweredStates, floored, large_enough, without_shares
 from promptfed.client_service.privacy.policy import facts_of_task, refusals
 from promptfed.client_service.privacy.protection import SiteProtection
 from promptfed.client_service.privacy.secure import Trained
@@ -48,7 +48,7 @@ from promptfed.shared.methods.core.interface.hooks import Prepares
 from promptfed.shared.methods.core.interface.protection import Protection
 from promptfed.shared.metrics.outcomes import Record
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_tensors import DTYPES, decode_place
+from promptfed.shared.tensors.torch_tensors import DTYPES, decode_place, state_hash
 
 log = logging.getLogger("promptfed.client")
 
@@ -190,24 +190,46 @@ class TaskWork:
         if kept is not None:
             return kept
         floor, patients = self.privacy.floor, self.data.patients
+        told = {
+            name
+            for name in (TEST, *self.data.tests)
+            if selection is None or (name == selection.split) is (task.selected is None)
+        }
+        if floor > 1:
+            told = self._admitted(serving, told)
+            if not told:
+                return EvaluationRequest(splits={}, withheld=True)
         with torch_settings(served.context):
             splits, zero_shot = self.evaluation.run(
                 *parts,
                 served.classifier,
                 task.config.template,
-                lambda name: selection is None or (name == selection.split) is (task.selected is None),
+                told.__contains__,
             )
             splits, zero_shot = (large_enough(results, floor, patients) for results in (splits, zero_shot))
             metrics = {}
-            if self.privacy.counts is None and TEST in splits:
-                mixture = self.evaluation.mixture(served.classifier, served.context)
-                metrics = floored_shares(mixture, self.data.count(TEST), floor)
+            if self.privacy.counts is None and TEST in splits and floor <= 1:
+                metrics = self.evaluation.mixture(served.classifier, served.context)
         if self.privacy.counts is not None:
             keys = self.evaluation.zero_shot_keys(served.context, task.config.template)
             return self.privacy.counts.drawn(task, splits, zero_shot, keys)
-        metrics["evaluate_seconds"] = round(time.monotonic() - started, 3)
+        if floor <= 1:  # seconds tell of the number of images
+            metrics["evaluate_seconds"] = round(time.monotonic() - started, 3)
         splits, zero_shot = (floored(results, floor, patients) for results in (splits, zero_shot))
         return EvaluationRequest(splits=splits, zero_shot=zero_shot, metrics=metrics)
+
+    def _admitted(self, serving: Serving, asked: set[str]) -> set[str]:
+        """Those of the ``asked`` test sets that may answer this state: all that its classifiers depend on."""
+        tensors, _ = decode_place(serving.payload)
+        private, _ = self.state.committed()
+        state = canonical_json([state_hash(tensors), state_hash(private), serving.config.model_dump(mode="json")])
+        images = {name: self.data.images_hash(name) for name in sorted(asked) if self.data.count(name)}
+        answered = AnsweredStates(self.state, self.privacy.states)
+        admitted = answered.admitted(images, hashlib.sha256(state.encode()).hexdigest())
+        if kept := images.keys() - admitted:
+            text = "nothing of %s is told: %d different states were answered (metrics.states of the policy)"
+            log.warning(text, ", ".join(sorted(kept)), self.privacy.states)
+        return admitted
 
     @property
     def withholds(self) -> bool:

@@ -15,6 +15,17 @@ from numpy.typing import ArrayLike, NDArray
 BINS = 15
 
 
+def finite(numbers: ArrayLike) -> NDArray[np.float64]:
+    """The numbers as float64. Raises ValueError if one is not finite: no order of it is right."""
+    known = np.asarray(numbers, dtype=float)
+    if not np.isfinite(known).all():
+        wrong = int((~np.isfinite(known)).sum())
+        raise ValueError(
+            f"{wrong} of {known.size} scores are not finite: the model has diverged, or the file is damaged"
+        )
+    return known
+
+
 @dataclass(frozen=True)
 class Bin:
     """Images whose confidence lies in (lower, upper]; means are 0 where there is none."""
@@ -30,9 +41,9 @@ def reliability(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> li
     """The reliability diagram of confidences (N,) in [0, 1] and whether each answer was ``right`` (N,).
 
     Raises:
-        ValueError: the lists are empty or differ in length.
+        ValueError: the lists are empty or differ in length, or a number is not finite.
     """
-    sure, hits = np.asarray(confidence, dtype=float), np.asarray(right, dtype=float)
+    sure, hits = finite(confidence), finite(right)
     if len(sure) != len(hits) or not len(sure):
         raise ValueError(f"{len(sure)} confidences for {len(hits)} answers")
     place = np.clip(np.ceil(sure * bins).astype(int) - 1, 0, bins - 1)
@@ -52,13 +63,6 @@ def calibration_error(confidence: ArrayLike, right: ArrayLike, bins: int = BINS)
     return sum(group.count / total * abs(group.accuracy - group.confidence) for group in filled)
 
 
-def _scores(known: ArrayLike, unseen: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    inside, outside = np.sort(np.asarray(known, dtype=float)), np.sort(np.asarray(unseen, dtype=float))
-    if not len(inside) or not len(outside):
-        raise ValueError(f"{len(inside)} known images beside {len(outside)} unseen ones")
-    return inside, outside
-
-
 def class_accuracies(labels: ArrayLike, predicted: ArrayLike) -> dict[int, float]:
     """The share of each class's images (of those classes that occur in ``labels``) that was told rightly."""
     truth, answers = _pair(labels, predicted)
@@ -67,6 +71,8 @@ def class_accuracies(labels: ArrayLike, predicted: ArrayLike) -> dict[int, float
 
 def macro_f1(labels: ArrayLike, predicted: ArrayLike) -> float:
     """The mean of 2·tp/(2·tp + fp + fn) over the classes that occur among ``labels`` or ``predicted`` (N,).
+
+    A class without either has no F1, and does not count.
 
     A label of −1 is an image of none of the classes: whatever is answered to it is wrong.
     """

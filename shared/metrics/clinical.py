@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
+
+from promptfed.shared.metrics import finite
 
 DRAWS = 1000
 Z = 1.959963984540054  # the normal distribution's 97.5 % point
@@ -33,6 +35,8 @@ POOLED = {
 
 class Estimate(BaseModel):
     """A figure between 0 and 1 with its 95 % interval; ``se``: the standard error of its logit, where it has one."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     value: float
     low: float
@@ -61,10 +65,10 @@ def class_figures(
     ``groups (N,)``: the patient of each image; images of one patient are drawn together in the bootstrap.
 
     Raises:
-        ValueError: there are no images, or the lists differ in length.
+        ValueError: there are no images, the lists differ in length, or a score is not finite.
     """
     is_class, said = np.asarray(truth, dtype=bool), np.asarray(decided, dtype=bool)
-    probability = np.asarray(scores, dtype=float)
+    probability = finite(scores)
     if not len(is_class) or not len(is_class) == len(said) == len(probability):
         raise ValueError(f"{len(is_class)} labels, {len(probability)} scores and {len(said)} decisions")
     positives, negatives = int(is_class.sum()), int((~is_class).sum())
@@ -102,7 +106,12 @@ def interval_text(estimate: Estimate | None) -> str:
 
 
 def auroc_estimate(truth: NDArray[np.bool_], scores: Floats) -> Estimate:
-    """The area under the ROC curve with DeLong's interval. There must be positives and negatives."""
+    """The area under the ROC curve with DeLong's interval. There must be positives and negatives.
+
+    Raises:
+        ValueError: a score is not finite.
+    """
+    scores = finite(scores)
     positive, negative = scores[truth], scores[~truth]
     within = [_midranks(part) for part in (positive, negative)]
     ranks = _midranks(np.concatenate([positive, negative]))
@@ -133,8 +142,12 @@ def logistic(logit: float) -> float:
 
 
 def average_precision(truth: NDArray[np.bool_], scores: Floats, weights: Floats) -> Floats:
-    """Σ (R_k − R_{k−1})·P_k over the distinct scores, from the highest down, for each row of ``weights (B, N)``."""
-    order = np.argsort(-scores, kind="stable")
+    """Σ (R_k − R_{k−1})·P_k over the distinct scores, from the highest down, for each row of ``weights (B, N)``.
+
+    Raises:
+        ValueError: a score is not finite.
+    """
+    order = np.argsort(-finite(scores), kind="stable")
     ends = np.flatnonzero(np.diff(scores[order], append=-np.inf))  # the last image of each score
     drawn = weights[:, order]
     hits = np.cumsum(drawn * truth[order], axis=1)[:, ends]
@@ -149,8 +162,11 @@ def mean_average_precision(labels: ArrayLike, scores: ArrayLike) -> float | None
     """The mean over classes of `average_precision`, of labels (N, C) that are 1, 0 or −1 (unknown) and scores (N, C).
 
     Classes without an image that has them, or without one that lacks them, do not count; None if no class counts.
+
+    Raises:
+        ValueError: a score is not finite.
     """
-    truth, said = np.asarray(labels), np.asarray(scores, dtype=float)
+    truth, said = np.asarray(labels), finite(scores)
     found = []
     for k in range(truth.shape[1]):
         known = truth[:, k] >= 0

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import BaseModel
 
+from promptfed.shared.metrics import finite
 from promptfed.shared.metrics.clinical import Estimate, logistic
 
 LEAST_SE, MOST_SE = 1e-6, 1e6  # of a logit; a site may say any number
@@ -38,11 +38,11 @@ def pool(values: ArrayLike, variances: ArrayLike) -> Pooled:
     """The random-effects mean of ``values (k,)`` with ``variances (k,)``. At least three sites give a prediction.
 
     Raises:
-        ValueError: there are fewer than two sites, or a variance is not positive.
+        ValueError: there are fewer than two sites, a variance is not positive, or a number is not finite.
     """
     from scipy import stats
 
-    y, v = np.asarray(values, dtype=float), np.asarray(variances, dtype=float)
+    y, v = finite(values), finite(variances)
     k = len(y)
     if k < 2 or len(v) != k or not (v > 0).all():
         raise ValueError("pooling takes two sites or more, each with a standard error above 0")

@@ -12,11 +12,13 @@ from sklearn import metrics as reference
 from statsmodels.stats.meta_analysis import combine_effects
 from statsmodels.stats.proportion import proportion_confint
 
+from promptfed.shared.metrics import calibration_error, macro_f1, reliability
 from promptfed.shared.metrics.clinical import (
     Estimate,
     auroc_estimate,
     average_precision,
     class_figures,
+    mean_average_precision,
     on_logit_scale,
     precision_estimate,
     proportion,
@@ -214,3 +216,29 @@ def test_figures_rounded_to_an_end_are_pooled(se: float) -> None:
     pooled = pool_estimates(ends)
     assert pooled is not None
     assert 0 <= pooled.low <= pooled.mean <= pooled.high <= 1
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_every_figure_refuses_scores_that_are_not_finite(wrong: float) -> None:
+    """They were sorted somewhere: an AUROC of 0.5 and an average precision of 1.0 came out."""
+    truth, scores = np.array([True, False, True, False]), np.array([0.9, 0.2, wrong, 0.4])
+    figures = (
+        lambda: auroc_estimate(truth, scores),
+        lambda: average_precision(truth, scores, np.ones((1, 4))),
+        lambda: precision_estimate(truth, scores),
+        lambda: class_figures("a", truth, scores, truth),
+        lambda: mean_average_precision(truth[:, None].astype(int), scores[:, None]),
+        lambda: calibration_error(scores, truth),
+        lambda: reliability(scores, truth),
+        lambda: pool(scores, np.ones(4)),
+    )
+    for figure in figures:
+        with pytest.raises(ValueError, match="1 of 4 scores are not finite"):
+            figure()
+    with pytest.raises(ValueError, match="finite"):
+        Estimate(value=wrong, low=0, high=1)
+
+
+def test_a_class_without_images_and_answers_has_no_f1() -> None:
+    assert macro_f1([0, 0, 2], [0, 2, 2]) == pytest.approx(2 / 3)  # class 1 does not count
+    assert macro_f1([-1, -1], [0, 0]) == 0

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pty
+import re
 import resource
 import socket
 import sys
@@ -40,6 +41,7 @@ from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.tensors.torch_tensors import decode
+from tests import ROOT
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import NAMES
 from tests.support.waiting import PATIENCE
@@ -135,6 +137,38 @@ def test_every_method_can_be_told(declared: Declared, backbone: Backbone, name: 
     assert unknown == ({"n"} if name in ("fast_pt", "fedapt") else set())  # how many domains there will be
     evaluator = replace(declared, role="evaluator")
     assert told_of(method, evaluator, shape_of(backbone), []).exchanges == ()
+
+
+def test_the_readme_lists_what_the_consent_shows(declared: Declared, backbone: Backbone) -> None:
+    section = (ROOT / "README.md").read_text().split("## What leaves a site")[1].split("\n## ")[0]
+    listed = set(re.findall(r"\*\*(\w+)\*\*", section))
+    shown, figures = set(), ""
+    sums = SecureAggregationSpec()
+    for more in ({}, {"secure_aggregation": sums}):
+        lines = told_of(make_method({"name": "promptfl"}), declared, shape_of(backbone), [], **more).lines()
+        leaving = lines[next(k for k, line in enumerate(lines) if line.startswith("Leaves")) :]
+        leaving = leaving[: leaving.index("Who learns what of it:")]
+        shown |= {found[1] for line in leaving if (found := re.match(r"  (\w+) {2,}", line)) and found[1] != "nothing"}
+        figures += " ".join(leaving)
+    assert listed == shown
+    for word in ("ECE", "macro-F1", "seconds", "mean shares", "number of images"):
+        assert word in section, word
+        assert word in figures, word
+
+
+def test_the_floor_and_its_states_are_told(declared: Declared, backbone: Backbone) -> None:
+    info = info_of("promptfl")
+    method = make_method({"name": "promptfl"})
+    terms = terms_of(info, method, "http://127.0.0.1", declared.role, [])
+    told = disclose(terms, info, method, declared, shape_of(backbone), limits=(10, 50))
+    text = "\n".join(told.lines())
+    assert "all from ranges of 10 images; nothing of a test set of fewer than 20" in text
+    assert "of at most 50 states on one test set (metrics.states); 4 may be asked for" in text
+    assert "ECE" not in text
+    assert (told.facts()["floor"], told.facts()["states"]) == (10, 50)
+    several = terms.model_copy(update={"method": terms.method | {"task": "multi_label"}})
+    text = "\n".join(replace(told, terms=several).lines())
+    assert "of several labels no figure leaves under this site's floor" in text
 
 
 def test_the_last_rounds_tensors_are_told_apart(declared: Declared, backbone: Backbone) -> None:
