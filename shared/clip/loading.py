@@ -5,7 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from promptfed.shared.clip import emoji, tiny
 from promptfed.shared.clip.backbone import Backbone
-from promptfed.shared.clip.building import check_runs, load_errors, seeded
+from promptfed.shared.clip.building import Undrawn, check_runs, load_errors, seeded
 from promptfed.shared.clip.errors import BackboneError, near, one_line
 from promptfed.shared.clip.timm.timm_loading import load_timm
 from promptfed.shared.clip.weights.hub import expect_at_hand, known_as
@@ -92,8 +92,10 @@ def _load_clip(
     source = source or model
     config = _config(source)
     with load_errors(model, pretrained, precision):
-        built = _create(open_clip, source, weights, random, precision, device, options)
-        if model in EMBEDDED and not random:
+        embedded = model in EMBEDDED and not random
+        with Undrawn() if embedded or own_weights is not None else nullcontext():
+            built = _create(open_clip, source, weights, random, precision, device, options)
+        if embedded:
             built.load_state_dict(embedded_weights(model))
         if own_weights is not None:
             load_into(built, own_weights, model)
