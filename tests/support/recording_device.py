@@ -63,7 +63,8 @@ class Graph(TorchDispatchMode):
 
 
 @contextmanager
-def _recorded(graph: Graph, stream: object, capture_error_mode: str) -> Any:
+def recorded(graph: Graph, stream: object, capture_error_mode: str) -> Any:
+    """In the place of ``torch.cuda.graph``."""
     assert capture_error_mode == "thread_local"
     try:
         with graph:
@@ -80,6 +81,6 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", _recorded)
+    monkeypatch.setattr(torch.cuda, "graph", recorded)
     Graph.made.clear()
     return Graph.made

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-LOOK = 10  # steps after which a GPU is asked which problems still move: it waits for each answer
 TINY = 1e-37  # a row of the kernel that float32 has lost: no mass goes there
 
 
@@ -97,21 +96,24 @@ def _scaled(
         v = share / torch.einsum("pmn,pm->pn", kernel, u)
     used = torch.full((problems,), 0 if start_with_u else 1, dtype=torch.int64, device=kernel.device)
     active = torch.arange(problems, device=kernel.device)
-    left, own, moving = kernel, v.clone(), torch.ones_like(used, dtype=torch.bool)
-    look = 1 if kernel.device.type == "cpu" else LOOK
-    for number in range(iterations - (0 if start_with_u else 1)):
-        if number % look == 0 and not into_graph():  # which has all steps; later ones change nothing
-            if not bool(moving.any()):
-                break
-            if not bool(moving.all()):
-                active, left, own, moving = active[moving], left[moving], own[moving], moving[moving]
-        own_u = u_of(torch.einsum("pmn,pn->pm", left, own))
-        after = share / torch.einsum("pmn,pm->pn", left, own_u)
-        going = ((after - own).abs() > threshold * after).any(dim=-1)
-        u[active] = torch.where(moving.unsqueeze(-1), own_u, u[active])
-        v[active] = own = torch.where(moving.unsqueeze(-1), after, own)
-        used[active] += moving
+    left, own_u, own_v, own_used, moving = kernel, u, v, used, torch.ones_like(used, dtype=torch.bool)
+    # A GPU would have to be waited for, and a graph has the same steps for all: there later steps change nothing.
+    looks = kernel.device.type == "cpu" and not into_graph()
+    for _ in range(iterations - (0 if start_with_u else 1)):
+        if looks and not bool(moving.any()):
+            break
+        if looks and not bool(moving.all()):
+            u[active], v[active], used[active] = own_u, own_v, own_used
+            rest = (active, left, own_u, own_v, own_used, moving)
+            active, left, own_u, own_v, own_used, moving = (part[moving] for part in rest)
+        next_u = u_of(torch.einsum("pmn,pn->pm", left, own_v))
+        next_v = share / torch.einsum("pmn,pm->pn", left, next_u)
+        going = ((next_v - own_v).abs() > threshold * next_v).any(dim=-1)
+        own_u = torch.where(moving.unsqueeze(-1), next_u, own_u)
+        own_v = torch.where(moving.unsqueeze(-1), next_v, own_v)
+        own_used = own_used + moving
         moving = moving & going
+    u[active], v[active], used[active] = own_u, own_v, own_used
     converged = torch.ones_like(used, dtype=torch.bool)
     converged[active] = ~moving
     lead = similarities.shape[:-2]

@@ -14,7 +14,6 @@ from promptfed.client_service.training.site import torch_settings
 from promptfed.shared.clip import loading
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.spec.spec import TrainingSpec
-from promptfed.shared.tensors.transfer import sent_to
 from tests.support.waiting import PATIENCE
 
 GPU: Any = SimpleNamespace(device=torch.device("cuda"))
@@ -78,35 +77,3 @@ def test_cublas_is_told_before_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(BackboneError, match="stop here"):
             loading.load_backbone("promptfed-tiny", "embedded", device=device)
     assert told == [None, ":4096:8"]
-
-
-class Far:
-    """A tensor that notes how it is moved."""
-
-    def __init__(self, calls: list[Any]):
-        self.calls, self.device, self.nbytes = calls, torch.device("cpu"), 4
-
-    def is_pinned(self) -> bool:
-        return "pinned" in self.calls
-
-    def contiguous(self) -> Far:
-        return self
-
-    def pin_memory(self) -> Far:
-        self.calls.append("pinned")
-        return self
-
-    def to(self, *given: Any, **options: Any) -> Far:
-        self.calls.append((given, options))
-        return self
-
-
-def test_images_go_to_a_gpu_from_pinned_memory_without_waiting() -> None:
-    calls: list[Any] = []
-    images: Any = Far(calls)
-    sent_to(images, torch.device("cuda"), torch.float32)
-    assert calls[0] == "pinned"
-    assert calls[1] == ((torch.device("cuda"),), {"non_blocking": True})
-    calls.clear()
-    sent_to(images, torch.device("cpu"), torch.float32)
-    assert "pinned" not in calls

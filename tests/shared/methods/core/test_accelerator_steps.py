@@ -1,6 +1,6 @@
 """Training steps on a device that is far away, or too small: losses are read seldom, and batches shrink in memory only.
 
-There is no GPU here: the CPU plays one that runs out of memory, and a device without content one that is far away.
+There is no GPU here: the CPU plays one that runs out of memory, and one that is far away (`far_device`).
 """
 
 from __future__ import annotations
@@ -8,16 +8,23 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from promptfed.shared.clip import Backbone
+from promptfed.client_service.training.data import TRAIN, ClientData
+from promptfed.client_service.training.evaluation import Evaluation
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data import Source, open_source
+from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError
+from promptfed.shared.methods.core.interface.base import ClientContext, ClientInfo, ClientUpdate, MethodError
+from promptfed.shared.methods.core.interface.hooks import Prepares
 from promptfed.shared.methods.core.interface.protection import Protection
 from promptfed.shared.methods.core.training import batches, leaf, train
 from promptfed.shared.privacy.noise import SeededNoise
@@ -25,8 +32,10 @@ from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.tensors import replay
 from promptfed.shared.tensors.replay import Operations
 from promptfed.shared.tensors.torch_draws import TorchDraws
+from promptfed.shared.tensors.transfer import sent_to
 from tests.support.equality import assert_gradients, assert_values
-from tests.support.far_device import FAR, FarSplit, Waits
+from tests.support.far_device import far_device, waits
+from tests.support.own_images import write_folder
 from tests.support.recording_device import recording
 from tests.support.visual_clients import client_context, filled, server_context, small_backbone
 
@@ -107,18 +116,8 @@ def parabola(context: ClientContext, target: Tensor) -> tuple[Tensor, Callable[[
     return point, lambda indices: ((target[indices] - point) ** 2).mean()
 
 
-WAITING = {
-    "fedotp": "which transport plans still move, every ten steps of them",
-}
 OTHER_PHASES = {"plan": "prompts", "fast_pt": "global"}
 UNTRAINED = {"zero_shot", "fedlp"}  # they take no steps
-
-
-@pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
-    backbone = small_backbone(tmp_path_factory.mktemp("far"))
-    assert backbone.logit_scale > 0  # read once
-    return backbone.to(FAR)
 
 
 def started(name: str, backbone: Backbone) -> tuple[Any, dict[str, Tensor], str]:
@@ -130,30 +129,101 @@ def started(name: str, backbone: Backbone) -> tuple[Any, dict[str, Tensor], str]
     return method, dict(method.payload(state, phases[phase], server.clients[0], server)), phase
 
 
-FEW = ("promptfl", "fedvpt")  # the first tier's
+@dataclass
+class Place:
+    """A backbone on one device, and the data of a client beside it."""
+
+    backbone: Backbone
+    data: ClientData
+
+    def context(self, phase: str, round: int, batch: int) -> ClientContext:
+        """A task of ``a`` of one epoch."""
+        blank = client_context(self.backbone, 0, batch_size=batch, epochs=1, learning_rate=0.01)
+        split = self.data.split(TRAIN, SHAPES)
+        own = {"client": "a", "domain": CLIENTS[0].domain, "peers": CLIENTS, "label_space": SHAPES}
+        return replace(blank, class_names=SHAPES, phase=phase, round=round, train=split, **own)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in FEW else pytest.mark.extended)
-        for name in sorted(set(METHODS) - UNTRAINED - set(WAITING) - {"fast_pt"})
-    ],
-)
-def test_no_step_waits_for_the_device(
-    name: str, backbone: Backbone, far: Backbone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def described(name: str) -> ClientInfo:
+    return ClientInfo(name, "trainer", 6, SHAPES, Domain(name=name, description=f"a drawing by {name} of a {{}}"))
+
+
+SHAPES = ("circle", "square", "cross")
+SHORT = {"m": 2, "mst_steps": 2, "iterations": 5}
+CLIENTS = (described("a"), described("b"))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return open_source(f"folder:{write_folder(tmp_path_factory.mktemp('drawn'), SHAPES, each=4)}")
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory, source: Source) -> Place:
+    backbone = small_backbone(tmp_path_factory.mktemp("near"))
+    backbone.text_path = "dense"  # a GPU's, so that only rounding is left to differ
+    return Place(backbone, ClientData(source, backbone, FeatureCache(tmp_path_factory.mktemp("features"))))
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory, source: Source) -> Place:
+    with far_device() as device:
+        backbone = small_backbone(tmp_path_factory.mktemp("far")).to(device)
+        return Place(backbone, ClientData(source, backbone, FeatureCache(tmp_path_factory.mktemp("features"))))
+
+
+def played(name: str, place: Place, batch: int, evaluated: bool = True) -> tuple[dict[str, Tensor], Any]:
+    """Each phase of a method's first two rounds, trained by one client; what it made of them, and its accuracies.
+
+    Without those, and what a classifier answers, unless ``evaluated``.
+    """
+    short = {key: value for key, value in SHORT.items() if key in METHODS[name].Hyper.model_fields}
+    method = make_method({"name": name} | short)
+    server = replace(server_context(place.backbone, "a"), class_names=SHAPES, clients=CLIENTS)
+    state, private = dict(method.initial_state_with(place.backbone, server, initial_draws(3))), {}
+    if isinstance(method, Prepares):
+        private = method.prepare(place.context("train", 1, batch), private)
+    made: dict[str, Tensor] = {}
+    for round in (1, 2):
+        for phase in method.phases(round, 4):
+            if phase.name in made:
+                continue
+            payload, context = (
+                method.payload(state, phase, CLIENTS[0], server),
+                place.context(phase.name, round, batch),
+            )
+            result = method.train(context, payload, private)
+            private = result.private
+            updates = [ClientUpdate("a", 1.0, result.update)]
+            state = dict(method.aggregate(state, phase, updates, lambda some: dict(next(iter(some)).tensors), server))
+            made |= {phase.name: torch.zeros(0)} | {
+                f"{phase.name} {key}": value for key, value in result.update.items()
+            }
+    if not evaluated:
+        return made, None
+    context = place.context("evaluation", 2, batch)
+    payload = method.payload(state, None, CLIENTS[0], server)
+    classifier = method.classifier(context, payload, private)
+    with torch.no_grad():
+        made["cosines"] = classifier.logits(context.train, torch.arange(5)).cpu() / place.backbone.logit_scale
+    return made | dict(private), Evaluation(place.data).run(method, context, payload, private, classifier, None)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_device_gives_what_the_cpu_gives_and_no_step_waits_for_it(name: str, near: Place, far: Place) -> None:
     """Two steps more ask the device for nothing, and copy nothing to it from memory that may move."""
-    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
-    method, payload, phase = started(name, backbone)
-    told = []
-    for images in (6, 12):
-        context = client_context(far, images, batch_size=3, epochs=1, phase=phase)
-        context = replace(context, train=FarSplit.of(context.train, far))
-        with Waits() as waits:
-            method.train(context, payload, {})
-        told.append(waits.lines)
-    assert not told[1] - told[0]
+    with sdpa_kernel(SDPBackend.MATH):  # as the device has it here, where a CPU has a kernel of its own
+        wanted, accuracies = played(name, near, 6)
+    with far_device():
+        with waits() as one:
+            found, told = played(name, far, 6)
+        with waits() as two:
+            played(name, far, 2, evaluated=False)
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6)
+    assert told == accuracies
+    assert not two - one
 
 
 DENSE = ("promptfl", "fedapt", "fedmaple")  # the first tier's: one context, one for each class, deep prompts
@@ -260,15 +330,58 @@ def test_the_images_of_the_next_step_are_announced(backbone: Backbone) -> None:
     assert announced == steps[1:]
 
 
-def test_a_wait_would_be_seen() -> None:
-    far, near = torch.zeros(3, device=FAR), torch.zeros(3)
-    with Waits() as waits:
-        float(far.sum())
-        near.to(FAR)
-        far.cpu()
-        far.tolist()
-        near.to(FAR, non_blocking=True)
-    assert sum(waits.lines.values()) == 4
+def test_the_device_refuses_what_cuda_refuses_and_waits_are_seen() -> None:
+    near = torch.arange(6.0).reshape(2, 3)
+    with far_device() as device, waits() as counted:
+        there = near.pin_memory().to(device, non_blocking=True)
+        assert (there.device, there.is_cuda, str(there.sum().device)) == (device, True, "cuda:0")
+        sent_to(near[:1].expand(4, 3), device, torch.float64)  # has no memory of its own to be pinned
+        there * torch.tensor(2.0)  # a number may be the CPU's
+        for refused, words in {
+            lambda: there + near: "same device",
+            lambda: near.add_(there): "same device",
+            lambda: near @ there.T: "same device",
+            lambda: torch.cat([there, near]): "same device",
+            lambda: near[there.long()]: "indices should be",
+            lambda: there.numpy(): "can't convert",
+            lambda: np.asarray(there): "can't convert",
+            lambda: torch.empty(1).expand(2).pin_memory(): "single memory location",
+            lambda: torch.zeros(1, device="cuda:1"): "invalid device",
+            lambda: torch.randn(2, device=device): "draws on the device",
+            lambda: there.normal_(): "draws on the device",
+        }.items():
+            with pytest.raises((RuntimeError, TypeError, AssertionError), match=words):
+                refused()
+        assert not counted
+        for waiting in (
+            lambda: float(there.sum()),
+            lambda: bool(there.any()),
+            lambda: near.to(device),
+            lambda: near.to(device, non_blocking=True),
+            lambda: near.pin_memory().to(device),
+            lambda: torch.tensor([1, 2], device=device),
+            lambda: there.cpu(),
+            lambda: there.tolist(),
+            lambda: there.nonzero(),
+            lambda: there[there > 1],
+            lambda: there[torch.tensor([1])],
+            lambda: there[[1, 0]],
+            lambda: torch.cuda.synchronize(),
+        ):
+            before = sum(counted.values())
+            waiting()
+            assert sum(counted.values()) > before
+        leaf = there.clone().requires_grad_()
+        counted.clear()
+        (leaf[:, torch.tensor([0, 2]).pin_memory().to(device, non_blocking=True)] ** 2).sum().backward()
+        assert not counted
+        later, event = there.to("cpu", non_blocking=True), torch.cuda.Event()
+        event.record()
+        assert later.isnan().all()  # nobody has waited for it
+        event.synchronize()
+        assert torch.equal(later, near)
+    assert leaf.grad is not None
+    assert leaf.grad.near.tolist() == [[0.0, 0.0, 4.0], [6.0, 0.0, 10.0]]
 
 
 @pytest.mark.parametrize("count", [7, 32, 49])
