@@ -1,22 +1,24 @@
-"""What a GPU changes, measured in at most ten minutes: docs/results/gpu.json and docs/results/gpu.md.
+"""What a GPU changes, measured in at most ten minutes: docs/results/gpu.jsonl and docs/results/gpu.md.
 
-    python -m benchmarks.gpu --json docs/results/gpu.json
+    python -m benchmarks.gpu                                          # all parts, each in a process with a time limit
+    python -m benchmarks.gpu --parts steps features                   # some of them
     python -m benchmarks.gpu --page                                   # writes docs/results/gpu.md
-    python -m benchmarks.gpu --device cpu --smoke --json smoke.json   # runs all parts on the embedded backbone
+    python -m benchmarks.gpu --device cpu --smoke --out smoke.jsonl   # all parts on the embedded backbone
 
 It needs promptfed and this repository, but no network and no weights: those of ViT-B/16, L/14 and SigLIP SO400M are
-random. Each part is a process with its own time limit and writes its numbers after each case. Cases that were skipped
-for lack of time are listed. Parts:
+random, and words stand in for the tokens of SigLIP's tokenizer. Each case is written as a line of JSON as soon as it is
+measured; the last line of a case counts. Cases that were skipped for lack of time are listed. Parts, by their worth:
 
   methods     every registered method on ViT-B/16 and L/14: seconds of a client's task, peak memory, and, within seconds
               of their own, the distance of the state from that of the same run on the CPU
+  steps       a step of PromptFL with 10, 100 and 1,000 classes and one of PLAN, each beside a plain open_clip loop
+  features    image features per second against the bare tower (`benchmarks.features`)
+  twice       two runs with `deterministic: true`: the same bits
   clients     four clients of one process that share a device and a backbone: the same state at once and in turn
   crews       two processes on one device, each with a backbone, as `promptfed simulate --engine ray` starts them
-  twice       two runs with `deterministic: true`: the same bits
   precision   fp32, TF32 and bfloat16 on each backbone: time, memory, loss
   memory      a device that is too small for a step holds fewer images' activations at once: the same state but for
               rounding; if it has no room at all, the failure is named, and the run continues from where it stopped
-  features    image features per second against the bare tower (`benchmarks.features`)
 """
 
 from __future__ import annotations
@@ -38,37 +40,39 @@ import torch
 
 from benchmarks.features import rate
 from benchmarks.gpu_crews import Limit, conducted
-from benchmarks.gpu_page import PAGE, page
-from benchmarks.harness import DOCS, machine, parser
+from benchmarks.gpu_page import NUMBERS, PAGE, page, read
+from benchmarks.gpu_steps import beside, with_words
+from benchmarks.harness import machine
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import open_backbone
 from promptfed.sdk.errors import CommandError
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data import open_source
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.files import write_whole
 from promptfed.shared.methods import METHODS
 from promptfed.shared.spec.spec import BackboneSpec
 from promptfed.shared.tensors import Tensors
 
 MODELS = {"ViT-B-16": "random", "ViT-L-14": "random", "ViT-SO400M-14-SigLIP": "random"}
 SMALL = {"promptfed-tiny": "embedded"}
-DATA = "symbols:painting?topic=faces&per_class=4&test_per_class=1&partition=iid&clients={clients}&client={client}"
+STYLES = ("painting", "sketch", "neon", "chalk")  # of the clients in turn: some methods need several domains
+DATA = "symbols:{style}?topic=faces&per_class=1&test_per_class=1"  # six images for each client
 BUDGETS = {  # seconds for one backbone
-    "methods": 105.0,
-    "clients": 20.0,
-    "crews": 40.0,
-    "twice": 30.0,
-    "precision": 20.0,
-    "memory": 45.0,
+    "methods": 95.0,
+    "steps": 50.0,
     "features": 20.0,
+    "twice": 25.0,
+    "clients": 20.0,
+    "crews": 30.0,
+    "precision": 15.0,
+    "memory": 30.0,
 }
 REFERENCES = 25.0  # of the methods' seconds, for runs on the CPU alone
 BACKBONES = {"methods": 2, "precision": 3}  # how many of the backbones a part runs with; the others with the first
 STARTING = 12.0  # further seconds until a part is ended: for its start and its last case
 SOME = ("promptfl", "plan", "fedotp")  # with text prompts, with prompts in both towers, and with patch features
-SMOKE_METHODS = ("promptfl", "plan", "zero_shot")
 REPEATABLE = {"deterministic": True}  # where hashes are compared: the fastest kernels of a GPU add in any order
 MIB = 1 << 20
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -76,13 +80,14 @@ Precision = Literal["fp32", "fp16", "bf16"]
 
 @dataclass
 class Part:
-    """A part that runs until ``until`` (monotonic seconds). Its figures so far are also in the file ``out``."""
+    """A part that runs until ``until`` (monotonic seconds). Each case is also a line of the file ``out``."""
 
     device: str
     models: Mapping[str, str]
     until: float
     out: Path
     smoke: bool
+    name: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
     _backbones: dict[tuple[str, str, str], Backbone] = field(default_factory=dict)
     _sources: SharedSources = field(default_factory=SharedSources)
@@ -102,14 +107,14 @@ class Part:
             except (CommandError, RuntimeError, ValueError) as error:
                 outcome = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         self.figures[name] = outcome
-        write_whole(self.out, json.dumps(self.figures).encode(), synced=False)
+        append(self.out, {"part": self.name, "case": name} | outcome)
 
     def backbone(self, model: str, device: str, precision: Precision = "fp32") -> Backbone:
         """The backbone on this device in this precision, which is loaded once."""
         key = model, device, precision
         if key not in self._backbones:
             spec = BackboneSpec(model=model, pretrained=self.models[model], precision=precision)
-            self._backbones[key] = open_backbone(spec, allow_backbone=False, device=device)
+            self._backbones[key] = with_words(open_backbone(spec, allow_backbone=False, device=device))
         return self._backbones[key]
 
     def run(
@@ -132,9 +137,14 @@ def plan(
 ) -> tuple[dict[str, Any], list[Site]]:
     """The spec and clients of the federation that all parts run."""
     training = {"batch_size": 4, "threads": min(8, os.cpu_count() or 1), **changes.pop("training", {})}
+    uris = [DATA.format(style=STYLES[n % len(STYLES)]) for n in range(clients)]
+    chosen: dict[str, Any] = {"name": method} if isinstance(method, str) else method
+    if "m" in METHODS[chosen["name"]].Hyper.model_fields:
+        chosen = {"m": 4} | chosen  # fits beside the names into SigLIP's sixteen positions
     spec = {
         "name": "gpu",
-        "method": {"name": method} if isinstance(method, str) else method,
+        "method": chosen,
+        "class_names": list(open_source(uris[0]).class_names),
         "rounds": 2,
         "seed": 1,
         "backbone": {"model": model, "pretrained": pretrained, "precision": precision},
@@ -143,7 +153,7 @@ def plan(
         "evaluation": {"every": 2},
         **changes,
     }
-    return spec, [Site(f"site-{n}", DATA.format(clients=clients, client=n)) for n in range(clients)]
+    return spec, [Site(f"site-{n}", uri) for n, uri in enumerate(uris)]
 
 
 def _begin(device: str) -> None:
@@ -200,7 +210,7 @@ def methods(part: Part) -> None:
     end = part.until
     part.until -= REFERENCES
     for model in part.models:
-        for name in SMOKE_METHODS if part.smoke else sorted(METHODS):
+        for name in sorted(METHODS):
             part.case(f"{model} {name}", partial(on_device, model, name))
     part.until = end
     for model, name in list(results):
@@ -302,14 +312,24 @@ def features_per_second(part: Part) -> None:
     part.case(model, partial(rate, count, model, part.models[model], part.device))
 
 
+def steps(part: Part) -> None:
+    """A step beside that of a plain loop, in turn in this process."""
+    model = next(iter(part.models))
+    backbone, count = part.backbone(model, part.device), 2 if part.smoke else 10
+    for classes in (10, 30) if part.smoke else (10, 100, 1000):
+        part.case(f"{model} promptfl {classes}", partial(beside, backbone, "promptfl", classes, count))
+    part.case(f"{model} plan 10", partial(beside, backbone, "plan", 10, count))
+
+
 PARTS: dict[str, Callable[[Part], None]] = {
     "methods": methods,
+    "steps": steps,
+    "features": features_per_second,
+    "twice": twice,
     "clients": clients,
     "crews": crews,
-    "twice": twice,
     "precision": precision,
     "memory": memory,
-    "features": features_per_second,
 }
 
 
@@ -322,62 +342,63 @@ def about(device: str) -> dict[str, Any]:
     return machine() | {"device": properties.name, **driver}
 
 
-def run_parts(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the parts for each backbone in processes and write all numbers to disk after each."""
+def append(out: Path, line: Mapping[str, Any]) -> None:
+    """Write one more line of JSON."""
+    with out.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def run_parts(options: argparse.Namespace) -> None:
+    """Run the parts for each backbone in processes, which add their cases to the file behind a line of the machine."""
     models = SMALL if options.smoke else MODELS
-    numbers: dict[str, Any] = {"about": about(options.device), "smoke": options.smoke, "parts": {}}
+    append(options.out, {"about": about(options.device), "smoke": options.smoke})
     began = time.monotonic()
-    for name in PARTS:
+    for name in options.parts:
         for model in list(models)[: BACKBONES.get(name, 1)]:
-            numbers["parts"].setdefault(name, {}).update(_in_process(options, name, model))
-            numbers["seconds"] = round(time.monotonic() - began, 1)
-            write_whole(options.json, (json.dumps(numbers, indent=1) + "\n").encode(), synced=False)
-    return numbers
+            _in_process(options, name, model)
+    append(options.out, {"seconds": round(time.monotonic() - began, 1)})
 
 
-def _in_process(options: argparse.Namespace, name: str, model: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="promptfed-gpu-") as folder:
-        out = Path(folder) / "figures.json"
-        command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--model", model, "--json", str(out)]
-        command += ["--device", options.device, *(["--smoke"] if options.smoke else [])]
-        budget = options.seconds or BUDGETS[name]
-        command += ["--seconds", str(budget)]
-        seconds = budget + STARTING
-        figures: dict[str, Any] = {}
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)  # noqa: S603 (ourselves)
-            ended = "" if done.returncode == 0 else " ".join(done.stderr.split())[-300:]
-        except subprocess.TimeoutExpired:
-            ended = f"ended after {seconds:.0f} s"
-        if out.exists():
-            figures = json.loads(out.read_text())
-        return figures | ({f"{model} (part)": {"failed": ended}} if ended else {})
+def _in_process(options: argparse.Namespace, name: str, model: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--parts", name, "--model", model, "--out", str(options.out)]
+    command += ["--device", options.device, *(["--smoke"] if options.smoke else [])]
+    budget = options.seconds or BUDGETS[name]
+    command += ["--seconds", str(budget)]
+    seconds = budget + STARTING
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=seconds)  # noqa: S603 (ourselves)
+        ended = "" if done.returncode == 0 else " ".join(done.stderr.split())[-300:]
+    except subprocess.TimeoutExpired:
+        ended = f"ended after {seconds:.0f} s"
+    if ended:
+        append(options.out, {"part": name, "case": f"{model} (part)", "failed": ended})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all parts or one of them; 1 if the device is missing."""
-    command = parser(__doc__)
-    command.set_defaults(json=DOCS / "results" / "gpu.json")
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_argument("--out", type=Path, default=NUMBERS, help="file to which the cases are added")
     command.add_argument("--page", action="store_true", help=f"write {PAGE} from the numbers")
     command.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    command.add_argument("--smoke", action="store_true", help="run a few methods on the embedded backbone only")
+    command.add_argument("--smoke", action="store_true", help="the embedded backbone only")
     command.add_argument("--seconds", type=float, help="time limit of each part; by default all end within ten minutes")
-    command.add_argument("--part", choices=list(PARTS), help="run only this part, in this process")
-    command.add_argument("--model", help="backbone of the part")
+    command.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="by default all")
+    command.add_argument("--model", help="run one part with this backbone, in this process")
     options = command.parse_args(arguments)
     if options.page:
-        PAGE.write_text(page(json.loads(options.json.read_text()) if options.json.exists() else None))
+        PAGE.write_text(page(read(options.out)))
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here: --device cpu --smoke shows that all parts run", file=sys.stderr)
         return 1
     models = SMALL if options.smoke else MODELS
-    if options.part is None:
-        print(json.dumps(run_parts(options)["parts"], indent=1))
+    if options.model is None:
+        run_parts(options)
         return 0
-    until = time.monotonic() + (options.seconds or BUDGETS[options.part])
+    name = options.parts[0]
+    until = time.monotonic() + (options.seconds or BUDGETS[name])
     chosen = {options.model: models[options.model]}
-    PARTS[options.part](Part(options.device, chosen, until, options.json, options.smoke))
+    PARTS[name](Part(options.device, chosen, until, options.out, options.smoke, name))
     return 0
 
 

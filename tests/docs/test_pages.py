@@ -91,7 +91,7 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
 FOLDERS = "benchmarks|client_service|coordinator|deploy|docs|examples|promptfed|requirements|shared|tests"
 NAMED = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w./*-]*\w)")
 WRITTEN_BY_READERS = {
-    "docs/results/gpu.json",
+    "docs/results/gpu.jsonl",
     "promptfed/cli/commands/versions.py",
     "shared/methods/promptfl_sparse.py",
     "tests/shared/methods/test_promptfl_sparse.py",
