@@ -257,7 +257,7 @@ class Backbone:
     def texts_at_once(self) -> int:
         """How many prompted texts a step may pass through the text tower together: it bounds the memory."""
         dense = self.supports.text_prompts and self._choose_path("auto", False) == "dense"
-        return DENSE_TEXTS if dense else PREFIX_TEXTS
+        return DENSE_TEXTS if dense and self.held_images is None else PREFIX_TEXTS
 
     @torch.no_grad()
     def encode_text(self, texts: Sequence[str], *, normalize: bool = True) -> Tensor:

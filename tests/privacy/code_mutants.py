@@ -27,8 +27,8 @@ MUTANTS = (
     Mutant(
         "no noise",
         TRAINING,
-        "self._leave((total + noise) / (q * given.units))",
-        "self._leave((total + 0 * noise) / (q * given.units))",
+        "self._leave((total + sent_to(noise, self._device)) / (q * given.units))",
+        "self._leave((total + 0 * sent_to(noise, self._device)) / (q * given.units))",
         MECHANISM,
         "written_out or noise_of_the_said_size",
     ),
@@ -51,11 +51,8 @@ MUTANTS = (
     Mutant(
         "an empty sample is skipped",
         TRAINING,
-        "        total = torch.zeros(self._size, dtype=torch.float64, device=self._device)\n"
-        "        for units in self._chunks(chosen):",
-        "        if not len(chosen):\n            return\n"
-        "        total = torch.zeros(self._size, dtype=torch.float64, device=self._device)\n"
-        "        for units in self._chunks(chosen):",
+        "        total = self._summed(chosen)\n",
+        "        if not len(chosen):\n            return\n        total = self._summed(chosen)\n",
         MECHANISM,
         "empty_sample",
     ),

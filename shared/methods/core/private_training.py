@@ -11,6 +11,7 @@ other. Nothing else here depends on data. Sums, noise and division run in float6
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core.interface.protection import Objective, Protection
@@ -57,11 +58,20 @@ class PrivateGradients:
         """Set the parameters' gradients to ḡ + ∇R."""
         given, q = self._protection, self.event.q
         chosen = torch.from_numpy(given.stream.poisson_sample(given.units, q))
-        total = torch.zeros(self._size, dtype=torch.float64, device=self._device)
-        for units in self._chunks(chosen):
-            total += clipped(self._of_units(units), given.clip).sum(dim=0)
+        total = self._summed(chosen)
         noise = torch.from_numpy(given.stream.normals(self._size)) * (given.noise_multiplier * given.clip)
         self._leave((total + sent_to(noise, self._device)) / (q * given.units))
+
+    def _summed(self, chosen: Tensor) -> Tensor:
+        """``(d,)`` Σ of the clipped gradients, of fewer units together where the device lacks the memory."""
+        while True:
+            most = self._most
+            with suppress(torch.OutOfMemoryError) if most > 1 else nullcontext():
+                total = torch.zeros(self._size, dtype=torch.float64, device=self._device)
+                for units in self._chunks(chosen):
+                    total += clipped(self._of_units(units), self._protection.clip).sum(dim=0)
+                return total
+            self._most = most // 2
 
     def _chunks(self, chosen: Tensor) -> Iterator[Tensor]:
         if len(chosen):

@@ -198,6 +198,31 @@ def test_where_no_gradient_is_the_step_is_noise_of_the_said_size_even_for_an_emp
         assert float(drawn.var()) == pytest.approx(1, abs=5 * math.sqrt(2 / theta.numel()))
 
 
+def test_a_device_without_room_for_all_copies_takes_fewer() -> None:
+    target = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    asked: list[int] = []
+
+    def gradient(room: int) -> Tensor:
+        def units(copies: Any, rows: Tensor) -> Tensor:
+            asked.append(len(rows))
+            if len(rows) > room:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return ((copies[0] - target[rows]) ** 2).sum(dim=1)
+
+        theta = torch.zeros(3, requires_grad=True)
+        protection = Protection(0.5, 1.0, 8, 8, 1, SeededNoise(5).stream())
+        PrivateGradients(protection, [theta], lambda rows: theta.sum(), Objective(units), 8, 5, 64).step()
+        assert theta.grad is not None
+        return theta.grad
+
+    whole = gradient(8)
+    assert asked == [8]
+    assert torch.allclose(gradient(3), whole)
+    assert asked == [8, 8, 6, 3, 3, 2]
+    with pytest.raises(torch.OutOfMemoryError):
+        gradient(0)
+
+
 def test_what_was_not_accounted_for_is_refused(make_context: Make) -> None:
     theta = torch.zeros(3, requires_grad=True)
 
