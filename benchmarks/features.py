@@ -120,7 +120,7 @@ def _by_pil(path: Path) -> Image.Image:
 
 def _no_tower(backbone: Backbone) -> Callable[..., torch.Tensor]:
     def encode(images: torch.Tensor, **options: bool) -> torch.Tensor:
-        return images[:, 0].flatten(1)[:, : backbone.d_e].to(backbone.device)
+        return images[:, 0].flatten(1)[:, : backbone.d_e].float().to(backbone.device)
 
     return encode
 

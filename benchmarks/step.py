@@ -76,6 +76,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "promptfl_amp": {},
     "pfedprompt": {"train_with_memory": True},
 }
+# Methods that run the image tower in each step: their operations are counted beside those of open_clip's own towers.
+IMAGES = ("fedvpt", "fedvpt_deep", "plan", "fedavg")
 STILL = {"pfedmoap": {"gate_learning_rate": 1e-30}}  # together with RATE_OF_STANDING: a step that changes nothing
 # These biases are added to all keys, experts or classes equally, so that no softmax depends on them.
 WITHOUT_EFFECT = ("key.bias", "value.bias", "output.bias")
@@ -209,7 +211,7 @@ def class_names(count: int, backbone: Backbone) -> tuple[str, ...]:
 
 def make_task(backbone: Backbone, name: str, classes: int, batch: int, folder: Path) -> Task:
     """A task with random images and labels. The payload is the initial state, with random tensors of other clients."""
-    draws, method = torch.Generator().manual_seed(0), make_method({"name": name, **OPTIONS[name]})
+    draws, method = torch.Generator().manual_seed(0), make_method({"name": name, **OPTIONS.get(name, {})})
     source, names = RandomImages(batch, backbone.image_size[0], draws), class_names(classes, backbone)
     pixels = torch.stack([backbone.preprocess(source.image(index)) for index in range(batch)])
     cache = PatchCache(folder)
@@ -292,12 +294,18 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def count_operations(model: str, name: str, classes: int, batch: int, protected: bool) -> dict[str, Any]:
-    """The operations of a step, by the way (`step_operations.WAYS`) that prompts pass the text tower."""
-    backbone = step_operations.narrow(model)
+    """The operations of a step, by the way (`step_operations.WAYS`) that prompts pass the text tower.
+
+    Of `IMAGES` also those of a loop over open_clip's own towers.
+    """
+    backbone = step_operations.narrow(model, name in IMAGES)
     with tempfile.TemporaryDirectory() as folder:
         task = make_task(backbone, name, classes, batch, Path(folder))
         steps = partial(task.steps, "protected" if protected else "ours", rate=RATE_OF_STANDING)
         counts = {way: step_operations.of_a_step(backbone, way, steps) for way in step_operations.WAYS}
+        if name in IMAGES:
+            steps = partial(step_operations.open_clip_steps, task)
+            counts["open_clip"] = step_operations.of_a_step(backbone, "plain", steps)
     return {"model": model, "method": name, "protected": protected, "classes": classes, "operations": counts}
 
 
@@ -313,7 +321,7 @@ def main() -> None:
     """Measure every backbone, method and number of classes, and print a table."""
     command = parser(__doc__)
     command.add_argument("--models", nargs="+", default=["ViT-B-16", "promptfed-tiny"], help="of open_clip")
-    command.add_argument("--methods", nargs="+", choices=["all", *OPTIONS], default=["promptfl"])
+    command.add_argument("--methods", nargs="+", choices=["all", *OPTIONS, *IMAGES], default=["promptfl"])
     command.add_argument("--classes", type=int, nargs="+", default=[10, 100, 1000])
     command.add_argument("--batch", type=int, default=32)
     command.add_argument("--repeats", type=int, default=3, help="plain steps; a third of it above 100 classes")
@@ -322,7 +330,10 @@ def main() -> None:
     command.add_argument("--operations", action="store_true", help="count the operations of a step instead")
     options = command.parse_args()
     torch.set_num_threads(1)
-    names = list(OPTIONS) if "all" in options.methods else cast(list[str], options.methods)
+    every = [*OPTIONS, *IMAGES] if options.operations else list(OPTIONS)
+    names = every if "all" in options.methods else cast(list[str], options.methods)
+    if not set(names) <= set(every):
+        command.error(f"{', '.join(IMAGES)} run the image tower in each step: only their --operations are counted")
     if options.operations:
         for model, name, classes in product(options.models, names, options.classes):
             for protected in (False, True)[: 1 + (options.protected and name == "promptfl")]:

@@ -101,10 +101,30 @@ def test_a_step_on_a_gpu_s_path_starts_few_operations(
 def test_the_command_counts_operations(
     narrow: Backbone, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(step_operations, "narrow", lambda model: narrow)
+    monkeypatch.setattr(step_operations, "narrow", lambda *given: narrow)
     options = ["--models", "ViT-B-16", "--classes", "3", "--batch", "4", "--operations", "--protected"]
     monkeypatch.setattr(sys, "argv", ["step", *options])
     benchmark.main()
     plain, protected = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert (plain["protected"], protected["protected"]) == (False, True)
     assert 200 < plain["operations"]["gpu"] < plain["operations"]["plain"] < plain["operations"]["cpu"]
+
+
+@pytest.mark.parametrize(
+    "name", ["plan", *(pytest.param(x, marks=pytest.mark.slow) for x in benchmark.IMAGES if x != "plan")]
+)
+def test_a_step_of_the_image_tower_starts_few_more_than_open_clip_s(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--models", "ViT-B-16", "--classes", "3", "--batch", "4", "--operations", "--methods", name]
+    monkeypatch.setattr(sys, "argv", ["step", *options])
+    benchmark.main()
+    counted = json.loads(capsys.readouterr().out)["operations"]
+    assert 300 < counted["gpu"] <= 1.2 * counted["open_clip"]
+
+
+def test_images_are_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["step", "--methods", "plan"])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert "only their --operations are counted" in capsys.readouterr().err

@@ -36,6 +36,7 @@ FILE_ROWS = 4096  # rows of a file, at most
 FILE_BYTES = 1 << 26  # and its bytes, about
 FILE_SECONDS = 30.0  # after which what is computed is written in any case
 CHUNK = 8  # images that another process reads at a time
+THREAD_CHUNK = 4  # and a thread: each time it ends it waits for the others
 PART = 1 << 14  # rows that are tensors of their own at the same time, each of which takes more than its numbers
 
 MOST_THREADED = 3  # processors that threads of one process keep busy
@@ -356,7 +357,7 @@ def _read_ahead(
                 expect([places[digest] for part in parts[number : number + 2] for digest in part])
             batch = host_memory(shape, torch.float32 if cut is None else torch.uint8, backbone.device).zero_()
             images = [(slot, places[digest]) for slot, digest in zip(slots, parts[number], strict=False)]
-            size = CHUNK if apart else 1
+            size = CHUNK if apart else THREAD_CHUNK
             chunks = [images[start : start + size] for start in range(0, len(images), size)]
             return batch, [pool.submit(read, batch, chunk) for chunk in chunks]
 
