@@ -210,6 +210,9 @@ def test_without_class_names_the_state_alone_is_exported(
 ) -> None:
     found = exports.finished_result(coordinator, "promptfl")
     found.federation.spec.class_names = None
+    named = export(found, tmp_path / "named", ExportOptions(), backbone)
+    assert (named["class_names"], named["class_names_from"]) == (NAMES, "the federation's trainers")
+    found.federation.class_names = None
     card = export(found, tmp_path / "out", ExportOptions(), backbone)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["card.json", "card.md", "prompts.safetensors"]
     assert "--classes" in card["use"]["why_not_open_clip"]
