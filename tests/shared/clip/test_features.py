@@ -12,15 +12,16 @@ import pytest
 import torch
 from PIL import Image
 
-from promptfed.shared.clip import FeatureCache
+from promptfed.shared.clip import FeatureCache, load_backbone
 from promptfed.shared.clip.caches import rows
-from promptfed.shared.clip.caches.slots import BATCH, agreeing_slots
+from promptfed.shared.clip.caches.slots import BATCH, DEVICE_BATCH, agreeing_slots
 from promptfed.shared.clip.preprocessing import Halves
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data.image_files import middle
 from promptfed.shared.data.readers import Readers
 from tests.shared.clip.conftest import Noise
 from tests.support.equality import assert_values
+from tests.support.far_device import far_device, waits
 from tests.support.waiting import PATIENCE
 
 TOWERS = ["small-vit", "small-bidirectional", "small-coca", "small-resnet", "small-timm"]
@@ -285,6 +286,21 @@ def test_other_processes_read_the_same_images(small: Any, tmp_path: Any, monkeyp
     path.write_bytes(b"damaged")
     with pytest.raises(DataError, match="cannot be read as an image"):
         FeatureCache(tmp_path / "again").features(backbone, split)
+
+
+def test_a_device_is_only_waited_for_by_what_reads_rows_back(small: Any, tmp_path: Any) -> None:
+    split = Noise(DEVICE_BATCH + 40)
+    wanted = FeatureCache(tmp_path / "cpu").features(small("small-vit"), split)
+    with far_device() as device:
+        backbone, cache = load_backbone("small-vit", None).to(device), FeatureCache(tmp_path / "device")
+        cache.features(backbone, Noise(1, seed=5))  # the places of a batch are measured
+        with waits() as counted:
+            found = cache.features(backbone, split)
+    assert_values(found, wanted)
+    assert not counted, "it waits for its own copies alone, which arrive no sooner"
+    assert len(list(tmp_path.glob("*/*/*.safetensors"))) == 1 + 1 + 1, (
+        "the CPU's and the device's are not the same rows"
+    )
 
 
 def test_many_batches_share_a_file_and_what_was_computed_is_kept(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
