@@ -6,7 +6,7 @@ block begin with its number: ``3.in_proj_weight``. Notation: `B` images or texts
 width.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,6 @@ from promptfed.shared.clip.sizes import BLOCK_KINDS
 from promptfed.shared.tensors.transfer import sent_to
 
 Weights = Mapping[str, Tensor]
-Adapter = Callable[[Tensor], Tensor]
-"""From a block's input behind its ln_1 `(B, R, d)` to what is added to the block's output `(B, R, d)`, row by row."""
 
 QKV = 3
 
@@ -76,7 +74,6 @@ def run_block(
     causal: bool = False,
     mask: Tensor | None = None,
     first_only: bool = False,
-    adapter: Adapter | None = None,
     low_rank: LowRank | None = None,
 ) -> Tensor:
     """Run a block with weights ``own`` (by kind) on rows `(B, S, d)`; ``first_only``: only row 0, `(B, 1, d)`."""
@@ -91,8 +88,7 @@ def run_block(
     kept = kept + _scaled(out, own.get("ls_1"))
     hidden = layer_norm(kept, own["ln_2_weight"], own["ln_2_bias"], shape.eps)
     hidden = shape.activation(linear(hidden, own["c_fc_weight"], own["c_fc_bias"]))
-    result = kept + _scaled(linear(hidden, own["c_proj_weight"], own["c_proj_bias"]), own.get("ls_2"))
-    return result if adapter is None else result + adapter(asking)
+    return kept + _scaled(linear(hidden, own["c_proj_weight"], own["c_proj_bias"]), own.get("ls_2"))
 
 
 def _projected(
@@ -145,13 +141,12 @@ class Tower:
         stop: int | None = None,
         *,
         mask: Tensor | None = None,
-        adapters: Mapping[int, Adapter] | None = None,
         low_rank: Mapping[int, LowRank] | None = None,
     ) -> Tensor:
         """Run rows `(B, S, d)` through the blocks from ``start`` up to ``stop`` (default: the last block).
 
-        ``mask``: what is added to the attention's scores, `(S, S)` or `(B, heads, S, S)`. ``adapters`` and ``low_rank``
-        are given by block number. The last block returns only the rows that are read.
+        ``mask``: what is added to the attention's scores, `(S, S)` or `(B, heads, S, S)`. ``low_rank``
+        is given by block number. The last block returns only the rows that are read.
         """
         stop = self.layers if stop is None else stop
         for number in range(start, stop):
@@ -162,7 +157,6 @@ class Tower:
                 causal=self.causal,
                 mask=mask,
                 first_only=self.first_only and number == self.layers - 1,
-                adapter=(adapters or {}).get(number),
                 low_rank=(low_rank or {}).get(number),
             )
         return rows

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.func import functional_call
 
 from promptfed.shared.clip import BackboneError, load_backbone, shape_of
@@ -179,22 +178,6 @@ def test_dropout_of_a_low_rank_branch_keeps_the_mean_and_repeats_with_its_seed()
     assert not torch.equal(drawn(1), drawn(2))
     assert float(drawn(1).mean()) == pytest.approx(3.0, abs=0.1)
     assert drawn(1).unique().tolist() == pytest.approx([0.0, 4 / 3, 8 / 3, 4.0])
-
-
-def test_an_adapter_sees_the_block_s_normed_input_and_is_added_to_its_output(small: Any) -> Any:
-    tower = small("small-vit").vision_tower()
-    rows, seen = noise(2, 5, tower.blocks_shape.width), []
-
-    def adapter(normed: Any) -> Any:
-        seen.append(normed)
-        return 2 * normed
-
-    plain = tower.blocks(tower.weights, rows, 1, 2)
-    changed = tower.blocks(tower.weights, rows, 1, 2, adapters={1: adapter})
-    w = tower.weights
-    normed = F.layer_norm(rows, (rows.shape[-1],), w["1.ln_1_weight"], w["1.ln_1_bias"], tower.blocks_shape.eps)
-    assert_values(seen[0], normed)
-    assert_values(changed, plain + 2 * normed)
 
 
 @pytest.mark.parametrize(
