@@ -91,5 +91,5 @@ def open_clip_steps(task: Any, count: int) -> None:
         if read is not None:
             classes = backbone.class_prompts(task.names, read.shape[1])
             text = backbone.encode_prompts(read[0], classes, deep=read[1:] if len(read) > 1 else None, path="plain")
-        F.cross_entropy(backbone.logit_scale * features @ text.T, labels).backward()
+        torch.autograd.backward(F.cross_entropy(backbone.logit_scale * features @ text.T, labels))
         optimizer.step()
