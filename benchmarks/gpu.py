@@ -59,6 +59,7 @@ MODELS = {"ViT-B-16": "random", "ViT-L-14": "random", "ViT-SO400M-14-SigLIP": "r
 SMALL = {"promptfed-tiny": "embedded"}
 STYLES = ("painting", "sketch", "neon", "chalk")  # of the clients in turn: some methods need several domains
 DATA = "symbols:{style}?topic=faces&per_class=1&test_per_class=1"  # six images for each client
+SHORT = {"m": 4, "mst_steps": 4}  # a context that fits beside the names into SigLIP's sixteen positions; few steps
 BUDGETS = {  # seconds for one backbone
     "methods": 95.0,
     "steps": 50.0,
@@ -136,11 +137,12 @@ def plan(
     model: str, pretrained: str, method: str | dict[str, Any], clients: int, precision: str = "fp32", **changes: Any
 ) -> tuple[dict[str, Any], list[Site]]:
     """The spec and clients of the federation that all parts run."""
-    training = {"batch_size": 4, "threads": min(8, os.cpu_count() or 1), **changes.pop("training", {})}
+    threads = min(8, os.cpu_count() or 1)
+    training = {"batch_size": 4, "epochs": 1, "threads": threads, **changes.pop("training", {})}
     uris = [DATA.format(style=STYLES[n % len(STYLES)]) for n in range(clients)]
     chosen: dict[str, Any] = {"name": method} if isinstance(method, str) else method
-    if "m" in METHODS[chosen["name"]].Hyper.model_fields:
-        chosen = {"m": 4} | chosen  # fits beside the names into SigLIP's sixteen positions
+    known = METHODS[chosen["name"]].Hyper.model_fields
+    chosen = {key: value for key, value in SHORT.items() if key in known} | chosen
     spec = {
         "name": "gpu",
         "method": chosen,
