@@ -362,8 +362,9 @@ class Backbone:
             "plain": True,
         }
         if path == "auto":
-            wanted = "dense" if self.device.type == "cuda" else "prefix"
-            wanted = wanted if self.text_path == "auto" else self.text_path
+            wanted = self.text_path
+            if wanted == "auto":
+                wanted = "dense" if self._text.device.type == "cuda" else "prefix"
             return wanted if possible[wanted] else next(kind for kind in ("prefix", "short", "plain") if possible[kind])
         if path not in possible:
             raise BackboneError(f"Unknown text path {path!r}: use auto, dense, prefix, short or plain.")

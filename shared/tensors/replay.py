@@ -24,11 +24,11 @@ _recording = threading.Lock()  # CUDA records one graph at a time in a process
 _told: set[str] = set()
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The operations of a step, in order, each with what it was given and made: sizes, kinds and places, or numbers."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.noted: list[tuple[object, ...]] = []
         self.elsewhere: str | None = None  # the first operation on a tensor that is not on the device
         self._device = device
@@ -58,7 +58,7 @@ class Replayed:
         self, step: Callable[[Tensor], Tensor], optimizer: Optimizer, device: torch.device, size: int, count: int
     ):
         self._step, self._optimizer, self._size = step, optimizer, size
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._indices = torch.zeros(size, dtype=torch.int64, device=device)
         self._before: list[Operations] = []
         self._graph: Any = None
