@@ -108,7 +108,7 @@ class PlainLoop:
             cosines = F.normalize(self._features(), dim=-1) @ F.normalize(self._text(), dim=-1).T
             loss = F.cross_entropy(self._model.logit_scale.exp() * cosines, self._labels)
         self._optimizer.zero_grad()
-        self._scaler.scale(loss).backward()
+        torch.autograd.backward(self._scaler.scale(loss))
         self._scaler.step(self._optimizer)
         self._scaler.update()
 
@@ -130,7 +130,8 @@ def _task(backbone: Backbone, name: str, classes: int, folder: Path) -> Task:
 def beside(backbone: Backbone, name: str, classes: int, count: int) -> dict[str, Any]:
     """Seconds and peak memory (MiB) of one of ``count`` steps: the method's, a plain loop's, and that with autocast."""
     with tempfile.TemporaryDirectory() as folder:
-        task, length, found = _task(backbone, name, classes, Path(folder)), PROMPTS[name], {}
+        task, length = _task(backbone, name, classes, Path(folder)), PROMPTS[name]
+        found: dict[str, Any] = {}
         ways: dict[str, Callable[[], object]] = {
             "ours": lambda: task.train(replace(task.kept, steps=count), NO_RATE, backbone)
         }

@@ -304,8 +304,9 @@ def count_operations(model: str, name: str, classes: int, batch: int, protected:
         steps = partial(task.steps, "protected" if protected else "ours", rate=RATE_OF_STANDING)
         counts = {way: step_operations.of_a_step(backbone, way, steps) for way in step_operations.WAYS}
         if name in IMAGES:
-            steps = partial(step_operations.open_clip_steps, task)
-            counts["open_clip"] = step_operations.of_a_step(backbone, "plain", steps)
+            counts["open_clip"] = step_operations.of_a_step(
+                backbone, "plain", lambda count: step_operations.open_clip_steps(task, count)
+            )
     return {"model": model, "method": name, "protected": protected, "classes": classes, "operations": counts}
 
 

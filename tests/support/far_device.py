@@ -52,9 +52,9 @@ class FarTensor(Tensor):
         made.near = near
         return made
 
-    device = property(lambda self: CUDA)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-    is_meta = property(lambda self: False)  # type: ignore[assignment]
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
+    is_meta = property(lambda self: False)
 
     def __repr__(self, **_: Any) -> str:
         return f"far {self.near!r}"
@@ -165,7 +165,7 @@ def pinned(tensor: Tensor) -> Tensor:
     if is_pinned(tensor):
         return tensor
     storage = torch.UntypedStorage(tensor.untyped_storage().nbytes())
-    storage.pinned = True  # type: ignore[attr-defined]
+    storage.pinned = True
     made = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     return made.copy_(tensor)  # refuses, as torch's does
 
@@ -183,7 +183,7 @@ def note(what: str) -> None:
         path = frame.f_code.co_filename
         if path.startswith(str(ROOT)) and ".venv" not in path and f"{ROOT}/tests" not in path:
             lines.append(f"{Path(path).name}:{frame.f_lineno}")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     for watch in WATCHES:
         watch[f"{what}: {'; '.join(reversed(lines))}"] += 1
 
@@ -252,9 +252,9 @@ def _copy_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
-    Tensor.device.__get__: _device,  # type: ignore[attr-defined]
-    Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
-    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.device.__get__: _device,
+    Tensor.data.__get__: _get_data,
+    Tensor.data.__set__: _set_data,
     Tensor.cuda: lambda func, args, kwargs: args[0].to(INSIDE, **kwargs),
     Tensor.pin_memory: lambda func, args, kwargs: pinned(args[0]),
     Tensor.is_pinned: lambda func, args, kwargs: is_pinned(args[0]),
