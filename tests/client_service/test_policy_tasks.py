@@ -17,6 +17,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.privacy.policy import expect_origin, read_policy
 from promptfed.client_service.settings import Settings
 from promptfed.shared.privacy.accounting import Event, epsilon_of
+from promptfed.shared.spec.versions import PROTOCOL, VERSION
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import FakeCoordinator
 
@@ -40,7 +41,8 @@ class TwoOrigins(httpx.AsyncBaseTransport):
         if request.url.port == 2:
             self.second.append((str(request.url.path), await request.aread()))
         elif request.url.path.endswith(self._moved):
-            return httpx.Response(307, headers={"Location": str(request.url.copy_with(port=2))})
+            headers = {"Location": str(request.url.copy_with(port=2)), PROTOCOL: str(VERSION)}
+            return httpx.Response(307, headers=headers)
         return await self._inner.handle_async_request(request)
 
 
