@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from promptfed.shared.data import DataError, Source, open_source
+from promptfed.shared.data import DataError, Source, folder, open_source
 from promptfed.shared.data import source as data_source
 from promptfed.shared.data.registry import SCHEMES
 from promptfed.shared.data.sharing import SharedSources
@@ -82,14 +82,15 @@ def test_an_image_is_decoded_and_hashed_once_for_all(tmp_path: Path, monkeypatch
         (tmp_path / name).mkdir()
         for k in range(10):
             Image.new("RGB", (4, 4), (k, len(name), 0)).save(tmp_path / name / f"{k}.png")
+    hashed: list[bytes] = []
+    for module in (folder, data_source):
+        monkeypatch.setattr(
+            module, "image_digest", lambda image: (hashed.append(image.tobytes()), image_digest(image))[1]
+        )
     shared = SharedSources()
     clients = [shared.open(f"folder:{tmp_path}?partition=iid&clients=2&client={k}") for k in (0, 1, 0, 1)]
-    hashed: list[bytes] = []
-    monkeypatch.setattr(
-        data_source, "image_digest", lambda image: (hashed.append(image.tobytes()), image_digest(image))[1]
-    )
     all_digests = [[client.train.digest(k) for k in range(len(client.train))] for client in clients]
-    assert len(hashed) == len(set(hashed)) == 16
+    assert len(hashed) == len(set(hashed)) == 20
     assert all_digests[0] == all_digests[2]
     assert not set(all_digests[0]) & set(all_digests[1])
 
