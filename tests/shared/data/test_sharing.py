@@ -14,7 +14,7 @@ from promptfed.shared.data.registry import SCHEMES
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.data.source import image_digest
 
-SMALL = "symbols:painting?topic=faces&per_class=5&test_per_class=5"
+SMALL = "symbols:sketch?topic=faces&per_class=5&test_per_class=5"
 
 
 @pytest.fixture
