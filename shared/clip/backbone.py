@@ -15,7 +15,8 @@ from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
 from promptfed.shared.clip.lru import Recent, content_key
 from promptfed.shared.clip.preprocessing import Halves
-from promptfed.shared.clip.towers import functional_text, functional_vision, patches, vision
+from promptfed.shared.clip.towers import copies, patches, vision
+from promptfed.shared.clip.towers.blocks import is_standard_block
 from promptfed.shared.clip.towers.dense import DenseEncoder
 from promptfed.shared.clip.towers.hub_text import text_tower_of
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
@@ -215,13 +216,16 @@ class Backbone:
 
     # Towers of other weights
 
-    def vision_tower(self) -> functional_vision.VisionTower:
-        """The image tower as a function of its weights; BackboneError if that is not possible for this tower."""
-        return functional_vision.vision_tower(self.model.visual)
+    def vision_tower(self) -> copies.PlainTower:
+        """The image tower with names for its weights; BackboneError if they cannot be replaced."""
+        return copies.vision_tower(self.model.visual)
 
-    def text_tower(self) -> functional_text.FunctionalText:
-        """The text tower as a function of its weights; BackboneError if that is not possible for this tower."""
-        return functional_text.text_tower(self._text)
+    def text_tower(self) -> TextTower:
+        """The text tower for whole texts and changed blocks; BackboneError if its blocks cannot be changed."""
+        self._text.require()
+        standard = all(map(is_standard_block, self._text.blocks))
+        copies.expect("text", standard, "its blocks are not open_clip's standard ones")
+        return self._text
 
     def tokens(self, texts: Sequence[str]) -> Tensor:
         """Token ids `(N, L)` of whole texts on the backbone's device. BackboneError if a text is too long."""
@@ -233,10 +237,9 @@ class Backbone:
         sizes: dict[str, int | None] = dict.fromkeys(("mlp_width", "positions", "heads_v", "heads_t"))
         with suppress(BackboneError):
             tower = self.vision_tower()
-            own = tower.blocks_shape
-            sizes |= {"mlp_width": own.mlp_width, "heads_v": own.heads, "positions": tower.positions}
+            sizes |= {"mlp_width": tower.mlp_width, "heads_v": tower.heads, "positions": tower.positions}
         with suppress(BackboneError):
-            sizes["heads_t"] = self.text_tower().blocks_shape.heads
+            sizes["heads_t"] = self.text_tower().blocks[0].attn.num_heads
         return sizes
 
     # Texts

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.text_features import spoken
 from promptfed.shared.methods.core.visual import (
     CacheBlocks,
@@ -31,7 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from promptfed.shared.clip import Backbone
-    from promptfed.shared.clip.towers.functional import LowRank
+    from promptfed.shared.clip.towers.blocks import LowRank
+    from promptfed.shared.clip.towers.copies import PlainTower
 
 Tower = Literal["visual", "text"]
 VISUAL, TEXT = "visual", "text"
@@ -204,13 +204,13 @@ class FedLoRA(pf.Method):
         final = pf.train(context, list(leaves.values()), loss, reads_images=VISUAL in self.towers)
         return pf.TrainResult(leaves, {}, {"loss": final})
 
-    def merged(self, context: pf.ClientContext, payload: Tensors) -> MergedTowers:
-        """Both towers with W + γ·B·A in the place of W."""
+    def merged(self, context: pf.ClientContext, payload: Tensors) -> Tensors:
+        """W + γ·B·A of each changed W of both towers."""
         device = context.backbone.device
         factors = {name: tensor.to(device) for name, tensor in self.factors(context, payload).items()}
-        model = _Adapted(self.hyper, context, factors)
-        weights = {tower: model.merged(tower) for tower in self.towers}
-        return MergedTowers(visual=weights.get(VISUAL, {}), text=weights.get(TEXT, {}))
+        model, texts = _Adapted(self.hyper, context, factors), "text." * hasattr(context.backbone.model, "text")
+        places = {VISUAL: "visual.", TEXT: texts}
+        return {places[which] + name: w for which in self.towers for name, w in model.merged(which).items()}
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Classifies with W + γ·B·A in the place of W, texts and images alike."""
@@ -221,8 +221,8 @@ class FedLoRA(pf.Method):
             text = model.text_features(None)
         if VISUAL not in self.towers:
             return pf.TextFeatureClassifier(context.backbone.logit_scale, text)
-        weights, scale = model.merged(), context.backbone.logit_scale
-        return ImageClassifier(lambda inputs: scale * model.image_features(inputs, None, weights) @ text.T, model.read)
+        merged, scale = model.merged_tower(), context.backbone.logit_scale
+        return ImageClassifier(lambda inputs: scale * model.image_features(inputs, None, merged) @ text.T, model.read)
 
 
 class _Adapted:
@@ -236,9 +236,8 @@ class _Adapted:
         self._text = self._backbone.text_tower() if _a(TEXT).name in factors else None
         if self._text is not None:
             template, names = context.template, context.class_names
-            ids = self._backbone.tokens([template.replace("{}", spoken(name)) for name in names])
-            self._ends = self._text.ends(ids)
-            self._text_rows, self._mask = self._text.rows(self._text.weights, ids), self._text.mask(ids)
+            texts = [template.replace("{}", spoken(name)) for name in names]
+            self._texts = self._text.texts(self._backbone.tokens(texts))
 
     def logits(self, indices: Tensor, step: int) -> Tensor:
         """``(B, C)`` in training; dropout's masks follow from the step."""
@@ -258,20 +257,19 @@ class _Adapted:
         """The image tower's inputs at ``indices (B,)``: rows before the first changed block where kept, or images."""
         return split.block_rows(indices, self._first) if self._hyper.cache_blocks else split.images(indices)
 
-    def image_features(self, inputs: Tensor, step: int | None, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """``(B, d_e)`` normalised, of inputs as `read` gives them; by the branches, or by merged ``weights``."""
-        tower, inputs = self._visual, self._backbone.image_input(inputs)
+    def image_features(self, inputs: Tensor, step: int | None, merged: PlainTower | None = None) -> Tensor:
+        """``(B, d_e)`` normalised, of inputs as `read` gives them; by the branches, or by a ``merged`` tower."""
+        tower, inputs = merged or self._visual, self._backbone.image_input(inputs)
         assert tower is not None
 
         def encode(part: Tensor, number: int) -> Tensor:
-            low_rank = None if weights is not None else self._low_rank(VISUAL, tower.layers, step, number)
-            used = tower.weights if weights is None else weights
+            low_rank = self._low_rank(VISUAL, tower.layers, step, number) if merged is None else {}
             with Towers(self._backbone, self._hyper).image_precision():
                 if self._hyper.cache_blocks:
-                    rows = tower.blocks(used, part, self._first, low_rank=low_rank)
+                    rows = tower.run(part, self._first, low_rank=low_rank)
                 else:
-                    rows = tower.blocks(used, tower.rows(used, part), low_rank=low_rank)
-                return F.normalize(tower.project(used, tower.pool(used, rows)).float(), dim=-1)
+                    rows = tower.run(tower.rows(part), low_rank=low_rank)
+                return F.normalize(tower.project(tower.pool(rows)).float(), dim=-1)
 
         size = held_at_once(self._backbone, self._hyper)
         if size is None or not torch.is_grad_enabled():
@@ -286,27 +284,31 @@ class _Adapted:
         tower = self._text
         if tower is None:
             return pf.template_features(self._backbone, self._context.template, self._context.class_names)
-        low_rank = self._low_rank(TEXT, tower.layers, step, 0)
-        rows = tower.blocks(tower.weights, self._text_rows, mask=self._mask, low_rank=low_rank)
-        return F.normalize(tower.pool(tower.weights, rows, self._ends).float(), dim=-1)
+        low_rank = self._low_rank(TEXT, len(tower.blocks), step, 0)
+        return F.normalize(tower.encode_texts(self._texts, low_rank).float(), dim=-1)
 
-    def merged(self, which: str = VISUAL) -> dict[str, Tensor]:
-        """A tower's weights with the changes added."""
-        tower = self._visual if which == VISUAL else self._text
-        assert tower is not None
-        weights, d = dict(tower.weights), tower.blocks_shape.width
-        for number, low in self._low_rank(which, tower.layers, None, 0).items():
-            change = low.change()
-            qkv = change[:3].reshape(-1, d)
-            name, output = f"{number}.in_proj_weight", f"{number}.out_proj_weight"
-            weights[name] = (weights[name].float() + qkv).to(weights[name].dtype)
+    def merged(self, which: str) -> Tensors:
+        """A tower's changed weights, by its module's own names."""
+        model = self._backbone.model
+        holder = model.visual if which == VISUAL else getattr(model, "text", model)
+        weights: Tensors = {}
+        for number, low in self._low_rank(which, len(holder.transformer.resblocks), None, 0).items():
+            place, change = f"transformer.resblocks.{number}.attn.", low.change()
+            attention = holder.transformer.resblocks[number].attn
+            weights[f"{place}in_proj_weight"] = attention.in_proj_weight.float() + change[:3].flatten(0, 1)
             if len(change) > 3:
-                weights[output] = (weights[output].float() + change[3]).to(weights[output].dtype)
+                weights[f"{place}out_proj.weight"] = attention.out_proj.weight.float() + change[3]
         return weights
+
+    def merged_tower(self) -> PlainTower:
+        """A copy of the image tower with the changes in its weights."""
+        tower = self._backbone.vision_tower().copy()
+        tower.put(self.merged(VISUAL))
+        return tower
 
     def _low_rank(self, tower: str, layers: int, step: int | None, number: int) -> dict[int, LowRank]:
         """The changes by block; without a ``step`` there is no dropout. One set of masks for one step and part."""
-        from promptfed.shared.clip.towers.functional import LowRank
+        from promptfed.shared.clip.towers.blocks import LowRank
 
         a, b = self._factors[_a(tower).name], self._factors[_b(tower).name]
         first, rate, draws = layers - len(a), 0.0, None

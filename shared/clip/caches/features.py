@@ -42,7 +42,7 @@ class BlockCache(RowCache):
 
     def shape(self, backbone: Backbone) -> tuple[int, ...]:
         tower = backbone.vision_tower()
-        return tower.positions, tower.blocks_shape.width
+        return tower.positions, tower.width
 
     def encode(self, backbone: Backbone, images: Tensor) -> Tensor:
         return rows_before(backbone, images, self._start)
@@ -52,7 +52,7 @@ class BlockCache(RowCache):
 def rows_before(backbone: Backbone, images: Tensor, start: int) -> Tensor:
     """Rows `(B, S, d_v)` of images `(B, 3, H, W)` before block ``start`` of the frozen tower, not rounded."""
     tower = backbone.vision_tower()
-    return tower.blocks(tower.weights, tower.rows(tower.weights, backbone.image_input(images)), 0, start)
+    return tower.run(tower.rows(backbone.image_input(images)), 0, start)
 
 
 class FeatureCache(RowCache):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from promptfed.shared.clip.backbone import Backbone, Supports, finish
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.towers import functional_vision, vision
+from promptfed.shared.clip.towers import copies, vision
 
 
 class VisualBackbone(Backbone):
@@ -83,9 +83,9 @@ class VisualBackbone(Backbone):
         rows = self.model.forward_features(self.image_input(images))
         return finish(self.model.forward_head(rows, pre_logits=True), normalize)
 
-    def vision_tower(self) -> functional_vision.VisionTower:
-        """The image tower as a function of its weights; BackboneError if that is not possible for this tower."""
-        return functional_vision.timm_tower(self.model)
+    def vision_tower(self) -> copies.PlainTower:
+        """The image tower with names for its weights; BackboneError if they cannot be replaced."""
+        return copies.timm_tower(self.model)
 
     @property
     def _image_module(self) -> Any:

@@ -3,7 +3,7 @@
 Notation: `N` contexts in a batch, `C` classes, `m` context tokens, `L` text positions, `d` = d_t the tower's width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.towers.blocks import is_standard_block, whole
+from promptfed.shared.clip.towers.blocks import LowRank, is_standard_block, run_block
 from promptfed.shared.clip.towers.tokens import ClassPrompts
 
 Path = Literal["auto", "dense", "prefix", "short", "plain"]
@@ -47,6 +47,15 @@ class Placed:
         buckets = tuple((end, torch.tensor(members, device=device)) for end, members in prompts.buckets)
         order = torch.cat([members for _, members in buckets])
         return cls(prompts.ids.to(device), buckets, order.argsort())
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Whole texts before the first block: `(C, S, d)`, what is added to scores, and the rows `(C,)` that are pooled."""
+
+    rows: Tensor
+    mask: Tensor | None
+    ends: Tensor
 
 
 class TextTower:
@@ -186,6 +195,26 @@ class TextTower:
             rows, mask = self._inner._embeds(ids)
             return rows, mask
 
+    def texts(self, ids: Tensor) -> Texts:
+        """Whole texts of token ids `(C, L)`, up to the longest one's end where nothing behind it matters."""
+        rows, mask = self.constant_rows(ids)
+        ends = self.pooled_position(ids).to(rows.device)
+        if self.pool_type == "first" and not _has_class_token(self._inner):
+            ends = torch.zeros_like(ends)
+        if self.flags.short:
+            return Texts(rows[:, : int(ends.max()) + 1].contiguous(), None, ends)
+        if mask is not None and mask.ndim == 3:  # (C * heads, L, L)
+            mask = mask.unflatten(0, (len(ids), -1))
+        return Texts(rows, mask, ends)
+
+    def encode_texts(self, texts: Texts, low_rank: Mapping[int, LowRank] | None = None) -> Tensor:
+        """Features `(C, d_e)`, not normalised, with changes of the standard blocks by number."""
+        rows = texts.rows
+        for number, block in enumerate(self.blocks):
+            low = (low_rank or {}).get(number)
+            rows = run_block(block, rows, texts.mask, causal=self.flags.short, low_rank=low)
+        return self.project(rows[torch.arange(len(rows), device=rows.device), texts.ends])
+
     def _with_context(self, rows: Tensor, context: Tensor, prompts: ClassPrompts) -> Tensor:
         """Constant rows with the context at its positions, `(N * C, L, d)`."""
         n, c, start = context.shape[0], rows.shape[0], prompts.start
@@ -214,7 +243,7 @@ class TextTower:
             if deep is not None and 1 <= number <= depth:
                 fresh = deep[:, number - 1 : number].expand(-1, rows.shape[0] // deep.shape[0], -1, -1).flatten(0, 1)
                 rows = torch.cat([rows[:, :start], fresh, rows[:, stop:]], dim=1)
-            step = partial(whole, block) if few and self.flags.prefix else block
+            step = partial(run_block, block) if few and self.flags.prefix else block
             rows = self.sparing(partial(step, attn_mask=mask), rows, spare=spare)
         return rows
 

@@ -5,13 +5,14 @@ PLAN and pFedPG use it. Notation: `B` images, `n` prompt tokens, `d` = d_v the t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.towers.blocks import first_row, is_standard_block
+from promptfed.shared.clip.towers.blocks import is_standard_block, run_block
 
 Block = Callable[[Tensor], Tensor]
 
@@ -97,8 +98,7 @@ def prompted_tower(visual: Any) -> PromptedTower:
         raise BackboneError(f"This backbone's image tower takes no visual prompts: {refusal}.")
     blocks = list(visual.transformer.resblocks)
     if visual.attn_pool is None and visual.pool_type == "tok" and is_standard_block(blocks[-1]):
-        last = blocks[-1]
-        blocks[-1] = lambda rows: first_row(last, rows)
+        blocks[-1] = partial(run_block, blocks[-1], first_only=True)
     return PromptedTower(
         width=int(visual.transformer.width),
         layers=len(blocks),

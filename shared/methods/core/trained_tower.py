@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from promptfed.shared.clip import Backbone
-    from promptfed.shared.clip.towers.functional_vision import VisionTower
+    from promptfed.shared.clip.towers.copies import PlainTower
 
 Trainable = Literal["all", "last_k", "norms", "biases", "none"]
 
@@ -127,14 +127,14 @@ def own_dims(method: str, trainable: Trainable, k: int, context: pf.ClientContex
 
 @dataclass(frozen=True)
 class TrainedTower:
-    """An image tower of which some weights are W = frozen + change, float32, the others the backbone's own.
+    """A private copy of the image tower in which some weights are W = frozen + change, the others the backbone's own.
 
-    ``leaves`` holds W by kind, of a block's stacked from block ``first`` on. What a tower lacks is left out. ``start``
-    has the change of each kind that it was made with.
+    ``leaves`` holds W by kind, float32, of a block's stacked from block ``first`` on. What a tower lacks is left out.
+    ``start`` has the change of each kind that it was made with.
     """
 
     backbone: Backbone
-    tower: VisionTower
+    tower: PlainTower
     hyper: TowerHyper
     first: int
     leaves: Tensors
@@ -148,10 +148,11 @@ class TrainedTower:
         first = tower.layers - (stacked[0] if stacked else tower.layers)
         leaves = {}
         for kind, change in sorted(changes.items()):
-            frozen = _frozen(tower, kind, first)
-            if frozen is not None:
+            parts = list(tower.named(kind, first).values())
+            if parts:
+                frozen = torch.stack(parts) if kind in BLOCK_KINDS else parts[0].reshape(change.shape)
                 leaves[kind] = frozen.float() + change.to(frozen.device)
-        return cls(backbone, tower, hyper, first, leaves, changes)
+        return cls(backbone, tower.copy(), hyper, first, leaves, changes)
 
     def trainable(self) -> TrainedTower:
         """The same with leaves that take gradients."""
@@ -166,15 +167,13 @@ class TrainedTower:
             for kind, change in self.start.items()
         }
 
-    def weights(self) -> dict[str, Tensor]:
-        """All weights by name, the trained ones among them: made once for each pass."""
-        weights = dict(self.tower.weights)
+    def weights(self) -> Tensors:
+        """W by the names of the copy's own weights."""
+        weights: Tensors = {}
         for kind, leaf in self.leaves.items():
-            if kind not in BLOCK_KINDS:
-                weights[kind] = leaf
-                continue
             # Taken apart at once: the gradient of an index would be a tensor of all blocks, for each of them.
-            weights |= {f"{self.first + place}.{kind}": part for place, part in enumerate(leaf.unbind(0))}
+            parts = leaf.unbind(0) if kind in BLOCK_KINDS else [leaf]
+            weights |= zip(self.tower.named(kind, self.first), parts, strict=True)
         return weights
 
     def read(self, split: pf.Split, indices: Tensor) -> Tensor:
@@ -183,15 +182,14 @@ class TrainedTower:
 
     def features(self, inputs: Tensor, *, projected: bool, normalize: bool) -> Tensor:
         """``(B, d_e)`` of inputs as `read` gives them; ``(B, d_v)`` before the projection unless ``projected``."""
-        weights, inputs = self.weights(), self.backbone.image_input(inputs)
+        tower, inputs = self.tower, self.backbone.image_input(inputs)
+        tower.put(self.weights())
 
         def encode(part: Tensor) -> Tensor:
             with Towers(self.backbone, self.hyper).image_precision():
-                if self.hyper.cache_blocks:
-                    pooled = self.tower.pool(weights, self.tower.blocks(weights, part, self.first))
-                    features = (self.tower.project(weights, pooled) if projected else pooled).float()
-                else:
-                    features = self.tower.encode(weights, part, projected=projected).float()
+                rows = tower.run(part, self.first) if self.hyper.cache_blocks else tower.run(tower.rows(part))
+                pooled = tower.pool(rows)
+                features = (tower.project(pooled) if projected else pooled).float()
             return torch.nn.functional.normalize(features, dim=-1) if normalize else features
 
         size = held_at_once(self.backbone, self.hyper)
@@ -199,12 +197,3 @@ class TrainedTower:
             return encode(inputs)
         parts = torch.split(inputs, size)
         return torch.cat([checkpointing.checkpoint(encode, part, use_reentrant=False) for part in parts])
-
-
-def _frozen(tower: VisionTower, kind: str, first: int) -> Tensor | None:
-    """The backbone's own weights of a kind, a block's stacked from block ``first`` on; None where there are none."""
-    if kind not in BLOCK_KINDS:
-        return tower.weights.get(kind)
-    parts = [tower.weights.get(f"{number}.{kind}") for number in range(first, tower.layers)]
-    present = [part for part in parts if part is not None]
-    return torch.stack(present) if present else None

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from promptfed.shared.methods.core import heads, trained_tower, visual
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, LinearHead, TextHead
-from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.trained_tower import TowerHyper, TrainedTower
 from promptfed.shared.methods.core.visual import ImageClassifier, VisualHyper, check_kept_blocks
 from promptfed.shared.seeds import Draws
@@ -228,9 +227,10 @@ class WeightMethod(pf.Method):
         """The tower with the learned changes."""
         return TrainedTower.of(context.backbone, self.hyper, self.changes(context, payload, private))
 
-    def merged(self, context: pf.ClientContext, payload: Tensors) -> MergedTowers:
-        """The image tower with the shared changes."""
-        return MergedTowers(visual=self.tower(context, payload, {}).weights())
+    def merged(self, context: pf.ClientContext, payload: Tensors) -> Tensors:
+        """The image tower's weights with the shared changes."""
+        weights = self.tower(context, payload, {}).weights()
+        return {f"visual.{name}": weight for name, weight in weights.items()}
 
     def changes(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> Tensors:
         """Δ by kind, float32: the received shared part and the client's stored private part, or zero."""

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.func import functional_call
 
 from promptfed.shared.clip import Backbone, load_backbone
+from promptfed.shared.methods.core.trained_tower import trained_kinds
 from tests.support.equality import assert_gradients, assert_values
 
 VISION = {"image_size": 32, "layers": 3, "width": 64, "head_width": 16, "patch_size": 8}
@@ -180,18 +182,56 @@ def value_and_gradients(encode: Any, *leaves: Any) -> Any:
     return features.detach(), torch.autograd.grad(loss, leaves)
 
 
-def assert_weights_equal(found_by: Any, module: torch.nn.Module, inputs: Any, encode: Any, seed: int) -> None:
-    """A tower as a function of its weights: the features of ``encode``, and the gradient of each weight it names."""
-    ours = {name: weight.clone().requires_grad_() for name, weight in found_by.weights.items()}
-    found = found_by.encode(ours, inputs)
-    own = {(weight.data_ptr(), weight.numel()): weight for weight in module.parameters()}
-    theirs = [own[weight.data_ptr(), weight.numel()].requires_grad_() for weight in found_by.weights.values()]
-    wanted = encode(inputs)
+def called(module: torch.nn.Module, call: Callable[[], Any]) -> Callable[[Any], Any]:
+    """What ``call`` gives while the module has other weights, by its own names."""
+
+    class Calling(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self) -> Any:
+            return call()
+
+    return lambda weights: functional_call(Calling(), {f"module.{name}": one for name, one in weights.items()}, ())
+
+
+def assert_weights_equal(found_by: Any, wanted_by: Any, module: torch.nn.Module, names: Any) -> None:
+    """Features with other weights of these ``names``, and the gradient of each."""
+    given, names = dict(module.named_parameters()), list(names)
+    shaken = {
+        name: (given[name] + 0.02 * noise(*given[name].shape, seed=3 + place).to(given[name])).detach()
+        for place, name in enumerate(names)
+    }
+    ours, theirs = ({name: weight.clone().requires_grad_() for name, weight in shaken.items()} for _ in range(2))
+    found, wanted = found_by(ours), wanted_by(theirs)
     wanted = wanted[0] if isinstance(wanted, tuple) else wanted
     assert_values(found, wanted)
-    weight = noise(*found.shape, seed=seed, dtype=torch.float64)
+    weight = noise(*found.shape, seed=9, dtype=found.dtype)
     gradients = torch.autograd.grad((found * weight).sum(), list(ours.values()))
-    slopes = torch.autograd.grad((wanted * weight).sum(), theirs)
-    for gradient, slope, given, kept in zip(gradients, slopes, found_by.weights.values(), theirs, strict=True):
-        turned = kept.ndim == 2 and given.stride() != kept.stride()
-        assert_gradients(gradient, (slope.T if turned else slope).reshape(gradient.shape))
+    slopes = torch.autograd.grad((wanted * weight).sum(), list(theirs.values()))
+    for gradient, slope in zip(gradients, slopes, strict=True):
+        assert_gradients(gradient, slope)
+
+
+def assert_image_weights_equal(tower: Any, images: torch.Tensor) -> None:
+    """A copy of an image tower with other weights against the library's own module with them, for every kind."""
+    copy, module = tower.copy(), tower.module
+    frozen = tower.features(images)
+
+    def found_by(weights: Any) -> Any:
+        copy.put(weights)
+        return copy.features(images)
+
+    names = [name for kind in trained_kinds("all", True) for name in tower.named(kind)]
+    assert_weights_equal(found_by, lambda weights: functional_call(module, weights, (images,)), module, names)
+    assert tower.features(images).equal(frozen), "the frozen tower is left alone"
+
+
+def assert_text_weights_equal(tower: Any, module: torch.nn.Module, ids: torch.Tensor, encode: Any) -> None:
+    """A text tower with other weights behind its embedding against the library's own module with them."""
+    names = [name for name, _ in tower.holder.named_parameters() if name.startswith(("transformer", "ln_f", "text_p"))]
+    prefix = "" if tower.holder is module else "text."
+    names = [prefix + name for name in names]
+    found_by = called(module, lambda: tower.encode_texts(tower.texts(ids)))
+    assert_weights_equal(found_by, called(module, lambda: encode(ids)), module, names)

@@ -18,9 +18,9 @@ from open_clip.model import _build_vision_tower
 
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.clip.building import seeded
-from promptfed.shared.clip.towers.functional_vision import vision_tower
+from promptfed.shared.clip.towers.copies import vision_tower
 from promptfed.shared.clip.towers.vision import prompted_tower, refusal_of
-from tests.shared.clip.conftest import assert_weights_equal, noise
+from tests.shared.clip.conftest import assert_image_weights_equal, noise
 from tests.support.equality import assert_gradients, assert_values
 
 PLAIN = 56
@@ -147,8 +147,7 @@ def test_prompts_equal_the_library_with_further_tokens(description: Any) -> None
     tower, (height, width) = prompted_tower(visual), visual.image_size
     images = noise(1, 3, height, width, dtype=torch.float64)
     if fixed_weights(visual) is None:
-        assert_weights_equal(vision_tower(visual), visual, images, visual, 5)
-        visual.requires_grad_(False)
+        assert_image_weights_equal(vision_tower(visual), images)
     leaves = [noise(2, 3, tower.width, seed=2, dtype=torch.float64).requires_grad_() for _ in range(2)]
     found = tower.encode(images, leaves[0], pooled=False)
     with prompts_hooked_in(visual, leaves[1]):

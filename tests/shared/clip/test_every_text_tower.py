@@ -18,11 +18,10 @@ from open_clip.model import CLIP, _build_text_tower
 
 from promptfed.shared.clip.building import seeded
 from promptfed.shared.clip.towers.dense import DenseEncoder
-from promptfed.shared.clip.towers.functional_text import text_tower
 from promptfed.shared.clip.towers.hub_text import text_tower_of
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
 from promptfed.shared.clip.towers.tokens import ClassPrompts
-from tests.shared.clip.conftest import assert_weights_equal, noise, prompts_hooked_in, value_and_gradients
+from tests.shared.clip.conftest import assert_text_weights_equal, noise, prompts_hooked_in, value_and_gradients
 from tests.support.equality import assert_gradients, assert_values
 
 DATA = Path(__file__).parents[2] / "data"
@@ -176,4 +175,4 @@ def test_weights_equal_the_library_s(description: str, tmp_path: Path) -> None:
     model = build(description, tmp_path)
     tower, alone = text_tower_of(model, {}), hasattr(model, "text")
     encode = model.text if alone else lambda ids: model.encode_text(ids, normalize=False)
-    assert_weights_equal(text_tower(tower), model.text if alone else model, prompts_for(tower, model).ids, encode, 9)
+    assert_text_weights_equal(tower, model.text if alone else model, prompts_for(tower, model).ids, encode)

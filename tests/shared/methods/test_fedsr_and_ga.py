@@ -85,8 +85,7 @@ def test_fedsr_trains_on_its_equation(backbone: Backbone) -> None:
     method, context = method_of(**FEDSR, trainable="none", divergence_weight=20.0), task(backbone)
     state, private = state_of(method, backbone), reference()
     found = method.train(context, state, private)
-    tower = backbone.vision_tower()
-    features = tower.encode(tower.weights, context.train.pixels, projected=False)
+    features = backbone.vision_tower().features(context.train.pixels, projected=False)
     # One batch holds all images, in an order of its own: the noise goes with it.
     order = torch.randperm(6, generator=generator(context.seed, 1, context.phase, context.client, "batches"))
     noise = torch.randn(6, 5, generator=generator(context.seed, 1, context.client, "fedsr"))

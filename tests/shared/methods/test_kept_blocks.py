@@ -48,7 +48,7 @@ class Keeping(ImageSplit):
         tower = self.backbone.vision_tower()
         assert start > 0
         with torch.no_grad():
-            return tower.blocks(tower.weights, tower.rows(tower.weights, self.pixels[indices]), 0, start)
+            return tower.run(tower.rows(self.pixels[indices]), 0, start)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_rows_are_computed_once_and_rounded_before_their_first_use(backbone: Bac
     indices = torch.tensor([3, 0, 3])
     rows = split.block_rows(indices, 2)
     tower = backbone.vision_tower()
-    plain = tower.blocks(tower.weights, tower.rows(tower.weights, split.images(indices)), 0, 2)
+    plain = tower.run(tower.rows(split.images(indices)), 0, 2)
     assert_values(rows, plain, 1e-3)
     assert rows.equal(rows.half().float())
     assert rows[0].equal(rows[2])

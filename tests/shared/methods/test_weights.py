@@ -25,6 +25,7 @@ from promptfed.shared.spec.spec_aggregation import ServerOptimizerSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import tensors_of
 from tests.support.equality import assert_gradients, assert_values
+from tests.support.literal_towers import kind_of
 from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone
 
 RATE = 0.05
@@ -49,13 +50,6 @@ def state_of(method: Method, backbone: Backbone, scale: float = 0.02) -> Tensors
 
 def task(backbone: Backbone, **changes: Any) -> Any:
     return client_context(backbone, **({"epochs": 2, "learning_rate": RATE, "optimizer": "sgd"} | changes))
-
-
-def kind_of(parameter: str) -> tuple[str, int | None]:
-    """Our kind, and the block, of one of open_clip's parameters."""
-    parts = parameter.removeprefix("transformer.resblocks.").replace("attn.", "").replace("mlp.", "")
-    number, _, rest = parts.partition(".")
-    return (rest.replace(".", "_"), int(number)) if number.isdecimal() else (parts.replace(".", "_"), None)
 
 
 def trained_copy(backbone: Backbone, state: Tensors, kinds: set[str]) -> tuple[Any, dict[str, Tensor]]:
@@ -170,13 +164,15 @@ def test_the_last_block_touches_nothing_else(backbone: Backbone) -> None:
     assert all(len(state[kind]) == 1 for kind in ("in_proj_weight", "c_fc_bias"))
     assert not {"conv1_weight", "ln_pre_weight", "positional_embedding"} & set(state)
     tower = TrainedTower.of(backbone, method.hyper, state)
-    frozen, changed = backbone.vision_tower().weights, tower.weights()
+    tower.features(task(backbone).train.pixels, projected=True, normalize=True)
+    frozen, changed = (dict(module.named_parameters()) for module in (backbone.model.visual, tower.tower.module))
     assert {name for name in frozen if not changed[name].equal(frozen[name])} == {
-        *(name for name in frozen if name.startswith("2.")),
-        "ln_post_weight",
-        "ln_post_bias",
+        *(name for name in frozen if name.startswith("transformer.resblocks.2.")),
+        "ln_post.weight",
+        "ln_post.bias",
         "proj",
     }
+    assert all(changed[name] is frozen[name] for name in frozen if name.startswith("transformer.resblocks.1."))
 
 
 def test_norms_of_one_s_own_never_leave(backbone: Backbone) -> None:
