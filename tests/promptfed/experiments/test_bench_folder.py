@@ -118,8 +118,8 @@ def test_a_table_that_fits_stays_as_it_is() -> None:
 
 
 def test_a_bench_remarks_a_template_that_is_near_chance() -> None:
-    def run(zero_shot: float) -> BenchRun:
-        rows = [Accuracy(1, "a", "trainer", None, "test", 0.5, zero_shot, 10)]
+    def run(zero_shot: float, accuracy: float) -> BenchRun:
+        rows = [Accuracy(1, "a", "trainer", None, "test", accuracy, zero_shot, 10)]
         spec: Any = {"class_names": [f"class {k}" for k in range(50)], "backbone": {"model": "promptfed-tiny"}}
         return BenchRun(
             label="x",
@@ -133,8 +133,9 @@ def test_a_bench_remarks_a_template_that_is_near_chance() -> None:
             spec=spec,
         )
 
-    assert remarks_on([run(0.5), run(0.4)]) == []
-    [said] = remarks_on([run(0.02), run(0.04)])
+    assert remarks_on([run(0.5, 0.5), run(0.4, 0.5)]) == []
+    assert remarks_on([run(0.02, 0.5), run(0.04, 0.5)]) == []  # training showed that it does know them
+    [said] = remarks_on([run(0.02, 0.1), run(0.04, 0.1)])
     assert said.startswith(
         "Zero-shot is right in 3.0 %, guessing among 50 classes in 2.0 %: promptfed-tiny hardly knows"
     )
