@@ -122,7 +122,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def without_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchvision_sets, "_load", labels_only)
-    monkeypatch.setattr(folders, "_unreadable", lambda items: [])
+    monkeypatch.setattr(folders, "_digests", lambda items: [str(item.path) for item in items])
 
 
 def jobs_of(name: str, root: Path) -> Iterator[tuple[Preset, Job]]:
