@@ -71,7 +71,7 @@ def test_another_data_set_is_another(opened: list[str]) -> None:
         SMALL,
         SMALL + "&shots=1",
         SMALL.replace("per_class=5&", "per_class=7&"),
-        SMALL.replace("painting", "sketch"),
+        SMALL.replace("sketch", "neon"),
     ):
         assert_same(shared.open(uri), open_source(uri))
     assert len([uri for uri in opened if uri != SMALL + "&shots=1"]) == 2 * 3
