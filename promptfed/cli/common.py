@@ -95,7 +95,8 @@ def _backbone_allowed(
 
 def _class_names(
     classes: Annotated[
-        str | None, typer.Option(help="class names by commas, to choose among; default: those that the spec names")
+        str | None,
+        typer.Option(help="class names by commas, to choose among; default: those that the federation names"),
     ] = None,
     data: Annotated[str | None, typer.Option(help="data URI whose class names are taken instead")] = None,
 ) -> tuple[str, ...] | None:

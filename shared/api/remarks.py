@@ -15,7 +15,8 @@ NEAR_CHANCE = 0.05  # share of the range from chance to 100 %, below which the t
 MOVED = 0.005  # change of accuracy that counts as none
 LEARNED = 0.02  # share of the first round's loss by which it must fall if anything was learned
 WORSE = 0.02  # accuracy below that of the template
-LITTLE = 0.02  # gain over the template, of which there is room for a tenth at least, below which sites learn little
+ROOM = 0.1  # above the template's accuracy, below which a small gain says nothing
+LITTLE = 0.02  # gain over the template, where there is room, below which sites learn little
 REACHED = 0.25  # share of the range from chance to 100 % at which a backbone does know the pictures, once trained
 RISEN = 0.01  # rise of the accuracy in the last quarter of the rounds, or more, that promises a further one
 FEWEST = 3  # images of a site that are wrong now and were right by the template, net, before the site is named
@@ -54,6 +55,8 @@ def remarks_on(spec: FederationSpec, curve: Curve, losses: Sequence[float], clas
     if last == 0:
         return said
     noise = noise_of(zero_shot, sum(row.images for row in judged.values()))
+    if 1 - zero_shot < ROOM:
+        losses = []
     said += movement(gain, losses, spec.training.learning_rate, last, noise) or little(gain, zero_shot, noise)
     means = {round: fmean(row.accuracy for row in reached.values()) for round, reached in curve.items() if reached}
     return said + falling(judged, spec.training.learning_rate) + (rising(means, noise) if last == spec.rounds else [])
@@ -83,7 +86,7 @@ def near_chance(zero_shot: float, classes: float | None, backbone: str, reached:
 
 def little(gain: float, zero_shot: float, noise: float) -> list[str]:
     """A remark if sites gain little where there is room, or no more than ``noise`` explains."""
-    if gain < 0 or gain >= max(LITTLE, noise) or 1 - zero_shot < 0.1:
+    if gain < 0 or gain >= max(LITTLE, noise) or 1 - zero_shot < ROOM:
         return []
     return [
         f"Sites learn little: {100 * gain:+.1f} points over zero-shot, where {100 * noise:.1f} can be chance; {TUNE}."

@@ -30,6 +30,13 @@ def test_what_still_rises_is_remarked(means: dict[int, float], since: str | None
     assert said == ([] if since is None else [f"Still rising: {since}. Try more rounds, as rounds: 16."])
 
 
+def test_nothing_is_said_of_small_gains_where_there_is_no_room() -> None:
+    curve = {8: sites(0.95, zero_shot=0.95)}
+    assert remarks_on(SPEC, curve, [0.1, 0.1], 4) == []
+    [said] = remarks_on(SPEC, {8: sites(0.85, zero_shot=0.85)}, [0.1, 0.1], 4)
+    assert said.startswith("Nothing moved")
+
+
 def test_a_federation_that_goes_on_is_not_said_to_rise() -> None:
     curve = {0: sites(0.5), 2: sites(0.6), 4: sites(0.7)}
     assert remarks_on(SPEC, curve, [2.0, 1.0], 4) == []

@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,8 @@ def simulate(
         stack.enter_context(_torch_put_back())
         started = time.monotonic()
         wanted, made, backbone = prepare(spec, sites, pool, backbone, allow_backbone, device)
-        run = stack.enter_context(_place(folder if lasting else None, folder, wanted, sites))
+        once = folder is None or not lasting
+        run = stack.enter_context(_for_once(folder) if once else run_folder(folder, identity(wanted, sites), "--out"))
         place, disk = run.path, stack.enter_context(FullDisk())
         pool = pool or usual_pool(wanted.training.threads, backbone.device.type)
         cache = features if isinstance(features, FeatureCache) else FeatureCache(features or place / "features")
@@ -137,14 +138,6 @@ def simulate(
                 raise
             raise CommandError(f"cannot work in {place}: {why(error)}", Exit.FAILED) from None
         return replace(result, outcomes=(*(latest[key] for key in sorted(latest)), *result.outcomes))
-
-
-def _place(
-    lasting: Path | None, folder: Path | None, spec: FederationSpec, sites: Sequence[Site]
-) -> AbstractContextManager[RunFolder]:
-    if lasting is not None:
-        return run_folder(lasting, identity(spec, sites), "--out")
-    return _for_once(folder)
 
 
 @contextmanager
@@ -173,8 +166,10 @@ class FullDisk(logging.Handler):
 
     @staticmethod
     def is_meant(error: BaseException) -> bool:
-        """Whether ``error`` says that a disk is full, also through a database."""
-        return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error)
+        """Whether ``error`` says that a disk is full, also through a database or as the cause of another."""
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error):
+            return True
+        return error.__cause__ is not None and FullDisk.is_meant(error.__cause__)
 
     async def watch(self, run: Coroutine[Any, Any, FederationResult]) -> FederationResult:
         """The result of ``run``, which is cancelled once the disk is full. Raises OSError then."""
@@ -187,6 +182,8 @@ class FullDisk(logging.Handler):
                 task.cancel()
                 await asyncio.wait({task}, timeout=LEAVE_SECONDS)
         if self.full:
+            if task.done() and not task.cancelled():
+                task.exception()  # else asyncio would print it
             raise OSError(errno.ENOSPC, "the disk is full")
         return task.result()
 

@@ -22,6 +22,7 @@ import torch
 from sqlalchemy.exc import OperationalError
 from torch import Tensor
 
+from promptfed.client_service.state.private_state import PrivateState
 from promptfed.coordinator.engine import jobs
 from promptfed.experiments.simulation import simulation
 from promptfed.experiments.simulation.preparation import PATIENCE_SECONDS, SimulationSetup, open_site
@@ -111,20 +112,35 @@ def test_an_interrupted_run_goes_on_to_the_same_state(
     assert again.tally.spent == whole.tally.spent
 
 
+def failed_by(cause: OSError) -> CommandError:
+    """How a client's error ends the simulation."""
+    error = CommandError(f"client one failed: {cause}", Exit.FAILED)
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
-    "fails",
+    ("place", "call", "fails"),
     [
-        OSError(errno.ENOSPC, "No space left on device"),
-        OperationalError("insert", {}, sqlite3.OperationalError("database or disk is full")),
+        (jobs, "aggregate", OSError(errno.ENOSPC, "No space left on device")),
+        (jobs, "aggregate", OperationalError("insert", {}, sqlite3.OperationalError("database or disk is full"))),
+        (PrivateState, "commit", OSError(errno.ENOSPC, "No space left on device")),
+        (simulation, "_follow", failed_by(OSError(errno.ENOSPC, "No space left on device"))),
     ],
 )
 def test_a_full_disk_ends_it_in_one_line(
-    fails: Exception, backbone: Backbone, features: FeatureCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: object,
+    call: str,
+    fails: Exception,
+    backbone: Backbone,
+    features: FeatureCache,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(*arguments: Any) -> None:
         raise fails
 
-    monkeypatch.setattr(jobs, "aggregate", full)
+    monkeypatch.setattr(place, call, full)
     with pytest.raises(CommandError, match=r"^the disk of .* is full: free some space, or set TMPDIR") as end:
         simulate(spec(), SITES, backbone=backbone, features=features)
     assert end.value.exit is Exit.BAD_INPUT
