@@ -104,7 +104,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.coordinator_load
 
 backbone: $(READY)
-	$(BIN)/python -m benchmarks.backbones.tiny.pretrain --out $(or $(OUT),weights.safetensors) $(ARGS)
+	$(BIN)/python -m benchmarks.backbone --out $(or $(OUT),weights.safetensors) $(ARGS)
 
 # The hashes of every file that an image installs, for the versions of constraints.txt: $(call lock,NAME,LISTS,PACKAGES).
 define lock

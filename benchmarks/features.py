@@ -33,10 +33,10 @@ from PIL import Image
 
 from benchmarks.harness import machine, parser, write
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 from promptfed.sdk.backbone import open_backbone
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.clip.caches.slots import batch_size
+from promptfed.shared.clip.caches import batch_size
 from promptfed.shared.data import open_source
 from promptfed.shared.data.image_files import READERS
 from promptfed.shared.machine import processors

@@ -25,35 +25,431 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from benchmarks.features import rate
-from benchmarks.gpu_crews import Limit, conducted
-from benchmarks.gpu_page import NUMBERS, PAGE, page, read
-from benchmarks.gpu_steps import beside, with_words
-from benchmarks.harness import machine
+from benchmarks.harness import DOCS, machine, table
+from benchmarks.step import Task, make_task
+from promptfed.client_service.training.trainer import TaskWork
+from promptfed.experiments.cluster.crew import Assignment, Share, work
+from promptfed.experiments.cluster.run import Conductor
+from promptfed.experiments.simulation.preparation import prepare
+from promptfed.experiments.simulation.run_folder import RunFolder
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import LocalFederation, Processes, Site
 from promptfed.sdk.backbone import open_backbone
-from promptfed.sdk.errors import CommandError
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.clip import Backbone, FeatureCache, shape_of
+from promptfed.shared.clip.towers.text import PromptTokenizer
 from promptfed.shared.data import open_source
-from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.methods import METHODS
+from promptfed.shared.data.registry import SharedSources
+from promptfed.shared.methods import METHODS, make_method
+from promptfed.shared.methods.core.interface import ServerContext
+from promptfed.shared.metrics import Outcomes
+from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneSpec
 from promptfed.shared.tensors import Tensors
+
+BATCH = 32
+NO_RATE = 1e-30
+PROMPTS = {"promptfl": 16, "plan": 8}  # vectors: those of the methods' papers
+REPEATS = 3
+
+
+class WordTokenizer:
+    """Each word is a token, numbered by a checksum: it stands in for a tokenizer that would have to be downloaded."""
+
+    pad_token_id = 1  # SigLIP's, which also ends a text
+    all_special_ids = (1,)
+
+    def __init__(self, vocabulary: int):
+        self.tokenizer = self  # as open_clip wraps those of transformers
+        self._numbers = vocabulary - 2
+
+    def __call__(self, texts: Sequence[str], context_length: int) -> Tensor:
+        ids = torch.full((len(texts), context_length), self.pad_token_id)
+        for row, text in zip(ids, texts, strict=True):
+            words = text.replace(".", " .").split()[: context_length - 1]
+            row[: len(words)] = torch.tensor([2 + zlib.crc32(word.encode()) % self._numbers for word in words])
+        return ids
+
+
+def with_words(backbone: Backbone) -> Backbone:
+    """The backbone, with `WordTokenizer` where its own tokenizer is one of the Hugging Face hub."""
+    text = backbone.open_clip_config["model_cfg"].get("text_cfg", {})
+    if text.get("hf_tokenizer_name"):
+        words = WordTokenizer(int(text["vocab_size"]))
+        backbone.__dict__["_tokenizer"] = PromptTokenizer(words, backbone.context_length)
+    return backbone
+
+
+class PlainLoop:
+    """Prompt learning as it is written in an hour: open_clip's own blocks, every position of every class, no cache.
+
+    ``deep``: prompts enter every block of both towers, as in PLAN; else a context is trained alone.
+    """
+
+    def __init__(self, task: Task, length: int, deep: bool, autocast: bool):
+        backbone, device = task.kept.backbone, task.kept.backbone.device
+        self._model, self._deep, self._autocast, self._m = backbone.model, deep, autocast, length
+        prompts = backbone.class_prompts(task.names, length)
+        self._start, self._ends = prompts.start, prompts.end.to(device)
+        self._rows = torch.arange(len(prompts), device=device)
+        with torch.no_grad():
+            self._words = self._model.token_embedding(prompts.ids.to(device))
+        blocks = backbone.text_layers if deep else 1
+        draws = torch.Generator().manual_seed(0)
+        sizes = [(blocks, length, backbone.d_t), *([(backbone.vision_layers, length, backbone.d_v)] if deep else [])]
+        self.trained = [(0.02 * torch.randn(size, generator=draws)).to(device).requires_grad_() for size in sizes]
+        self._images, self._labels = task.kept.pixels.to(device), task.kept.classes.to(device)
+        self._optimizer = torch.optim.SGD(self.trained, lr=NO_RATE, momentum=0.9)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=autocast)
+
+    def _replaced(self, rows: Tensor, prompts: Tensor, at: int, behind: int) -> Tensor:
+        return torch.cat([rows[:, :at], prompts.to(rows.dtype).expand(len(rows), -1, -1), rows[:, behind:]], 1)
+
+    def _text(self) -> Tensor:
+        model, prompts, end = self._model, self.trained[0], self._start + self._m
+        rows = self._replaced(self._words, prompts[0], self._start, end) + model.positional_embedding
+        for number, block in enumerate(model.transformer.resblocks):
+            if 0 < number < len(prompts):
+                rows = self._replaced(rows, prompts[number], self._start, end)
+            rows = block(rows, attn_mask=model.attn_mask)
+        pooled: Tensor = model.ln_final(rows)[self._rows, self._ends] @ model.text_projection
+        return pooled
+
+    def _features(self) -> Tensor:
+        tower = self._model.visual
+        if not self._deep:
+            with torch.no_grad():
+                found: Tensor = tower(self._images)
+                return found
+        rows = tower._embeds(self._images)
+        for number, block in enumerate(tower.transformer.resblocks):
+            rows = block(self._replaced(rows, self.trained[1][number], 1, 1 if number == 0 else 1 + self._m))
+        pooled: Tensor = tower._pool(rows)[0] @ tower.proj
+        return pooled
+
+    def step(self) -> None:
+        """One step on the batch."""
+        with torch.autocast(self._images.device.type, torch.float16, enabled=self._autocast):
+            cosines = F.normalize(self._features(), dim=-1) @ F.normalize(self._text(), dim=-1).T
+            loss = F.cross_entropy(self._model.logit_scale.exp() * cosines, self._labels)
+        self._optimizer.zero_grad()
+        torch.autograd.backward(self._scaler.scale(loss))
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+
+
+def _step_task(backbone: Backbone, name: str, classes: int, folder: Path) -> Task:
+    """A task on one batch whose features and pixels are on the device."""
+    task = make_task(backbone, "promptfl", classes, BATCH, folder)
+    kept = task.kept
+    task.kept = replace(kept, encoded=kept.encoded.to(backbone.device), pixels=kept.pixels.to(backbone.device))
+    if name == "plan":  # without the global prediction, which no plain loop has
+        method = make_method({"name": name, "m": PROMPTS[name], "alpha": 0.0})
+        server = ServerContext(task.training, shape_of(backbone), task.names, (), 0, 1)
+        state = method.initial_state_with(backbone, server, initial_draws(0))
+        payload = {spec.name: state[spec.name] for spec in method.phases(1, 1)[0].down}
+        task = replace(task, method=method, payload=payload)
+    return task
+
+
+def beside(backbone: Backbone, name: str, classes: int, count: int) -> dict[str, Any]:
+    """Seconds and peak memory (MiB) of one of ``count`` steps: the method's, a plain loop's, and that with autocast."""
+    with tempfile.TemporaryDirectory() as folder:
+        task, length = _step_task(backbone, name, classes, Path(folder)), PROMPTS[name]
+        found: dict[str, Any] = {}
+        ways: dict[str, Callable[[], object]] = {
+            "ours": lambda: task.train(replace(task.kept, steps=count), NO_RATE, backbone)
+        }
+        for way, autocast in {"plain": False, "plain fp16": True}.items():
+            if not autocast or backbone.device.type == "cuda":
+                loop = PlainLoop(task, length, name == "plan", autocast)
+                ways[way] = lambda loop=loop: [loop.step() for _ in range(count)]  # type: ignore[misc]
+        for way, run in ways.items():
+            found |= {f"{way}, s": round(_seconds(run, backbone.device) / count, 5)}
+            if backbone.device.type == "cuda":
+                found |= {f"{way}, MiB": torch.cuda.max_memory_allocated() >> 20}
+    plain = min(value for key, value in found.items() if key.startswith("plain") and key.endswith(", s"))
+    return found | {"ratio": round(found["ours, s"] / plain, 3)}
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median of a few runs after one that does not count."""
+    seconds = []
+    for _ in range(1 + REPEATS):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
+
+
+KEY = "a5" * 32
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bytes of device memory that a process may allocate. None, for the CPU: every step raises OutOfMemoryError."""
+
+    bytes: int | None
+
+    def apply(self) -> None:
+        """Apply the limit to this process."""
+        if self.bytes is not None:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(self.bytes / total)
+            return
+
+        def fail(*_: object) -> dict[str, float]:
+            raise torch.OutOfMemoryError("as if the device were full")
+
+        TaskWork.train = fail  # type: ignore[method-assign, assignment]
+
+
+def _play(assignment: Assignment, limit: Limit | None, answers: Any) -> None:
+    if limit is not None:
+        limit.apply()
+    try:
+        answers.put(work(assignment))
+    except CommandError as error:
+        answers.put((str(error), error.exit))
+
+
+@dataclass
+class SpawnedCrews:
+    """Crews as child processes of this one."""
+
+    limit: Limit | None = None
+    _context: Any = field(default_factory=lambda: multiprocessing.get_context("spawn"))
+    _processes: list[Any] = field(default_factory=list)
+    _outcomes: list[Outcomes] = field(default_factory=list)
+    _answered: int = 0
+
+    def begin(self, assignments: Sequence[Assignment]) -> None:
+        """Start a process for each assignment."""
+        self._answers = self._context.Queue()
+        for assignment in assignments:
+            process = self._context.Process(target=_play, args=(assignment, self.limit, self._answers), daemon=True)
+            process.start()
+            self._processes.append(process)
+
+    def check(self) -> None:
+        """CommandError if a process has failed or died."""
+        while self._processes and not self._answers.empty():
+            self._take(self._answers.get())
+        dead = [process for process in self._processes if process.exitcode not in (None, 0)]
+        if dead:
+            raise CommandError(f"a crew's process ended with {dead[0].exitcode}", Exit.FAILED)
+
+    def _take(self, answer: Any) -> None:
+        if isinstance(answer, tuple):
+            raise CommandError(*answer)
+        self._outcomes += answer
+        self._answered += 1
+
+    def outcomes(self, seconds: float) -> list[Outcomes]:
+        """Wait for all crews, ``seconds`` for each answer; their outcomes."""
+        while self._answered < len(self._processes):
+            self._take(self._answers.get(timeout=seconds))
+        return self._outcomes
+
+    def stop(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+
+@contextmanager
+def _watched(device: str) -> Iterator[list[int]]:
+    """A list with the largest memory in MiB that all processes used on the device in the block; empty on a CPU."""
+    most: list[int] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.1):
+            free, total = torch.cuda.mem_get_info()
+            most[:] = [max([*most, (total - free) // MIB])]
+
+    thread = threading.Thread(target=watch, daemon=True)
+    if device != "cpu":
+        thread.start()
+    try:
+        yield most
+    finally:
+        ended.set()
+        if device != "cpu":
+            thread.join()
+
+
+def conducted(
+    spec: dict[str, Any], sites: Sequence[Site], crews: int, device: str, folder: Path, limit: Limit | None = None
+) -> tuple[FederationResult, int | None]:
+    """Run or continue a federation in ``folder``; its result, and the largest device memory in MiB (None on a CPU).
+
+    Raises:
+        CommandError: the federation did not finish.
+    """
+    wanted, initial, _ = prepare(spec, sites, 1, None, allow_backbone=False)
+    spawned = SpawnedCrews(limit)
+    with (
+        Processes(folder) as processes,
+        LocalFederation(processes, folder) as local,
+        _watched(device) as most,
+    ):
+        conductor = Conductor(local, spawned, RunFolder(folder, KEY, lasting=True), None, lambda snapshot: None)
+        try:
+            result = conductor.conduct(wanted, initial, tuple(sites), Share(crews, 1, device, False))
+        finally:
+            spawned.stop()
+    return result, most[0] if most else None
+
+
+PAGE = DOCS / "results" / "gpu.md"
+NUMBERS = PAGE.with_suffix(".jsonl")
+HEAD = """# On a GPU
+
+What a GPU changes, measured by one command of at most ten minutes. It needs promptfed and this repository, no network
+and no weights: those of ViT-B/16, L/14 and SigLIP SO400M are drawn at random, since neither time nor memory depends on
+their values.
+
+```
+python -m benchmarks.gpu                        # or --parts methods steps: each case is kept as soon as it is measured
+python -m benchmarks.gpu --page
+```
+"""
+NONE = """
+**The command has not run on a GPU since the first run below.** The tests run all its parts on a CPU and the embedded
+backbone, and play every method on a device that behaves like a GPU: tensors of two places that meet raise, memory that
+shares itself cannot be pinned, and no step may wait for the device.
+"""
+FIRST = """
+## The first run
+
+On 2026-11-26, on one H100 (80 GB, 16 CPU cores, torch 2.11), of commit 7368013d.
+
+- No method ran. Each failed at its first image feature: memory that shares itself, an expanded picture, was pinned.
+- With a copy before the pinning, methods ran, and a step was slower than one of a plain open_clip loop. Seconds of a
+  step of PromptFL, ViT-B/16, batch 32, 16 context vectors, image features cached:
+
+| classes | plain loop, fp32 | plain loop, autocast fp16 | promptfed, fp32 | promptfed, bf16 |
+|--:|--:|--:|--:|--:|
+| 10 | 0.035 | 0.031 | 0.094 | |
+| 100 | 0.043 | 0.024 | 0.098 | 0.095 |
+| 1,000 | 0.361 | 0.087 | 0.091 | |
+
+- Of a step of 98 ms, 8.6 ms were kernels; the rest launched about 1,800 of them.
+- Image features: 229 pictures a second, where the bare tower reaches 917 (fp32, batches of 32).
+- Memory: 1.2 GB with 100 classes and 1.8 GB with 1,000, where the plain loop takes 3.2 and 21 GB.
+- A federation of two rounds with 12 images took about 9 s, of which tasks were 0.2 s.
+
+Changed since, and not yet measured on a GPU:
+
+- Every method's training, classifier and evaluation run on the stand-in for a GPU and equal the CPU's.
+- FedOTP does not ask the device during a step which of its transport plans still move.
+- A file of weights is loaded without drawing those that it replaces: 0.45 s of a CPU instead of 1.25 s for ViT-B/16.
+  Beside the towers, a federation like the one above takes 0.6 s of a CPU, and 1.5 s if it is a process's first one,
+  half a second of it for the weights' fingerprint (CPU seconds of one thread, imports and loading not counted).
+"""
+Case = Mapping[str, Any]
+
+
+def page(numbers: Mapping[str, Any] | None) -> str:
+    """The whole page. ``numbers`` None: no GPU was available."""
+    if numbers is None:
+        return HEAD + NONE + FIRST
+    about = numbers["about"]
+    lines = [HEAD, f"Device: {about['device']}, torch {about['torch']}; {numbers['seconds']:.0f} s in all.", ""]
+    if numbers["smoke"]:
+        lines += ["This was a smoke run on the embedded backbone: it shows that all parts run, and nothing else.", ""]
+    parts = numbers["parts"]
+    lines += ["## Methods", "", _methods(parts.get("methods", {})), ""]
+    for title, name in TITLES.items():
+        lines += [f"## {title}", "", _cases(parts.get(name, {})), ""]
+    return "\n".join(lines) + FIRST
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """The numbers of `page` from the lines of ``path``: of a case the last one counts. None: no such file."""
+    if not path.exists():
+        return None
+    numbers: dict[str, Any] = {"parts": {}, "seconds": 0.0}
+    for line in map(json.loads, path.read_text().splitlines()):
+        if "case" in line:
+            numbers["parts"].setdefault(line.pop("part"), {})[line.pop("case")] = line
+        else:
+            numbers |= line
+    return numbers
+
+
+TITLES = {
+    "Steps beside a plain loop": "steps",
+    "Clients at once": "clients",
+    "Crews on one device": "crews",
+    "The same bits again": "twice",
+    "Precision": "precision",
+    "Too little memory": "memory",
+    "Image features": "features",
+}
+
+
+def _methods(cases: Mapping[str, Case]) -> str:
+    rows = []
+    for name, case in cases.items():
+        if name.endswith(" cpu"):
+            continue
+        cpu = cases.get(f"{name} cpu", {})
+        cells = [case.get("task_seconds"), case.get("peak_mib"), cpu.get("task_seconds"), cpu.get("distance")]
+        rows.append([name, *map(_cell, cells), _remark(case) or _remark(cpu)])
+    columns = ["backbone, method", "task, s", "peak, MiB", "task on the CPU, s", "state apart", "remark"]
+    return table(columns, rows)
+
+
+def _cases(cases: Mapping[str, Case]) -> str:
+    keys = sorted({key for case in cases.values() for key in case})
+    rows = [[name, *(_cell(case.get(key)) for key in keys)] for name, case in cases.items()]
+    return table(["case", *keys], rows)
+
+
+def _remark(case: Case) -> str:
+    return str(case.get("failed") or case.get("skipped") or "")
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value))
+    text = str(value).replace("|", "/")
+    return text[:19] + "..." if text.startswith("sha256:") else text
+
 
 MODELS = {"ViT-B-16": "random", "ViT-L-14": "random", "ViT-SO400M-14-SigLIP": "random"}
 SMALL = {"promptfed-tiny": "embedded"}
@@ -75,7 +471,6 @@ BACKBONES = {"methods": 2, "precision": 3}  # how many of the backbones a part r
 STARTING = 12.0  # further seconds until a part is ended: for its start and its last case
 SOME = ("promptfl", "plan", "fedotp")  # with text prompts, with prompts in both towers, and with patch features
 REPEATABLE = {"deterministic": True}  # where hashes are compared: the fastest kernels of a GPU add in any order
-MIB = 1 << 20
 Precision = Literal["fp32", "fp16", "bf16"]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from promptfed.shared.spec.versions import PROTOCOL, VERSION
+from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.testing.clients import content_digest, enrolment, secret_of
 from tests.support.coordinators import CoordinatorProcess
 

@@ -27,36 +27,198 @@ open_clip's blocks. The text tower has the model's blocks and is narrow.
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import step_operations
 from benchmarks.harness import in_words, machine, medians, parser, table, write
-from benchmarks.step_batches import KeptBatch, PlainBatch, RandomImages
 from promptfed.shared.clip import Backbone, BackboneError, ClassPrompts, load_backbone, shape_of
-from promptfed.shared.clip.caches.features import PatchCache
+from promptfed.shared.clip.caches import PatchCache
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, Method, ServerContext
-from promptfed.shared.methods.core.interface.protection import Protection
+from promptfed.shared.methods.core.interface import ClientContext, Method, Protection, ServerContext
+from promptfed.shared.methods.core.training import make_optimizer
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors.replay import Operations
+
+
+class RandomImages:
+    """A split of uint8 RGB images (count, side, side, 3), with the interface of a data source."""
+
+    def __init__(self, count: int, side: int, draws: torch.Generator):
+        self._pixels = torch.randint(256, (count, side, side, 3), dtype=torch.uint8, generator=draws).numpy()
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def image(self, index: int) -> Image.Image:
+        return Image.fromarray(self._pixels[index])
+
+    def digest(self, index: int) -> str:
+        return hashlib.sha256(self._pixels[index].tobytes()).hexdigest()
+
+
+@dataclass
+class KeptBatch:
+    """A training split that repeats one batch ``steps`` times. Features are kept in memory, patch features on disk."""
+
+    backbone: Backbone
+    source: RandomImages
+    cache: PatchCache
+    pixels: Tensor  # (B, 3, H, W)
+    classes: Tensor  # (B,)
+    encoded: Tensor  # (B, d_e)
+    steps: int = 1
+
+    @property
+    def labels(self) -> Tensor:
+        return self.classes.repeat(self.steps)
+
+    def __len__(self) -> int:
+        return self.steps * len(self.classes)
+
+    def features(self) -> Tensor:
+        return self.encoded.repeat(self.steps, 1)
+
+    def raw_features(self) -> Tensor:
+        """The same as `features`: the time of a step does not depend on the length of the features."""
+        return self.features()
+
+    def images(self, indices: Tensor) -> Tensor:
+        return self.pixels[indices % len(self.pixels)]
+
+    def patches(self, indices: Tensor) -> Tensor:
+        return self.cache.rows(self.backbone, self.source, (indices % len(self.classes)).tolist())
+
+    def block_rows(self, indices: Tensor, start: int) -> Tensor:
+        raise NotImplementedError("no method of this benchmark trains blocks of the image tower")
+
+
+@dataclass
+class PlainBatch(KeptBatch):
+    """The same batch with only the pixels kept. ``tower_seconds``: CPU seconds of the image tower, which encodes it."""
+
+    tower_seconds: float = 0.0
+
+    @cached_property
+    def _features(self) -> Tensor:
+        began = time.process_time()
+        features = self.backbone.encode_images(self.pixels)
+        self.tower_seconds += time.process_time() - began
+        return features
+
+    @cached_property
+    def _patches(self) -> Tensor:
+        began = time.process_time()
+        patches = self.backbone.encode_patches(self.pixels).half().float()
+        self.tower_seconds += time.process_time() - began
+        return patches
+
+    def features(self) -> Tensor:
+        return self._features
+
+    def patches(self, indices: Tensor) -> Tensor:
+        return self._patches[indices]
+
+
+WIDTH = 64
+WAYS = {
+    "cpu": "prefix",
+    "gpu": "dense",
+    "plain": "plain",
+}  # text passes; plain: all positions, open_clip's blocks
+NO_WORK = ("aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::lift_fresh")
+
+
+def narrow(model: str, images: bool = False) -> Backbone:
+    """A backbone with the blocks of ``model``'s text tower, but narrow: the operations are the same, and soon done.
+
+    ``images``: also those of its image tower.
+    """
+    import open_clip
+
+    config = open_clip.get_model_config(model)
+    if config is None or "layers" not in config["text_cfg"]:
+        raise SystemExit(f"open_clip has no text tower of its own in {model!r}: name another model, such as ViT-B-16")
+    layers = config["vision_cfg"]["layers"] if images else 1
+    vision = {"image_size": 32, "layers": layers, "width": WIDTH, "patch_size": 16}
+    name = f"narrow-{layers}-{model}"
+    with tempfile.TemporaryDirectory() as folder:
+        own = config | {"embed_dim": WIDTH, "vision_cfg": vision, "text_cfg": config["text_cfg"] | {"width": WIDTH}}
+        (Path(folder) / f"{name}.json").write_text(json.dumps(own))
+        open_clip.add_model_config(folder)
+        return load_backbone(name, "random")
+
+
+def works(operation: Any) -> bool:
+    """Whether an operation computes or copies: views and new memory do neither."""
+    schema = operation._schema
+    viewed = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+    return schema.name.startswith("aten::") and not viewed and not schema.name.startswith(NO_WORK)
+
+
+def of_a_step(backbone: Backbone, way: str, steps: Callable[[int], object]) -> int:
+    """The operations, without views, by which two ``steps`` are more than one; the optimizer's among them."""
+    backbone.text_path = WAYS[way]  # type: ignore[assignment]
+    try:
+        steps(1)  # what is made once
+        found = []
+        for count in (1, 2):
+            with Operations(backbone.device) as passed:
+                steps(count)
+            found.append(sum(works(noted[0]) for noted in passed.noted))
+    finally:
+        del backbone.text_path
+    return found[1] - found[0]
+
+
+def open_clip_steps(task: Any, count: int) -> None:
+    """Steps with open_clip's own towers, the visual and text prompts of ``task``, its batch and its optimizer.
+
+    Without prompts all weights of the image tower are trained.
+    """
+    backbone, images, labels = task.kept.backbone, task.kept.pixels, task.kept.classes
+    visual = copy.deepcopy(backbone.model.visual)
+    prompts = {name: start.clone().requires_grad_() for name, start in task.payload.items() if name.endswith("prompts")}
+    seen, read = prompts.get("visual_prompts", []), prompts.get("text_prompts")
+    leaves = list(prompts.values()) if prompts else list(visual.requires_grad_().parameters())
+    optimizer, text = make_optimizer(leaves, task.training, 1e-30), backbone.encode_text(task.names)
+    for _ in range(count):
+        optimizer.zero_grad(set_to_none=True)
+        with torch.set_grad_enabled(not prompts):
+            rows = visual._embeds(images)
+        own = rows.shape[1]
+        for number, block in enumerate(visual.transformer.resblocks):
+            if number < len(seen):
+                rows = torch.cat([rows[:, :own], seen[number].expand(len(rows), -1, -1)], dim=1)
+            rows = block(rows)
+        features = F.normalize(visual._pool(rows[:, :own])[0] @ visual.proj, dim=-1)
+        if read is not None:
+            classes = backbone.class_prompts(task.names, read.shape[1])
+            text = backbone.encode_prompts(read[0], classes, deep=read[1:] if len(read) > 1 else None, path="plain")
+        torch.autograd.backward(F.cross_entropy(backbone.logit_scale * features @ text.T, labels))
+        optimizer.step()
+
 
 TEMPLATE = "a photo of a {}."
 CHUNK = 100
@@ -298,15 +460,13 @@ def count_operations(model: str, name: str, classes: int, batch: int, protected:
 
     Of `IMAGES` also those of a loop over open_clip's own towers.
     """
-    backbone = step_operations.narrow(model, name in IMAGES)
+    backbone = narrow(model, name in IMAGES)
     with tempfile.TemporaryDirectory() as folder:
         task = make_task(backbone, name, classes, batch, Path(folder))
         steps = partial(task.steps, "protected" if protected else "ours", rate=RATE_OF_STANDING)
-        counts = {way: step_operations.of_a_step(backbone, way, steps) for way in step_operations.WAYS}
+        counts = {way: of_a_step(backbone, way, steps) for way in WAYS}
         if name in IMAGES:
-            counts["open_clip"] = step_operations.of_a_step(
-                backbone, "plain", lambda count: step_operations.open_clip_steps(task, count)
-            )
+            counts["open_clip"] = of_a_step(backbone, "plain", lambda count: open_clip_steps(task, count))
     return {"model": model, "method": name, "protected": protected, "classes": classes, "operations": counts}
 
 

@@ -11,8 +11,8 @@ from promptfed.client_service.joining.sent import help_lines, sent_lines
 from promptfed.client_service.log_messages import EventJsonLines, EventTextLines
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.shared.service.command_line import given_settings
-from promptfed.shared.service.leaving import leave
 from promptfed.shared.service.log_lines import log_to_stderr
+from promptfed.shared.service.reasons import leave
 
 
 def set_up_logging(log_format: Literal["text", "json"]) -> None:
@@ -28,11 +28,11 @@ def start(settings: Settings) -> int:
         if settings.check:
             return check(settings)
         if settings.withdraw:
-            from promptfed.client_service.joining.withdrawal import withdraw
+            from promptfed.client_service.joining.consent import withdraw
 
             return withdraw(settings)
         if settings.fingerprint:
-            from promptfed.client_service.privacy.peers import own_fingerprint
+            from promptfed.client_service.privacy.secure import own_fingerprint
 
             print(own_fingerprint(settings.state_dir))
             return Exit.OK

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from promptfed.shared.service.exit_codes import Exit
+from promptfed.shared.service.reasons import Exit
 
 __all__ = ["ClientError", "Exit", "Failure"]
 

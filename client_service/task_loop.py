@@ -4,42 +4,122 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from promptfed.client_service.exits import ClientError, Failure
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
-from promptfed.client_service.inquiries import Inquiries
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.privacy.agreement import NotAgreed
+from promptfed.client_service.privacy.ledger import expect_head
 from promptfed.client_service.privacy.policy import Policy
+from promptfed.client_service.privacy.protection import unexplained
 from promptfed.client_service.privacy.secure import SecureWork, StepAnswer
-from promptfed.client_service.privacy.unexplained import unexplained
-from promptfed.client_service.state.faults import point
+from promptfed.client_service.state.durable_files import point
 from promptfed.client_service.state.private_state import PAYLOADS, Pending
-from promptfed.client_service.training.data import TEST, TRAIN
-from promptfed.client_service.training.executor import Compute
-from promptfed.client_service.training.task_watch import watched
-from promptfed.client_service.training.trainer import TaskWork
+from promptfed.client_service.training.data import TEST, TRAIN, Cancelled
+from promptfed.client_service.training.trainer import Compute, TaskWork
+from promptfed.shared.api.api_schemas import SpendList
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.data import DataError
 from promptfed.shared.messages import FailureRequest, Task
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import MethodError
+from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.secagg.member import Limits
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import TensorError
 from promptfed.shared.tensors.torch_tensors import decode_place
 
+FIRST_SECONDS = 2.0  # before the first question: short tasks are over by then
+WATCH_SECONDS = 10  # that a question waits for its answer, and between two if nobody holds them back
+SHORTEST_WATCH = 0.5  # seconds from one question to the next
+GONE = (401, 403, 404, 410)  # statuses that say the same of the client or its federation
+
+Result = TypeVar("Result")
+
+
+async def watched(
+    coordinator: CoordinatorClient,
+    compute: Compute,
+    task: Task,
+    job: Callable[[Cancelled], Result],
+    progress: Callable[[], float | None],
+) -> Result:
+    """The result of ``job``, which is told to stop as soon as the task is no longer this client's.
+
+    ``progress``: the part of the task's steps that is done, 0 to 1; None where it is not to be told.
+    """
+    gone = threading.Event()
+    watcher = asyncio.create_task(_watch(coordinator, task, gone, progress))
+    try:
+        return await compute.run(lambda: job(lambda: gone.is_set() or compute.stopped()))
+    finally:
+        watcher.cancel()
+
+
+async def _watch(
+    coordinator: CoordinatorClient, task: Task, gone: threading.Event, progress: Callable[[], float | None]
+) -> None:
+    # "No task" is no reason to stop: a paused federation says so too, and takes the updates of open tasks.
+    await asyncio.sleep(FIRST_SECONDS)
+    while not gone.is_set():
+        asked, pause = time.monotonic(), SHORTEST_WATCH
+        try:
+            current = await coordinator.task(WATCH_SECONDS, retry=False, carrying=task.task_id, progress=progress())
+        except Refused as refused:
+            if refused.status in GONE or refused.kind == "phase-closed":
+                gone.set()
+        except (BadAnswer, ClientError):
+            pause = WATCH_SECONDS
+        else:
+            if current is not None and current.task_id != task.task_id:
+                gone.set()
+            elif current is not None:  # a coordinator before 0.3.0, which does not hold the question back
+                pause = WATCH_SECONDS
+        await asyncio.sleep(max(0.0, pause - (time.monotonic() - asked)))
+
+
 log = logging.getLogger("promptfed.client")
+
+
+@dataclass
+class Inquiries:
+    """One client's questions. It asks only what its budget needs."""
+
+    coordinator: CoordinatorClient
+    work: TaskWork
+    compute: Compute
+    _spends_told: bool = True  # by this coordinator; older ones know no such resource
+
+    async def expect_whole_ledger(self) -> None:
+        """Raise ClientError (LEDGER) if the ledger is an old copy, which lacks spends of this client."""
+        protection = self.work.protection
+        if protection is None or protection.ledger.path is None:
+            return
+        # What this folder itself has seen comes first: a coordinator may say that it has had nothing.
+        await self.compute.run(lambda: expect_head(protection.ledger, self.work.state))
+        if not self._spends_told:
+            return
+        try:
+            told = await self.coordinator.ask(SpendList, "spends")
+        except Refused as refused:
+            if refused.status != 404:
+                raise
+            self._spends_told = False
+            log.info("this coordinator does not tell what it has had: whether the ledger is an old copy is not known")
+            return
+        await self.compute.run(lambda: protection.ledger.expect_whole(told))
+
 
 POLL_SECONDS = 15  # less than the 20 s after which many proxies end a connection on which nothing passes
 SHORTEST_POLL = 0.5  # seconds between polls where the coordinator has no task for us and says so at once

@@ -15,8 +15,7 @@ from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.http.sent_log import SentLog
 from promptfed.client_service.joining.consent import Terminal, noted
-from promptfed.client_service.joining.enrolment import explain
-from promptfed.client_service.joining.flow import FederationEnded, Joining
+from promptfed.client_service.joining.joining import FederationEnded, Joining, explain
 from promptfed.client_service.joining.parts import Parts
 from promptfed.client_service.monitor import Hook, Monitor, Status
 from promptfed.client_service.serving.api import create_app, running_api
@@ -25,10 +24,9 @@ from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.state.site_log import SiteLog
 from promptfed.client_service.task_loop import TaskLoop
-from promptfed.client_service.training.executor import Compute
-from promptfed.client_service.training.trainer import TaskWork
+from promptfed.client_service.training.trainer import Compute, TaskWork
 from promptfed.shared.machine import on_signals
-from promptfed.shared.service.leaving import leave
+from promptfed.shared.service.reasons import leave
 
 log = logging.getLogger("promptfed.client")
 

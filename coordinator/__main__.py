@@ -10,8 +10,7 @@ from pydantic import ValidationError
 
 from promptfed.coordinator.settings import Settings
 from promptfed.shared.service.command_line import given_settings
-from promptfed.shared.service.leaving import leave
-from promptfed.shared.service.reasons import offence
+from promptfed.shared.service.reasons import leave, offence
 
 
 def start(given: dict[str, Any]) -> int:

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.aggregation.server_half import NoTorch
+from promptfed.coordinator.aggregation.global_state import NoTorch
 from promptfed.coordinator.api import (
     api_docs,
     clients,
@@ -36,25 +36,21 @@ from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import Scheduler
 from promptfed.coordinator.engine.sharing import Sharing
-from promptfed.coordinator.http.answer_headers import PROTOCOL_HEADER, AnswerHeaders, with_headers
-from promptfed.coordinator.http.auth_throttle import AuthThrottle
-from promptfed.coordinator.http.body_limits import JsonBodies
-from promptfed.coordinator.http.elsewhere import Elsewhere
-from promptfed.coordinator.http.uploads import Uploads
-from promptfed.coordinator.operations import bootstrap
+from promptfed.coordinator.http.bodies import JsonBodies, Uploads
+from promptfed.coordinator.http.callers import AuthThrottle
+from promptfed.coordinator.http.redirects import PROTOCOL_HEADER, AnswerHeaders, Elsewhere, with_headers
 from promptfed.coordinator.operations import clients as clients_operations
+from promptfed.coordinator.operations import federations
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store import tokens
-from promptfed.coordinator.store.backend import DatabaseAway
+from promptfed.coordinator.store import opening
 from promptfed.coordinator.store.blobs import DamagedBlob
-from promptfed.coordinator.store.bucket import ObjectStoreAway
-from promptfed.coordinator.store.objects_watch import ObjectsWatch
-from promptfed.coordinator.store.opening import Store, open_store
-from promptfed.coordinator.store.signing import Signer
+from promptfed.coordinator.store.bucket import ObjectStoreAway, ObjectsWatch
+from promptfed.coordinator.store.database import DatabaseAway
+from promptfed.coordinator.store.opening import Signer, Store, open_store
 from promptfed.shared.messages import Problem
 from promptfed.shared.privacy.noise import Noise
 from promptfed.shared.service.reasons import offence
-from promptfed.shared.spec.versions import OtherVersion, expect_ours
+from promptfed.shared.spec.section import OtherVersion, expect_ours
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -163,7 +159,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         store = await asyncio.to_thread(open_store, settings)
     noise: Noise | None = getattr(app.state, "noise", None)
     app.state.registry = registry = Registry(store.database, store.blobs, Metrics(), store.leases, noise)
-    app.state.operator_digest = tokens.digest(_first_token(settings))
+    app.state.operator_digest = opening.digest(_first_token(settings))
     app.state.signer = Signer(settings.data_dir, settings.signing_key_file)
     app.state.uploads = Uploads(
         registry, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
@@ -178,7 +174,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await scheduler.start()
         if sharing is not None:
             await sharing.start()
-        await asyncio.to_thread(bootstrap.bootstrap, registry, settings)
+        await asyncio.to_thread(federations.bootstrap, registry, settings)
         yield
     finally:
         await scheduler.stop()
@@ -189,7 +185,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 def _first_token(settings: Settings) -> str:
     given = settings.operator_token_file
-    return tokens.given_operator_token(given) if given is not None else tokens.operator_token(settings.data_dir)
+    return opening.given_operator_token(given) if given is not None else opening.operator_token(settings.data_dir)
 
 
 async def _answer(request: Request, error: Exception) -> JSONResponse:

@@ -22,21 +22,20 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.engine import json_logs
-from promptfed.coordinator.engine.expiry import has_expired
 from promptfed.coordinator.engine.malloc import share_heaps
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.engine.scheduler import has_expired
 from promptfed.coordinator.http.connection_limits import ACCEPTED_AT_ONCE, QUEUE, LimitedConnection
 from promptfed.coordinator.operations import federations
-from promptfed.coordinator.operations.bootstrap import BootstrapFailed, read_spec
+from promptfed.coordinator.operations.federations import BootstrapFailed, read_spec
 from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store import tokens
-from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway
+from promptfed.coordinator.store import opening
+from promptfed.coordinator.store.database import CannotOpen, DatabaseAway
 from promptfed.coordinator.store.opening import Store, open_store
 from promptfed.shared.files import write_whole
 from promptfed.shared.messages import ENDED
-from promptfed.shared.service.net import bind, url_of
-from promptfed.shared.service.open_files import HOW_TO_RAISE, most_connections, raise_open_files
+from promptfed.shared.service.net import HOW_TO_RAISE, bind, most_connections, raise_open_files, url_of
 from promptfed.shared.service.reasons import named, why
 
 log = logging.getLogger("promptfed.coordinator")
@@ -125,7 +124,7 @@ def serve(settings: Settings) -> int:
     def ready() -> None:
         place = store.database.backend.place
         log.info("listening on %s, data in %s, database at %s", base_url, settings.data_dir, place)
-        token = settings.data_dir / tokens.OPERATOR_FILE
+        token = settings.data_dir / opening.OPERATOR_FILE
         log.info("the operator's page is %s/; its token lies in %s", base_url, token)
         _warn_of_file_limit(app.state.registry)
         if settings.port_file is not None:

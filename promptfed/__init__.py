@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from promptfed.library.connection import Connection, Federation, connect
     from promptfed.library.result import Prediction, Result
     from promptfed.library.run import run
-    from promptfed.sdk.errors import CommandError
+    from promptfed.sdk.client import CommandError
     from promptfed.sdk.result import Accuracy
 
 # A checkout without symbolic links (a zip archive, Windows) has text files instead of the links beside this file. There
@@ -34,7 +34,7 @@ if not (_HERE / "shared").is_dir() and (_HERE.parent / "shared" / "__init__.py")
 
 _WHERE = {
     "Accuracy": "promptfed.sdk.result",
-    "CommandError": "promptfed.sdk.errors",
+    "CommandError": "promptfed.sdk.client",
     "Connection": "promptfed.library.connection",
     "Federation": "promptfed.library.connection",
     "Prediction": "promptfed.library.result",

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from promptfed.shared.tensors.torch_draws import TorchDraws
+    from promptfed.shared.tensors.torch_tensors import TorchDraws
 
 Floats = NDArray[np.float32]
 
@@ -27,7 +27,7 @@ def derive_seed(seed: int, *purpose: str | int) -> int:
 
 def generator(seed: int, *purpose: str | int) -> TorchDraws:
     """A CPU generator of torch for one purpose; draws are made on the CPU and moved, so that devices agree."""
-    from promptfed.shared.tensors.torch_draws import TorchDraws
+    from promptfed.shared.tensors.torch_tensors import TorchDraws
 
     made = TorchDraws()
     made.manual_seed(derive_seed(seed, *purpose))

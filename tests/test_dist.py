@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from promptfed import __version__
-from promptfed.shared.spec.versions import VERSION
+from promptfed.shared.spec.section import VERSION
 from tests import ROOT
 from tests.support.waiting import PATIENCE
 

@@ -28,7 +28,7 @@ from promptfed.cli.main import app
 from promptfed.cli.predicting import model_of_export
 from promptfed.client_service.serving.api import create_export_app
 from promptfed.export.adapted_model import predictor_of
-from promptfed.sdk.errors import Exit
+from promptfed.sdk.client import Exit
 from tests import ROOT
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread

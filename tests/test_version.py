@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from promptfed import __version__
 from promptfed.cli.main import app
-from promptfed.shared.spec.versions import VERSION
+from promptfed.shared.spec.section import VERSION
 from tests import ROOT
 
 

@@ -33,11 +33,11 @@ from benchmarks.flower.beside import own_python
 from benchmarks.harness import parser, table, write
 from benchmarks.simulation import plan
 from promptfed.client_service.training.data import TRAIN, ClientData
-from promptfed.experiments.bench.provenance import provenance
+from promptfed.experiments.bench.runner import provenance
 from promptfed.experiments.simulation.preparation import open_site, prepare
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.shared.clip import FeatureCache
-from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.tensors import decode
 

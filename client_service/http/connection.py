@@ -22,11 +22,17 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body
 from promptfed.client_service.http.sent_log import SentLog
 from promptfed.shared.messages import Problem
-from promptfed.shared.service.addresses import TOLD, AddressBook
-from promptfed.shared.service.net import MOST_MOVES, moved_to
+from promptfed.shared.service.net import (
+    MOST_MOVES,
+    PROXY_LOGIN,
+    TOLD,
+    AddressBook,
+    explained,
+    is_certificate_error,
+    moved_to,
+)
 from promptfed.shared.service.reasons import offence, why
-from promptfed.shared.service.tls import PROXY_LOGIN, explained, is_certificate_error
-from promptfed.shared.spec.versions import PROTOCOL, VERSION, OtherVersion, expect_ours
+from promptfed.shared.spec.section import PROTOCOL, VERSION, OtherVersion, expect_ours
 
 log = logging.getLogger("promptfed.client")
 

@@ -17,7 +17,11 @@ from promptfed.client_service.settings import DEVICE_PATTERN
 from promptfed.shared.data import DataError, Source, Split
 from promptfed.shared.data.partition import class_counts
 from promptfed.shared.plain_text import alike_text, counted
-from promptfed.shared.service.open_files import HOW_TO_RAISE, connections_of, open_files
+from promptfed.shared.service.net import (
+    HOW_TO_RAISE,
+    connections_of,
+    open_files,
+)
 
 Verdict = Literal["pass", "warn", "fail"]
 

@@ -7,19 +7,17 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from promptfed.client_service.privacy.agreement import AgreedTerms
-from promptfed.client_service.privacy.candidates import ROUNDS, phases_of
+from promptfed.client_service.privacy.agreement import ROUNDS, AgreedTerms, phases_of
 from promptfed.client_service.privacy.policy import STATES
 from promptfed.client_service.privacy.protection import PrivacyPlan
 from promptfed.client_service.training.payloads import known_sizes
 from promptfed.shared.messages import Domain, EnrolmentInfo, Role
 from promptfed.shared.methods import MULTI_LABEL, TASK
-from promptfed.shared.methods.core.interface.base import Method
-from promptfed.shared.methods.core.interface.disclosures import Disclosed
+from promptfed.shared.methods.core.interface import Disclosed, Method
 from promptfed.shared.plain_text import counted, plain
 from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec.section import RELEASE, SYSTEM
 from promptfed.shared.spec.spec import BackboneShape
-from promptfed.shared.spec.versions import RELEASE, SYSTEM
 from promptfed.shared.tensors import TensorSpec
 from promptfed.shared.tensors.torch_tensors import DTYPES
 

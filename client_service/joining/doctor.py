@@ -31,7 +31,7 @@ from promptfed.client_service.joining.checks import (
     check_versions,
 )
 from promptfed.client_service.joining.disclosure import Disclosure, disclose
-from promptfed.client_service.joining.enrolment import (
+from promptfed.client_service.joining.joining import (
     check_backbone,
     check_declaration,
     check_protocol,
@@ -43,7 +43,7 @@ from promptfed.client_service.joining.enrolment import (
     open_backbone,
 )
 from promptfed.client_service.privacy.agreement import terms_of
-from promptfed.client_service.privacy.floor import declared_images, floor_of, states_of
+from promptfed.client_service.privacy.noisy_counts import declared_images, floor_of, states_of
 from promptfed.client_service.privacy.policy import RULES, Policy, expect_origin, read_policy, refusals
 from promptfed.client_service.privacy.protection import own_ledger, site_facts, site_plan
 from promptfed.client_service.settings import Settings, make_settings, read_token
@@ -53,10 +53,9 @@ from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.data import Source
 from promptfed.shared.messages import ENDED, EnrolmentInfo
 from promptfed.shared.methods import check_fits
-from promptfed.shared.methods.core.interface.base import Method, MethodError
-from promptfed.shared.methods.core.interface.hooks import ReadsDomains
+from promptfed.shared.methods.core.interface import Method, MethodError, ReadsDomains
+from promptfed.shared.service.net import explained
 from promptfed.shared.service.reasons import why
-from promptfed.shared.service.tls import explained
 from promptfed.shared.spec.spec import BackboneSpec, SpecError
 
 ANSWER_SECONDS = 5.0  # that a coordinator gets to answer

@@ -14,14 +14,24 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.shared.files import write_whole
 from promptfed.shared.service.invitation import Invitation, InvitationError, decode
-from promptfed.shared.service.network import http_options, trust
+from promptfed.shared.service.net import (
+    certificate_hash,
+    certificates_in,
+    explained,
+    http_options,
+    is_certificate_error,
+    trust,
+)
 from promptfed.shared.service.reasons import why
-from promptfed.shared.service.tls import certificate_hash, certificates_in, explained, is_certificate_error
+
+TOKEN, AUTHORITY = "invitation.token", "authority.pem"  # in the state folder
+
 
 GIVEN = frozenset({"coordinator", "federation", "enrolment_token_file"})
 """The settings that an invitation brings."""
-TOKEN, AUTHORITY = "invitation.token", "authority.pem"  # in the state folder
 SECONDS = 20.0
+
+
 MOST_BYTES = 1 << 16  # of a certificate
 
 

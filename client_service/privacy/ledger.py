@@ -1,10 +1,6 @@
 """The privacy budget of an owner's data set, in a file that outlives federations and state folders.
 
-JSON lines, appended under a lock and synced, each with its number ``n`` and ``prev``, the SHA-256 of the line before.
-The first opens the ledger with its δ; each further one is a spend: what was sent, by its ``release`` (SHA-256 of the
-update's bytes), and the events that it cost. A spend is written before the first byte leaves, and the same release
-costs nothing again. An unfinished last line, of a writer that was killed, is dropped; anything else that does not
-follow is tampering or a broken disk, and ends the client.
+The state folder keeps its head as it was seen last, which exposes an old copy.
 """
 
 from __future__ import annotations
@@ -17,16 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.state.faults import point
+from promptfed.client_service.state.durable_files import point
 from promptfed.shared import machine
-from promptfed.shared.api.privacy_schemas import SpendList, SpendView
+from promptfed.shared.api.api_schemas import SpendList, SpendView
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION, Accountant, Event, PrivacyError
 from promptfed.shared.service.reasons import why
+
+if TYPE_CHECKING:
+    from promptfed.client_service.state.private_state import PrivateState
 
 Part = Literal["train", "test"]
 START = hashlib.sha256(b"").hexdigest()
@@ -312,3 +311,46 @@ def _head(lines: Sequence[bytes]) -> Head:
 def _write(handle: int, content: bytes) -> None:
     while content:
         content = content[os.write(handle, content) :]
+
+
+FILE = "ledger-head.json"
+
+
+def keep_head(ledger: Ledger, state: PrivateState) -> None:
+    """Note the head of ``ledger``. A ledger in memory has none that outlives the process."""
+    if ledger.path is not None:
+        state.write_as(FILE, ledger.head())
+
+
+def expect_head(ledger: Ledger, state: PrivateState) -> None:
+    """Raise ClientError (LEDGER) if ``ledger`` does not begin with the lines that this client has seen."""
+    known = _known(ledger, state)
+    if known is None:
+        return
+    head = ledger.head(known.count)
+    if head != known:
+        there = "another line" if head.count == known.count else f"{head.count} lines"
+        raise ClientError(
+            Exit.LEDGER,
+            f"ledger-behind: the ledger {ledger.path} has {there} where {state.folder} knows of {known.count}: it is "
+            "an old copy, or another data set's. Restore the newest one, or write down what is missing by `promptfed "
+            "ledger adopt` with every state folder that has used it; nothing was sent",
+        )
+
+
+def adopt_head(ledger: Ledger, state: PrivateState) -> None:
+    """Note the head of a ledger to which the missing lines have been added.
+
+    Raises:
+        ClientError: LEDGER where it has fewer lines than this client knew of: something is missing still.
+    """
+    known = _known(ledger, state)
+    if known is None:
+        return
+    if ledger.head().count < known.count:
+        expect_head(ledger, state)
+    keep_head(ledger, state)
+
+
+def _known(ledger: Ledger, state: PrivateState) -> Head | None:
+    return state.read_as(FILE, Head) if ledger.path is not None else None

@@ -8,18 +8,18 @@ classifier is public, or private and trained under noise; fine-tuned ones are wi
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger
-from promptfed.client_service.privacy.ledger_head import keep_head
-from promptfed.client_service.privacy.policy import Policy
-from promptfed.client_service.state.faults import point
+from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger, keep_head
+from promptfed.client_service.privacy.policy import STATES, Policy
+from promptfed.client_service.state.durable_files import point
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.data.source import Source
@@ -32,7 +32,7 @@ from promptfed.shared.messages import (
     SplitResult,
     Task,
 )
-from promptfed.shared.methods.core.interface.base import Method
+from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.methods.core.several_labels import is_for_several_labels
 from promptfed.shared.privacy.accounting import Event, default_delta
 from promptfed.shared.privacy.noise import Noise, NoiseStream
@@ -41,7 +41,7 @@ from promptfed.shared.privacy.settings import PrivacySpec
 log = logging.getLogger("promptfed.client")
 
 Leaving = Literal["withheld", "noisy", "plain"]
-FILE = "noisy-counts.json"
+DRAWN_FILE = "noisy-counts.json"
 STRICTNESS: tuple[Leaving, ...] = ("withheld", "noisy", "plain")
 LEAST_IMAGES, USUAL = 1000, 0.1  # of a test set: of fewer, noise of the usual ε leaves little
 Results = Mapping[str, SplitResult]
@@ -184,7 +184,7 @@ class NoisyCounts:
         )
         body = request.model_dump(mode="json")
         drawn = _Drawn(task_id=task.task_id, round=task.round, phase=task.phase, body=body, zero_shot=known, new=fresh)
-        self.state.write_as(FILE, drawn)
+        self.state.write_as(DRAWN_FILE, drawn)
         point("counts-written")
         return self._paid(task, drawn)
 
@@ -206,7 +206,7 @@ class NoisyCounts:
             self.ledger.spend(drawn.release, events, self.most, about, "test")
             keep_head(self.ledger, self.state)
         except BudgetExhausted as error:
-            self.state.write_as(FILE, _Drawn(zero_shot=drawn.zero_shot))
+            self.state.write_as(DRAWN_FILE, _Drawn(zero_shot=drawn.zero_shot))
             return self._withheld(error)
         point("counts-spent")
         return request
@@ -219,4 +219,118 @@ class NoisyCounts:
         return EvaluationRequest(splits={}, withheld=True)
 
     def _last(self) -> _Drawn:
-        return self.state.read_as(FILE, _Drawn) or _Drawn()
+        return self.state.read_as(DRAWN_FILE, _Drawn) or _Drawn()
+
+
+ANSWERED_FILE = "answered-states.json"
+Patients = Callable[[str], int | None]
+"""The number of patients of a test set by its name; None where the data name none."""
+
+
+def floor_of(policy: Policy | None) -> int:
+    """The site's floor: its policy's, without a policy none (1)."""
+    return policy.metrics.floor if policy is not None else 1
+
+
+def states_of(policy: Policy | None) -> int:
+    """How many different states are answered on one test set under a floor."""
+    return policy.metrics.states if policy is not None else STATES
+
+
+class _Answered(BaseModel):
+    """By test set, a hash of its images: the digests of the states that were answered, in order."""
+
+    sets: dict[str, list[str]] = {}
+
+
+@dataclass(frozen=True)
+class AnsweredStates:
+    """The states that a client has answered, in its folder: at most ``most`` on one test set."""
+
+    folder: PrivateState
+    most: int
+
+    def admitted(self, images: Mapping[str, str], state: str) -> set[str]:
+        """The test sets, by name, that may answer ``state`` (a digest); on the disk before anything is told.
+
+        ``images``: the hash of each test set's images, so that another name is no other test set.
+        """
+        known = self.folder.read_as(ANSWERED_FILE, _Answered) or _Answered()
+        new = False
+        for own in set(images.values()):
+            listed = known.sets.setdefault(own, [])
+            if state not in listed and len(listed) < self.most:
+                listed.append(state)
+                new = True
+        if new:
+            self.folder.write_as(ANSWERED_FILE, known)
+        return {name for name, own in images.items() if state in known.sets[own]}
+
+
+def lowest(count: int, floor: int) -> int:
+    """The lower end of the range of a number."""
+    return count - count % max(1, floor)
+
+
+def middle(count: int, floor: int) -> float:
+    """The middle of the range of a number."""
+    return lowest(count, floor) + (max(1, floor) - 1) / 2
+
+
+def declared_images(count: int, floor: int, info: EnrolmentInfo) -> int:
+    """The number of images that a client enrols with: rounded down to a multiple of the floor.
+
+    Training under privacy.level sample is accounted by its exact number.
+    """
+    if info.privacy is not None and info.privacy.protects_records:
+        return count
+    return lowest(count, floor)
+
+
+def coded_accuracy(right: int, count: int, floor: int, patients: int | None = None) -> float | None:
+    """The accuracy of ``count`` images; None below twice the floor, where right or wrong answers are always few.
+
+    It follows from the range of ``count``, the same in every round, and that of the rarer answers, right or wrong.
+    """
+    if count == 0 or (floor > 1 and min(count, count if patients is None else patients) < 2 * floor):
+        return None
+    if floor <= 1:
+        return right / count
+    wrong = count - right
+    rarer = middle(min(right, wrong), floor) / middle(count, floor)
+    return min(rarer, 0.5) if right < wrong else max(1 - rarer, 0.5)
+
+
+def large_enough(results: Mapping[str, SplitResult], floor: int, patients: Patients) -> dict[str, SplitResult]:
+    """The results of test sets that reach twice the floor, in images and in patients."""
+    return {
+        name: result
+        for name, result in results.items()
+        if coded_accuracy(0, result.num_samples, floor, patients(name.partition("@")[0])) is not None
+    }
+
+
+def floored(results: Mapping[str, SplitResult], floor: int, patients: Patients) -> dict[str, SplitResult]:
+    """What of a federation's results leaves: accuracies from ranges.
+
+    A macro-F1 would tell of classes. An ECE is the accuracy itself where all confidences are equal, to which a state
+    can be made.
+    """
+    if floor <= 1:
+        return dict(results)
+    told = {}
+    for name, result in large_enough(results, floor, patients).items():
+        accuracy = coded_accuracy(round(result.accuracy * result.num_samples), result.num_samples, floor)
+        assert accuracy is not None
+        told[name] = SplitResult(accuracy=accuracy, num_samples=lowest(result.num_samples, floor))
+    return told
+
+
+def without_shares(measured: Mapping[str, float], method: Method, floor: int) -> dict[str, float]:
+    """The numbers of training without fractions of images, from which counts follow."""
+    kept = method.shares if floor > 1 else ()
+    return {
+        name: value
+        for name, value in measured.items()
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in kept)
+    }

@@ -25,8 +25,8 @@ from promptfed.shared.privacy.accounting import LEAST_DELTA, steps_of
 from promptfed.shared.service.net import addresses_of
 from promptfed.shared.service.reasons import offence, why
 from promptfed.shared.service.yaml_text import read_yaml
+from promptfed.shared.spec.section import Section
 from promptfed.shared.spec.spec import Name
-from promptfed.shared.spec.spec_section import Section
 from promptfed.shared.spec.training_terms import TrainingTerms
 
 EXAMPLE = (files(__package__) / "policy_example.yaml").read_text()

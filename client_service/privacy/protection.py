@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from promptfed.client_service.exits import ClientError, Exit, Failure
-from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger
-from promptfed.client_service.privacy.ledger_head import keep_head
+from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger, keep_head
 from promptfed.client_service.privacy.policy import Policy, SiteFacts, facts_of
 from promptfed.client_service.settings import Settings
-from promptfed.client_service.state.faults import point
+from promptfed.client_service.state.durable_files import point
 from promptfed.client_service.state.private_state import Pending, PrivateState
 from promptfed.shared.data.source import Source, Split
 from promptfed.shared.messages import EnrolledProtection, EnrolmentInfo, PrivacyEvent, SpendReport, Task
-from promptfed.shared.methods.core.checks.privacy_checks import training_loops
-from promptfed.shared.methods.core.interface.base import Method
-from promptfed.shared.methods.core.interface.protection import Protection
+from promptfed.shared.methods.core.checks import training_loops
+from promptfed.shared.methods.core.interface import Method, Protection
+from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.privacy.accounting import (
     Event,
     PrivacyError,
@@ -320,3 +321,24 @@ def _noise(privacy: PrivacySpec, delta: float, shape: Event) -> float:
 def _check_allowed(privacy: PrivacySpec, delta: float) -> None:
     if privacy.delta is not None and delta > privacy.delta:
         raise PrivacyError(f"the ledger's δ = {delta:g} is larger than the federation allows ({privacy.delta:g})")
+
+
+log = logging.getLogger("promptfed.client")
+
+
+@contextmanager
+def unexplained(hidden: bool, work: Literal["training", "evaluation"] = "training") -> Iterator[None]:
+    """If ``hidden``, replace every failure inside by the same one. The cause is written to this client's own log only.
+
+    Raises:
+        Failure: training-failed (or evaluation-failed), with the same text whatever the cause.
+    """
+    try:
+        yield
+    except (TaskCancelled, ClientError):
+        raise
+    except Exception:
+        if not hidden:
+            raise
+        log.exception("protected %s failed", work)
+        raise Failure(f"{work}-failed", f"protected {work} failed; this client's own log says why") from None

@@ -10,27 +10,184 @@ client that has revealed shares joins no other attempt at that phase, not even a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+from pydantic import BaseModel, BeforeValidator, PlainSerializer
 
 from promptfed.client_service.exits import Failure
-from promptfed.client_service.privacy.peers import Met, identity_of, meet
-from promptfed.client_service.privacy.secure_notes import AttemptAbout, KeptAttempt, KeptChange, LastAnswer, Markers
-from promptfed.client_service.state.faults import point
+from promptfed.client_service.state.durable_files import point
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import SpendReport, Task, TaskKind
-from promptfed.shared.secagg import SecureError, member
-from promptfed.shared.secagg.encoding import blurred, encoded, flat_change
+from promptfed.shared.secagg import SecureError, member, primitives
 from promptfed.shared.secagg.member import Limits, Secrets
-from promptfed.shared.secagg.messages import ConfirmJob, KeysAnswer, MaskJob, RosterMessage, UnmaskJob, alive_digest
-from promptfed.shared.secagg.roster import Roster, read_roster
-from promptfed.shared.spec.weighting import Weighting
+from promptfed.shared.secagg.messages import (
+    ConfirmJob,
+    KeysAnswer,
+    MaskJob,
+    Roster,
+    RosterMessage,
+    UnmaskJob,
+    alive_digest,
+    read_roster,
+)
+from promptfed.shared.secagg.primitives import blurred, encoded, flat_change
+from promptfed.shared.spec.section import left_out
+from promptfed.shared.spec.sections import Weighting
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import arrays_of, decode, encode
+
+HexBytes = Annotated[
+    bytes,
+    BeforeValidator(lambda given: bytes.fromhex(given) if isinstance(given, str) else given),
+    PlainSerializer(bytes.hex, return_type=str),
+]
+Pair = tuple[HexBytes, HexBytes]
+"""A share of a member's seed, and one of its mask key."""
+
+
+class OfPhase(BaseModel):
+    """Something that belongs to one phase of one round."""
+
+    round: int
+    phase: str
+
+    def is_of(self, other: Task | OfPhase) -> bool:
+        """Whether both belong to the same phase of the same round."""
+        return (self.round, self.phase) == (other.round, other.phase)
+
+
+class KeptChange(OfPhase):
+    """The metadata of a kept change."""
+
+    payload: str
+    provenance: TensorOrigin
+    privacy: Annotated[SpendReport | None, left_out()] = None
+
+
+class AttemptAbout(OfPhase):
+    """What an attempt is about, as this client's entry in the roster says it (`Entry`)."""
+
+    federation_id: str
+    attempt: int
+    samples: int
+    payload_sha256: str
+    terms: str
+
+
+class LastAnswer(BaseModel):
+    """For which task the last answer is."""
+
+    task_id: str
+    kind: TaskKind
+
+
+class KeptAttempt(BaseModel):
+    """One attempt at a sum: its keys, every answer so far, and what later steps need of earlier ones.
+
+    Attributes:
+        answers: the body of each step's answer; that of ``mask`` is a file of its own.
+        accepted: steps whose answer the coordinator is known to have.
+        last: the answer that may be under way.
+        roster: as the coordinator told it in step ``share``.
+        own: the shares that this client holds of its own secrets.
+        held: the shares that it holds of each member's secrets, by the member's place.
+        sharing: the places of all who have shared.
+        confirm: the lists that step ``confirm`` told.
+    """
+
+    about: AttemptAbout
+    secrets: dict[str, HexBytes]
+    answers: dict[TaskKind, str]
+    accepted: list[TaskKind] = []
+    last: LastAnswer | None = None
+    roster: str = ""
+    own: Pair | None = None
+    held: dict[int, Pair] = {}
+    sharing: list[int] = []
+    confirm: str = ""
+
+
+class Markers(BaseModel):
+    """What outlives every attempt.
+
+    Attributes:
+        revealed: by phase, the attempt for which shares were revealed, and the digest of the list of who counts.
+        payloads: by digest, the phase for which a payload was served.
+        round: the last round that was trained for.
+    """
+
+    revealed: dict[str, tuple[int, str]] = {}
+    payloads: dict[str, str] = {}
+    round: int = 0
+
+
+KEY, PEERS = "signing.key", "peers.json"
+
+
+def identity_of(state: PrivateState) -> bytes:
+    """The private Ed25519 key of this folder's client, made and written down when it is asked for first.
+
+    Raises:
+        ClientError: STATE where it is damaged.
+    """
+    known = state.read_note(KEY)
+    if known is None:
+        known = primitives.new_identity().hex()
+        state.write_note(KEY, known)
+    try:
+        return bytes.fromhex(known)
+    except ValueError:
+        raise state.damaged(KEY) from None
+
+
+def own_fingerprint(folder: Path) -> str:
+    """``ed25519:…`` of the client whose state is in ``folder``, also while that client runs.
+
+    Raises:
+        ClientError: STATE where the folder cannot be used.
+    """
+    try:
+        private = bytes.fromhex((folder / KEY).read_text())  # without the lock, which a client at work has
+    except (OSError, ValueError):
+        state = PrivateState(folder)
+        try:
+            private = identity_of(state)
+        finally:
+            state.close()
+    return primitives.fingerprint(primitives.public_identity(private))
+
+
+@dataclass(frozen=True)
+class Met:
+    """How many of the other members of a secure sum this client knows.
+
+    ``new``: never met before. ``listed``: among the fingerprints of its owner's policy.
+    """
+
+    round: int
+    members: int
+    new: int
+    listed: int
+
+    def as_dict(self) -> dict[str, int]:
+        """As JSON."""
+        return asdict(self)
+
+
+def meet(state: PrivateState, others: Iterable[str], round: int, listed: frozenset[str]) -> Met:
+    """Note the identity keys (hex) of a sum's ``others``, each with the first round in which it was met."""
+    known = state.read_as(PEERS, dict[str, int]) or {}
+    here = sorted(primitives.fingerprint(bytes.fromhex(key)) for key in others)
+    new = [peer for peer in here if peer not in known]
+    if new:
+        state.write_as(PEERS, known | dict.fromkeys(new, round))
+    return Met(round, len(here), len(new), sum(peer in listed for peer in here))
+
 
 WORK, ATTEMPT = "secure-work.safetensors", "secure-attempt.json"
 MASKED, MARKERS = "secure-masked.safetensors", "secure-markers.json"

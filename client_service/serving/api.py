@@ -12,22 +12,97 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import uvicorn
-from fastapi import Depends, FastAPI, Request, Response, params
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response, params
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.monitor import Monitor
-from promptfed.client_service.serving import page
-from promptfed.client_service.serving.browsers import OwnPageOnly
 from promptfed.client_service.serving.prediction import BadImage, NoPrompts, Predictor, TooManyPixels
 from promptfed.shared.messages import PROBLEM_BASE, Problem
 from promptfed.shared.service.http_connection import LimitedHttpProtocol
 from promptfed.shared.service.net import bind, is_loopback, url_of
 from promptfed.shared.service.reasons import why
+from promptfed.shared.service.static_page import StaticPage
+
+
+class OwnPageOnly:
+    """Refuses requests that a page of elsewhere has made, before anything is read.
+
+    ``local``: the service listens on loopback and takes no token, so that a name of elsewhere in ``Host`` is a page
+    that has rebound its own name to this machine (DNS rebinding): only loopback addresses and localhost are ours.
+    """
+
+    def __init__(self, app: ASGIApp, local: bool):
+        self._app = app
+        self._local = local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 400 (another host) or 403 (another page)."""
+        if scope["type"] == "http":
+            refusal = self._refusal(Headers(scope=scope), scope)
+            if refusal is not None:
+                status, kind, detail = refusal
+                problem = {"type": PROBLEM_BASE + kind, "title": "Not for other pages", "status": status}
+                answer = JSONResponse(problem | {"detail": detail}, status, media_type="application/problem+json")
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, headers: Headers, scope: Scope) -> tuple[int, str, str] | None:
+        hosts = headers.getlist("host")
+        if self._local and (len(hosts) != 1 or not _is_here(hosts[0])):
+            return 400, "other-host", "this service answers under addresses of this machine alone, as 127.0.0.1"
+        origin = headers.get("origin")
+        if origin is not None and (not hosts or urlsplit(origin).netloc.lower() != hosts[0].lower()):
+            return 403, "other-origin", "another page may not call this service"
+        site = headers.get("sec-fetch-site", "none")
+        follows_a_link = scope["method"] == "GET" and headers.get("sec-fetch-mode") == "navigate"
+        if site not in ("same-origin", "none") and not (follows_a_link and scope["path"] == "/"):
+            return 403, "other-origin", "another page may not call this service"
+        return None
+
+
+def _is_here(host: str) -> bool:
+    """Whether ``host``, with or without a port, is a loopback address or localhost."""
+    try:
+        parts = urlsplit(f"//{host}")
+        _ = parts.port
+    except ValueError:
+        return False
+    return parts.netloc == host and "@" not in host and is_loopback(parts.hostname or "")
+
+
+# `blob:` is the chosen image, shown from the browser's memory.
+PAGE = StaticPage("promptfed.client_service.serving", images="blob:")
+
+# Files of a page are no calls that a program makes.
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/")
+async def page(if_none_match: Annotated[str | None, Header()] = None) -> Response:
+    """The upload page."""
+    return PAGE.answer("index.html", if_none_match)
+
+
+@router.get("/web/page.css")
+async def style(if_none_match: Annotated[str | None, Header()] = None) -> Response:
+    """Its style sheet."""
+    return PAGE.answer("page.css", if_none_match)
+
+
+@router.get("/web/page.js")
+async def script(if_none_match: Annotated[str | None, Header()] = None) -> Response:
+    """Its script."""
+    return PAGE.answer("page.js", if_none_match)
+
 
 MAX_IMAGE_BYTES = 20 << 20
 MAX_BATCH, MAX_BATCH_BYTES = 64, 64 << 20  # images, and the bytes of a request with all of them in base64
@@ -185,7 +260,7 @@ def _app(
         return status_of()
 
     _add_predict(app, predictor, guarded)
-    app.include_router(page.router)
+    app.include_router(router)
     return app, guarded
 
 

@@ -14,11 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.clip.caches.features import rows_before
+from promptfed.shared.clip.caches import rows_before
 from promptfed.shared.data.image_files import IMAGE_FORMATS
 from promptfed.shared.data.pixels import UNREADABLE, Unfaithful, in_rgb
 from promptfed.shared.methods import MULTI_LABEL, TASK
-from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, Mixes
+from promptfed.shared.methods.core.interface import Classifier, ClientContext, Mixes
 
 MAX_PIXELS = 16_000_000
 DRAFT = 1024  # pixels of the shorter side below which a JPEG is not decoded: towers take less
@@ -58,7 +58,7 @@ class Served:
 
 
 class OneImage:
-    """A split that holds one image (``promptfed.shared.methods.core.interface.base.Split``)."""
+    """A split that holds one image (``promptfed.shared.methods.core.interface.Split``)."""
 
     def __init__(self, backbone: Backbone, image: Image.Image):
         self.labels = torch.zeros(1, dtype=torch.int64)

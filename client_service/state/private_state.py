@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,15 +34,59 @@ from pydantic import TypeAdapter, ValidationError
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body, sha256_of
 from promptfed.client_service.state.durable_files import Disk
-from promptfed.client_service.state.kept import Identity as Identity
-from promptfed.client_service.state.kept import Pending as Pending
-from promptfed.client_service.state.kept import Serving as Serving
-from promptfed.client_service.state.kept import TensorOrigin as TensorOrigin
 from promptfed.shared import machine
 from promptfed.shared.messages import EnrolmentInfo, Role, TaskConfig
+from promptfed.shared.service.net import AddressBook
 from promptfed.shared.service.reasons import why
 from promptfed.shared.tensors import TensorError, Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this client is to the coordinator. ``secret`` (256 bits, hex) is its bearer token.
+
+    ``form``: of the files in its state folder; 0: of promptfed before 0.4.0.
+    """
+
+    name: str
+    role: Role
+    secret: str
+    federation_id: str | None = None
+    client_id: str | None = None
+    form: int = 0
+
+
+@dataclass(frozen=True)
+class TensorOrigin:
+    """Where private tensors come from: the task that made them, and the peers for which they were prepared."""
+
+    task_id: str | None = None
+    round: int = 0
+    phase: str = ""
+    peers: str | None = None
+    privacy: str = "none"  # sample: trained under differential privacy
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An update that is ready to be sent. It is sent with the same bytes every time."""
+
+    task_id: str
+    round: int
+    phase: str
+    update: Body
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The last evaluation's payload, from which predictions are made."""
+
+    round: int
+    phase: str
+    config: TaskConfig
+    payload: bytes | Path
+
 
 PENDING = "pending"
 ANSWERED = "answered"
@@ -364,3 +410,49 @@ def _update_in(folder: Path) -> Pending:
 def _encode(private: Tensors, provenance: TensorOrigin) -> bytes:
     # Clones, since safetensors refuses tensors that share memory, as views of one parameter do.
     return encode({name: tensor.detach().clone() for name, tensor in private.items()}, asdict(provenance))
+
+
+def keep_round(state: PrivateState, round: int) -> None:
+    """Keep the committed private tensors as those of ``round``; before the first training these are none."""
+    state.commit_prepared(*state.committed(), f"round-{round}.safetensors")
+
+
+def select_round(state: PrivateState, round: int) -> None:
+    """Commit the private tensors that were kept of ``round``, and forget those of other rounds.
+
+    A client that was away then takes those of the last round before; one that joined later has none.
+    """
+    kept = {int(path.stem.removeprefix("round-")): path for path in state.folder.glob("round-*.safetensors")}
+    last = max((number for number in kept if number <= round), default=None)
+    state.commit_prepared(*({}, TensorOrigin()) if last is None else state.committed(kept[last].name))
+    for number, path in kept.items():
+        if number != last:
+            path.unlink(missing_ok=True)
+
+
+log = logging.getLogger("promptfed.client")
+
+FILE = "coordinators.json"
+
+
+def use_known(book: AddressBook, folder: Path) -> None:
+    """Add the addresses that the state folder has; a file that cannot be read has none."""
+    try:
+        known = json.loads((folder / FILE).read_bytes())
+    except (OSError, ValueError):
+        return
+    if isinstance(known, list) and all(isinstance(address, str) for address in known):
+        book.told(known)
+
+
+def keep_known(book: AddressBook, state: PrivateState) -> None:
+    """As `use_known`, and write the addresses down whenever a coordinator tells others."""
+    use_known(book, state.folder)
+    book.changed = partial(_keep, state)
+
+
+def _keep(state: PrivateState, told: list[str]) -> None:
+    try:
+        state.write_as(FILE, told)
+    except OSError as error:
+        log.warning("the addresses of other coordinators are not kept for a restart: %s", error.strerror)

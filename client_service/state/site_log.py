@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.state.faults import point
+from promptfed.client_service.state.durable_files import point
 from promptfed.shared import machine
 from promptfed.shared.files import write_whole
 from promptfed.shared.service.reasons import why

@@ -13,16 +13,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.training.augmentation import Views
-from promptfed.client_service.training.image_cache import IMAGES, HeldImages, ImageCache, ReadAhead
+from promptfed.client_service.training.images import IMAGES, HeldImages, ImageCache, ReadAhead, Views
 from promptfed.shared import messages
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.clip.caches.rows import CacheCost
-from promptfed.shared.clip.caches.slots import ImageSplit
+from promptfed.shared.clip.caches import CacheCost, ImageSplit
 from promptfed.shared.data import DataError, ImageDomain, Source, Split, open_source, partition
 from promptfed.shared.data.source import in_words
 from promptfed.shared.messages import Role
-from promptfed.shared.methods.core.interface.base import Method, MethodError
+from promptfed.shared.methods.core.interface import Method, MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.plain_text import look_alikes
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -34,7 +32,7 @@ Cancelled = Callable[[], bool]
 
 
 class LocalSplit:
-    """One split of a client's data (``promptfed.shared.methods.core.interface.base.Split``)."""
+    """One split of a client's data (``promptfed.shared.methods.core.interface.Split``)."""
 
     def __init__(
         self,

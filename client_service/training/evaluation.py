@@ -11,22 +11,20 @@ from torch import Tensor
 from promptfed.client_service.training.data import TEST, Cancelled, ClientData
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import SplitResult
-from promptfed.shared.methods.core.interface.base import (
+from promptfed.shared.methods.core.interface import (
     Classifier,
     ClientContext,
+    HasVariants,
     Method,
     MethodError,
     Mixes,
+    Retargets,
     Split,
 )
-from promptfed.shared.methods.core.interface.hooks import Retargets
-from promptfed.shared.methods.core.interface.insights import HasVariants
 from promptfed.shared.methods.core.several_labels import PresenceTemplates
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.metrics import calibration_error, macro_f1
-from promptfed.shared.metrics.clinical import mean_average_precision
-from promptfed.shared.metrics.outcomes import ZERO_SHOT, Outcomes, Record
+from promptfed.shared.metrics import ZERO_SHOT, Outcomes, Record, calibration_error, macro_f1, mean_average_precision
 from promptfed.shared.tensors import Tensors
 
 EVALUATION_BATCH = 256

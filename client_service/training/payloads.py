@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from promptfed.client_service.privacy.candidates import ROUNDS
+from promptfed.client_service.privacy.agreement import ROUNDS
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods.core.interface.base import ClientInfo, Method, MethodError, Phase, ServerContext
+from promptfed.shared.methods.core.interface import ClientInfo, Method, MethodError, Phase, ServerContext
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Shape, Tensors, TensorSpec
 from promptfed.shared.tensors.torch_tensors import check

@@ -2,53 +2,163 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import math
+import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.agreement import Agreement
-from promptfed.client_service.privacy.floor import AnsweredStates, floored, large_enough, without_shares
-from promptfed.client_service.privacy.policy import facts_of_task, refusals
-from promptfed.client_service.privacy.protection import SiteProtection
+from promptfed.client_service.privacy.noisy_counts import (
+    AnsweredStates,
+    Leaving,
+    NoisyCounts,
+    floored,
+    large_enough,
+    without_shares,
+)
+from promptfed.client_service.privacy.policy import STATES, Policy, SiteFacts, facts_of_task, refusals
+from promptfed.client_service.privacy.protection import SiteProtection, unexplained
 from promptfed.client_service.privacy.secure import Trained
-from promptfed.client_service.privacy.unexplained import unexplained
 from promptfed.client_service.serving.prediction import Predictor, Served
-from promptfed.client_service.state.faults import TRAINING_POINT, point
-from promptfed.client_service.state.kept_rounds import keep_round, select_round
-from promptfed.client_service.state.private_state import PrivateState, Serving, TensorOrigin
-from promptfed.client_service.training.augmentation import kept_bytes
+from promptfed.client_service.state.durable_files import TRAINING_POINT, point
+from promptfed.client_service.state.private_state import PrivateState, Serving, TensorOrigin, keep_round, select_round
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
+from promptfed.client_service.training.images import kept_bytes
 from promptfed.client_service.training.payloads import as_sent, check_payload, known_sizes, phase_of
-from promptfed.client_service.training.sending import made_body
-from promptfed.client_service.training.site import SitePrivacy as SitePrivacy
-from promptfed.client_service.training.site import SiteRules as SiteRules
-from promptfed.client_service.training.site import torch_settings
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, shape_of
-from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig
+from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig, UpdateMetadata
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import (
+from promptfed.shared.methods.core.interface import (
     ClientContext,
     ClientInfo,
     Method,
     MethodError,
     Phase,
+    Prepares,
+    Protection,
     TrainResult,
 )
-from promptfed.shared.methods.core.interface.hooks import Prepares
-from promptfed.shared.methods.core.interface.protection import Protection
-from promptfed.shared.metrics.outcomes import Record
+from promptfed.shared.metrics import Record
+from promptfed.shared.privacy.noise import Noise, SecretNoise
+from promptfed.shared.seeds import derive_seed
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_tensors import DTYPES, decode_place, state_hash
+from promptfed.shared.tensors.compression import compressed, subtracted
+from promptfed.shared.tensors.torch_tensors import DTYPES, arrays_of, decode_place, encode, state_hash, tensors_of
+
+
+@dataclass(frozen=True)
+class SitePrivacy:
+    """How this site's updates are protected, and what of its accuracies leaves: noisy ``counts``, if any.
+
+    ``floor``: the disclosure floor; ``states``: how many states are answered on one test set while it is over 1.
+    """
+
+    protection: SiteProtection | None = None
+    noise: Noise = field(default_factory=SecretNoise)
+    leaving: Leaving = "plain"
+    counts: NoisyCounts | None = None
+    floor: int = 1
+    states: int = STATES
+
+
+@dataclass(frozen=True)
+class SiteRules:
+    """The site's policy, with what the federation ``asked`` of the site when it enrolled; empty without a policy."""
+
+    policy: Policy | None = None
+    asked: SiteFacts | None = None
+
+
+class _Deterministic:
+    """Deterministic kernels, while a task that asks for them runs. Torch has one switch for all threads of a process.
+
+    Other tasks that run meanwhile have them too: they are slower, and as right.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tasks = 0
+        self._before = False
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """For the length of one task."""
+        with self._lock:
+            if not self._tasks:
+                self._before = torch.are_deterministic_algorithms_enabled()
+                torch.use_deterministic_algorithms(True)
+            self._tasks += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._tasks -= 1
+                if not self._tasks:
+                    torch.use_deterministic_algorithms(self._before)
+
+
+_deterministic = _Deterministic()
+
+
+@contextmanager
+def torch_settings(context: ClientContext) -> Iterator[None]:
+    """The spec's number of threads. On a GPU also the precision of products and the kernels that the spec asks for."""
+    training = context.training
+    torch.set_num_threads(training.threads)
+    if context.backbone.device.type == "cpu":
+        yield
+        return
+    with _deterministic.asked() if training.deterministic else nullcontext():
+        # Torch's own defaults differ: products are exact, and convolutions are not.
+        torch.set_float32_matmul_precision("high" if training.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = training.tf32
+        yield
+
+
+def made_body(
+    task: Task,
+    client: str,
+    trained: Trained,
+    payload: bytes | Path,
+) -> bytes:
+    """The body of an update."""
+    about = UpdateMetadata(
+        task_id=task.task_id,
+        payload_sha256=task.payload.sha256,
+        metrics=dict(trained.metrics),
+        privacy=trained.spent,
+    )
+    return encode(encoded(task, client, trained.update, payload), about.model_dump())
+
+
+def encoded(task: Task, client: str, update: Tensors, payload: bytes | Path) -> Tensors:
+    """The tensors to send: with compression, the encoded change from the payload.
+
+    Draws follow from the task, so that a repetition sends the same bytes.
+    """
+    up = task.config.compression.up
+    if up == "none":
+        return update
+    changes = subtracted(arrays_of(update), arrays_of(decode_place(payload)[0]))
+    seed = derive_seed(task.config.seed, "compression", task.round, task.phase, client)
+    return tensors_of(compressed(changes, up, np.random.default_rng(seed)))
+
 
 log = logging.getLogger("promptfed.client")
 
@@ -343,3 +453,57 @@ def _sent(phase: Phase, result: TrainResult) -> Tensors:
 def _digest(peers: list[Peer]) -> str:
     ordered = sorted((peer.model_dump(mode="json") for peer in peers), key=lambda peer: str(peer["name"]))
     return hashlib.sha256(canonical_json(ordered).encode()).hexdigest()
+
+
+STOP_SECONDS = 2.5  # how long a stop waits for the running job to notice
+
+Result = TypeVar("Result")
+
+
+class Compute:
+    """Runs jobs in ``executor``, or in one thread of its own. Jobs ask `stopped` between their steps.
+
+    Clients that share an executor share ``turns`` too: who has none neither fetches a payload nor watches its task.
+    """
+
+    def __init__(self, executor: Executor | None = None, turns: asyncio.Semaphore | None = None):
+        self._own = ThreadPoolExecutor(1, "compute") if executor is None else None
+        self._executor = executor or self._own
+        self._stop = threading.Event()
+        self._job: asyncio.Future[Any] | None = None
+        self._turns = turns
+
+    def turn(self) -> AbstractAsyncContextManager[object]:
+        """A block that carries out one task; it begins when it is this client's turn."""
+        return self._turns or nullcontext()
+
+    async def run(self, job: Callable[[], Result]) -> Result:
+        """The job's result. Cancelling waits a little for the job to notice that it is to stop."""
+        future = asyncio.get_running_loop().run_in_executor(self._executor, job)
+        self._job = future
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait({future}, timeout=STOP_SECONDS)
+            if future.done() and not future.cancelled():
+                future.exception()  # looked at, so that asyncio does not warn of it
+            raise
+
+    def stop(self) -> None:
+        """Tell the running job to end; call it before cancelling `run`."""
+        self._stop.set()
+
+    def stopped(self) -> bool:
+        """Whether jobs are to end."""
+        return self._stop.is_set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job still runs that a stop could not wait for."""
+        return self._job is not None and not self._job.done()
+
+    def close(self) -> None:
+        """No further job; a thread of our own ends after the one that runs."""
+        self.stop()
+        if self._own is not None:
+            self._own.shutdown(wait=False, cancel_futures=True)

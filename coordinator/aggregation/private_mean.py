@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from promptfed.shared.methods.core.interface.base import ClientUpdate
+from promptfed.shared.methods.core.interface import ClientUpdate
 from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.tensors import Array, Arrays, Shape
 

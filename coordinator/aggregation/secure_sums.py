@@ -12,19 +12,25 @@ from sqlalchemy import ColumnElement
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.domain.round_machine import CONFIRM, MASK, SHARE, TRAIN, UNMASK
 from promptfed.coordinator.domain.run_state import SecureStep
-from promptfed.coordinator.domain.secure_steps import CONFIRM, MASK, SHARE, TRAIN, UNMASK
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, TaskRow
 from promptfed.shared.messages import TaskKind
-from promptfed.shared.methods.core.interface.base import Phase
+from promptfed.shared.methods.core.interface import Phase
 from promptfed.shared.secagg import opening
-from promptfed.shared.secagg.encoding import Whole, signed_sum
-from promptfed.shared.secagg.masks import Words
-from promptfed.shared.secagg.messages import ConfirmAnswer, ConfirmJob, KeysAnswer, SharesAnswer, UnmaskAnswer
-from promptfed.shared.secagg.roster import Roster, make_roster
-from promptfed.shared.spec.weighting import Weighting
+from promptfed.shared.secagg.messages import (
+    ConfirmAnswer,
+    ConfirmJob,
+    KeysAnswer,
+    Roster,
+    SharesAnswer,
+    UnmaskAnswer,
+    make_roster,
+)
+from promptfed.shared.secagg.primitives import Whole, Words, signed_sum
+from promptfed.shared.spec.sections import Weighting
 from promptfed.shared.tensors import Shape, decode
 
 MASKED = "masked"

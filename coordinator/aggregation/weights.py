@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from promptfed.coordinator.aggregation.rows import Values
-from promptfed.shared.methods.core.interface.base import ClientUpdate
-from promptfed.shared.methods.core.sizes import LARGE
+from promptfed.shared.methods.core.checks import LARGE
+from promptfed.shared.methods.core.interface import ClientUpdate
 from promptfed.shared.tensors import Room, chunks, size_of
 from promptfed.shared.tensors.arrays import double, in_namespace, namespace, single
 

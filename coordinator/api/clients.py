@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response, status
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.api import described
+from promptfed.coordinator.api import deps
 from promptfed.coordinator.api.deps import (
     After,
     Calling,
@@ -21,8 +21,7 @@ from promptfed.coordinator.api.deps import (
 )
 from promptfed.coordinator.api.plain import Receipt, json_body, plain
 from promptfed.coordinator.engine import audit
-from promptfed.coordinator.http.callers import address_of
-from promptfed.coordinator.http.certificates import check_certificate
+from promptfed.coordinator.http.callers import address_of, check_certificate
 from promptfed.coordinator.operations import clients, enrolment
 from promptfed.coordinator.operations.enrolment import enrol, enrolment_info
 from promptfed.coordinator.reports.federations import client_view
@@ -30,12 +29,12 @@ from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow
 from promptfed.shared.api.api_schemas import ClientPage, ClientView
 from promptfed.shared.messages import EnrolmentInfo, EnrolRequest, EnrolResponse
-from promptfed.shared.spec.versions import RELEASE
+from promptfed.shared.spec.section import RELEASE
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["enrolment"])
 
 
-@router.get("/enrolment", responses=described.for_callers())
+@router.get("/enrolment", responses=deps.for_callers())
 def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
     """What a client must know before it can enrol."""
     return enrolment_info(federation)
@@ -53,7 +52,7 @@ def _enrolment_parameters(federation: EnrollingAt, request: EnrolRequest) -> Non
     response_model=EnrolResponse,
     responses={
         200: {"model": EnrolResponse, "description": "the same name and secret again: the same identity"},
-        **described.for_callers(
+        **deps.for_callers(
             problems.Withdrawn,
             problems.NameTaken,
             problems.TokenUsedUp,
@@ -93,7 +92,7 @@ async def post_client(request: Request) -> Response:
     return Receipt(known, new)
 
 
-@router.get("/clients", responses=described.for_callers())
+@router.get("/clients", responses=deps.for_callers())
 def list_clients(registry: RegistryOf, federation: Informed, limit: Limit = 100, after: After = None) -> ClientPage:
     """The enrolled clients in order of name, with their last request and last refusal."""
     registry.last_seen.flush_if_possible()
@@ -105,7 +104,7 @@ def list_clients(registry: RegistryOf, federation: Informed, limit: Limit = 100,
 @router.delete(
     "/clients/{client_id}",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=described.for_callers(problems.WrongState, problems.StorageFull, problems.UpdatesMasked),
+    responses=deps.for_callers(problems.WrongState, problems.StorageFull, problems.UpdatesMasked),
 )
 def withdraw_client(
     registry: RegistryOf,
@@ -122,7 +121,7 @@ def withdraw_client(
 @router.post(
     "/withdrawal",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=described.for_callers(problems.Withdrawn, problems.WrongState, problems.StorageFull),
+    responses=deps.for_callers(problems.Withdrawn, problems.WrongState, problems.StorageFull),
 )
 def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> None:
     """Leave the federation: a withdrawal by the client itself. Its update of the open phase does not count."""
@@ -133,7 +132,7 @@ def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> 
 @router.delete(
     "/clients/{client_id}/updates",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=described.for_callers(problems.WrongState, problems.StorageFull),
+    responses=deps.for_callers(problems.WrongState, problems.StorageFull),
 )
 async def delete_updates(registry: RegistryOf, federation: Operated, client_id: ClientId) -> None:
     """Delete the tensors that a client has sent, after its withdrawal or the federation's end. Reports stay.
@@ -143,7 +142,7 @@ async def delete_updates(registry: RegistryOf, federation: Operated, client_id: 
     await clients.delete_updates(registry, federation.id, client_id)
 
 
-@router.post("/clients/{client_id}/reset", responses=described.for_callers(problems.StorageFull))
+@router.post("/clients/{client_id}/reset", responses=deps.for_callers(problems.StorageFull))
 def reset_client(registry: RegistryOf, federation: Operated, client_id: ClientId) -> ClientView:
     """Void the client's secret, so that its name can enrol again with a token for this name. Its id stays."""
     clients.reset(registry, federation.id, client_id)

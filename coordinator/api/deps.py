@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -11,15 +12,16 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import BaseModel, Field
 
+from promptfed.coordinator import problems
 from promptfed.coordinator.api.plain import checked
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import ClientCaller, EnrollingCaller, OperatorCaller, address_of, authenticate
-from promptfed.coordinator.problems import MethodAbsent, NotFound, Unreadable, Withdrawn, WrongRole
+from promptfed.coordinator.problems import MEDIA_TYPE, MethodAbsent, NotFound, Refusal, Unreadable, Withdrawn, WrongRole
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store.signing import Signer
-from promptfed.shared.api.access_schemas import LEVELS, OperatorRole
+from promptfed.coordinator.store.opening import Signer
+from promptfed.shared.api.api_schemas import LEVELS, OperatorRole
 
 Receipt = TypeVar("Receipt")
 
@@ -204,3 +206,53 @@ EnrollingAt = Annotated[Federation, Depends(_enrolling)]
 
 
 Calling = Annotated[CallingClient, Depends(_client)]
+
+
+ANY_REQUEST: tuple[type[Refusal], ...] = (
+    problems.InvalidRequest,
+    problems.UnreadableBody,
+    problems.UploadTimeout,
+    problems.BodyTooLarge,
+    problems.InternalError,
+)
+ANY_CALLER: tuple[type[Refusal], ...] = (
+    problems.ProtocolVersion,
+    problems.Unauthorized,
+    problems.TokenExpired,
+    problems.TooManyFailures,
+    problems.WrongRole,
+    problems.OtherCertificate,
+    problems.NotFound,
+    problems.StoreAway,
+    problems.FederationMoving,
+    problems.HeldElsewhere,
+    problems.Misdirected,
+    problems.StorageDamaged,
+    problems.MethodAbsent,
+    problems.Unreadable,
+)
+
+
+def for_callers(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses for a route that asks for a token, and refuses with ``kinds``."""
+    return documented(*ANY_CALLER, *kinds)
+
+
+def for_clients(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
+    """The same for a route that only clients may call."""
+    return for_callers(problems.Withdrawn, *kinds)
+
+
+def documented(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses for a route that refuses with ``kinds``, besides those of any request."""
+    texts: dict[int, dict[str, None]] = defaultdict(dict)  # as an ordered set
+    for kind in (*kinds, *ANY_REQUEST):
+        texts[kind.status][f"`{kind.kind}`: {kind.title}"] = None
+    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    return {status: {"description": "; ".join(kinds_), "content": content} for status, kinds_ in sorted(texts.items())}
+
+
+def body(media_type: str, schema: dict[str, Any], description: str | None = None) -> dict[str, Any]:
+    """The ``openapi_extra`` of a route that reads its required body itself."""
+    told = {} if description is None else {"description": description}
+    return {"requestBody": {"required": True, **told, "content": {media_type: {"schema": schema}}}}

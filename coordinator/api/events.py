@@ -10,11 +10,10 @@ from fastapi import APIRouter, Header, Query
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from sqlalchemy import select
 
-from promptfed.coordinator.api import described
+from promptfed.coordinator.api import deps
 from promptfed.coordinator.api.deps import Informed, IsViewer, RegistryOf
-from promptfed.coordinator.engine.registry import EVENTS, Registry
-from promptfed.coordinator.engine.wakeups import wait
-from promptfed.coordinator.store.backend import DatabaseAway
+from promptfed.coordinator.engine.registry import EVENTS, Registry, wait
+from promptfed.coordinator.store.database import DatabaseAway
 from promptfed.coordinator.store.tables import EventRow
 from promptfed.shared.messages import ENDED
 
@@ -25,7 +24,7 @@ LOOK_AGAIN_SECONDS = 60.0
 AWAY_SECONDS = 1.0
 
 
-@router.get("/events", response_class=EventSourceResponse, responses=described.for_callers())
+@router.get("/events", response_class=EventSourceResponse, responses=deps.for_callers())
 async def get_events(
     registry: RegistryOf,
     federation: Informed,

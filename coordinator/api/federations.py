@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.api import described
+from promptfed.coordinator.api import deps
 from promptfed.coordinator.api.deps import (
     After,
     IsOperator,
@@ -25,21 +25,28 @@ from promptfed.coordinator.api.deps import (
     knows_who_takes_part,
 )
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.engine import deletion, jobs, recovery
+from promptfed.coordinator.engine import jobs, recovery, retention
 from promptfed.coordinator.engine.disk_room import disk_told
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.http.callers import OperatorCaller
-from promptfed.coordinator.http.certificates import fingerprint
-from promptfed.coordinator.http.uploads import Incoming
+from promptfed.coordinator.http.bodies import Incoming
+from promptfed.coordinator.http.callers import OperatorCaller, fingerprint
 from promptfed.coordinator.operations import federations, tokens
 from promptfed.coordinator.reports.federations import federation_view, without_participation
-from promptfed.shared.api.access_schemas import MintedToken, TokenPage, TokenRequest
-from promptfed.shared.api.api_schemas import Awaited, DryRun, FederationPage, FederationView, SuppliedState
+from promptfed.shared.api.api_schemas import (
+    Awaited,
+    DryRun,
+    FederationPage,
+    FederationView,
+    MintedToken,
+    SuppliedState,
+    TokenPage,
+    TokenRequest,
+)
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
 
-SPEC_BODY = described.body("application/json", {"$ref": "#/components/schemas/FederationSpec"})
-TENSOR_BODY = described.body("application/octet-stream", {"type": "string", "format": "binary"})
+SPEC_BODY = deps.body("application/json", {"$ref": "#/components/schemas/FederationSpec"})
+TENSOR_BODY = deps.body("application/octet-stream", {"type": "string", "format": "binary"})
 TENSORS = (
     problems.BodyTooLarge,
     *problems.TENSOR_REFUSALS.values(),
@@ -55,7 +62,7 @@ TENSORS = (
     response_model=FederationView,
     responses={
         200: {"model": DryRun, "description": "with `dry_run`: the spec is good"},
-        **described.for_callers(problems.InvalidSpec, problems.NameTaken, problems.KeyReused, problems.StorageFull),
+        **deps.for_callers(problems.InvalidSpec, problems.NameTaken, problems.KeyReused, problems.StorageFull),
     },
     openapi_extra=SPEC_BODY,
 )
@@ -101,7 +108,7 @@ def _listed(session: Session, registry: Registry, federation: Federation, caller
         return _view(session, registry, recovery.unreadable(federation, error), caller)
 
 
-@router.get("", responses=described.for_callers())
+@router.get("", responses=deps.for_callers())
 def list_federations(registry: RegistryOf, caller: IsViewer, limit: Limit = 100, after: After = None) -> FederationPage:
     """All federations, oldest first."""
     with registry.database.read() as session:
@@ -114,7 +121,7 @@ def list_federations(registry: RegistryOf, caller: IsViewer, limit: Limit = 100,
         return FederationPage(federations=views, next=following)
 
 
-@router.get("/{federation}", responses=described.for_callers())
+@router.get("/{federation}", responses=deps.for_callers())
 def get_federation(registry: RegistryOf, federation: Viewed, caller: IsViewer) -> FederationView:
     """One federation: resolved spec, state and reason, round and phase, clients that answered or are awaited."""
     with registry.database.read() as session:
@@ -124,11 +131,11 @@ def get_federation(registry: RegistryOf, federation: Viewed, caller: IsViewer) -
 @router.delete(
     "/{federation}",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=described.for_callers(problems.StorageFull, problems.WrongState),
+    responses=deps.for_callers(problems.StorageFull, problems.WrongState),
 )
 def delete_federation(registry: RegistryOf, federation: OperatedAny) -> None:
     """Delete a federation with all its data."""
-    deletion.delete_federation(registry, federation.id)
+    retention.delete_federation(registry, federation.id)
 
 
 def _steer(registry: RegistryOf, federation: Operated, verb: str) -> FederationView:
@@ -142,7 +149,7 @@ def _steer(registry: RegistryOf, federation: Operated, verb: str) -> FederationV
 
 @router.post(
     "/{federation}/start",
-    responses=described.for_callers(
+    responses=deps.for_callers(
         problems.WrongState,
         problems.NotEnoughClients,
         problems.InitialStateMissing,
@@ -157,19 +164,19 @@ def start(registry: RegistryOf, federation: Operated) -> FederationView:
     return _steer(registry, federation, "start")
 
 
-@router.post("/{federation}/pause", responses=described.for_callers(problems.WrongState, problems.StorageFull))
+@router.post("/{federation}/pause", responses=deps.for_callers(problems.WrongState, problems.StorageFull))
 def pause(registry: RegistryOf, federation: Operated) -> FederationView:
     """Pause: no new tasks until it is resumed. Updates of open tasks are still accepted."""
     return _steer(registry, federation, "pause")
 
 
-@router.post("/{federation}/resume", responses=described.for_callers(problems.WrongState, problems.StorageFull))
+@router.post("/{federation}/resume", responses=deps.for_callers(problems.WrongState, problems.StorageFull))
 def resume(registry: RegistryOf, federation: Operated) -> FederationView:
     """Resume: an open phase gets its full deadline again. After a missed quorum, failed clients are asked again."""
     return _steer(registry, federation, "resume")
 
 
-@router.post("/{federation}/cancel", responses=described.for_callers(problems.WrongState, problems.StorageFull))
+@router.post("/{federation}/cancel", responses=deps.for_callers(problems.WrongState, problems.StorageFull))
 def cancel(registry: RegistryOf, federation: Operated) -> FederationView:
     """End the federation; it cannot be resumed."""
     return _steer(registry, federation, "cancel")
@@ -177,7 +184,7 @@ def cancel(registry: RegistryOf, federation: Operated) -> FederationView:
 
 @router.put(
     "/{federation}/initial-state",
-    responses=described.for_callers(problems.WrongState, problems.InitialStateMismatch, *TENSORS),
+    responses=deps.for_callers(problems.WrongState, problems.InitialStateMismatch, *TENSORS),
     openapi_extra=TENSOR_BODY,
 )
 async def put_initial_state(request: Request, registry: RegistryOf, federation: Operated) -> SuppliedState:
@@ -193,7 +200,7 @@ async def put_initial_state(request: Request, registry: RegistryOf, federation: 
 @router.post(
     "/{federation}/enrolment-tokens",
     status_code=status.HTTP_201_CREATED,
-    responses=described.for_callers(problems.NameTaken, problems.WrongState, problems.StorageFull),
+    responses=deps.for_callers(problems.NameTaken, problems.WrongState, problems.StorageFull),
     tags=["enrolment"],
 )
 def mint_token(
@@ -203,7 +210,7 @@ def mint_token(
     return tokens.mint(registry, federation.id, request or TokenRequest(), settings.token_hours, fingerprint(settings))
 
 
-@router.get("/{federation}/enrolment-tokens", responses=described.for_callers(), tags=["enrolment"])
+@router.get("/{federation}/enrolment-tokens", responses=deps.for_callers(), tags=["enrolment"])
 def list_tokens(registry: RegistryOf, federation: Viewed, limit: Limit = 100, after: After = None) -> TokenPage:
     """Enrolment tokens without their secrets: their limits, and the clients that enrolled with them."""
     with registry.database.read() as session:
@@ -213,7 +220,7 @@ def list_tokens(registry: RegistryOf, federation: Viewed, limit: Limit = 100, af
 @router.delete(
     "/{federation}/enrolment-tokens/{token_id}",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=described.for_callers(problems.StorageFull),
+    responses=deps.for_callers(problems.StorageFull),
     tags=["enrolment"],
 )
 def revoke_token(registry: RegistryOf, federation: Operated, token_id: TokenId) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 from sqlalchemy.exc import SQLAlchemyError
 
-from promptfed.coordinator.api.deps import RegistryOf
-from promptfed.coordinator.api.described import documented
+from promptfed.coordinator.api.deps import RegistryOf, documented
 from promptfed.coordinator.problems import NotReady
-from promptfed.coordinator.store.backend import DatabaseAway
+from promptfed.coordinator.store.database import DatabaseAway
 from promptfed.shared.api.api_schemas import Health
 
 router = APIRouter(tags=["health"])

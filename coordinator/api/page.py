@@ -6,8 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Response
 
-from promptfed.coordinator.api.deps import RegistryOf
-from promptfed.coordinator.api.described import documented
+from promptfed.coordinator.api.deps import RegistryOf, documented
 from promptfed.coordinator.problems import NotFound
 from promptfed.shared.service.static_page import MEDIA_TYPES, StaticPage
 

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from promptfed.coordinator.http.body_limits import JsonBody
+from promptfed.coordinator.http.bodies import JsonBody
 from promptfed.coordinator.store.fault_points import point
 
 Endpoint = Callable[[Request], Awaitable[Response]]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from promptfed.coordinator.api import described
+from promptfed.coordinator.api import deps
 from promptfed.coordinator.api.deps import Calling, Informed, RegistryOf
 from promptfed.coordinator.reports import privacy
-from promptfed.shared.api.privacy_schemas import PrivacyView, SpendList
+from promptfed.shared.api.api_schemas import PrivacyView, SpendList
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["privacy"])
 
 
-@router.get("/privacy", responses=described.for_callers())
+@router.get("/privacy", responses=deps.for_callers())
 def get_privacy(registry: RegistryOf, federation: Informed) -> PrivacyView:
     """Spent and planned ε by client, as clients report it; refused tasks; the smallest secure sum; warnings."""
     with registry.database.read() as session:
         return privacy.privacy_view(session, federation)
 
 
-@router.get("/spends", responses=described.for_clients())
+@router.get("/spends", responses=deps.for_clients())
 def get_spends(registry: RegistryOf, caller: Calling) -> SpendList:
     """The privacy cost that this client has reported. A ledger that lacks any of it is an old copy."""
     with registry.database.read() as session:

@@ -7,13 +7,11 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 from fastapi.responses import PlainTextResponse
 
-from promptfed.coordinator.api.deps import SettingsOf, SignerOf
-from promptfed.coordinator.api.described import documented
-from promptfed.coordinator.http.certificates import authority
+from promptfed.coordinator.api.deps import SettingsOf, SignerOf, documented
+from promptfed.coordinator.http.callers import authority
 from promptfed.coordinator.problems import NotFound
 from promptfed.shared import methods
-from promptfed.shared.api.access_schemas import SigningKey
-from promptfed.shared.api.api_schemas import MethodList, MethodView
+from promptfed.shared.api.api_schemas import MethodList, MethodView, SigningKey
 from promptfed.shared.spec.spec import SpecError
 
 router = APIRouter(prefix="/v1")

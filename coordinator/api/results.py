@@ -12,21 +12,18 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, 
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.api import described
+from promptfed.coordinator.api import deps
 from promptfed.coordinator.api.deps import After, Informed, Limit, Operated, RegistryOf, SignerOf, Viewed
 from promptfed.coordinator.engine import audit
-from promptfed.coordinator.http.blob_file import BlobFile
-from promptfed.coordinator.operations import replay
-from promptfed.coordinator.reports import metrics, rounds
-from promptfed.coordinator.reports.export_checks import check_card
-from promptfed.coordinator.reports.exports import known_of
-from promptfed.coordinator.reports.pieces import json_pieces
-from promptfed.shared.api.access_schemas import CardSignature
-from promptfed.shared.api.api_schemas import MetricList, PromptsView, RemarkList, TensorView
+from promptfed.coordinator.http.bodies import BlobFile
+from promptfed.coordinator.operations import verification
+from promptfed.coordinator.reports import rounds
+from promptfed.coordinator.reports.exports import check_card, known_of
+from promptfed.coordinator.reports.rounds import json_pieces
+from promptfed.shared.api.api_schemas import CardSignature, MetricList, PromptsView, RemarkList, TensorView
 from promptfed.shared.api.export_card import Facts
-from promptfed.shared.api.replay_schemas import ReplayReport
-from promptfed.shared.api.report_schemas import RoundPage, RoundReport
-from promptfed.shared.signatures import SIGNATURE_HEADER, export_statement, statement
+from promptfed.shared.api.report_schemas import ReplayReport, RoundPage, RoundReport
+from promptfed.shared.canonical import SIGNATURE_HEADER, export_statement, statement
 from promptfed.shared.tensors import Arrays, decode_place
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
@@ -39,7 +36,7 @@ RoundQuery = Annotated[str, Query(pattern=r"^(latest|\d{1,7})$", description="a 
 MOST_JSON_NUMBERS = 1_000_000
 TENSORS_TYPE = "application/octet-stream"
 TENSOR_TYPES = (TENSORS_TYPE, "application/vnd.safetensors", "application/*", "*/*")
-CARD_BODY = described.body("application/json", {"type": "object"}, "`card.json`, byte for byte as the export holds it")
+CARD_BODY = deps.body("application/json", {"type": "object"}, "`card.json`, byte for byte as the export holds it")
 
 
 def streamed(pieces: Iterator[bytes], media_type: str = "application/json") -> Response:
@@ -62,7 +59,7 @@ def _gathered(begun: bytearray, pieces: Iterator[bytes]) -> Iterator[bytes]:
     yield bytes(begun)
 
 
-@router.get("/rounds", response_model=RoundPage, responses=described.for_callers())
+@router.get("/rounds", response_model=RoundPage, responses=deps.for_callers())
 def list_rounds(registry: RegistryOf, federation: Informed, limit: Limit = 100, after: After = None) -> Response:
     """Reports of all rounds so far, from round 0 on. A page has fewer than ``limit`` rounds if many clients answer."""
     registry.last_seen.flush_if_possible()
@@ -71,7 +68,7 @@ def list_rounds(registry: RegistryOf, federation: Informed, limit: Limit = 100, 
     return streamed(rounds.page(registry.database, federation, numbers, following))
 
 
-@router.get("/rounds/{round}", response_model=RoundReport, responses=described.for_callers())
+@router.get("/rounds/{round}", response_model=RoundReport, responses=deps.for_callers())
 def get_round(registry: RegistryOf, federation: Informed, round: Round) -> Response:
     """Report of one round: times, bytes, asked, answered, counted, verdicts, metrics, state hash."""
     registry.last_seen.flush_if_possible()
@@ -84,7 +81,7 @@ def get_round(registry: RegistryOf, federation: Informed, round: Round) -> Respo
     return streamed(json_pieces(report))
 
 
-@router.get("/remarks", responses=described.for_callers())
+@router.get("/remarks", responses=deps.for_callers())
 def get_remarks(registry: RegistryOf, federation: Informed) -> RemarkList:
     """What looks wrong on the clients' own test images, and what to try."""
     with registry.database.read() as session:
@@ -97,7 +94,7 @@ def get_remarks(registry: RegistryOf, federation: Informed) -> RemarkList:
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "safetensors, or JSON where Accept asks"},
         304: {"description": "the state has the hash of If-None-Match"},
-        **described.for_callers(problems.NoState, problems.NotAcceptable),
+        **deps.for_callers(problems.NoState, problems.NotAcceptable),
     },
 )
 def get_prompts(
@@ -157,7 +154,7 @@ def _as_json(state: rounds.StoredState, tensors: Arrays, headers: dict[str, str]
 @router.get(
     "/metrics",
     response_model=MetricList,
-    responses={200: {"content": {"text/csv": {}}, "description": "JSON or CSV"}, **described.for_callers()},
+    responses={200: {"content": {"text/csv": {}}, "description": "JSON or CSV"}, **deps.for_callers()},
 )
 def get_metrics(
     registry: RegistryOf,
@@ -171,15 +168,15 @@ def get_metrics(
     with registry.database.read() as session:
         numbers, following = rounds.numbers_of_page(session, federation.id, limit, after)
     if format == "csv":
-        return streamed(metrics.as_csv(registry.database, federation, numbers), "text/csv; charset=utf-8")
-    return streamed(metrics.as_json(registry.database, federation, numbers, following))
+        return streamed(rounds.as_csv(registry.database, federation, numbers), "text/csv; charset=utf-8")
+    return streamed(rounds.as_json(registry.database, federation, numbers, following))
 
 
 async def _body(request: Request, _: Operated) -> bytes:
     return await request.body()
 
 
-@router.get("/rounds/{round}/card", responses=described.for_callers(problems.NoState))
+@router.get("/rounds/{round}/card", responses=deps.for_callers(problems.NoState))
 def get_card(registry: RegistryOf, federation: Viewed, round: Round) -> Facts:
     """The facts of an export's card: everything except classes, files and their use."""
     return known_of(registry, federation, round).facts()
@@ -187,7 +184,7 @@ def get_card(registry: RegistryOf, federation: Viewed, round: Round) -> Facts:
 
 @router.post(
     "/rounds/{round}/card/signature",
-    responses=described.for_callers(problems.NoState, problems.ExportDiffers, problems.StorageFull),
+    responses=deps.for_callers(problems.NoState, problems.ExportDiffers, problems.StorageFull),
     openapi_extra=CARD_BODY,
 )
 def sign_card(
@@ -204,8 +201,8 @@ def sign_card(
     return CardSignature(signature=signer.sign(export_statement(body)), public_key=signer.public_key)
 
 
-@router.post("/rounds/{round}/replay", responses=described.for_callers(problems.NoState, problems.UpdatesGone))
+@router.post("/rounds/{round}/replay", responses=deps.for_callers(problems.NoState, problems.UpdatesGone))
 async def replay_round(registry: RegistryOf, federation: Operated, round: Round) -> ReplayReport:
     """Compute a completed round again from its kept updates. Changes nothing."""
-    states = await registry.compute(lambda: replay.replay(registry, federation, round))
+    states = await registry.compute(lambda: verification.replay(registry, federation, round))
     return ReplayReport(round=round, states=states)

@@ -12,24 +12,22 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.api import described
+from promptfed.coordinator.api import deps
 from promptfed.coordinator.api.deps import NO_NUL, Calling, CallingClient, RegistryOf, TaskId, calling_client
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
 from promptfed.coordinator.api.plain import Receipt, checked, json_body, plain
 from promptfed.coordinator.api.results import tensors_at
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
-from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.engine.selection import selected_round
-from promptfed.coordinator.engine.wakeups import wait
-from promptfed.coordinator.http.blob_file import first_byte
-from promptfed.coordinator.http.uploads import Incoming, announced_digest, expect_digest
-from promptfed.coordinator.operations import exchanges, payloads, submissions
+from promptfed.coordinator.engine.jobs import selected_round
+from promptfed.coordinator.engine.registry import Registry, wait
+from promptfed.coordinator.http.bodies import Incoming, announced_digest, expect_digest, first_byte
+from promptfed.coordinator.operations import exchanges, submissions
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.api import api_schemas
 from promptfed.shared.api.api_schemas import UpdateReceipt
 from promptfed.shared.messages import ENDED, EvaluationRequest, FailureRequest, Task
-from promptfed.shared.spec.selection import FINAL
+from promptfed.shared.spec.sections import FINAL
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
 
@@ -66,7 +64,7 @@ def _task_parameters(caller: Calling, poll: Annotated[_Poll, Query()]) -> None: 
     response_model=Task,
     responses={
         204: {"description": "no task within the time"},
-        **described.for_clients(problems.Ended, problems.PhaseClosed),
+        **deps.for_clients(problems.Ended, problems.PhaseClosed),
     },
 )
 async def get_task(request: Request) -> Response:
@@ -200,7 +198,7 @@ def _payload_parameters(
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "safetensors"},
         206: {"content": {"application/octet-stream": {}}, "description": "the range that was asked for"},
-        **described.for_clients(problems.PayloadGone),
+        **deps.for_clients(problems.PayloadGone),
     },
 )
 async def get_payload(request: Request) -> Response:
@@ -210,9 +208,9 @@ async def get_payload(request: Request) -> Response:
     task_id = _task_of(request)
     asked = (registry, caller.federation, caller.client, task_id, first_byte(request.headers.get("range")))
     if is_at_hand(registry, caller, task_id):
-        digest, place = payloads.served_payload(*asked)
+        digest, place = submissions.served_payload(*asked)
     else:
-        digest, place = await run_sync(payloads.served_payload, *asked)
+        digest, place = await run_sync(submissions.served_payload, *asked)
     return tensors_at(place, {"ETag": f'"{digest}"'})
 
 
@@ -240,7 +238,7 @@ def _sent_parameters(
     response_model=UpdateReceipt,
     responses={
         **ACCEPTED_BEFORE,
-        **described.for_clients(problems.DigestMissing, problems.DigestMismatch, *ANSWERED, *UPDATE),
+        **deps.for_clients(problems.DigestMissing, problems.DigestMismatch, *ANSWERED, *UPDATE),
     },
     openapi_extra=TENSOR_BODY,
 )
@@ -279,7 +277,7 @@ def _evaluation_parameters(caller: Calling, task_id: TaskId, evaluation: Evaluat
     response_model=api_schemas.Receipt,
     responses={
         200: {"model": api_schemas.Receipt, "description": "the same accuracies were accepted before"},
-        **described.for_clients(*ANSWERED, problems.StorageFull),
+        **deps.for_clients(*ANSWERED, problems.StorageFull),
     },
 )
 async def put_evaluation(request: Request) -> Response:
@@ -302,7 +300,7 @@ async def put_evaluation(request: Request) -> Response:
     response_model=UpdateReceipt,
     responses={
         **ACCEPTED_BEFORE,
-        **described.for_clients(
+        **deps.for_clients(
             problems.DigestMissing,
             problems.DigestMismatch,
             *ANSWERED,
@@ -330,7 +328,7 @@ async def put_exchange(request: Request) -> Response:
 
 @router.post(
     "/tasks/{task_id}/failure",
-    responses=described.for_clients(problems.AlreadyAnswered, problems.PhaseClosed, problems.StorageFull),
+    responses=deps.for_clients(problems.AlreadyAnswered, problems.PhaseClosed, problems.StorageFull),
 )
 def post_failure(
     registry: RegistryOf, caller: Calling, task_id: TaskId, failure: FailureRequest

@@ -8,11 +8,12 @@ from datetime import datetime
 from functools import cached_property
 from typing import NoReturn
 
+from promptfed.coordinator.domain.round_machine import steps_of
 from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
-from promptfed.coordinator.domain.secure_steps import steps_of
 from promptfed.shared.messages import Domain, EnrolledProtection, Peer, Role, TaskKind
 from promptfed.shared.methods import method_for
-from promptfed.shared.methods.core.interface.base import (
+from promptfed.shared.methods.core.checks import update_limit
+from promptfed.shared.methods.core.interface import (
     ClientInfo,
     Hyperparameters,
     Method,
@@ -20,7 +21,6 @@ from promptfed.shared.methods.core.interface.base import (
     Phase,
     ServerContext,
 )
-from promptfed.shared.methods.core.sizes import update_limit
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms

@@ -1,16 +1,16 @@
 """The round machine of one federation, a pure function: an event gives the next run, and facts.
 
-It does no I/O and reads no clock: the time comes with each event, in seconds of a monotonic clock. Tensor work (joining
-newcomers, aggregating a closed phase) is not done here either: ``run.due_job`` says what is due, ``JobDone`` comes
-back. The facts are what has to be written down; written together with the event they make the run durable.
+It says which clients a round asks, how many must answer, and the steps of a securely summed phase: train, share, mask,
+confirm, unmask; in attempts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hmac
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from promptfed.coordinator.domain import events, facts, sampling, secure_steps
+from promptfed.coordinator.domain import run_state
 from promptfed.coordinator.domain.run_state import (
     BUDGET_SPENT,
     DAMAGED,
@@ -25,6 +25,80 @@ from promptfed.coordinator.domain.run_state import (
     Stage,
 )
 from promptfed.shared.messages import ENDED, FederationState, TaskKind
+from promptfed.shared.seeds import sampling_order
+from promptfed.shared.spec.section import ceil_fraction
+from promptfed.shared.spec.sections import SecureAggregationSpec
+
+
+def poisson_sample(key: str, round: int, names: Iterable[str], q: float) -> list[str]:
+    """Those of ``names`` for whom the first 8 bytes of HMAC-SHA256(key, "round|name") are below q·2⁶⁴."""
+    secret = bytes.fromhex(key)
+
+    def word(name: str) -> int:
+        return int.from_bytes(hmac.digest(secret, f"{round}|{name}".encode(), "sha256")[:8], "big")
+
+    return [name for name in names if word(name) < q * 2.0**64]
+
+
+def first_asked(rules: Rules, run: Run, eligible: Sequence[str]) -> tuple[Sequence[str], int, float]:
+    """The clients that a round's first phase asks, its K, and the expected number of counted answers (K̄)."""
+    poisson = rules.poisson_key
+    if poisson is not None:
+        names = poisson_sample(poisson, run.round, eligible, rules.fraction)
+        return names, len(names), rules.fraction * len(eligible)
+    size = rules.sample_size(len(eligible))
+    return sampling_order(rules.draw, run.round, list(eligible))[:size], size, float(size)
+
+
+def present(rules: Rules, run: Run, stage: Stage) -> int:
+    """K minus the clients that were withdrawn and not replaced."""
+    least = rules.min_clients if run.step == 0 else 1
+    if rules.poisson_key is not None:
+        least = 0  # min_clients gates the start alone
+    spare = max(0, len(stage.asks) - stage.sample_size)
+    gone = len(stage.having("withdrawn", "discarded"))
+    return max(least, stage.sample_size - max(0, gone - spare))
+
+
+def answers_needed(rules: Rules, run: Run, stage: Stage) -> int:
+    """The number of answers that close the stage; 0 if Poisson sampling asks no client, or all were withdrawn."""
+    there = present(rules, run, stage)
+    return 0 if there == 0 else max(1, ceil_fraction(rules.quorum, there))
+
+
+def size_when_closed(rules: Rules, run: Run, stage: Stage) -> int:
+    """The recorded K of a closed stage. With a fixed divisor (level ``client``) it does not change."""
+    return stage.sample_size if rules.fixed_divisor else present(rules, run, stage)
+
+
+KINDS: tuple[TaskKind, ...] = ("train", "share", "mask", "confirm", "unmask")
+TRAIN, SHARE, MASK, CONFIRM, UNMASK = range(5)
+ATTEMPTS = 2  # at a phase, with the same training
+
+
+def steps_of(phases: Iterable[PhasePlan], spec: SecureAggregationSpec) -> tuple[PhasePlan, ...]:
+    """The round's stages if each of the method's ``phases`` is summed securely."""
+    plans: list[PhasePlan] = []
+    for number, phase in enumerate(phases):
+        begin = len(plans)
+        after = begin + len(KINDS) * ATTEMPTS
+        for attempt in range(1, ATTEMPTS + 1):
+            first = len(plans)
+            following = first + len(KINDS) if attempt < ATTEMPTS else None
+            name = phase.name if attempt == 1 else f"{phase.name}/{attempt}"
+            for index, kind in enumerate(KINDS):
+                step = SecureStep(index, attempt, number, phase.name, first, following, after)
+                own = name if index == TRAIN else f"{name}/{kind}"
+                plans.append(PhasePlan(own, phase.ask, kind, spec.step_seconds if index else None, step))
+    return tuple(plans)
+
+
+def step_answers_needed(spec: SecureAggregationSpec, step: SecureStep, cohort: int) -> int:
+    """How many clients must answer ``step`` of an attempt for which ``cohort`` clients have sent keys."""
+    threshold = max(2, ceil_fraction(spec.threshold, cohort))
+    if step.index == TRAIN:
+        return spec.minimum
+    return max(threshold, spec.minimum) if step.index in (SHARE, MASK) else threshold
 
 
 class WrongMoment(Exception):
@@ -50,10 +124,10 @@ class Machine:
     def __init__(self, rules: Rules, run: Run):
         self.rules = rules
         self.run = run
-        self.facts: list[facts.Fact] = []
+        self.facts: list[run_state.Fact] = []
         self._asks: dict[str, AskStatus] | None = None  # our own copy of the open stage's
 
-    def advance(self, event: events.Event) -> tuple[facts.Fact, ...]:
+    def advance(self, event: run_state.Event) -> tuple[run_state.Fact, ...]:
         """One step; returns the facts to store.
 
         Raises as ``step`` does; after any other error use a new machine.
@@ -62,48 +136,48 @@ class Machine:
         self._take(event)
         return tuple(self.facts)
 
-    def _take(self, event: events.Event) -> None:
+    def _take(self, event: run_state.Event) -> None:
         match event:
-            case events.Enrolled():
+            case run_state.Enrolled():
                 self._enrolled(event)
-            case events.Start(now):
+            case run_state.Start(now):
                 self._start(now)
-            case events.StartRefused(reason):
+            case run_state.StartRefused(reason):
                 self._expect("enrolling")
                 self._move("enrolling", reason)
-            case events.Pause():
+            case run_state.Pause():
                 self._expect("running")
                 self._move("paused", None)
-            case events.Resume(now):
+            case run_state.Resume(now):
                 self._resume(now)
-            case events.Cancel():
+            case run_state.Cancel():
                 self._end("cancelled", None)
-            case events.Fail(reason):
+            case run_state.Fail(reason):
                 self._end("failed", reason)
-            case events.Damaged(reason):
+            case run_state.Damaged(reason):
                 self._damaged(reason)
-            case events.Withdraw(name, discard, now):
+            case run_state.Withdraw(name, discard, now):
                 self._withdraw(name, discard, now)
-            case events.Answered(name, now):
+            case run_state.Answered(name, now):
                 self._settle_open(name, "answered", now)
-            case events.AnsweredLast(name, now):
+            case run_state.AnsweredLast(name, now):
                 self._answered_last(name, now)
-            case events.SumInvalid(reason) | events.NotComputed(reason):
+            case run_state.SumInvalid(reason) | run_state.NotComputed(reason):
                 self._expect("running")
                 self._move("paused", reason)
-            case events.Failed(name, now):
+            case run_state.Failed(name, now):
                 self._settle_open(name, "failed", now)
-            case events.JobDone(now):
+            case run_state.JobDone(now):
                 self._job_done(now)
-            case events.Restarted(now):
+            case run_state.Restarted(now):
                 self._set_deadline(now)
                 self._go_on(now)
-            case events.Tick(now):
+            case run_state.Tick(now):
                 self._go_on(now)
 
     # What operators and clients do
 
-    def _enrolled(self, event: events.Enrolled) -> None:
+    def _enrolled(self, event: run_state.Enrolled) -> None:
         if self.run.state in ENDED:
             raise WrongMoment(self.run.state)
         before = self.run.members.get(event.name, Member(event.role))
@@ -126,9 +200,9 @@ class Machine:
             # A new attempt: those who failed may have been mended, and the one extension may be used again.
             again = [name for name in stage.having("failed") if self.run.members[name].active]
             self._set_stage(extended=False, asks={**stage.asks, **dict.fromkeys(again, "open")})
-            self.facts.append(facts.Extended(False))
+            self.facts.append(run_state.Extended(False))
             if again:
-                self.facts.append(facts.Asked(tuple(again)))
+                self.facts.append(run_state.Asked(tuple(again)))
         self._move("running", None)
         self._set_deadline(now)
         self._go_on(now)
@@ -213,7 +287,7 @@ class Machine:
             names = [name for name in asked if run.members[name].active]
             size = len(names)
         elif run.step == 0:
-            names, size, expected = sampling.first_asked(self.rules, run, run.eligible())
+            names, size, expected = first_asked(self.rules, run, run.eligible())
         else:
             gone = sum(not run.members[name].active for name in run.answered_first)
             size = max(1, run.sample_size - gone)
@@ -229,8 +303,8 @@ class Machine:
         stage = Stage(kind, name, dict.fromkeys(asked, "open"), size, now + seconds)
         self._set(stage=stage)
         there = float(size) if expected is None else expected
-        self.facts.append(facts.Opened(self.run.round, self.run.step, kind, name, asked, size, there))
-        self.facts.append(facts.DeadlineSet(seconds))
+        self.facts.append(run_state.Opened(self.run.round, self.run.step, kind, name, asked, size, there))
+        self.facts.append(run_state.DeadlineSet(seconds))
 
     def _close_if_due(self, stage: Stage, now: float) -> bool:
         if now < stage.deadline and "open" in stage.asks.values():
@@ -241,8 +315,8 @@ class Machine:
             self._complete()
         elif plan is not None and plan.secure is not None:
             self._close_secure(stage, plan.secure, now)
-        elif len(stage.having("answered")) >= sampling.needed(self.rules, self.run, stage):
-            self._close(stage, sampling.size_when_closed(self.rules, self.run, stage))
+        elif len(stage.having("answered")) >= answers_needed(self.rules, self.run, stage):
+            self._close(stage, size_when_closed(self.rules, self.run, stage))
             self._set(due_job="aggregate")
         elif not stage.extended:
             self._extend(stage, now)
@@ -259,20 +333,20 @@ class Machine:
         """
         assert self.rules.secure is not None
         answered = len(stage.having("answered"))
-        wanted = secure_steps.needed(self.rules.secure, step, len(self.run.cohort))
-        first = step.index == secure_steps.TRAIN and step.attempt == 1
+        wanted = step_answers_needed(self.rules.secure, step, len(self.run.cohort))
+        first = step.index == TRAIN and step.attempt == 1
         if first:
-            wanted = max(wanted, sampling.needed(self.rules, self.run, stage))
-        if answered >= wanted and step.index != secure_steps.UNMASK:
-            size = sampling.size_when_closed(self.rules, self.run, stage) if first else stage.sample_size
+            wanted = max(wanted, answers_needed(self.rules, self.run, stage))
+        if answered >= wanted and step.index != UNMASK:
+            size = size_when_closed(self.rules, self.run, stage) if first else stage.sample_size
             self._close(stage, size)
             self._complete()
         elif not stage.extended:
             self._extend(stage, now)
-        elif step.following is not None and not first and step.index != secure_steps.UNMASK:
+        elif step.following is not None and not first and step.index != UNMASK:
             for name in stage.having("open"):
                 self._settle(name, "expired")
-            self.facts.append(facts.AttemptFailed(step.attempt))
+            self.facts.append(run_state.AttemptFailed(step.attempt))
             self._set(stage=None, step=step.following, previous=())
         elif self.rules.on_missed_quorum == "pause":
             self._move("paused", QUORUM_MISSED)
@@ -290,9 +364,9 @@ class Machine:
         added = [n for n in self.run.eligible() if n not in stage.asks] if more else []
         added = added if plan.secure is None else added[: MOST_CLIENTS - len(stage.asks)]
         self._set_stage(extended=True, asks={**stage.asks, **dict.fromkeys(added, "open")})
-        self.facts.append(facts.Extended(True))
+        self.facts.append(run_state.Extended(True))
         if added:
-            self.facts.append(facts.Asked(tuple(added)))
+            self.facts.append(run_state.Asked(tuple(added)))
         self._set_deadline(now)
 
     def _close(self, stage: Stage, sample_size: int) -> None:
@@ -304,17 +378,17 @@ class Machine:
         secure = plan.secure if plan is not None else None
         if secure is not None:
             self._set(previous=counted)
-            if secure.index == secure_steps.TRAIN:
+            if secure.index == TRAIN:
                 self._set(cohort=counted)
-            if secure.index == secure_steps.MASK and secure.number == 0:
+            if secure.index == MASK and secure.number == 0:
                 self._set(answered_first=counted)
         if stage.kind == "train" and self.run.step == 0:
             self._set(answered_first=counted, sample_size=sample_size)
-        self.facts.append(facts.Closed(counted, sample_size))
+        self.facts.append(run_state.Closed(counted, sample_size))
 
     def _complete(self, following: int | None = None) -> None:
         self._set(stage=None, step=self.run.step + 1 if following is None else following)
-        self.facts.append(facts.Completed())
+        self.facts.append(run_state.Completed())
 
     def _end(self, state: FederationState, reason: str | None) -> None:
         if self.run.state in ENDED:
@@ -341,13 +415,13 @@ class Machine:
             self._asks = dict(self.run.stage.asks)
             self._set_stage(asks=self._asks)
         self._asks[name] = status
-        self.facts.append(facts.Settled(name, status))
+        self.facts.append(run_state.Settled(name, status))
 
     def _set_deadline(self, now: float) -> None:
         if self.run.stage is not None and not self.run.stage.closed:
             seconds = self.rules.seconds(self._plan())
             self._set_stage(deadline=now + seconds)
-            self.facts.append(facts.DeadlineSet(seconds))
+            self.facts.append(run_state.DeadlineSet(seconds))
 
     def _plan(self) -> PhasePlan | None:
         return self.rules.plan(self.run.round, self.run.step)
@@ -356,18 +430,18 @@ class Machine:
         known = {name: replace(self.run.members[name], joined=True) for name in names}
         self._set(members={**self.run.members, **known})
         if names:
-            self.facts.append(facts.Joined(names))
+            self.facts.append(run_state.Joined(names))
 
     def _move(self, state: FederationState, reason: str | None) -> None:
         self._set(state=state, reason=reason)
-        self.facts.append(facts.Moved(state, reason))
+        self.facts.append(run_state.Moved(state, reason))
 
     def _expect(self, state: FederationState) -> None:
         if self.run.state != state:
             raise WrongMoment(self.run.state)
 
 
-def step(rules: Rules, run: Run, event: events.Event) -> tuple[Run, tuple[facts.Fact, ...]]:
+def step(rules: Rules, run: Run, event: run_state.Event) -> tuple[Run, tuple[run_state.Fact, ...]]:
     """The run after ``event``, and the facts to store.
 
     Raises:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from promptfed.shared.messages import FederationState, Role, TaskKind
-from promptfed.shared.spec.selection import FINAL
-from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
-from promptfed.shared.spec.spec_section import ceil_fraction
+from promptfed.shared.spec.section import ceil_fraction
+from promptfed.shared.spec.sections import FINAL, SecureAggregationSpec
 
 AskStatus = Literal["open", "answered", "failed", "withdrawn", "discarded", "expired", "cancelled"]
 DueJob = Literal["join", "aggregate"]
@@ -180,3 +179,181 @@ class Run:
     def newcomers(self) -> tuple[str, ...]:
         """Active clients of any role that the state does not include yet, in order of name."""
         return tuple(sorted(name for name, one in self.members.items() if one.active and not one.joined))
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events."""
+
+
+@dataclass(frozen=True)
+class _Timed(Event):
+    now: float
+
+
+@dataclass(frozen=True)
+class _Explained(Event):
+    reason: str
+
+
+@dataclass(frozen=True)
+class _OfClient(Event):
+    name: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Enrolled(Event):
+    """A client enrolled, or came back under its name after the operator had reset it."""
+
+    name: str
+    role: Role
+
+
+class Start(_Timed):
+    """The operator starts; the initial state is stored."""
+
+
+class StartRefused(_Explained):
+    """An automatic start was tried and refused; it is tried again when something changes."""
+
+
+class Pause(Event):
+    """The operator pauses."""
+
+
+class Resume(_Timed):
+    """The operator resumes."""
+
+
+class Cancel(Event):
+    """The operator cancels it."""
+
+
+class Fail(_Explained):
+    """The method has failed."""
+
+
+class Damaged(_Explained):
+    """Stored bytes that the run needs are damaged; ``reason`` says which."""
+
+
+@dataclass(frozen=True)
+class Withdraw(Event):
+    """The operator withdraws a client; ``discard``: also drops its accepted answer to the open stage."""
+
+    name: str
+    discard: bool
+    now: float
+
+
+class Answered(_OfClient):
+    """A client's answer to the open stage was accepted."""
+
+
+class AnsweredLast(_OfClient):
+    """As `Answered`; with this answer the secure sum can be opened, so that no other is needed."""
+
+
+class SumInvalid(_Explained):
+    """The opened secure sum cannot be one of honest clients. It is not known which client spoilt it."""
+
+
+class NotComputed(_Explained):
+    """The due work could not be computed on this machine; it stays due."""
+
+
+class Failed(_OfClient):
+    """A client said that it cannot answer."""
+
+
+class Tick(_Timed):
+    """Time has passed."""
+
+
+class JobDone(_Timed):
+    """The due work is done and its state is committed with this event."""
+
+
+class Restarted(_Timed):
+    """The coordinator was away: that time does not count."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Base of all facts."""
+
+
+@dataclass(frozen=True)
+class _OfClients(Fact):
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Moved(Fact):
+    """The federation's state changed."""
+
+    state: FederationState
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Opened(Fact):
+    """A stage opened and asks ``names``. ``expected``: K̄, the expected number of counted answers."""
+
+    round: int
+    step: int
+    kind: TaskKind
+    name: str
+    names: tuple[str, ...]
+    sample_size: int
+    expected: float
+
+
+@dataclass(frozen=True)
+class Extended(Fact):
+    """The open stage missed its quorum and is extended once (or a resume has reset that)."""
+
+    extended: bool
+
+
+@dataclass(frozen=True)
+class DeadlineSet(Fact):
+    """The open stage has ``seconds`` left from now."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Settled(Fact):
+    """A client's task in the open stage is settled."""
+
+    name: str
+    status: AskStatus
+
+
+@dataclass(frozen=True)
+class Closed(Fact):
+    """The open stage closed. ``counted``: the clients whose answers count, in order of name."""
+
+    counted: tuple[str, ...]
+    sample_size: int
+
+
+@dataclass(frozen=True)
+class AttemptFailed(Fact):
+    """Too few clients answered a step of a secure sum: the attempt has failed, and the next one begins."""
+
+    attempt: int
+
+
+class Completed(Fact):
+    """The closed stage is complete: its state is committed, or it was an evaluation."""
+
+
+class Asked(_OfClients):
+    """The open stage asks ``names`` in addition."""
+
+
+class Joined(_OfClients):
+    """The state includes these clients now."""

@@ -1,8 +1,4 @@
-"""The audit log: who has done what from where, each entry chained to the one before by its hash.
-
-An entry is written in the transaction of its act. The actor is set where a request's token is checked, and follows the
-request's context into its thread.
-"""
+"""The audit log: who has done what from where, each entry chained by hash to the one before; operators' tokens."""
 
 from __future__ import annotations
 
@@ -10,17 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from datetime import datetime
+from typing import Any, cast
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.store.batch import Batch
-from promptfed.coordinator.store.postgres import chain_audit_log
-from promptfed.coordinator.store.tables import AuditRow
-from promptfed.shared.api.access_schemas import FIRST_LINK, AuditEntry
+from promptfed.coordinator.store.database import chain_audit_log
+from promptfed.coordinator.store.queries import Batch
+from promptfed.coordinator.store.tables import AuditRow, OperatorRow
+from promptfed.shared.api.api_schemas import FIRST_LINK, AuditEntry, OperatorRole
 
 
 @dataclass(frozen=True)
@@ -85,3 +82,23 @@ def entries(session: Session, after: int, limit: int) -> Iterator[AuditEntry]:
     query = select(AuditRow).where(AuditRow.number > after).order_by(AuditRow.number).limit(limit)
     for row in session.scalars(query):
         yield AuditEntry.model_validate(row, from_attributes=True)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator's token: whose it is, the role, until when.
+
+    ``expired``: it was seen to have expired, whatever the clock says now.
+    """
+
+    id: str
+    name: str
+    role: OperatorRole
+    expires: datetime
+    expired: bool = False
+
+
+def operator_of(row: OperatorRow) -> Operator:
+    """A token's row as it is held in memory."""
+    expires = clock.parse(row.expires_at)
+    return Operator(row.id, row.name, cast(OperatorRole, row.role), expires, row.expired_at is not None)

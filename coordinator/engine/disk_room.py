@@ -7,8 +7,8 @@ import shutil
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.shared.api.api_schemas import DiskView
-from promptfed.shared.methods.core.interface.base import MethodError, ServerContext
-from promptfed.shared.methods.core.sizes import needed_bytes
+from promptfed.shared.methods.core.checks import needed_bytes
+from promptfed.shared.methods.core.interface import MethodError, ServerContext
 from promptfed.shared.plain_text import counted
 
 

@@ -6,33 +6,152 @@ since it depends only on committed data.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.aggregation import global_state
-from promptfed.coordinator.aggregation.given import given
-from promptfed.coordinator.domain import clock, events
+from promptfed.coordinator.aggregation import global_state, rows
+from promptfed.coordinator.aggregation.global_state import Given, call, given
+from promptfed.coordinator.aggregation.rules import Judged
+from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import SAME_CLASSES, Federation, OpenTask, differing
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
-from promptfed.coordinator.engine import aggregates, secure_jobs
+from promptfed.coordinator.domain.run_state import EVALUATION
+from promptfed.coordinator.engine import sums
 from promptfed.coordinator.engine.disk_room import disk_of, no_room
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.engine.selection import selected_round
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.blobs import Held
+from promptfed.coordinator.store.blobs import Held, Stored, put_tensors, room
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow
-from promptfed.coordinator.store.tensor_blobs import Stored, put_tensors
-from promptfed.shared.methods.core.checks.client_checks import check_clients, check_hopeless
-from promptfed.shared.methods.core.interface.base import MethodError, NeedsBackbone, ServerContext
-from promptfed.shared.methods.core.sizes import check_sizes
+from promptfed.coordinator.store.queries import means_by_round
+from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow, UpdateRow
+from promptfed.shared.api.api_schemas import SelectionView
+from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes
+from promptfed.shared.methods.core.interface import (
+    Measured,
+    MeasuresPhases,
+    MethodError,
+    NeedsBackbone,
+    Phase,
+    ServerContext,
+)
 from promptfed.shared.secagg import SecureError
-from promptfed.shared.spec.selection import FINAL
+from promptfed.shared.spec.sections import FINAL, best
 from promptfed.shared.tensors import Arrays, TensorError, method_part, size_of, state_hash
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Result of an aggregation: the state, what the report keeps, what the rule made of each counted client."""
+
+    after: Arrays
+    measured: dict[str, Any]
+    judged: Mapping[str, Judged]
+    clients: list[str]
+    summed: sums.Summed | None = None
+
+
+def compute(registry: Registry, federation: Federation, state: Arrays, phase_id: int, given: Given) -> Computed:
+    """The state after the closed phase, of its stored updates or its secure sum.
+
+    Raises:
+        SecureError: the sum cannot be one of honest clients.
+    """
+    changed: dict[str, float] = {}
+    run = federation.run
+    if federation.spec.secure_aggregation is not None:
+        summed = sums.summed(registry, federation, state, run.round, run.step)
+        return Computed(summed.after, summed.measured(), {}, [], summed)
+    phase = federation.method_phase(run.round, run.step)
+    if federation.spec.privacy.protects_clients:
+        return _computed_with_noise(registry, federation, state, phase_id, phase, given)
+    context, rule = federation.context(), global_state.rule_of(federation, state)
+    payload = lru_cache(maxsize=8)(lambda sha256: registry.blobs.tensors(sha256)[0])  # of most, the same
+    with room(registry.blobs) as rule.room:
+        stored = global_state.stored_updates(registry.blobs, given.updates)
+        measured = rows.measured(stored, lambda client: payload(given.payloads[client]), changed)
+        after, told = global_state.after_phase(federation, state, phase, measured, rule, context)
+    measures = _measured(federation, state, phase, after, context)
+    measures = Measured(measures.phase | told.phase, measures.clients | told.clients)
+    report = {**_finite(measures), "changes": _finite_numbers(changed)}
+    return Computed(after, report, rule.judged, [client for client, _, _ in given.updates])
+
+
+def _computed_with_noise(
+    registry: Registry,
+    federation: Federation,
+    state: Arrays,
+    phase_id: int,
+    phase: Phase,
+    given: Given,
+) -> Computed:
+    with registry.database.read() as session:
+        terms = sums.terms_of(federation, session.get_one(PhaseRow, phase_id))
+        before = sums.released(session, federation)
+    stream, context = global_state.stored_updates(registry.blobs, given.updates), federation.context()
+    noised = sums.noised(federation, state, phase, stream, terms, context)
+    measures = _measured(federation, state, phase, noised.after, context)
+    told = {"changes": noised.mean.lengths, "privacy": noised.measured(federation, before + 1, registry.noise.kind)}
+    return Computed(
+        noised.after, {**_finite(measures), **told}, noised.judged(), [client for client, _, _ in given.updates]
+    )
+
+
+def note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) -> None:
+    """Store the rule's verdict on each counted update."""
+    if not judged:
+        return
+    mine = (TaskRow.phase_id == phase_id, TaskRow.counted)
+    rows = session.execute(
+        select(TaskRow.client, UpdateRow).join(UpdateRow, UpdateRow.task_id == TaskRow.id).where(*mine)
+    )
+    for client, row in rows:
+        if client in judged:
+            row.judged = asdict(judged[client])
+
+
+def _measured(federation: Federation, before: Arrays, phase: Phase, after: Arrays, context: ServerContext) -> Measured:
+    if not isinstance(federation.method, MeasuresPhases):
+        return Measured()
+    measured: Measured = call(federation, "measure", method_part(before), phase, method_part(after), context)
+    return measured
+
+
+def _finite(measured: Measured) -> dict[str, Any]:
+    """The finite numbers of ``measured``, for the report."""
+    clients = {name: _finite_numbers(numbers) for name, numbers in sorted(measured.clients.items())}
+    return {"phase": _finite_numbers(measured.phase), "clients": clients}
+
+
+def _finite_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
+
+
+def selection_view(session: Session, federation: Federation) -> SelectionView | None:
+    """The best round so far; None without selection, or before a client has told of its held-out images."""
+    asked = federation.spec.selection
+    if asked is None:
+        return None
+    means = means_by_round(session, federation.id, EVALUATION, asked)
+    round = best(means)
+    if round is None:
+        return None
+    return SelectionView(round=round, value=means[round], compared=len(means), **asked.model_dump())
+
+
+def selected_round(session: Session, federation: Federation) -> int:
+    """The chosen round; the last one where no client has told of its held-out images."""
+    view = selection_view(session, federation)
+    return federation.run.round if view is None else view.round
+
 
 FORGOTTEN = "forget"  # the origin of a state from which a client's own part was taken
 
@@ -112,7 +231,7 @@ def _expect_room(registry: Registry, federation: Federation, context: ServerCont
 
 def _send_start(change: Change) -> None:
     try:
-        change.send(events.Start(clock.monotonic()))
+        change.send(run_state.Start(clock.monotonic()))
     except (WrongMoment, NotEnoughTrainers):
         expect_startable(change.federation)
         raise
@@ -144,7 +263,7 @@ def join(registry: Registry, id: str) -> None:
                 return
             change.keep(held)
             _commit_state(change, state, stored, "join", None)
-            change.send(events.JobDone(clock.monotonic()))
+            change.send(run_state.JobDone(clock.monotonic()))
 
 
 def forget(registry: Registry, id: str, client: str) -> None:
@@ -178,32 +297,32 @@ def aggregate(registry: Registry, id: str) -> None:
         counted = given(session, federation, phase.id)
     with registry.metrics.job_seconds.labels("aggregate").time():
         try:
-            computed = aggregates.computed(registry, federation, state, phase.id, counted)
+            result = compute(registry, federation, state, phase.id, counted)
         except SecureError as error:
             with registry.change(id) as change:
-                change.send(events.SumInvalid(f"{error.kind}: {error}"))
+                change.send(run_state.SumInvalid(f"{error.kind}: {error}"))
             return
     point("aggregate-computed")
     with registry.blobs.hold() as held:
-        stored = put_tensors(registry.blobs, held, computed.after)
+        stored = put_tensors(registry.blobs, held, result.after)
         with registry.change(id) as change:
             now = change.federation.run
             if (now.due_job, now.round, now.step) != ("aggregate", run.round, run.step):
                 return
             change.keep(held)
-            _commit_state(change, computed.after, stored, phase.name, phase.id)
-            change.batch.phases[phase.id]["measured"] = computed.measured
-            aggregates.note_judged(change.session, phase.id, computed.judged)
-            if computed.summed is not None:
-                change.session.add(computed.summed.row(phase.id))
-                secure_jobs.forget_answers(change.session, federation, run.round)
-            change.send(events.JobDone(clock.monotonic()))
-            _serve_at_once(registry, change, held, computed.after)
+            _commit_state(change, result.after, stored, phase.name, phase.id)
+            change.batch.phases[phase.id]["measured"] = result.measured
+            note_judged(change.session, phase.id, result.judged)
+            if result.summed is not None:
+                change.session.add(result.summed.row(phase.id))
+                sums.forget_answers(change.session, federation, run.round)
+            change.send(run_state.JobDone(clock.monotonic()))
+            _serve_at_once(registry, change, held, result.after)
             point("state-before-commit")
     point("state-committed")
-    if computed.summed is not None:
+    if result.summed is not None:
         point("exchanges-deleted")
-    verdicts = Counter(computed.judged[c].verdict if c in computed.judged else "counted" for c in computed.clients)
+    verdicts = Counter(result.judged[c].verdict if c in result.judged else "counted" for c in result.clients)
     for verdict, number in verdicts.items():
         registry.metrics.updates.labels(verdict).inc(number)
 
@@ -253,7 +372,7 @@ def _made_payloads(
     last: tuple[tuple[object, ...], Arrays, Stored] | None = None
     for task in tasks:
         if task.kind not in ("train", "evaluate"):
-            content = secure_jobs.told(registry, federation, task)
+            content = sums.told(registry, federation, task)
             digest = held.put(content)
             made[task.id] = replace(task, payload_sha256=digest, payload_bytes=len(content))
             continue

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from promptfed.coordinator.domain import facts
+from promptfed.coordinator.domain import run_state
 from promptfed.coordinator.domain.run_state import Run
 from promptfed.coordinator.engine.recorder import Change
-from promptfed.shared.api.privacy_schemas import FAILURES
+from promptfed.shared.api.api_schemas import FAILURES
 
 UNTELLING = (
     "promptfed_rounds_completed_total",
@@ -79,15 +79,15 @@ class Metrics:
                 self.secure_seconds.labels(kind).observe(seconds)
         for fact in change.recorded:
             match fact:
-                case facts.Settled(_, status):
+                case run_state.Settled(_, status):
                     self.answers.labels(status).inc()
                     if before.stage is not None and self._is_step(change, before.stage.kind):
                         self.secure.labels(before.stage.kind, status).inc()
-                case facts.Closed(counted, _):
+                case run_state.Closed(counted, _):
                     self.counted.inc(len(counted))
-                case facts.Completed():
+                case run_state.Completed():
                     self.phases.inc()
-                case facts.Moved(state, _):
+                case run_state.Moved(state, _):
                     self.moves.labels(state).inc()
 
     def _is_step(self, change: Change, kind: str) -> bool:

@@ -11,18 +11,18 @@ from typing import Any, cast
 from sqlalchemy import bindparam, func, select
 from sqlalchemy.orm import Session
 
-from promptfed.coordinator.domain import clock, events, facts
+from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import Machine
 from promptfed.coordinator.domain.run_state import AskStatus, Run
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.batch import Batch, Row, insert_phase
 from promptfed.coordinator.store.blobs import Held
+from promptfed.coordinator.store.queries import Batch, Row, insert_phase
 from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow
 from promptfed.shared.messages import ENDED, TaskKind
 from promptfed.shared.privacy.noise import Noise, SecretNoise
-from promptfed.shared.spec.weighting import shares
+from promptfed.shared.spec.sections import shares
 
 
 @dataclass
@@ -41,13 +41,13 @@ class Change:
     noise: Noise = field(default_factory=SecretNoise)
     wake: set[str] = field(default_factory=set)
     everyone: bool = False
-    recorded: list[facts.Fact] = field(default_factory=list)
+    recorded: list[run_state.Fact] = field(default_factory=list)
     emitted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     completed: list[tuple[str, float]] = field(default_factory=list)
     _machine: Machine | None = None
     _tasks: dict[str, OpenTask] | None = None
 
-    def send(self, event: events.Event) -> None:
+    def send(self, event: run_state.Event) -> None:
         """Step the round machine and write down what follows.
 
         Raises:
@@ -173,29 +173,29 @@ class _Recorder:
         self._position = (round, step)
         self._phase: _StageRow | None = None
 
-    def write(self, fact: facts.Fact) -> None:
+    def write(self, fact: run_state.Fact) -> None:
         match fact:
-            case facts.Moved():
+            case run_state.Moved():
                 self._moved(fact)
-            case facts.Opened():
+            case run_state.Opened():
                 self._opened(fact)
-            case facts.Asked():
+            case run_state.Asked():
                 self._asked(fact)
-            case facts.Extended(extended):
+            case run_state.Extended(extended):
                 self._set(extended=extended)
                 if extended:
                     self._change.emit("phase-extended", **self._where())
-            case facts.DeadlineSet(seconds):
+            case run_state.DeadlineSet(seconds):
                 self._set_deadline(seconds)
-            case facts.Settled(name, status):
+            case run_state.Settled(name, status):
                 self._settled(name, status)
-            case facts.Closed():
+            case run_state.Closed():
                 self._closed(fact)
-            case facts.AttemptFailed(attempt):
+            case run_state.AttemptFailed(attempt):
                 self._attempt_failed(attempt)
-            case facts.Completed():
+            case run_state.Completed():
                 self._completed()
-            case facts.Joined(names):
+            case run_state.Joined(names):
                 self._joined(names)
 
     def _stage(self) -> _StageRow:
@@ -213,7 +213,7 @@ class _Recorder:
         stage = self._stage()
         return {"round": stage.round, "phase": stage.name, "kind": stage.kind}
 
-    def _moved(self, fact: facts.Moved) -> None:
+    def _moved(self, fact: run_state.Moved) -> None:
         row = self._change.federation_row()
         if fact.state == "running" and row.started_at is None:
             row.started_at = clock.now()
@@ -223,7 +223,7 @@ class _Recorder:
         self._change.everyone = True
         self._change.emit("federation-state", state=fact.state, reason=fact.reason)
 
-    def _opened(self, fact: facts.Opened) -> None:
+    def _opened(self, fact: run_state.Opened) -> None:
         now = clock.now()
         opened: Row = {"round": fact.round, "kind": fact.kind, "name": fact.name, "opened_at": now, "deadline": now}
         others: Row = {"federation_id": self._change.federation.id, "step": fact.step, "sample_size": fact.sample_size}
@@ -234,7 +234,7 @@ class _Recorder:
         self._change.emit("phase-opened", **self._where(), asked=list(fact.names))
         self._add_tasks(fact.names, 0)
 
-    def _asked(self, fact: facts.Asked) -> None:
+    def _asked(self, fact: run_state.Asked) -> None:
         self._change.flush()
         tasks = select(func.count()).where(TaskRow.phase_id == self._stage().id)
         self._add_tasks(fact.names, self._session.scalar(tasks) or 0)
@@ -278,7 +278,7 @@ class _Recorder:
         mine = (TaskRow.phase_id == self._stage().id, TaskRow.client == name)
         return self._session.scalars(select(TaskRow.id).where(*mine).order_by(TaskRow.number.desc()).limit(1)).one()
 
-    def _closed(self, fact: facts.Closed) -> None:
+    def _closed(self, fact: run_state.Closed) -> None:
         stage = self._stage()
         self._set(closed_at=clock.now(), sample_size=fact.sample_size)
         if stage.kind == "train" and self._change.federation.spec.privacy.protects_clients:

@@ -20,12 +20,12 @@ from promptfed.coordinator.domain.federation import (
     federation_of,
     kept_method,
 )
+from promptfed.coordinator.domain.round_machine import ATTEMPTS, KINDS, MASK
 from promptfed.coordinator.domain.run_state import AskStatus, DueJob, Member, Rules, Run, Stage
-from promptfed.coordinator.domain.secure_steps import ATTEMPTS, KINDS, MASK
 from promptfed.coordinator.engine.recorder import open_task
 from promptfed.coordinator.problems import first_error
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.backend import one_line
+from promptfed.coordinator.store.database import one_line
 from promptfed.coordinator.store.tables import DELETING, ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
 from promptfed.shared.messages import ENDED, Domain, EnrolledProtection, FederationState, Role, TaskKind
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec

@@ -1,6 +1,6 @@
 """The registry: holds all federations in memory, looks them up, and changes them one transaction at a time.
 
-Changes run in threads (requests' own, or the one for tensor work). What moves federations on is the scheduler.
+A change wakes the requests that wait for it, on the event loop.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from contextlib import contextmanager
@@ -21,24 +21,64 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation.secure_sums import Attempt
-from promptfed.coordinator.domain import clock, events
+from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import json_logs, recovery
+from promptfed.coordinator.engine.audit import Operator, operator_of
 from promptfed.coordinator.engine.committer import Committer, RegistryClosed
 from promptfed.coordinator.engine.last_seen import LastSeen
 from promptfed.coordinator.engine.metrics import Metrics
-from promptfed.coordinator.engine.operator_tokens import Operator, operator_of
 from promptfed.coordinator.engine.recorder import Change, Changes
-from promptfed.coordinator.engine.wakeups import Wakeups
 from promptfed.coordinator.problems import FederationMoving, MethodAbsent, NotFound, Unreadable
-from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.blobs import Blobs
-from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.database import Database, DatabaseAway
 from promptfed.coordinator.store.leases import Fenced, Leases
+from promptfed.coordinator.store.opening import Writable
 from promptfed.coordinator.store.tables import DELETING, FederationRow, OperatorRow
-from promptfed.coordinator.store.writable import Writable
 from promptfed.shared.messages import ENDED
 from promptfed.shared.privacy.noise import Noise, SecretNoise
+
+
+class Wakeups:
+    """One-shot events by key. Listen first, then look, then wait: no wakeup is missed."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, asyncio.Event] = {}
+        self.closed = False
+
+    def listen(self, key: Hashable) -> asyncio.Event:
+        """The event that the next wakeup for ``key`` sets."""
+        wakeup = self._waiting.setdefault(key, asyncio.Event())
+        if self.closed:
+            wakeup.set()
+        return wakeup
+
+    def wake(self, keys: Iterable[Hashable]) -> None:
+        """Wake those who listen for one of ``keys``."""
+        for key in keys:
+            wakeup = self._waiting.pop(key, None)
+            if wakeup is not None:
+                wakeup.set()
+
+    def wake_all(self) -> None:
+        """Wake everybody who listens now."""
+        self.wake(list(self._waiting))
+
+    def close(self) -> None:
+        """Wake everybody, now and from now on: nothing more is to be waited for."""
+        self.closed = True
+        self.wake_all()
+
+
+async def wait(wakeup: asyncio.Event, seconds: float) -> bool:
+    """Whether ``wakeup`` came within ``seconds``."""
+    try:
+        async with asyncio.timeout(seconds):
+            await wakeup.wait()
+    except TimeoutError:
+        return False
+    return True
+
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -132,7 +172,7 @@ class Registry:
         elif federation.run.state not in ENDED:
             now = clock.monotonic()
             with self.change(federation.id) as change:
-                change.send(events.Restarted(now))
+                change.send(run_state.Restarted(now))
 
     def take_up(self, id: str) -> None:
         """Read one federation whose lease this coordinator holds, and go on with it as after a restart.

@@ -9,25 +9,76 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
 
+from sqlalchemy import bindparam, update
 from sqlalchemy.exc import DatabaseError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 
-from promptfed.coordinator.aggregation.server_half import NoTorch
-from promptfed.coordinator.domain import clock, events
-from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.aggregation.global_state import NoTorch
+from promptfed.coordinator.domain import clock, run_state
+from promptfed.coordinator.domain.federation import EnrolmentToken, Federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
-from promptfed.coordinator.engine import deletion, expiry, jobs, json_logs, retention
+from promptfed.coordinator.engine import jobs, json_logs, retention
+from promptfed.coordinator.engine.audit import Operator
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.malloc import give_back
-from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.engine.wakeups import wait
+from promptfed.coordinator.engine.registry import Registry, wait
 from promptfed.coordinator.problems import FederationMoving, NotFound, Refusal
-from promptfed.coordinator.store.backend import DatabaseAway, InUse
 from promptfed.coordinator.store.blobs import DamagedBlob
+from promptfed.coordinator.store.database import DatabaseAway, InUse
+from promptfed.coordinator.store.tables import OperatorRow, TokenRow
 from promptfed.shared.messages import ENDED
+
+Token = TypeVar("Token", Operator, EnrolmentToken)
+
+_STATEMENTS = {
+    table: update(table)
+    .where(table.digest == bindparam("key"), table.expired_at.is_(None))
+    .values(expired_at=bindparam("moment"))
+    for table in (OperatorRow, TokenRow)
+}
+
+
+def has_expired(token: Operator | EnrolmentToken) -> bool:
+    """Whether the token has expired: now by the wall clock, or earlier as a mark says."""
+    return token.expired or token.expires <= clock.utc()
+
+
+def mark(registry: Registry) -> None:
+    """Mark the tokens that have newly expired; without any, nothing is written. Raises SQLAlchemyError, DatabaseAway.
+
+    Of several coordinators each marks operators' tokens, and enrolment tokens of the federations that it carries out.
+    """
+    operators = _newly_expired(registry.operators)
+    enrolment = {id: _newly_expired(known.tokens) for id, known in registry.federations.items()}
+    enrolment = {id: digests for id, digests in enrolment.items() if digests}
+    if not operators and not enrolment:
+        return
+    to_mark = ((OperatorRow, operators), (TokenRow, set().union(*enrolment.values())))
+    with registry.exclusively():
+        with registry.database.write() as session:
+            for table, digests in to_mark:
+                # In order: two coordinators that mark the same rows do not wait for each other in a circle.
+                rows = [{"key": digest, "moment": clock.now()} for digest in sorted(digests)]
+                if rows:
+                    session.connection().execute(_STATEMENTS[table], rows)
+        registry.operators = _with_marks(registry.operators, operators)
+        for id, digests in enrolment.items():
+            federation = registry.federations.get(id)
+            if federation is not None:
+                registry.note(id, tokens=_with_marks(federation.tokens, digests))
+
+
+def _newly_expired(tokens: Mapping[str, Token]) -> set[str]:
+    return {digest for digest, token in tokens.items() if not token.expired and has_expired(token)}
+
+
+def _with_marks(tokens: Mapping[str, Token], expired: set[str]) -> dict[str, Token]:
+    return {key: replace(token, expired=True) if key in expired else token for key, token in tokens.items()}
+
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -154,11 +205,11 @@ class Scheduler:
     def _beat(self) -> None:
         self._registry.database.beat()
         self._registry.last_seen.flush()
-        expiry.mark(self._registry)
+        mark(self._registry)
 
     async def _delete_leftovers(self) -> None:
         try:
-            await asyncio.to_thread(deletion.finish, self._registry)
+            await asyncio.to_thread(retention.finish, self._registry)
         except (DatabaseAway, RegistryClosed):
             pass  # It is tried again when the database is back, and at the next start.
         except (SQLAlchemyError, OSError):
@@ -209,7 +260,7 @@ class Scheduler:
             # Not to be tried again before its clients or its initial state change.
             self._refused_starts[id] = _start_key(federation)
             with registry.change(id) as change:
-                change.send(events.StartRefused(f"{refusal.kind}: {refusal.detail}"))
+                change.send(run_state.StartRefused(f"{refusal.kind}: {refusal.detail}"))
 
     async def _carry_out(self, id: str, job: Job) -> None:
         try:
@@ -245,7 +296,7 @@ class Scheduler:
         except NoTorch as error:
             log.error("%s", error, extra=self._where(id))
             with contextlib.suppress(*MOVED_ON), self._registry.change(id) as change:
-                change.send(events.NotComputed(f"{error}; then resume"))
+                change.send(run_state.NotComputed(f"{error}; then resume"))
         except Exception as error:
             self._fail(id, error)
 
@@ -255,18 +306,18 @@ class Scheduler:
         with contextlib.suppress(*MOVED_ON):
             self._refused_starts[id] = _start_key(self._registry.get(id))
             with self._registry.change(id) as change:
-                change.send(events.Damaged(text))
+                change.send(run_state.Damaged(text))
 
     def _fail(self, id: str, error: Exception) -> None:
         log.error("the method failed", exc_info=error, extra=self._where(id))
         with contextlib.suppress(*MOVED_ON), self._registry.change(id) as change:
             reason = f"{type(error).__name__}: {error}".replace("\0", "\\0")  # PostgreSQL's text holds no NUL
-            change.send(events.Fail(reason[:2000]))
+            change.send(run_state.Fail(reason[:2000]))
 
 
 def _tick(registry: Registry, id: str) -> None:
     with registry.change(id) as change:
-        change.send(events.Tick(clock.monotonic()))
+        change.send(run_state.Tick(clock.monotonic()))
 
 
 def _start_key(federation: Federation) -> object:

@@ -17,13 +17,13 @@ from itertools import count
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
+from promptfed.coordinator.engine.audit import operator_of
 from promptfed.coordinator.engine.committer import RegistryClosed
-from promptfed.coordinator.engine.operator_tokens import operator_of
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import Refusal
-from promptfed.coordinator.store.backend import DatabaseAway
+from promptfed.coordinator.store.bucket import ObjectsWatch
+from promptfed.coordinator.store.database import DatabaseAway
 from promptfed.coordinator.store.leases import RENEW_SECONDS, LeaseLook, Leases
-from promptfed.coordinator.store.objects_watch import ObjectsWatch
 from promptfed.coordinator.store.tables import DELETING, FederationRow, OperatorRow
 from promptfed.shared.messages import ENDED
 

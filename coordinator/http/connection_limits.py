@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 
-from promptfed.coordinator.http.certificates import WithCertificate, names_shown
+from promptfed.coordinator.http.callers import WithCertificate, names_shown
 from promptfed.shared.service.http_connection import LimitedHttpProtocol
-from promptfed.shared.service.open_files import most_connections
+from promptfed.shared.service.net import most_connections
 
 ACCEPTED_AT_ONCE = 32  # several times as many may have been accepted before the first of them is looked at
 QUEUE = 2048  # connections that the system keeps until they are accepted

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.domain import clock, events
+from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
 from promptfed.coordinator.engine import jobs, retention
@@ -51,7 +51,7 @@ def withdraw(registry: Registry, id: str, client: str, discard: bool) -> None:
             if not change.federation.run.members[name].active:
                 return
             discard = discard and not _is_summed(change.federation)
-            change.send(events.Withdraw(name, discard, clock.monotonic()))
+            change.send(run_state.Withdraw(name, discard, clock.monotonic()))
             row = change.client_row(name)
             row.active = False
             _close_tokens(change, name, row.token_id)

@@ -7,23 +7,21 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.domain import clock, events
+from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Client, EnrolmentToken, Federation, differing
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.recovery import client_of
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.store.batch import Row
 from promptfed.coordinator.store.fault_points import point
+from promptfed.coordinator.store.opening import digest
+from promptfed.coordinator.store.queries import Row
 from promptfed.coordinator.store.tables import ClientRow
-from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.messages import ENDED, MOST_PEERS, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import METHODS, check_fits
-from promptfed.shared.methods.core.checks.client_checks import check_clients, check_hopeless
-from promptfed.shared.methods.core.interface.base import MethodError, ServerContext
-from promptfed.shared.methods.core.interface.hooks import check_admission
-from promptfed.shared.methods.core.sizes import check_sizes
-from promptfed.shared.secagg.keys import is_signed
+from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes
+from promptfed.shared.methods.core.interface import MethodError, ServerContext, check_admission
+from promptfed.shared.secagg.primitives import is_signed
 from promptfed.shared.spec.spec import BackboneShape
 
 # Of all different class names of a federation in UTF-8; those of ImageNet-21k have 0.4 MB. They are kept in memory and
@@ -102,7 +100,7 @@ class _Enrolment:
         _store(change, row)
         _use(change, self.token_digest)
         change.federation = change.federation.with_clients(client).with_named(client.class_names)
-        change.send(events.Enrolled(client.name, client.role))
+        change.send(run_state.Enrolled(client.name, client.role))
         change.emit("client-enrolled", client=client.name, role=client.role, token=token.name)
         with audit.acting(self.actor):
             change.note("client-enrolled", client=client.name, role=client.role)

@@ -11,26 +11,25 @@ from pydantic import ValidationError
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation import secure_sums
-from promptfed.coordinator.domain import clock, events
+from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.engine.secure_jobs import attempt_of
-from promptfed.coordinator.operations.spent_metrics import spent_metrics
+from promptfed.coordinator.engine.sums import attempt_of
 from promptfed.coordinator.operations.submissions import (
     Answer,
     AskedTask,
     accept_failure,
     asked_task,
     decided,
+    spent_metrics,
 )
+from promptfed.coordinator.store.blobs import Upload
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.messages import FailureRequest, SpendReport, TaskConfig
 from promptfed.shared.secagg import SecureError, opening
-from promptfed.shared.secagg.encoding import looks_unmasked
-from promptfed.shared.secagg.messages import ConfirmAnswer, KeysAnswer, SharesAnswer, UnmaskAnswer
-from promptfed.shared.secagg.roster import is_entry_signed
+from promptfed.shared.secagg.messages import ConfirmAnswer, KeysAnswer, SharesAnswer, UnmaskAnswer, is_entry_signed
+from promptfed.shared.secagg.primitives import looks_unmasked
 from promptfed.shared.tensors import TensorError, decode
 
 MOST_BYTES = 4 << 20  # of an answer without a vector
@@ -187,11 +186,11 @@ class _Exchange(Answer):
         answer = {"digest": self.digest, "body": self.body, "bytes": len(self.body), "metrics": self.metrics}
         change.batch.exchanges.append({**row, **answer})
 
-    def event(self, change: Change, task: AskedTask) -> events.Event:
+    def event(self, change: Change, task: AskedTask) -> run_state.Event:
         """Of step ``unmask``, the answer that makes the sum known ends the step."""
         stage = change.federation.run.stage
         if task.kind == "unmask" and stage is not None:
             attempt = attempt_of(self.registry, change.federation, task.round, task.step)
             if attempt.can_open([*stage.having("answered"), self.client.name]):
-                return events.AnsweredLast(self.client.name, clock.monotonic())
+                return run_state.AnsweredLast(self.client.name, clock.monotonic())
         return super().event(change, task)

@@ -1,4 +1,4 @@
-"""Operators' actions on federations: create, start, pause, resume and cancel them, supply an initial state."""
+"""Operators' actions on federations: create (also at the first start), start, pause, resume, cancel, give a state."""
 
 from __future__ import annotations
 
@@ -7,29 +7,37 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import yaml
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.aggregation import global_state, server_half
-from promptfed.coordinator.domain import clock, events
+from promptfed.coordinator.aggregation import global_state
+from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
 from promptfed.coordinator.engine import audit, recovery
 from promptfed.coordinator.engine.disk_room import disk_told, no_room
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.engine.scheduler import has_expired
+from promptfed.coordinator.operations import tokens
+from promptfed.coordinator.problems import Refusal
+from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.fault_points import point
+from promptfed.coordinator.store.opening import digest, write_secret
 from promptfed.coordinator.store.tables import EventRow, FederationRow
+from promptfed.shared.api.api_schemas import TokenRequest
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.methods import check_fits, make_method, resolve_spec
-from promptfed.shared.methods.core.checks.client_checks import allowed_rounds, check_hopeless
-from promptfed.shared.methods.core.interface.arithmetic import needs_torch_always
-from promptfed.shared.methods.core.interface.base import MethodError
-from promptfed.shared.methods.core.sizes import check_sizes
+from promptfed.shared.methods.core.checks import allowed_rounds, check_hopeless, check_sizes
+from promptfed.shared.methods.core.interface import MethodError, needs_torch_always
 from promptfed.shared.privacy.noise import Noise
+from promptfed.shared.service.reasons import why
+from promptfed.shared.service.yaml_text import read_yaml
 from promptfed.shared.spec.spec import FederationSpec, SpecError
 from promptfed.shared.tensors import TensorError, check, decode, state_hash
 
@@ -49,9 +57,9 @@ def _check_torch(spec: FederationSpec) -> None:
     """If the method computes with torch on the coordinator, torch must be installed."""
     method = make_method(spec.method)
     with _offence_at("method.name"):
-        if needs_torch_always(method) and not server_half.has_torch():
+        if needs_torch_always(method) and not global_state.has_torch():
             why = f"{method.name} computes with torch on the coordinator, and this one has no torch"
-            raise MethodError(f"{why}: {server_half.GET_TORCH}")
+            raise MethodError(f"{why}: {global_state.GET_TORCH}")
 
 
 def _check_shape(spec: FederationSpec) -> None:
@@ -189,10 +197,10 @@ def _row(federation: Federation, key: str | None, request_digest: str) -> Federa
 
 def steer(registry: Registry, id: str, verb: str) -> None:
     """Pause, resume or cancel. Raises WrongState."""
-    steps: dict[str, events.Event] = {
-        "pause": events.Pause(),
-        "resume": events.Resume(clock.monotonic()),
-        "cancel": events.Cancel(),
+    steps: dict[str, run_state.Event] = {
+        "pause": run_state.Pause(),
+        "resume": run_state.Resume(clock.monotonic()),
+        "cancel": run_state.Cancel(),
     }
     try:
         with registry.change(id) as change:
@@ -254,3 +262,52 @@ def _expect_enrolling(federation: Federation) -> None:
     if federation.run.state != "enrolling":
         text = f"{federation.name} is {federation.run.state}: its initial state can only be supplied before the start"
         raise problems.WrongState(text, state=federation.run.state)
+
+
+class BootstrapFailed(Exception):
+    """The spec cannot be read or run."""
+
+
+def bootstrap(registry: Registry, settings: Settings) -> None:
+    """Create the settings' federation if it does not exist, and write an enrolment token unless there is a valid one.
+
+    The token is for as many clients as the settings say, or the spec's ``min_clients``, minus the enrolled ones.
+    """
+    if settings.bootstrap is None:
+        return
+    raw = read_spec(settings.bootstrap)
+    federation = next((known for known in registry.federations.values() if known.name == raw.get("name")), None)
+    path = settings.enrolment_token_file
+    try:
+        if federation is None:
+            federation = create(registry, raw)
+        if path is not None and not _is_good(federation, path):
+            uses = settings.enrolment_token_uses or federation.spec.participation.min_clients
+            missing = uses - len(registry.get(federation.id).clients)
+            if missing > 0:
+                minted = tokens.mint(registry, federation.id, TokenRequest(uses=missing), settings.token_hours)
+                write_secret(path, minted.token)
+    except Refusal as refusal:
+        raise BootstrapFailed(f"{settings.bootstrap}: {refusal.detail}") from None
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file. Raises BootstrapFailed."""
+    try:
+        raw = read_yaml(path.read_text())
+    except OSError as error:
+        raise BootstrapFailed(f"cannot read {path}: {why(error)}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BootstrapFailed(f"{path} is not YAML: {why(error)}") from None
+    if not isinstance(raw, dict):
+        raise BootstrapFailed(f"{path} must hold a mapping, such as `name: eyes`")
+    return raw
+
+
+def _is_good(federation: Federation, path: Path) -> bool:
+    """Whether the file holds a token of this federation that has not expired."""
+    try:
+        token = federation.tokens.get(digest(path.read_text().strip()))
+    except (OSError, UnicodeDecodeError):
+        return False
+    return token is not None and not has_expired(token)

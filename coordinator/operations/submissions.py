@@ -1,9 +1,16 @@
-"""Admission of answers: updates and evaluations are stored durably, or refused. A refusal is only counted."""
+"""Payloads of tasks, and admission of their answers: updates and evaluations are stored durably, or refused.
+
+A refusal is only counted. Compressed updates become plain ones before anything is checked or stored.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import threading
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,28 +21,95 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.aggregation.changes import change_norm
-from promptfed.coordinator.domain import clock, events
+from promptfed.coordinator.aggregation.rows import change_norm
+from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.operations.expansion import expanded
-from promptfed.coordinator.operations.spent_metrics import spent_metrics
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.blobs import Blobs, Held, digest_of
+from promptfed.coordinator.store.blobs import Blobs, Held, Upload, digest_of, digest_of_file
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, TaskRow, UpdateRow
-from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.messages import (
-    ENDED,
-    EvaluationRequest,
-    FailureRequest,
-    UpdateMetadata,
+from promptfed.shared.messages import ENDED, EvaluationRequest, FailureRequest, SpendReport, UpdateMetadata
+from promptfed.shared.methods.core.checks import LARGE, change_limit
+from promptfed.shared.privacy.accounting import training_event
+from promptfed.shared.tensors import (
+    DTYPES,
+    Arrays,
+    TensorError,
+    check,
+    decode,
+    decode_file,
+    decode_place,
+    encode,
+    encode_file,
 )
-from promptfed.shared.methods.core.sizes import change_limit
-from promptfed.shared.tensors import Arrays, TensorError, check, decode, decode_file
+from promptfed.shared.tensors.compression import added, decompressed
+
+
+def spent_metrics(federation: Federation, client: Client, spent: SpendReport | None) -> dict[str, float]:
+    """The privacy cost of an update that the client reports, as metrics. It must match the public terms."""
+    privacy = federation.privacy
+    at_client = privacy is not None and privacy.protects_records
+    if not at_client and spent is None:
+        return {}
+    if privacy is None or not at_client:
+        whose = "is not protected" if privacy is None else "is protected by the coordinator's noise"
+        raise problems.PrivacyMismatch(f"{federation.name} {whose}, and the update says what it cost")
+    if spent is None:
+        text = f"{federation.name} is protected at level {privacy.level}, and the update does not say what it cost"
+        raise problems.PrivacyMissing(f"{text}: install a version of promptfed that protects")
+    training, given = federation.spec.training, [event.model_dump() for event in spent.events]
+    planned = client.protection
+    z = privacy.noise_multiplier or (planned.noise_multiplier if planned is not None else given[0]["z"])
+    units = client.num_samples if client.units is None else client.units
+    wanted = training_event(units, training.batch_size, training.epochs, z).as_json()
+    if given != [wanted]:
+        units_name = "samples" if privacy.unit == "record" else "groups"
+        raise problems.PrivacyMismatch(f"the update was trained with {given}; {units} {units_name} give {wanted}")
+    seeded = float(spent.noise == "seeded")
+    told = {"privacy_epsilon": spent.epsilon, "privacy_delta": spent.delta, "privacy_z": z, "privacy_seeded": seeded}
+    if spent.epsilon_replace_one is not None:
+        told["privacy_replace_one"] = spent.epsilon_replace_one
+    return told | {"privacy_q": wanted["q"], "privacy_count": wanted["count"]}
+
+
+_one_large = threading.Lock()
+"""Of large updates one at a time is expanded: some kilobytes may stand for hundreds of megabytes."""
+
+
+def expanded(blobs: Blobs, federation: Federation, client: Client, task: OpenTask, upload: Upload) -> Upload:
+    """The update that a compressed change makes of its task's payload; as it is without compression.
+
+    A large one is the file at the upload's path, also where the change was in memory.
+
+    Raises:
+        TensorError: the tensors are not those of a compressed change.
+    """
+    up = federation.spec.compression.up
+    if up == "none":
+        return upload
+    phase = federation.method_phase(task.round, task.step)
+    expected = federation.method.expected_update(phase, client.info(), federation.context())
+    size = sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in expected.values())
+    payload = decode_place(blobs.place(task.payload_sha256 or ""))[0]
+    with _one_large if size >= LARGE else nullcontext():
+        tensors, metadata = upload.tensors()
+        update = added(decompressed(tensors, expected, up), payload)
+        if upload.content is not None and blobs.is_small(size):
+            content = encode(update, metadata)
+            return replace(upload, content=content, size=len(content), sha256=digest_of(content))
+        draft = upload.path.with_suffix(".expanded")
+        try:
+            encode_file(update, draft, metadata)
+            os.replace(draft, upload.path)
+        finally:
+            draft.unlink(missing_ok=True)
+    size = upload.path.stat().st_size
+    return replace(upload, content=None, size=size, sha256=digest_of_file(upload.path) or "")
+
 
 # Norms of prompts are far smaller. Squares of such numbers may overflow float32, and one update end the federation.
 LARGEST_NORM = 1e9
@@ -168,9 +242,9 @@ class Answer(ABC):
     def store(self, change: Change, row: dict[str, Any]) -> None:
         """Add its row, which begins with ``row``, to the change."""
 
-    def event(self, change: Change, task: AskedTask) -> events.Event:
+    def event(self, change: Change, task: AskedTask) -> run_state.Event:
         """The event for the round machine."""
-        return events.Answered(self.client.name, clock.monotonic())
+        return run_state.Answered(self.client.name, clock.monotonic())
 
 
 @dataclass(frozen=True)
@@ -229,7 +303,7 @@ def accept_failure(
             raise problems.AlreadyAnswered("this task was answered before it was reported as failed: its answer stands")
         _expect_open(change.federation, task)
         change.session.get_one(TaskRow, task.id).failure = request.model_dump()
-        change.send(events.Failed(client.name, clock.monotonic()))
+        change.send(run_state.Failed(client.name, clock.monotonic()))
     registry.metrics.failed(request.type)
 
 
@@ -313,3 +387,24 @@ def _metadata(value: object) -> UpdateMetadata:
         return UpdateMetadata.model_validate(value)
     except ValidationError as error:
         raise problems.BadMetadata(f"metadata {problems.first_error(error, 'promptfed')}") from None
+
+
+def served_payload(
+    registry: Registry, federation: Federation, client: Client, task_id: str, begin: int = 0
+) -> tuple[str, bytes | Path]:
+    """Digest of a task's payload, and its bytes or its file. It counts as served from byte ``begin`` on.
+
+    Raises:
+        NotFound, PayloadGone: it is not there.
+    """
+    task = asked_task(registry.database, federation, client, task_id)
+    if task.payload_sha256 is None:
+        raise problems.NotFound("the payload of this task is not made yet: ask for the task first")
+    if not task.payload_stored:
+        raise problems.PayloadGone(f"round {task.round} is over, and the spec keeps only the last round")
+    place = registry.blobs.place(task.payload_sha256)
+    # Small payloads are not files, and are always sent whole.
+    size = task.payload_bytes - (begin if isinstance(place, Path) and begin < task.payload_bytes else 0)
+    registry.last_seen.served(task.id, size)
+    registry.metrics.bytes_down.inc(size)
+    return task.payload_sha256, place

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.engine.selection import selection_view
+from promptfed.coordinator.engine.jobs import selection_view
 from promptfed.coordinator.reports.privacy import central_privacy
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow, FederationRow

@@ -10,16 +10,21 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Client, Federation
-from promptfed.coordinator.engine.private_jobs import released
+from promptfed.coordinator.engine.sums import released
 from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, PhaseRow, SumRow, TaskRow, UpdateRow
 from promptfed.shared.api import report_schemas
-from promptfed.shared.api.api_schemas import CentralPrivacyView
-from promptfed.shared.api.privacy_schemas import FAILURES, ClientPrivacy, PrivacyView, SpendList, SpendView
+from promptfed.shared.api.api_schemas import (
+    FAILURES,
+    CentralPrivacyView,
+    ClientPrivacy,
+    PrivacyView,
+    SpendList,
+    SpendView,
+)
 from promptfed.shared.messages import PrivacyEvent, SpendReport
-from promptfed.shared.methods.core.checks.client_checks import costs, drowned, noised_phases
-from promptfed.shared.methods.core.interface.base import MethodError
-from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION, training_event
-from promptfed.shared.privacy.client_level import Drowned
+from promptfed.shared.methods.core.checks import costs, drowned, noised_phases
+from promptfed.shared.methods.core.interface import MethodError
+from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION, Drowned, training_event
 
 
 def spends_of(session: Session, federation: Federation, client: Client) -> SpendList:

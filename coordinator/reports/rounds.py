@@ -1,31 +1,189 @@
-"""Reports of rounds, from the database alone: nothing is computed from tensors."""
+"""Reports of rounds and their metrics, from the database alone: nothing is computed from tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import csv
+import io
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from pydantic_core import to_json
 from sqlalchemy import func, select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, defer
 
-from promptfed.coordinator.aggregation.changes import far_off
+from promptfed.coordinator.aggregation.rows import far_off
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.engine.selection import selected_round
+from promptfed.coordinator.domain.round_machine import MASK, TRAIN
+from promptfed.coordinator.engine.jobs import selected_round
 from promptfed.coordinator.problems import NoState, NotFound
-from promptfed.coordinator.reports import secure_rounds
-from promptfed.coordinator.reports.pieces import AT_ONCE, json_pieces, separated
 from promptfed.coordinator.reports.privacy import spent_privacy
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.database import Database
-from promptfed.coordinator.store.tables import Base, EvaluationRow, PhaseRow, StateRow, TaskRow, UpdateRow
+from promptfed.coordinator.store.tables import (
+    Base,
+    EvaluationRow,
+    ExchangeRow,
+    PhaseRow,
+    StateRow,
+    SumRow,
+    TaskRow,
+    UpdateRow,
+)
+from promptfed.shared.api import api_schemas as schemas
 from promptfed.shared.api import report_schemas
 from promptfed.shared.api.remarks import remarks
 from promptfed.shared.messages import ENDED
-from promptfed.shared.spec.selection import FINAL
+from promptfed.shared.plain_text import csv_cell
+from promptfed.shared.spec.sections import FINAL
+
+AT_ONCE = 200  # rows of one piece, which take a millisecond or two in which no other thread runs
+FEW = 8  # items of a list whose items may be long themselves
+
+T = TypeVar("T")
+
+
+def batches(rows: Iterable[T]) -> Iterator[list[T]]:
+    """``rows`` in lists of at most ``AT_ONCE``."""
+    rest = iter(rows)
+    while some := list(islice(rest, AT_ONCE)):
+        yield some
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """The JSON of a model, or of a part of one."""
+    if isinstance(value, BaseModel):
+        yield from _members(_told(value))
+    elif isinstance(value, dict) and len(value) > AT_ONCE:
+        yield from listed((to_json(dict(some))[1:-1] for some in batches(value.items())), b"{", b"}")
+    elif isinstance(value, list) and len(value) > AT_ONCE:
+        yield from listed((to_json(some)[1:-1] for some in batches(value)), b"[", b"]")
+    elif isinstance(value, list) and len(value) <= FEW and any(isinstance(item, BaseModel) for item in value):
+        yield from separated(map(json_pieces, value), b"[", b"]")
+    else:
+        yield to_json(value)
+
+
+def _told(model: BaseModel) -> Iterator[tuple[str, Any]]:
+    """The fields of ``model`` that its JSON includes."""
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if field.exclude_if is None or not field.exclude_if(value):
+            yield name, value
+
+
+def _members(members: Iterator[tuple[str, Any]]) -> Iterator[bytes]:
+    def member(name: str, value: Any) -> Iterator[bytes]:
+        yield to_json(name) + b":"
+        yield from json_pieces(value)
+
+    yield from separated((member(name, value) for name, value in members), b"{", b"}")
+
+
+def separated(parts: Iterable[Iterator[bytes]], begin: bytes, end: bytes) -> Iterator[bytes]:
+    """``parts`` separated by commas, between ``begin`` and ``end``."""
+    before = begin
+    for part in parts:
+        yield before
+        yield from part
+        before = b","
+    yield end if before == b"," else begin + end
+
+
+def listed(parts: Iterable[bytes], begin: bytes, end: bytes) -> Iterator[bytes]:
+    """The same for parts of one piece each."""
+    return separated((iter((part,)) for part in parts), begin, end)
+
+
+def attempts(federation: Federation, stages: Sequence[PhaseRow]) -> list[list[PhaseRow]]:
+    """The stages of each attempt, in order of step."""
+    by_attempt: list[list[PhaseRow]] = []
+    for stage in stages:
+        plan = federation.rules.plan(stage.round, stage.step)
+        if plan is not None and plan.secure is not None:
+            if plan.secure.index == TRAIN:
+                by_attempt.append([])
+            by_attempt[-1].append(stage)
+    return by_attempt
+
+
+def secure_report(session: Session, federation: Federation, stages: Sequence[PhaseRow]) -> report_schemas.SecureReport:
+    """The report of one attempt; ``stages``: its steps that have begun."""
+    plan = federation.rules.plan(stages[0].round, stages[0].step)
+    assert plan is not None, "it is an attempt's first step"
+    assert plan.secure is not None, "it is an attempt's first step"
+    steps = [_step(session, stage) for stage in stages]
+    total = session.scalars(select(SumRow).where(SumRow.phase_id.in_([stage.id for stage in stages]))).one_or_none()
+    measured = (stages[-1].measured or {}).get("phase", {})
+    return report_schemas.SecureReport(
+        attempt=plan.secure.attempt,
+        steps=steps,
+        sum_clients=total.count if total is not None else None,
+        sum_weight=total.weight if total is not None else None,
+        mean_norm=measured.get("mean_norm"),
+        privacy=_privacy(session, stages),
+    )
+
+
+def _privacy(session: Session, stages: Sequence[PhaseRow]) -> dict[str, report_schemas.SpentPrivacy] | None:
+    """The privacy cost of each client that sent a masked vector; None if nothing is protected."""
+    vectors = _masked_vectors(session, stages)
+    spent = {task.client: spent_privacy(exchange.metrics or {}) for task, exchange in vectors}
+    return {client: cost for client, cost in spent.items() if cost is not None} or None
+
+
+def _masked_vectors(session: Session, stages: Sequence[PhaseRow]) -> list[tuple[TaskRow, ExchangeRow]]:
+    """Tasks of an attempt's step ``mask`` with their answers (bodies deferred), in order of client name."""
+    masks = [stage.id for stage in stages[MASK : MASK + 1]]
+    query = select(TaskRow, ExchangeRow).join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
+    answered = query.where(TaskRow.phase_id.in_(masks)).order_by(TaskRow.client)
+    return [(task, exchange) for task, exchange in session.execute(answered.options(defer(ExchangeRow.body)))]
+
+
+def _step(session: Session, stage: PhaseRow) -> report_schemas.SecureStepReport:
+    rows = session.execute(select(TaskRow.client, TaskRow.status).where(TaskRow.phase_id == stage.id)).all()
+    return report_schemas.SecureStepReport(
+        kind="train" if stage.kind == "train" else stage.kind,  # type: ignore[arg-type]
+        asked=len({row.client for row in rows}),
+        answered=sum(row.status == "answered" for row in rows),
+        seconds=clock.seconds_between(stage.opened_at, stage.completed_at),
+    )
+
+
+def troubles(
+    session: Session, report: report_schemas.PhaseReport, stages: Sequence[PhaseRow]
+) -> dict[str, list[report_schemas.FailureReport] | list[str]]:
+    """Clients that failed or did not answer, in the training (``report``) or in a later step."""
+    later = [stage.id for stage in stages[1:]]
+    rows = session.execute(select(TaskRow.client, TaskRow.status, TaskRow.failure).where(TaskRow.phase_id.in_(later)))
+    failed, silent = list(report.failed), set(report.expired)
+    for row in rows.all():
+        if row.failure is not None:
+            why = row.failure
+            failed.append(report_schemas.FailureReport(client=row.client, type=why["type"], detail=why["detail"]))
+        elif row.status == "expired":
+            silent.add(row.client)
+    return {"failed": failed, "expired": sorted(silent)}
+
+
+def counted(session: Session, stages: Sequence[PhaseRow]) -> list[report_schemas.CountedUpdate]:
+    """The clients whose masked vectors are in the sum, with the digests of the vectors."""
+    return [
+        report_schemas.CountedUpdate(client=task.client, sha256=exchange.digest, weight=task.weight or 0.0)
+        for task, exchange in _masked_vectors(session, stages)
+        if task.counted
+    ]
+
+
+def bytes_up(session: Session, stages: Sequence[PhaseRow]) -> int:
+    """Bytes of all answers to an attempt's steps."""
+    tasks = select(TaskRow.id).where(TaskRow.phase_id.in_([stage.id for stage in stages]))
+    return sum(session.scalars(select(ExchangeRow.bytes).where(ExchangeRow.task_id.in_(tasks))))
+
 
 LAST_ROUND = 1 << 31  # beyond every round, and no more than databases take
 MOST_TASKS = 1000  # of the rounds of one page: their reports take less than a tenth of a second
@@ -120,7 +278,7 @@ def round_report(session: Session, federation: Federation, round: int) -> report
     if federation.spec.secure_aggregation is None:
         phases = [_phase_report(session, federation, stage) for stage in stages if stage.kind == "train"]
     else:
-        tried = secure_rounds.attempts(federation, stages)
+        tried = attempts(federation, stages)
         phases = [_secure_report(session, federation, attempt) for attempt in tried]
     evaluated = [stage for stage in stages if stage.kind == "evaluate" and stage.name != FINAL]
     evaluations = [_evaluation_report(session, federation, stage) for stage in evaluated]
@@ -240,12 +398,12 @@ def _secure_report(session: Session, federation: Federation, stages: list[PhaseR
         update={
             "completed_at": clock.parse(last.completed_at) if last.completed_at is not None else None,
             "seconds": clock.seconds_between(first.opened_at, last.completed_at),
-            "counted": secure_rounds.counted(session, stages),
-            "bytes_up": secure_rounds.bytes_up(session, stages),
+            "counted": counted(session, stages),
+            "bytes_up": bytes_up(session, stages),
             "bytes_down": int(down or 0),
             "state_hash": state,
-            **secure_rounds.troubles(session, report, stages),
-            "secure": secure_rounds.secure_report(session, federation, stages),
+            **troubles(session, report, stages),
+            "secure": secure_report(session, federation, stages),
         }
     )
 
@@ -372,3 +530,83 @@ def _mean_accuracy(clients: list[report_schemas.ClientEvaluation]) -> dict[str, 
         }
         means[split] = {name: fmean(values) for name, values in measured.items() if values}
     return means
+
+
+FIELDS = tuple(schemas.Metric.model_fields)
+
+Number = tuple[int, str, str | None, str | None, str, float]
+"""The fields of a ``Metric``, in its order."""
+
+
+def as_json(
+    database: Database, federation: Federation, rounds: Sequence[int], following: str | None = None
+) -> Iterator[bytes]:
+    """A ``MetricList`` of these rounds, in pieces."""
+    numbers = batches(_numbers(database, federation, rounds))
+    some = (to_json([dict(zip(FIELDS, number, strict=True)) for number in batch])[1:-1] for batch in numbers)
+    return chain([b'{"metrics":'], listed(some, b"[", b"]"), [b',"next":' + to_json(following) + b"}"])
+
+
+def as_csv(database: Database, federation: Federation, rounds: Sequence[int]) -> Iterator[bytes]:
+    """The same as CSV, with a header line."""
+    lines: Iterator[tuple[object, ...]] = chain([FIELDS], _numbers(database, federation, rounds))
+    for some in batches(lines):
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([_cell(value) for value in row] for row in some)
+        yield text.getvalue().encode()
+
+
+def _cell(value: object) -> object:
+    """Escape text that a spreadsheet would read as a formula: clients choose names. Numbers stay numbers."""
+    return csv_cell(value) if isinstance(value, str) else value
+
+
+def _numbers(database: Database, federation: Federation, rounds: Sequence[int]) -> Iterator[Number]:
+    """Read one round at a time, each in its own transaction: slow readers keep no transaction open."""
+    for number in rounds:
+        with database.read() as session:
+            report = round_report(session, federation, number)
+        for phase in report.phases:
+            yield from _of_phase(number, phase)
+        if report.evaluation is not None:
+            yield from _of_evaluation(number, report.evaluation)
+
+
+def _of_phase(round: int, phase: report_schemas.PhaseReport) -> Iterator[Number]:
+    whole = {
+        **phase.metrics,
+        **phase.measured.phase,
+        "asked": len(phase.asked),
+        "answered": len(phase.answered),
+        "counted": len(phase.counted),
+        "bytes_up": phase.bytes_up,
+        "bytes_down": phase.bytes_down,
+        **({"seconds": phase.seconds} if phase.seconds is not None else {}),
+    }
+    for name, value in whole.items():
+        yield round, phase.phase, None, None, name, float(value)
+    for update in phase.updates:
+        values = {**update.metrics, "norm": update.norm, "bytes": update.bytes}
+        judged = {"weight": update.weight, "influence": update.influence, "distance": update.distance}
+        values |= {name: value for name, value in judged.items() if value is not None}
+        for name, value in values.items():
+            yield round, phase.phase, update.client, None, name, float(value)
+    for client, measured in sorted(phase.measured.clients.items()):
+        for name, value in measured.items():
+            yield round, phase.phase, client, None, name, float(value)
+
+
+def _of_evaluation(round: int, report: report_schemas.EvaluationReport) -> Iterator[Number]:
+    for client, measured in report.clients.items():
+        for name, splits in (("accuracy", measured.splits), ("zero_shot", measured.zero_shot)):
+            for split, evaluated in splits.items():
+                yield round, "evaluation", client, split, name, float(evaluated.accuracy)
+        for split, evaluated in measured.splits.items():
+            for name, value in (("ece", evaluated.ece), ("macro_f1", evaluated.macro_f1)):
+                if value is not None:
+                    yield round, "evaluation", client, split, name, float(value)
+        for name, value in measured.metrics.items():
+            yield round, "evaluation", client, None, name, float(value)
+    for role, means in report.mean.items():
+        for name, value in means.items():
+            yield round, "evaluation", None, None, f"{role}_{name}", float(value)

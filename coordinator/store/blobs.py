@@ -1,10 +1,6 @@
 """Blobs: bytes stored under their SHA-256, either complete or absent.
 
-Small blobs are rows (``blob_rows``), written in the transaction that refers to them. Larger ones are files, or objects
-of an object store (``bucket``) with copies in a folder (``cache``), and are stored before that transaction. Files of
-an earlier version, or from before an object store was configured, are still read.
-
-Disks can return wrong bytes: each read compares the digest, and storing the same bytes again repairs a damaged blob.
+Small ones are rows, large ones files or objects. Tensors of large ones are never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -12,22 +8,137 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+import math
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from promptfed.coordinator.store import blob_rows
-from promptfed.coordinator.store.blob_rows import BlobRows, Named, Remembered
-from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectStoreAway, fresh_key
-from promptfed.coordinator.store.cache import ObjectCache, write_hashed
+import numpy as np
+from numpy.typing import DTypeLike
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectCache, ObjectStoreAway, fresh_key, write_hashed
+from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.fault_points import point
+from promptfed.coordinator.store.tables import BlobRow, ObjectRow
 from promptfed.shared.machine import sync_folder
-from promptfed.shared.tensors import Arrays, decode, decode_file
+from promptfed.shared.methods.core.checks import LARGE
+from promptfed.shared.tensors import (
+    Array,
+    Arrays,
+    Room,
+    Shape,
+    TensorError,
+    decode,
+    decode_file,
+    encode,
+    encode_file,
+    size_of,
+)
+
+SMALL_BYTES = 256 << 10  # up to here a blob is a row: as files, most of the time would go into making them durable
+AT_ONCE = 500  # digests that one statement names
+REMEMBERED_BYTES = 8 << 20
+
+
+Named = Callable[[Session, list[str]], set[str]]
+"""Returns those of some digests that a row refers to."""
+
+
+class BlobRows:
+    """The small blobs of a database, and the keys of its objects. ``Batch`` writes them."""
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    def read(self, digests: Sequence[str]) -> dict[str, bytes]:
+        """The contents of the blobs that exist, by digest."""
+        with self._database.read() as session:
+            rows = session.connection().execute(
+                select(BlobRow.digest, BlobRow.content).where(BlobRow.digest.in_(digests))
+            )
+            return {row.digest: row.content for row in rows}
+
+    def keys(self, digests: Sequence[str]) -> dict[str, str]:
+        """The keys of the blobs that are objects, by digest."""
+        with self._database.read() as session:
+            query = select(ObjectRow.digest, ObjectRow.key).where(ObjectRow.digest.in_(digests))
+            return {row.digest: row.key for row in session.execute(query)}
+
+    def all(self) -> list[str]:
+        """Digests of all rows and objects."""
+        with self._database.read() as session:
+            return [*session.scalars(select(BlobRow.digest)), *session.scalars(select(ObjectRow.digest))]
+
+    def all_keys(self) -> set[str]:
+        """The keys of all objects."""
+        with self._database.read() as session:
+            return set(session.scalars(select(ObjectRow.key)))
+
+    def remove(self, digests: Iterable[str], named: Named | None = None) -> tuple[list[str], list[str]]:
+        """Remove blobs; returns the removed digests, and the keys of objects that are no longer used.
+
+        named: keeps the digests that it returns. Other coordinators may refer to a digest before or after this
+        transaction, and wait for it.
+        """
+        wanted = sorted(digests)
+        gone: list[str] = []
+        keys: list[str] = []
+        for begin in range(0, len(wanted), AT_ONCE):
+            some = wanted[begin : begin + AT_ONCE]
+            with self._database.write() as session:
+                if named is not None:
+                    for column in (BlobRow.digest, ObjectRow.digest):
+                        session.execute(select(column).where(column.in_(some)).order_by(column).with_for_update())
+                    still = named(session, some)
+                    some = [digest for digest in some if digest not in still]
+                keys += session.scalars(select(ObjectRow.key).where(ObjectRow.digest.in_(some))).all()
+                session.execute(delete(BlobRow).where(BlobRow.digest.in_(some)))
+                session.execute(delete(ObjectRow).where(ObjectRow.digest.in_(some)))
+            gone += some
+        return gone, keys
+
+
+class Remembered:
+    """The contents that were read last, up to ``most`` bytes: most clients of a phase get the same payload."""
+
+    def __init__(self, most: int = REMEMBERED_BYTES):
+        self._most = most
+        self._lock = threading.Lock()
+        self._contents: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, digest: str) -> bytes | None:
+        """The content, if it is cached."""
+        with self._lock:
+            content = self._contents.get(digest)
+            if content is not None:
+                self._contents.move_to_end(digest)
+            return content
+
+    def add(self, digest: str, content: bytes) -> None:
+        """Cache the content, and drop the least recently used ones."""
+        with self._lock:
+            if digest in self._contents or len(content) > self._most:
+                return
+            self._contents[digest] = content
+            self._bytes += len(content)
+            while self._bytes > self._most:
+                self._bytes -= len(self._contents.popitem(last=False)[1])
+
+    def forget(self, digests: Iterable[str]) -> None:
+        """Forget these."""
+        with self._lock:
+            for digest in digests:
+                self._bytes -= len(self._contents.pop(digest, b""))
+
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -110,7 +221,7 @@ class Blobs:
 
     def is_small(self, size: int) -> bool:
         """Whether a blob of ``size`` bytes is stored as a row."""
-        return self._rows is not None and size <= blob_rows.SMALL_BYTES
+        return self._rows is not None and size <= SMALL_BYTES
 
     def read(self, digest: str) -> bytes:
         """The bytes. Raises DamagedBlob."""
@@ -367,3 +478,86 @@ def _expect(digest: str, path: Path | None, content: bytes | None) -> None:
         raise DamagedBlob(digest, "is missing")
     actual = digest_of(content) if content is not None else digest_of_file(path) if path is not None else None
     raise DamagedBlob(digest, "cannot be read" if actual is None else f"has changed: its digest is {actual} now")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A stored blob: its digest and its size in bytes."""
+
+    digest: str
+    size: int
+
+
+def put_tensors(blobs: Blobs, held: Held, tensors: Arrays) -> Stored:
+    """Store tensors durably as safetensors; small ones wait for ``Change.keep``."""
+    if size_of(tensors) < LARGE:
+        content = encode(tensors)
+        return Stored(held.put(content), len(content))
+    temporary = blobs.temporary()
+    try:
+        encode_file(tensors, temporary)
+        with temporary.open("rb") as file:
+            digest = PREFIX + hashlib.file_digest(file, "sha256").hexdigest()
+        size = temporary.stat().st_size
+        held.adopt(temporary, digest)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return Stored(digest, size)
+
+
+@contextmanager
+def room(blobs: Blobs) -> Iterator[Room]:
+    """A block with tensors in temporary files, which are removed with the tensors."""
+    made: list[Path] = []
+
+    def allocate(shape: Shape, /, *, dtype: DTypeLike) -> Array:
+        if not math.prod(shape):  # An empty file cannot be mapped.
+            return np.empty(shape, dtype)
+        path = blobs.temporary()
+        made.append(path)
+        return np.memmap(path, dtype, mode="w+", shape=shape).view(np.ndarray)
+
+    try:
+        yield allocate
+    finally:
+        for path in made:
+            path.unlink(missing_ok=True)  # what is mapped stays for whoever has it
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A body with its size in bytes and its digest; ``too_large`` if it was cut off at the limit.
+
+    A small one is in memory (``content``), a larger one is the file at ``path``.
+    """
+
+    path: Path
+    size: int
+    sha256: str
+    too_large: bool = False
+    content: bytes | None = None
+
+    def read(self) -> bytes:
+        """The whole body."""
+        return self.content if self.content is not None else self.path.read_bytes()
+
+    def tensors(self) -> tuple[Arrays, object | None]:
+        """Tensors and metadata. Raises TensorError."""
+        if self.content is None:
+            return decode_file(self.path)
+        try:
+            return decode(self.content)
+        except TensorError:
+            # The library says of bytes in other words what is wrong than of a file, and the texts are promised.
+            try:
+                self.path.write_bytes(self.content)
+                return decode_file(self.path)
+            finally:
+                self.path.unlink(missing_ok=True)
+
+    def keep(self, held: Held) -> None:
+        """Store it as a blob; a small one waits for ``Change.keep``."""
+        if self.content is not None:
+            held.add_small(self.content, self.sha256)
+        else:
+            held.adopt(self.path, self.sha256)

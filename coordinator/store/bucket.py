@@ -1,9 +1,13 @@
-"""An object store with the S3 protocol: bytes under keys, either complete or absent."""
+"""An object store with the S3 protocol: bytes under keys, complete or absent; copies of those read last; a watch."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import secrets
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from promptfed.coordinator.store.backend import CannotOpen, one_line
+from promptfed.coordinator.store.database import CannotOpen, one_line
 from promptfed.shared.service.net import is_loopback
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
+
 
 BLOBS = "blobs/"
 ID_KEY = "store.id"
@@ -151,3 +156,137 @@ def _may_be_plain(endpoint: str | None) -> bool:
 
 def _first_line(error: Exception) -> str:
     return one_line(str(error).partition("\n\nDebug source")[0])[:500]
+
+
+MOST_BYTES = 4 << 30
+IN_USE_SECONDS = 60.0  # after which nobody to whom a path was given is about to open it: what is mapped stays
+
+
+class ObjectCache:
+    """Copies of objects under their hexadecimal digest, at most ``most`` bytes; copies in use are kept beyond that."""
+
+    def __init__(self, folder: Path, most: int = MOST_BYTES):
+        self._folder = folder
+        self._most = most
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        """Make the folder, empty."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for left in self._folder.iterdir():
+            left.unlink()
+
+    def path(self, name: str) -> Path:
+        """The path of the copy with that name, which may not exist."""
+        return self._folder / name
+
+    def touch(self, name: str) -> None:
+        """Note that the copy was used."""
+        os.utime(self.path(name))
+
+    def adopt(self, temporary: Path, name: str) -> Path:
+        """Move a file into the folder; returns its path there."""
+        path, size = self.path(name), temporary.stat().st_size
+        with self._lock:
+            self._bytes += size - (path.stat().st_size if path.exists() else 0)
+            temporary.rename(path)
+            if self._bytes > self._most:
+                self._shrink()
+        return path
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Remove the copies of these names."""
+        with self._lock:
+            for name in names:
+                self._remove(self.path(name))
+
+    def _shrink(self) -> None:
+        now = time.time()
+        known = sorted((copy.stat().st_mtime, copy) for copy in self._folder.iterdir())
+        for used, copy in known:
+            if self._bytes <= self._most or now - used < IN_USE_SECONDS:
+                return
+            self._remove(copy)
+
+    def _remove(self, path: Path) -> None:
+        try:
+            size = path.stat().st_size
+            path.unlink()
+        except FileNotFoundError:
+            return
+        self._bytes -= size
+
+
+def write_hashed(parts: Iterator[bytes], path: Path) -> str:
+    """Write ``parts`` to a file; their SHA-256 in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in parts:
+            digest.update(part)
+            file.write(part)
+    return digest.hexdigest()
+
+
+log = logging.getLogger("promptfed.coordinator")
+
+LOOK_SECONDS = 1.5
+AGAIN_SECONDS = 0.5  # after a first failure
+WRITE_SECONDS = 30.0  # between two writes while everything works
+FAILURES = 2  # in a row that are a loss
+PATIENCE_SECONDS = 3.0  # from the loss until federations are given away: others may have lost the same store
+TRIAL_SECONDS = 5.0  # that the store must work after a loss; doubled if it is lost again soon
+MOST_TRIAL_SECONDS = 300.0
+
+
+class ObjectsWatch:
+    """What a coordinator knows of its object store.
+
+    ``lost``: why it should carry out nothing, from a loss on until the store has worked for a while again.
+    """
+
+    def __init__(self, bucket: Bucket):
+        self.lost: str | None = None
+        self._bucket = bucket
+        self._failures = 0
+        self._trial = 0.0
+        self._lost_at = float("-inf")
+        self._works_since = self._written = time.monotonic()
+
+    @property
+    def gives_away(self) -> bool:
+        """Whether the store has been away for so long that other coordinators should take the federations."""
+        return self._failures >= FAILURES and time.monotonic() - self._lost_at >= PATIENCE_SECONDS
+
+    def look(self) -> float:
+        """Look once; returns the seconds until the next look."""
+        now = time.monotonic()
+        writes = self._bucket.failed or self._failures > 0 or now - self._written >= WRITE_SECONDS
+        try:
+            self._bucket.probe(writes)
+        except ObjectStoreAway as error:
+            self._note_failure(str(error))
+            return AGAIN_SECONDS if self._failures < FAILURES else LOOK_SECONDS
+        if writes:
+            self._written = now
+        self._note_success()
+        return LOOK_SECONDS
+
+    def _note_failure(self, why: str) -> None:
+        self._failures += 1
+        if self._failures != FAILURES:
+            return
+        now = time.monotonic()
+        lost_lately = now - self._lost_at < MOST_TRIAL_SECONDS
+        self._trial = min(2 * self._trial, MOST_TRIAL_SECONDS) if lost_lately else TRIAL_SECONDS
+        self._lost_at = now
+        self.lost = "the object store does not answer"
+        log.error("%s", why)
+
+    def _note_success(self) -> None:
+        now = time.monotonic()
+        if self._failures:
+            self._failures, self._works_since = 0, now
+        if self.lost is not None and now - self._works_since >= self._trial:
+            self.lost = None
+            log.info("the object store answers again")

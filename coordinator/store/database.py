@@ -4,21 +4,254 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import socket
+import sqlite3
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
-from sqlalchemy import Column, Connection, Engine, MetaData, String, Table, insert, inspect, select, text
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    MetaData,
+    String,
+    Table,
+    create_engine,
+    event,
+    insert,
+    inspect,
+    make_url,
+    select,
+    text,
+)
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from promptfed.coordinator.store.backend import Backend, CannotOpen, DatabaseAway, InUse, one_line
-from promptfed.coordinator.store.postgres import take_turns
 from promptfed.coordinator.store.tables import Base
 
+if TYPE_CHECKING:
+    from psycopg import Connection as DriverConnection
+
+
+class CannotOpen(Exception):
+    """The store cannot be opened; the text says in one line why and what to do."""
+
+
+class InUse(CannotOpen):
+    """Another coordinator uses the store."""
+
+
+class DatabaseAway(Exception):
+    """The database does not answer, or has lost the lock; the text says why."""
+
+
+class Backend(ABC):
+    """Two pools of connections: one connection that writes, and some that read the last commit."""
+
+    place: str
+    """Where the database is, without a password."""
+    in_folder: bool
+    """Whether it lies in the data folder, beside the blobs that it names."""
+    writer: Engine
+    reader: Engine
+    shared: bool = False
+    """Whether several coordinators work on it, each carrying out federations of its own."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse a database that does not meet the requirements. Raises CannotOpen."""
+
+    @abstractmethod
+    def why_away(self, error: DBAPIError) -> str | None:
+        """One line on why the database is away, or None where the error is of another kind."""
+
+    @abstractmethod
+    def is_full(self, error: DBAPIError) -> bool:
+        """Whether the database's disk is full."""
+
+    @abstractmethod
+    def is_damaged(self, error: DBAPIError) -> bool:
+        """Whether the error reports damaged data."""
+
+    @abstractmethod
+    def erase(self) -> None:
+        """Overwrite deleted rows on disk, where the coordinator owns the files."""
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Close every connection. Threads that wait for one get an error."""
+
+
+def one_line(error: object) -> str:
+    """An error's text without line breaks."""
+    return " ".join(str(error).split())
+
+
 log = logging.getLogger("promptfed.coordinator")
+
+DRIVER = "postgresql+psycopg"
+CONNECT = {
+    "client_encoding": "utf8",
+    "connect_timeout": "5",
+    # A dead peer is noticed in half a minute, by us and (``SESSION``) by the server, which then frees the lock.
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "4",
+    "tcp_user_timeout": "20000",
+    # After a failover the old server may only read: it is not ours any more.
+    "target_session_attrs": "read-write",
+    "application_name": "promptfed coordinator",
+}
+SESSION = ("tcp_keepalives_idle = 10", "tcp_keepalives_interval = 5", "tcp_keepalives_count = 4")
+LOCK = "SELECT pg_try_advisory_lock(hashtextextended('promptfed coordinator ' || coalesce(current_schema(), ''), 0))"
+SHARED_LOCK = LOCK.replace("pg_try_advisory_lock(", "pg_try_advisory_lock_shared(")
+# Who stops in the middle of a transaction keeps others from nothing for longer.
+OF_SEVERAL = ("idle_in_transaction_session_timeout = 5000",)
+READERS = 8
+
+
+class PostgreSQL(Backend):
+    """One database (or schema) of a server, for one coordinator, or for several (``shared``).
+
+    An advisory lock of the session excludes other coordinators, or with ``shared`` those that work alone. The writing
+    connection takes it when it is made, and it ends with that connection. ``leases`` is for the leases of several
+    coordinators; ``writing`` is the server's process id of the writing session.
+    """
+
+    in_folder = False
+
+    def __init__(self, url: str, shared: bool = False):
+        """Does not connect yet. Raises CannotOpen."""
+        self.shared = shared
+        self.writing: int | None = None
+        try:
+            import psycopg
+        except ImportError:
+            raise CannotOpen("PostgreSQL needs its driver: pip install 'promptfed[postgres]'") from None
+        self._driver = psycopg
+        self._open: WeakSet[DriverConnection[Any]] = WeakSet()
+        self._warned = False
+        try:
+            parsed = make_url(url).set(drivername=DRIVER)
+        except (ArgumentError, ValueError):
+            # The error's own text may hold the password.
+            raise CannotOpen("the database URL cannot be read: postgresql+psycopg://USER:PASSWORD@HOST/NAME") from None
+        self.place = f"{parsed.host or 'localhost'}:{parsed.port or 5432}/{parsed.database or ''}"
+        parsed = parsed.update_query_dict({key: value for key, value in CONNECT.items() if key not in parsed.query})
+        self.writer = create_engine(parsed, pool_size=1, max_overflow=0, hide_parameters=True)
+        self.reader = create_engine(
+            parsed, pool_size=READERS, max_overflow=READERS, pool_pre_ping=True, hide_parameters=True
+        )
+        self.leases = create_engine(parsed, pool_size=2, pool_pre_ping=True, hide_parameters=True)
+        self._on_connect(self.writer, self._prepare_writer)
+        self._on_connect(self.reader, self._prepare_reader)
+
+    def check(self) -> None:
+        """Require an encoding that holds every name; warn about ``fsync=off``."""
+        with self.writer.connect() as connection:
+            encoding = connection.exec_driver_sql("SHOW server_encoding").scalar()
+            fsync = connection.exec_driver_sql("SHOW fsync").scalar()
+        if encoding != "UTF8":
+            raise CannotOpen(f"the database at {self.place} has encoding {encoding}: create it with ENCODING 'UTF8'")
+        if fsync == "off" and not self._warned:
+            self._warned = True
+            log.warning("the database server runs with fsync=off: a power cut can lose updates answered with 201")
+
+    def why_away(self, error: DBAPIError) -> str | None:
+        """The server ended, refused or restarted, or it is read-only now."""
+        errors = self._driver.errors
+        gone = (self._driver.OperationalError, self._driver.InterfaceError, errors.ReadOnlySqlTransaction)
+        if isinstance(error.orig, gone) and not self.is_full(error):
+            return one_line(error.orig)
+        return None
+
+    def is_damaged(self, error: DBAPIError) -> bool:
+        errors = self._driver.errors
+        return isinstance(error.orig, (errors.DataCorrupted, errors.IndexCorrupted))
+
+    def is_full(self, error: DBAPIError) -> bool:
+        return isinstance(error.orig, self._driver.errors.DiskFull)
+
+    def erase(self) -> None:
+        """The server cleans its own files."""
+
+    def cut(self) -> None:
+        """Shut the sockets down: threads that wait for an answer find the end of the stream."""
+        for connection in list(self._open):
+            try:
+                with socket.socket(fileno=os.dup(connection.fileno())) as copy:
+                    copy.shutdown(socket.SHUT_RDWR)
+            except (OSError, self._driver.Error):
+                pass  # It is closed already.
+
+    def _on_connect(self, engine: Engine, prepare: Any) -> None:
+        @event.listens_for(engine, "do_connect")
+        def connect(dialect: Any, _record: object, arguments: Any, options: Any) -> DriverConnection[Any]:
+            connection: DriverConnection[Any] = dialect.connect(*arguments, **options)
+            try:
+                self._open.add(connection)
+                prepare(connection)
+            except BaseException:
+                connection.close()
+                raise
+            return connection
+
+    def _prepare_writer(self, connection: DriverConnection[Any]) -> None:
+        connection.autocommit = True
+        locked = connection.execute(SHARED_LOCK if self.shared else LOCK).fetchone()
+        if locked != (True,):
+            raise InUse(f"another coordinator works on the database at {self.place}: stop it, or give another database")
+        self.writing = connection.info.backend_pid
+        for setting in (*SESSION, *(OF_SEVERAL if self.shared else ())):
+            connection.execute(f"SET {setting}".encode())
+        # Every value but this one waits for the server's own disk.
+        if connection.execute("SHOW synchronous_commit").fetchone() == ("off",):
+            connection.execute("SET synchronous_commit = on")
+        connection.autocommit = False
+
+    def _prepare_reader(self, connection: DriverConnection[Any]) -> None:
+        # As SQLite's readers: all statements of a transaction see one commit.
+        connection.isolation_level = self._driver.IsolationLevel.REPEATABLE_READ
+        connection.read_only = True
+
+
+def take_turns(connection: Connection) -> None:
+    """Exclude other coordinators from starting until this transaction ends."""
+    connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtextextended('promptfed start', 0))")
+
+
+def chain_audit_log(connection: Connection) -> None:
+    """Exclude other coordinators from the audit log, whose entries are numbered, until this transaction ends."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtextextended('promptfed audit log', 0))")
+
+
+@contextmanager
+def together(connection: Connection) -> Iterator[None]:
+    """A block whose statements PostgreSQL receives without waiting for each (pipeline mode); results are not available.
+
+    Raises DBAPIError at the end of the block for a statement that fails.
+    """
+    if connection.dialect.name != "postgresql":
+        yield
+        return
+    import psycopg
+
+    driver: DriverConnection[Any] = connection.connection.driver_connection  # type: ignore[assignment]
+    try:
+        with driver.pipeline():
+            yield
+    except psycopg.Error as error:
+        about = "statements sent together"
+        raise DBAPIError.instance(about, None, error, psycopg.Error, hide_parameters=True) from error
+
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 READS_OLDER = "7368013d"  # the last commit that reads the tables of releases before 0.4.0
@@ -247,3 +480,80 @@ def _form(connection: Connection) -> str | None:
     if not inspect(connection).has_table(FORM.name):
         return None
     return connection.execute(select(FORM.c.version_num)).scalar()
+
+
+BUSY_MILLISECONDS = 10_000
+READERS_MILLISECONDS = 500  # of waiting for readers of an older commit, while nobody writes
+WRITERS_CACHE_KIB = (
+    16 << 10
+)  # at most, of pages: of a long federation's indexes it uses many more than of a short one's
+READERS_CACHE_KIB = 2000  # of each reading connection: SQLite's own default
+
+
+class SQLite(Backend):
+    """One file in the data folder, whose lock excludes other coordinators."""
+
+    in_folder = True
+
+    def __init__(self, path: Path):
+        self.place = str(path)
+        self.writer = _engine(path, "BEGIN IMMEDIATE", pool_size=1, cache_kib=WRITERS_CACHE_KIB)
+        self.reader = _engine(path, "BEGIN", pool_size=16)
+
+    def check(self) -> None:
+        """Nothing to check: the pragmas below ensure durability."""
+
+    def why_away(self, error: DBAPIError) -> str | None:
+        return None  # a file does not go away
+
+    def is_full(self, error: DBAPIError) -> bool:
+        cause = error.orig
+        return isinstance(cause, sqlite3.OperationalError) and cause.sqlite_errorcode == sqlite3.SQLITE_FULL
+
+    def is_damaged(self, error: DBAPIError) -> bool:
+        cause = error.orig
+        damaged = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+        return isinstance(cause, sqlite3.DatabaseError) and cause.sqlite_errorcode & 0xFF in damaged
+
+    def erase(self) -> None:
+        """Empty the write-ahead log, which holds deleted rows until it is overwritten.
+
+        If a reader still needs it or the disk refuses, later commits overwrite it; the deletion itself holds.
+        """
+        connection = self.writer.raw_connection()
+        cursor = connection.cursor()
+        try:
+            cursor.execute(f"PRAGMA busy_timeout={READERS_MILLISECONDS}")
+            cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        except sqlite3.DatabaseError as error:
+            log.warning("the write-ahead log of %s was not emptied behind a deletion: %s", self.place, error)
+        finally:
+            cursor.execute(f"PRAGMA busy_timeout={BUSY_MILLISECONDS}")
+            cursor.close()
+            connection.close()
+
+    def cut(self) -> None:
+        """Nothing to close: no wait is longer than ``busy_timeout``."""
+
+
+def _engine(path: Path, begin: str, pool_size: int, cache_kib: int = READERS_CACHE_KIB) -> Engine:
+    engine = create_engine(
+        f"sqlite:///{path}", pool_size=pool_size, max_overflow=0 if pool_size == 1 else 64, hide_parameters=True
+    )
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, _record: object) -> None:
+        # The driver must not open transactions by itself: BEGIN is ours, below.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        pragmas = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"busy_timeout={BUSY_MILLISECONDS}")
+        # Updates and keys of noise are rows: what is deleted is written over, and not left in a free page.
+        for pragma in (*pragmas, "secure_delete=ON", f"cache_size=-{cache_kib}"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def open_transaction(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine

@@ -24,13 +24,13 @@ from typer.core import TyperGroup
 
 from promptfed.client_service.exits import ClientError
 from promptfed.runtime.processes import ProcessFailed
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import messages
 from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import of_surroundings, offence
+from promptfed.shared.spec.section import RELEASE, VERSION
 from promptfed.shared.spec.spec import SpecError
-from promptfed.shared.spec.versions import RELEASE, VERSION
 
 Section = Literal["Try and simulate", "Operate federations", "Take part with own data", "Use a result"]
 SECTIONS: tuple[str, ...] = get_args(Section)

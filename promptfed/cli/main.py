@@ -15,8 +15,7 @@ import typer
 
 from promptfed.cli import commands
 from promptfed.cli.app import app, show_version
-from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, PROXY_VARIABLE
-from promptfed.sdk.errors import Exit
+from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, PROXY_VARIABLE, Exit
 from promptfed.sdk.output import MessageLines, messages
 from promptfed.shared.service.reasons import why
 

@@ -16,12 +16,9 @@ from promptfed.client_service.serving.prediction import BadImage, Predictor, Too
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of
 from promptfed.export.export import open_backbone_of
 from promptfed.export.reading import read_export
-from promptfed.sdk.client import Coordinator
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import write_file
+from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.operations import take
-from promptfed.sdk.output import console, note, print_json, say, table
-from promptfed.sdk.text import percent
+from promptfed.sdk.output import console, note, percent, print_json, say, table, write_file
 from promptfed.shared.data.errors import DataError
 from promptfed.shared.data.image_files import conversion_of, read_image
 from promptfed.shared.plain_text import csv_cell, plain

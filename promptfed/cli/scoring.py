@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,26 +15,129 @@ from rich.table import Table
 from torch import Tensor
 
 from promptfed.cli.predicting import model_of_export
-from promptfed.cli.scoring_presences import presence_figures, show_presences
-from promptfed.cli.scoring_subgroups import SubgroupFigures, show_subgroups, subgroup_figures
 from promptfed.client_service.serving.prediction import Served
-from promptfed.client_service.training.data import TEST, ClientData
-from promptfed.client_service.training.evaluation import answers, probabilities
+from promptfed.client_service.training.data import TEST, ClientData, LocalSplit
+from promptfed.client_service.training.evaluation import answers, presences, probabilities
 from promptfed.export.export import open_backbone_of
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import new_folder, write_file
-from promptfed.sdk.output import console, print_json, say, table
-from promptfed.sdk.text import percent
+from promptfed.sdk.client import CommandError, Exit
+from promptfed.sdk.output import console, new_folder, percent, print_json, say, table, write_file
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data import Split, open_source
-from promptfed.shared.metrics import BINS, calibration_error, class_accuracies, macro_f1
-from promptfed.shared.metrics.clinical import POOLED, ClassFigures, Estimate, class_figures, interval_text, proportion
+from promptfed.shared.metrics import (
+    BINS,
+    POOLED,
+    ClassFigures,
+    Estimate,
+    calibration_error,
+    class_accuracies,
+    class_figures,
+    interval_text,
+    macro_f1,
+    mean_average_precision,
+    proportion,
+)
 from promptfed.shared.plain_text import counted, csv_cell, plain
 from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.tensors.torch_tensors import state_hash
 
+SHOWN = 30  # rows in a table on the terminal
+Measured = tuple[Estimate | None, list[ClassFigures]]
+
+
+class SubgroupFigures(BaseModel):
+    """The images that have ``value`` in ``column``. ``accuracy_interval``: where each image has one label."""
+
+    column: str
+    value: str
+    images: int
+    accuracy_interval: Estimate | None = None
+    classes: list[ClassFigures]
+
+
+def subgroup_figures(images: Split, measured: Callable[[Sequence[int]], Measured]) -> list[SubgroupFigures]:
+    """The figures of each subgroup of ``images``; ``measured`` gives those of the images at some rows."""
+    found = []
+    for column, values in images.subgroups.items():
+        for value in sorted(set(values)):
+            rows = [row for row, own in enumerate(values) if own == value]
+            accuracy, classes = measured(rows)
+            found.append(
+                SubgroupFigures(
+                    column=column, value=value, images=len(rows), accuracy_interval=accuracy, classes=classes
+                )
+            )
+    return found
+
+
+def _title(group: SubgroupFigures) -> str:
+    return f"{group.column}={group.value}"
+
+
+def show_subgroups(subgroups: Sequence[SubgroupFigures]) -> None:
+    """Print accuracies, and the AUROC of each class, unless there are too many."""
+    rows = [
+        [_title(each), each_class.name, str(each_class.positives), interval_text(each_class.auroc)]
+        for each in subgroups
+        for each_class in each.classes
+    ]
+    if 0 < len(rows) <= SHOWN:
+        console.print(table("Subgroups, 95 % intervals", ["subgroup", "class", "images", "AUROC"], rows))
+
+
+class PresenceFigures(BaseModel):
+    """Figures of one classifier; ``zero_shot``: the template's mean average precision. ``state``: the export's hash."""
+
+    images: int
+    state: str
+    mean_average_precision: float | None = None
+    zero_shot: float | None = None
+    classes: list[ClassFigures]
+    subgroups: list[SubgroupFigures] = []
+
+
+def presence_figures(
+    served: Served, split: LocalSplit, names: Sequence[str], images: Split, state: str
+) -> PresenceFigures:
+    """The figures of ``served`` on ``split``, which are all of ``images``."""
+    labels, told = split.labels.numpy(), presences(served.classifier, split).numpy()
+
+    def classes(rows: Sequence[int]) -> list[ClassFigures]:
+        found = []
+        for k, name in enumerate(names):
+            known = [row for row in rows if labels[row, k] >= 0]
+            if known:
+                own = None if images.groups is None else [images.groups[row] for row in known]
+                said = told[known, k]
+                found.append(class_figures(name, labels[known, k] == 1, said, said > 0.5, own))
+        return found
+
+    return PresenceFigures(
+        images=len(labels),
+        state=state,
+        mean_average_precision=mean_average_precision(labels, told),
+        zero_shot=None
+        if served.template is None
+        else mean_average_precision(labels, presences(served.template, split).numpy()),
+        classes=classes(range(len(labels))),
+        subgroups=subgroup_figures(images, lambda rows: (None, classes(rows))),
+    )
+
+
+def show_presences(figures: PresenceFigures, uri: str, as_json: bool) -> None:
+    """Print the figures as tables or as JSON."""
+    if as_json:
+        print_json(figures.model_dump(exclude_none=True))
+        return
+    row = ["mean average precision", percent(figures.zero_shot), percent(figures.mean_average_precision)]
+    console.print(table(f"{counted(figures.images, 'image')} of {uri}", ["", "zero-shot", "adapted"], [row]))
+    rows = [
+        [one.name, str(one.positives), *(interval_text(getattr(one, key)) for key in POOLED)] for one in figures.classes
+    ]
+    console.print(table("Each class, 95 % intervals", ["class", "images", *POOLED.values()], rows))
+    show_subgroups(figures.subgroups)
+
+
 SCORE_FILE, CONFUSION_FILE, PICTURE = "score.json", "confusion.csv", "confusion.png"
-SHOWN = 30  # classes in a table on the terminal
 _NAMED = 40  # classes, beyond which a picture has no room for their names
 
 

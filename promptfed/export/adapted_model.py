@@ -14,15 +14,15 @@ import torch
 
 from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.training.data import LocalSplit
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
+from promptfed.sdk.output import class_names as split_names
 from promptfed.sdk.result import FederationResult
-from promptfed.sdk.text import class_names as split_names
 from promptfed.shared.api.export_card import TEMPLATE, Card, classes_of
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import UnknownMethod, make_method
-from promptfed.shared.methods.core.interface.base import (
+from promptfed.shared.methods.core.interface import (
     Classifier,
     ClientContext,
     ClientInfo,
@@ -30,9 +30,8 @@ from promptfed.shared.methods.core.interface.base import (
     Method,
     MethodError,
     ServerContext,
+    check_admission,
 )
-from promptfed.shared.methods.core.interface.hooks import check_admission
-from promptfed.shared.methods.core.merging import Merges, checkpoint_of
 from promptfed.shared.methods.core.registry import INSTALL
 from promptfed.shared.methods.core.several_labels import (
     BIAS,
@@ -40,6 +39,7 @@ from promptfed.shared.methods.core.several_labels import (
     ThresholdClassifier,
     is_for_several_labels,
 )
+from promptfed.shared.methods.core.tower import Merges, checkpoint_of
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms

@@ -10,15 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, weights_of
-from promptfed.export.model_card import Contents, backbone_files, card_of, carries_backbone, described, snippet
-from promptfed.export.model_card_markdown import markdown
+from promptfed.export.model_card import (
+    Contents,
+    backbone_files,
+    card_of,
+    carries_backbone,
+    described,
+    markdown,
+    snippet,
+)
 from promptfed.sdk.backbone import open_backbone
-from promptfed.sdk.client import Coordinator
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.operations import sign_card, take
-from promptfed.sdk.output import console, messages, print_json
+from promptfed.sdk.output import console, messages, print_json, size
 from promptfed.sdk.result import FederationResult
-from promptfed.sdk.text import size
 from promptfed.shared.api.export_card import (
     JSON_FILE,
     MARKDOWN_FILE,

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from typing import Any
 
 from promptfed.export.adapted_model import AdaptedModel
+from promptfed.sdk.output import percent, size
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.export_card import (
     BACKBONE_CONFIG,
@@ -19,12 +22,17 @@ from promptfed.shared.api.export_card import (
     BACKBONE_WEIGHTS,
     GIVEN_NAMES,
     JSON_FILE,
+    MERGED_FILE,
     STATE_FILE,
     WEIGHTS_FILE,
+    Accuracies,
     Card,
     CardFile,
     Hashes,
     Made,
+    Participant,
+    PrivacySummary,
+    SumsSummary,
     TensorShape,
     Use,
     classes_of,
@@ -33,6 +41,8 @@ from promptfed.shared.api.export_card import (
 )
 from promptfed.shared.clip import Backbone, tiny
 from promptfed.shared.methods import METHODS
+from promptfed.shared.plain_text import markdown as plain_markdown
+from promptfed.shared.plain_text import markdown_cell, markdown_code
 from promptfed.shared.spec.spec import BackboneSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import encode, state_hash
@@ -160,3 +170,241 @@ def backbone_files(backbone: Backbone) -> dict[str, bytes]:
         BACKBONE_CONFIG: config.encode(),
         BACKBONE_WEIGHTS: weights,
     }
+
+
+MOST_CLASSES = 12  # clients that are named individually
+WHAT = {
+    STATE_FILE: "the global state, as the coordinator holds it",
+    MERGED_FILE: "open_clip's model with the state's changes of weights in it",
+    WEIGHTS_FILE: "what plain open_clip code classifies with",
+    BACKBONE_CONFIG: "the backbone, which open_clip cannot load by name",
+    BACKBONE_WEIGHTS: "its weights",
+}
+
+
+def _origin(card: Card) -> dict[str, str]:
+    """Where the federation started, and under what licence its result is."""
+    facts = {} if card.licence is None else {"licence": markdown_cell(card.licence)}
+    if (chosen := card.selection) is not None:
+        mean = f"a mean {chosen.metric.replace('_', '-')} of {percent(chosen.value)} on held-out training images"
+        facts["round"] = f"{chosen.round}, the best of {chosen.compared} by {mean}; tests came once, at the end"
+    if (origin := card.origin) is not None:
+        licence = f", licence {origin.licence}" if origin.licence is not None else ""
+        facts["started from"] = markdown_cell(f"the export of {origin.federation} with card {origin.card}{licence}")
+    return facts
+
+
+def _a_round(card: Card) -> str:
+    """The cost of a round, shown beside its accuracies."""
+    sent = card.bytes
+    if sent is None or not card.round:
+        return ""
+    return f" ({size((sent.up + sent.down) / card.round)} a round)"
+
+
+def _sent(card: Card) -> str:
+    if card.bytes is None:
+        return "withheld: it would tell how many took part; not one image"
+    return f"{size(card.bytes.up)} up, {size(card.bytes.down)} down{_a_round(card)}, and not one image"
+
+
+def markdown(card: Card, snippet: str | None) -> str:
+    """The card's text; ``snippet`` is example code for plain open_clip, if there is any."""
+    backbone, name = card.backbone, card.method["name"]
+    trained = sum(participant.role == "trainer" for participant in card.participants)
+    facts = {
+        "method": f"{name}: {card.paper}",
+        "hyperparameters": _settings(card.method),
+        "training": _settings(card.training.model_dump(mode="json")),
+        "backbone": markdown_cell(f"{backbone.model}, {backbone.pretrained or 'random'}, {backbone.precision}"),
+        "classes": _classes(card),
+        "template": markdown_code(card.template).replace("|", "\\|"),
+        "federation": f"{card.federation.state}, seed {card.seed}",
+        "participants": f"{trained} trained, {len(card.participants) - trained} only evaluated",
+        **_origin(card),
+        "sent": _sent(card),
+        "state": f"`{card.hashes.state}`",
+        "backbone's weights": f"`{card.hashes.backbone}`",
+    }
+    made = f"{card.made.promptfed}, {card.made.at}"
+    files = [
+        [f"`{name}`", WHAT[name], f"{file.bytes:,}", f"`{file.sha256}`"]
+        for name, file in card.files.items()
+        if name in WHAT  # all files except this text
+    ]
+    parts = [
+        f"# {_plain(card.federation.name)}: {name} after round {card.round} of {card.rounds}",
+        card.summary,
+        _table(["", ""], [[key, value] for key, value in facts.items()]),
+        "## Accuracy",
+        accuracies(card.accuracy),
+        "## Participants",
+        _participants(card.participants),
+        "## Privacy",
+        _privacy(card.privacy),
+        *_sums(card.secure_aggregation),
+        "## Use",
+        *_use(card, snippet),
+        "## Files",
+        _table(["file", "what", "bytes", "SHA-256"], files),
+        f"`{JSON_FILE}` holds the same for programs. Made by promptfed {made}.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+UNPROTECTED = (
+    "Trained without differential privacy. Whoever has these prompts can test whether an image was among the training "
+    "images; attacks on prompt vectors alone are published."
+)
+
+
+def _privacy(given: PrivacySummary | None) -> str:
+    """What ε covers and what it does not cover. Clients report their ε and noise themselves."""
+    if given is None or given.epsilon_max is None:
+        return UNPROTECTED
+    if given.level == "client":
+        return _clients(given)
+    text = (
+        f"Each of {given.clients} clients trained with DP-SGD (clip {given.clip:g}, noise at least "
+        f"{given.noise_multiplier:g}) at the level of one {given.unit}: by the clients' own word ε is "
+        f"{given.epsilon_max:.3g} at most and {given.epsilon_median:.3g} in the median, at δ = {given.delta:g} "
+        f"({given.relation}, {given.accountant}){_replaced(given)}. It covers the tensors that they sent. It does not "
+        "cover numbers of images, class names, who took part and when, what many records share, nor one person at two "
+        f"sites. Accuracies: {given.evaluation}."
+    )
+    if given.noise == "seeded":
+        text += " The noise was simulated, from a seed: this is no guarantee to anybody."
+    return text
+
+
+def _clients(given: PrivacySummary) -> str:
+    text = (
+        f"The coordinator added noise (clip {given.clip:g}, noise {given.noise_multiplier:g}) to each round's mean at "
+        f"the level of one whole client of {given.clients}: ε is {given.epsilon_max:.3g} at δ = {given.delta:g} "
+        f"({given.relation}, {given.accountant}) after {given.rounds_counted} rounds{_replaced(given)}. It covers the "
+        "prompts, by the operator's word, who saw every update, and holds also against those who know who took part. "
+        "It does not cover numbers of images, class names, nor what many clients share. "
+        f"Accuracies: {given.evaluation}."
+    )
+    if given.epsilon_if_secret is not None:
+        text += (
+            f" Clients were sampled in secret: against those who learn nothing of who took part and when, ε is "
+            f"{given.epsilon_if_secret:.3g} (zero-out)."
+        )
+    if given.noise == "seeded":
+        text += " The noise was simulated, from a seed: this is no guarantee to anybody."
+    return text
+
+
+def _replaced(given: PrivacySummary) -> str:
+    """ε for replace-one neighbours, shown beside ε for zero-out neighbours."""
+    if given.epsilon_replace_one is None:
+        return ""
+    return f", and at most {given.epsilon_replace_one:.3g} for replace-one neighbours"
+
+
+def _sums(given: SumsSummary | None) -> list[str]:
+    """Who could see which data during training."""
+    if given is None or given.smallest_sum is None:
+        return []
+    return [
+        f"The coordinator received sums of at least {given.smallest_sum} clients' changes and none of their parts; "
+        f"{given.threshold:g} of a round's clients together open a sum. A sum still tells of its parts."
+    ]
+
+
+def _use(card: Card, snippet: str | None) -> list[str]:
+    name, use = card.method["name"], card.use
+    parts = []
+    if snippet is not None:
+        parts += [f"With open_clip alone, in this folder:\n\n```python\n{snippet}```"]
+        if _has_a_mixture(card):
+            parts += ["An image takes the class weights of the domain that it looks most like."]
+    elif use.why_not_open_clip:
+        parts += [f"There are no class weights for plain open_clip code: {use.why_not_open_clip}."]
+    if use.promptfed:
+        parts += ["With promptfed:\n\n```\npromptfed predict image.png --export .\n```"]
+    if METHODS[name].personal and use.open_clip:
+        text = "each client's own predictions add what it keeps to itself, and its own service answers with them"
+        parts += [f"These are the weights of what the clients share; {text} (`/v1/predict`)."]
+    if METHODS[name].of_names:
+        text = "for others, `promptfed export --classes` again"
+        parts += [f"{name} learns a generator: it made the context for exactly these class names; {text}."]
+    if carries_backbone(card.backbone) and snippet is not None:
+        parts += [f"The backbone is in no registry of open_clip's, so it lies in `{BACKBONE_FOLDER}/`."]
+    if card.round < card.rounds:
+        parts += [f"The federation had {card.rounds} rounds to go through: this is a state on the way."]
+    return parts
+
+
+def _has_a_mixture(card: Card) -> bool:
+    """Whether each domain has class weights: ``(k, C, d_e)`` instead of ``(C, d_e)``."""
+    file = card.files.get(WEIGHTS_FILE)
+    return file is not None and file.tensors is not None and len(file.tensors["class_weights"].shape) == 3
+
+
+def _classes(card: Card) -> str:
+    names = card.class_names
+    if not names:
+        return "not named: each client used its own"
+    shown = ", ".join(_plain(name) for name in names[:MOST_CLASSES])
+    more = f" and {len(names) - MOST_CLASSES} more" if len(names) > MOST_CLASSES else ""
+    return f"{len(names)} (from {card.class_names_from}): {shown}{more}"
+
+
+def accuracies(measured: Accuracies | None) -> str:
+    """The clients' accuracies as a table, with macro-F1 and ECE if any client reported them."""
+    if measured is None:
+        return "Nobody has measured any yet."
+    rows = [
+        [
+            _plain(row.client),
+            row.role,
+            markdown_cell(row.split),
+            percent(row.zero_shot),
+            percent(row.adapted),
+            str(row.num_samples),
+            percent(row.macro_f1),
+            percent(row.ece),
+        ]
+        for row in measured.clients
+    ]
+    for role, mean in measured.mean.items():
+        if mean:
+            columns = [percent(mean.get(name)) for name in ("zero_shot", "adapted")]
+            further = [percent(mean.get(name)) for name in ("macro_f1", "ece")]
+            rows.append([f"mean of the {role}s", "", "test", *columns, "", *further])
+    head = ["client", "role", "test set", "zero-shot", "adapted", "images", "macro-F1", "ECE"]
+    text = f"Measured by the clients on their own test images after round {measured.round}."
+    if any(row.ece is not None for row in measured.clients):
+        text += " ECE, of the adapted: how far confidence is from accuracy, over 15 bins."
+    else:
+        head, rows = head[:6], [row[:6] for row in rows]
+    return f"{text}\n\n{_table(head, rows)}"
+
+
+def _participants(participants: list[Participant]) -> str:
+    rows = [
+        [_plain(client.name), client.role, _plain(client.domain or "-"), *map(str, _counts(client))]
+        for client in participants
+    ]
+    return _table(["client", "role", "domain", "images", "classes", "updates counted"], rows)
+
+
+def _counts(client: Participant) -> tuple[int, int, int | str]:
+    counted = "withheld" if client.updates_counted is None else client.updates_counted
+    return client.num_samples, client.num_classes, counted
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {_plain(str(value))}" for key, value in settings.items() if key != "name") or "none"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _plain(text: str) -> str:
+    """A foreign name as plain text: Markdown and HTML in it are escaped."""
+    return plain_markdown(text)

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from promptfed.export.adapted_model import AdaptedModel
 from promptfed.export.model_card import described
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared import machine
 from promptfed.shared.api.export_card import (
     BACKBONE_FOLDER,
@@ -34,9 +34,8 @@ from promptfed.shared.api.export_card import (
     STATE_FILE,
     Card,
 )
-from promptfed.shared.canonical import parse_json
+from promptfed.shared.canonical import export_statement, is_signed, parse_json
 from promptfed.shared.service.reasons import why
-from promptfed.shared.signatures import export_statement, is_signed
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import TensorError, Tensors
 from promptfed.shared.tensors.torch_tensors import decode, state_hash

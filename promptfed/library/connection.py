@@ -10,10 +10,8 @@ from typing import Any, Self
 
 from promptfed.library.result import Result
 from promptfed.sdk import operations
-from promptfed.sdk.client import DEFAULT_URL, URL_VARIABLE, Coordinator, open_coordinator
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.follow import Snapshot, follow
-from promptfed.sdk.progress import Watcher
+from promptfed.sdk.client import DEFAULT_URL, URL_VARIABLE, CommandError, Coordinator, Exit, open_coordinator
+from promptfed.sdk.progress import Snapshot, Watcher, follow
 from promptfed.shared.spec.spec import AllowedBackbones
 
 

@@ -12,14 +12,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
-from promptfed.experiments.figures.bench_metrics import figures
+from promptfed.experiments.bench.tables import figures
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of, weights_of
 from promptfed.export.export import ExportOptions, export, open_backbone_of
-from promptfed.sdk.client import Coordinator
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.remarks import remarks
+from promptfed.sdk.client import CommandError, Coordinator, Exit
+from promptfed.sdk.output import percent, remarks
 from promptfed.sdk.result import Accuracy, FederationResult
-from promptfed.sdk.text import percent
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data.pixels import UNREADABLE, in_rgb
 from promptfed.shared.messages import Role

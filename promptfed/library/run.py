@@ -11,15 +11,15 @@ from typing import Any
 from promptfed.experiments.bench.entries import RawSpec
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.library.result import Result
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 from promptfed.sdk.backbone import open_backbone, resolve
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.progress import Watcher
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source
-from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.methods import METHODS
-from promptfed.shared.methods.core.interface.base import Method
+from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.spec.spec import AllowedBackbones
 
 Data = Mapping[str, str | Source] | Sequence[str | Source]
@@ -46,7 +46,7 @@ def run(
 
     Args:
         method: a name; a name with hyperparameters, as in ``{"name": "fedpgp", "b": 4}``; or your own
-            subclass of `promptfed.shared.methods.core.interface.base.Method`, or an object of it, which this process
+            subclass of `promptfed.shared.methods.core.interface.Method`, or an object of it, which this process
             knows by its name from then on.
         data: training data of each client, by its name or in order: data URIs such as ``"symbols:neon"`` or
             ``"folder:/data/pets"``, or `promptfed.shared.data.Source` objects.

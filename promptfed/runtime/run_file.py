@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from promptfed.runtime.services import Site
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import read_spec
+from promptfed.runtime.processes import Site
+from promptfed.sdk.client import CommandError, Exit
+from promptfed.sdk.output import read_spec
 from promptfed.shared.plain_text import counted
 from promptfed.shared.spec.spec import NAME_PATTERN, FederationSpec, Name, SpecError
 

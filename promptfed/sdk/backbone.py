@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from promptfed.sdk.errors import CommandError, Exit, offences
+from promptfed.sdk.client import CommandError, Exit, offences
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
-from promptfed.shared.clip.weights.permissions import permits
+from promptfed.shared.clip.weights import permits
 from promptfed.shared.methods import check_fits, method_for, resolve_spec
-from promptfed.shared.methods.core.interface.base import Method, MethodError, NeedsBackbone, ServerContext
+from promptfed.shared.methods.core.interface import Method, MethodError, NeedsBackbone, ServerContext
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import AllowedBackbones, BackboneShape, BackboneSpec, FederationSpec, SpecError
 from promptfed.shared.tensors.torch_tensors import encode

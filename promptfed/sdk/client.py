@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,12 +21,41 @@ from typing import Any, Generic, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from promptfed.sdk.errors import CommandError, Exit, offences
-from promptfed.shared.service.addresses import GONE_SECONDS, QUIET_SECONDS, TOLD, AddressBook
-from promptfed.shared.service.net import MOST_MOVES, address_parts, addresses_of, is_loopback, moved_to
-from promptfed.shared.service.network import http_options, trust
-from promptfed.shared.service.reasons import offence, why
-from promptfed.shared.service.tls import explained
+from promptfed.shared.service.net import (
+    GONE_SECONDS,
+    MOST_MOVES,
+    QUIET_SECONDS,
+    TOLD,
+    AddressBook,
+    address_parts,
+    addresses_of,
+    explained,
+    http_options,
+    is_loopback,
+    moved_to,
+    trust,
+)
+from promptfed.shared.service.reasons import Exit, offence, why
+
+__all__ = ["CommandError", "Exit", "offences"]
+
+
+class CommandError(Exception):
+    """Ends the command with exit code ``exit``. It prints ``text`` on stderr: one line, or a list of several errors.
+
+    ``kind``: the kind of a coordinator's refusal, such as ``wrong-role``.
+    """
+
+    def __init__(self, text: str, exit: Exit, kind: str = ""):
+        super().__init__(text)
+        self.exit, self.kind = exit, kind
+
+
+def offences(errors: Sequence[Mapping[str, str]]) -> str:
+    """The errors of a spec as text. Each is ``{"path": ..., "detail": ...}``; several become lines under a heading."""
+    told = [f"{error['path']}: {error['detail']}" for error in errors]
+    return told[0] if len(told) == 1 else "\n  ".join([f"{len(told)} things are wrong:", *told])
+
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 URL_VARIABLE = "PROMPTFED_COORDINATOR"

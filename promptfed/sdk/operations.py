@@ -10,14 +10,12 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
-from promptfed.sdk.client import Answer, Operation, Request, View
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.result import FederationResult
-from promptfed.sdk.summary import FederationList, FederationSummary, RoundList, RoundSummary
-from promptfed.shared.api import access_schemas, report_schemas
+from promptfed.sdk.client import Answer, CommandError, Exit, Operation, Request, View
+from promptfed.sdk.result import FederationList, FederationResult, FederationSummary, RoundList, RoundSummary
+from promptfed.shared.api import api_schemas, report_schemas
 from promptfed.shared.api import api_schemas as schemas
-from promptfed.shared.api.privacy_schemas import PrivacyView
-from promptfed.shared.api.replay_schemas import ReplayReport
+from promptfed.shared.api.api_schemas import PrivacyView
+from promptfed.shared.api.report_schemas import ReplayReport
 from promptfed.shared.spec.spec import FederationSpec
 
 Page = TypeVar(
@@ -27,9 +25,9 @@ Page = TypeVar(
     schemas.MetricList,
     report_schemas.RoundPage,
     RoundList,
-    access_schemas.TokenPage,
-    access_schemas.OperatorPage,
-    access_schemas.AuditPage,
+    api_schemas.TokenPage,
+    api_schemas.OperatorPage,
+    api_schemas.AuditPage,
 )
 
 Spec = FederationSpec | Mapping[str, Any]  # resolved or not
@@ -84,15 +82,15 @@ def delete_federation(federation: str) -> Request[schemas.Nothing]:
     return Request("DELETE", f"{FEDERATIONS}/{federation}", schemas.Nothing)
 
 
-def mint_token(federation: str, uses: int = 1, **asked: object) -> Request[access_schemas.MintedToken]:
+def mint_token(federation: str, uses: int = 1, **asked: object) -> Request[api_schemas.MintedToken]:
     """Create an enrolment token for ``uses`` clients; ``asked`` are more fields of `TokenRequest` (None: default)."""
     body = {"uses": uses, **{key: value for key, value in asked.items() if value is not None}}
-    return Request("POST", f"{FEDERATIONS}/{federation}/enrolment-tokens", access_schemas.MintedToken, {"json": body})
+    return Request("POST", f"{FEDERATIONS}/{federation}/enrolment-tokens", api_schemas.MintedToken, {"json": body})
 
 
-def list_tokens(federation: str) -> Operation[list[Answer[access_schemas.TokenPage]]]:
+def list_tokens(federation: str) -> Operation[list[Answer[api_schemas.TokenPage]]]:
     """Enrolment tokens, without their texts."""
-    return _pages(f"{FEDERATIONS}/{federation}/enrolment-tokens", access_schemas.TokenPage)
+    return _pages(f"{FEDERATIONS}/{federation}/enrolment-tokens", api_schemas.TokenPage)
 
 
 def revoke_token(federation: str, token: str) -> Request[schemas.Nothing]:
@@ -100,15 +98,15 @@ def revoke_token(federation: str, token: str) -> Request[schemas.Nothing]:
     return Request("DELETE", f"{FEDERATIONS}/{federation}/enrolment-tokens/{token}", schemas.Nothing)
 
 
-def mint_operator(name: str, role: str, hours: float | None = None) -> Request[access_schemas.MintedOperator]:
+def mint_operator(name: str, role: str, hours: float | None = None) -> Request[api_schemas.MintedOperator]:
     """Create a token for an operator."""
     body = {"name": name, "role": role, **({"hours": hours} if hours is not None else {})}
-    return Request("POST", "/v1/operators", access_schemas.MintedOperator, {"json": body})
+    return Request("POST", "/v1/operators", api_schemas.MintedOperator, {"json": body})
 
 
-def list_operators() -> Operation[list[Answer[access_schemas.OperatorPage]]]:
+def list_operators() -> Operation[list[Answer[api_schemas.OperatorPage]]]:
     """Operators' tokens, without their texts."""
-    return _pages("/v1/operators", access_schemas.OperatorPage)
+    return _pages("/v1/operators", api_schemas.OperatorPage)
 
 
 def revoke_operator(operator: str) -> Request[schemas.Nothing]:
@@ -116,9 +114,9 @@ def revoke_operator(operator: str) -> Request[schemas.Nothing]:
     return Request("DELETE", f"/v1/operators/{operator}", schemas.Nothing)
 
 
-def audit_log() -> Operation[list[Answer[access_schemas.AuditPage]]]:
+def audit_log() -> Operation[list[Answer[api_schemas.AuditPage]]]:
     """The audit log, oldest entry first."""
-    return _pages("/v1/audit-log", access_schemas.AuditPage, limit=1000)
+    return _pages("/v1/audit-log", api_schemas.AuditPage, limit=1000)
 
 
 def list_clients(federation: str) -> Operation[list[Answer[schemas.ClientPage]]]:
@@ -157,9 +155,9 @@ def get_privacy(federation: str) -> Request[PrivacyView]:
     return Request("GET", f"{FEDERATIONS}/{federation}/privacy", PrivacyView)
 
 
-def get_signing_key() -> Request[access_schemas.SigningKey]:
+def get_signing_key() -> Request[api_schemas.SigningKey]:
     """The public key under which the coordinator signs states."""
-    return Request("GET", "/v1/signing-key", access_schemas.SigningKey)
+    return Request("GET", "/v1/signing-key", api_schemas.SigningKey)
 
 
 def rounds_after(federation: str, last: int) -> Operation[list[RoundSummary]]:
@@ -191,11 +189,11 @@ def replay(federation: str, round: int) -> Request[ReplayReport]:
     return Request("POST", path, ReplayReport, {"timeout": REPLAY_SECONDS})
 
 
-def sign_card(federation: str, round: int, card: bytes) -> Request[access_schemas.CardSignature]:
+def sign_card(federation: str, round: int, card: bytes) -> Request[api_schemas.CardSignature]:
     """Let the coordinator sign ``card``, the bytes of an export's ``card.json``, if it agrees with the records."""
     options = {"content": card, "headers": {"Content-Type": "application/json"}, "timeout": REPLAY_SECONDS}
     path = f"{FEDERATIONS}/{federation}/rounds/{round}/card/signature"
-    return Request("POST", path, access_schemas.CardSignature, options)
+    return Request("POST", path, api_schemas.CardSignature, options)
 
 
 def accuracies(federation: str) -> Operation[FederationResult]:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
+import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
 from textwrap import fill
 from typing import Any
 
@@ -14,8 +20,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from promptfed.sdk.client import CommandError, Exit
+from promptfed.sdk.result import FederationResult
+from promptfed.shared.api import remarks as shared
 from promptfed.shared.plain_text import plain
-from promptfed.shared.service.reasons import of_surroundings
+from promptfed.shared.service.reasons import of_surroundings, why
+from promptfed.shared.spec.spec import check_class_names
 
 NUMBER = re.compile(r"([-+]?\d[\d.,]*( ?(%|[kMG]?B|s))?|-|)( \[.*\])?")
 console = Console(emoji=False)  # or `:x:` in a name is drawn as a picture
@@ -77,3 +87,137 @@ def note(text: object) -> None:
 def tell(as_json: bool, value: Any, text: object) -> None:
     """Print ``value`` as JSON for programs, or ``text`` for users."""
     print_json(value) if as_json else say(text)
+
+
+def percent(value: float | None) -> str:
+    """An accuracy in per cent."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def size(count: float) -> str:
+    """Bytes with a unit."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def class_names(text: str) -> list[str]:
+    """The class names in ``a, b, c``.
+
+    Raises:
+        CommandError: there is no name, or a name occurs twice.
+    """
+    try:
+        return check_class_names([name.strip() for name in text.split(",") if name.strip()])
+    except ValueError as error:
+        raise CommandError(f"--classes {error}", Exit.BAD_INPUT) from None
+
+
+def whole_numbers(text: str, option: str) -> tuple[int, ...]:
+    """Parse distinct whole numbers from 0, separated by commas.
+
+    Raises:
+        CommandError: the text of ``option`` has another form.
+    """
+    try:
+        numbers = tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise CommandError(f"{option} {text!r}: write whole numbers separated by commas", Exit.BAD_INPUT) from None
+    if len(set(numbers)) < len(numbers) or min(numbers) < 0:
+        raise CommandError(f"{option} {text!r}: the numbers must be different and not below 0", Exit.BAD_INPUT)
+    return numbers
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """Read the unresolved spec in a YAML or JSON file.
+
+    Raises:
+        CommandError: the file cannot be read, is not YAML, or does not hold a mapping.
+    """
+    import yaml
+
+    from promptfed.shared.service.yaml_text import read_yaml
+
+    try:
+        raw = read_yaml(path.read_text())
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {why(error)}", Exit.BAD_INPUT) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CommandError(f"{path} is not YAML: {why(error)}", Exit.BAD_INPUT) from None
+    if not isinstance(raw, dict):
+        raise CommandError(f"{path} must hold a mapping, such as `name: eyes`", Exit.BAD_INPUT)
+    return raw
+
+
+def read_federation(path: Path) -> dict[str, Any]:
+    """The spec in a file, also in a run file, whose clients and clock are left out. Raises CommandError."""
+    return {key: value for key, value in read_spec(path).items() if key not in ("clients", "clock")}
+
+
+def expect_new(path: Path | None, option: str = "--out") -> None:
+    """Raise CommandError if ``option`` names a file that is there already, or a folder that is not."""
+    if path is not None and path.exists():
+        raise CommandError(f"{path} is there already: give {option} a new file", Exit.BAD_INPUT)
+    if path is not None and not path.parent.is_dir():
+        raise CommandError(f"{path.parent} is no folder: make it, or give {option} another place", Exit.BAD_INPUT)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a secret so that only its owner can read it."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {why(error)}", Exit.BAD_INPUT) from None
+
+
+def write_file(path: Path, body: bytes) -> None:
+    """Write bytes. Raises CommandError if the file cannot be written."""
+    try:
+        path.write_bytes(body)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {why(error)}", Exit.BAD_INPUT) from None
+
+
+def full_disk(place: Path, then: str = "") -> CommandError:
+    """The error of a full disk below ``place``. ``then``: what else to do than to take another temporary folder."""
+    return CommandError(f"the disk of {place} is full: free some space, {then or 'or set TMPDIR'}", Exit.BAD_INPUT)
+
+
+@contextmanager
+def new_folder(path: Path | None, option: str = "") -> Iterator[Path]:
+    """A context manager for ``path``, which must be new or empty, or for a temporary folder if ``path`` is None.
+
+    ``option`` is the command-line option that named the folder, for the error text.
+
+    Raises:
+        CommandError: the folder cannot be used.
+    """
+    if path is None:
+        with tempfile.TemporaryDirectory(prefix="promptfed-", ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            where = f"{option} " if option else ""
+            raise CommandError(f"{path} is not empty: give {where}a new folder", Exit.BAD_INPUT)
+    except OSError as error:
+        raise CommandError(f"cannot use {path}: {why(error)}", Exit.BAD_INPUT) from None
+    yield path
+
+
+def remarks(result: FederationResult) -> list[str]:
+    """What looks wrong on the clients' own test images, and what to try: `promptfed.shared.api.remarks`."""
+    return shared.remarks(result.federation.spec, result.round_reports, _classes(result))
+
+
+def _classes(result: FederationResult) -> float | None:
+    """The mean number of classes of a trainer."""
+    spec = result.federation.spec
+    if spec.class_names is not None and spec.method.get("label_space") != "client":
+        return float(len(spec.class_names))
+    counts = [client.num_classes for client in result.clients if client.role == "trainer"]
+    return fmean(counts) if counts else None

@@ -9,10 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from promptfed.sdk.client import Coordinator
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.follow import Snapshot, follow
+from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.operations import get_federation, get_rounds
+from promptfed.sdk.progress import Snapshot, follow
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.api.report_schemas import RoundReport

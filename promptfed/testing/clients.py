@@ -15,7 +15,7 @@ import httpx
 import torch
 
 from promptfed.shared.seeds import generator
-from promptfed.shared.spec.versions import PROTOCOL, VERSION
+from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 

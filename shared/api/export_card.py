@@ -19,8 +19,8 @@ from promptfed.shared.api.report_schemas import CentralPrivacy, EvaluationReport
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import Domain, FederationState, Figure, Role
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION
+from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.spec import BackboneSpec, ClassName, Licence, Origin, TrainingSpec
-from promptfed.shared.spec.spec_section import left_out
 
 FORMAT = 1
 STATE_FILE, WEIGHTS_FILE, JSON_FILE, MARKDOWN_FILE = (

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from promptfed.shared.messages import Role, SplitResult, TaskKind
-from promptfed.shared.spec.spec_section import left_out
+from promptfed.shared.spec.section import left_out
 
 
 class CountedUpdate(BaseModel):
@@ -199,3 +199,19 @@ class RoundPage(BaseModel):
 
     rounds: list[RoundReport]
     next: str | None
+
+
+class ReplayedState(BaseModel):
+    """A state of the round, computed again."""
+
+    origin: str = Field(description="initial, join, or the phase that led to it")
+    state_hash: str = Field(description="as it was committed")
+    replayed_hash: str = Field(description="as it came out now")
+    same: bool = Field(description="both are the same, and so is the state that it was computed from")
+
+
+class ReplayReport(BaseModel):
+    """A replayed round."""
+
+    round: int
+    states: list[ReplayedState]

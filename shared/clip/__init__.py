@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from promptfed.shared.clip.backbone import Backbone, Supports
-    from promptfed.shared.clip.caches.features import FeatureCache
-    from promptfed.shared.clip.caches.slots import ImageSplit
+    from promptfed.shared.clip.caches import FeatureCache, ImageSplit
     from promptfed.shared.clip.errors import BackboneError
     from promptfed.shared.clip.loading import load_backbone
     from promptfed.shared.clip.shape import shape_of
-    from promptfed.shared.clip.towers.starts import SharedStarts
-    from promptfed.shared.clip.towers.tokens import ClassPrompts
+    from promptfed.shared.clip.towers.text import ClassPrompts
+    from promptfed.shared.clip.towers.vision import SharedStarts
 
 __all__ = [
     "Backbone",
@@ -32,10 +31,10 @@ __all__ = [
 _MODULES = {
     "Backbone": "backbone",
     "BackboneError": "errors",
-    "ClassPrompts": "towers.tokens",
-    "FeatureCache": "caches.features",
-    "ImageSplit": "caches.slots",
-    "SharedStarts": "towers.starts",
+    "ClassPrompts": "towers.text",
+    "FeatureCache": "caches",
+    "ImageSplit": "caches",
+    "SharedStarts": "towers.vision",
     "Supports": "backbone",
     "load_backbone": "loading",
     "shape_of": "shape",

@@ -12,19 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
-from promptfed.shared.clip.lru import Recent, content_key
+from promptfed.shared.clip.fingerprint import Recent, config_digest, content_key, weights_fingerprint
 from promptfed.shared.clip.preprocessing import Halves
-from promptfed.shared.clip.towers import copies, patches, vision
-from promptfed.shared.clip.towers.blocks import is_standard_block
+from promptfed.shared.clip.towers import copies, vision
 from promptfed.shared.clip.towers.dense import DenseEncoder
 from promptfed.shared.clip.towers.hub_text import text_tower_of
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
-from promptfed.shared.clip.towers.starts import SharedStarts
+from promptfed.shared.clip.towers.text import (
+    ClassPrompts,
+    PromptTokenizer,
+    TextTower,
+    is_standard_block,
+    make_class_prompts,
+    tracing,
+)
 from promptfed.shared.clip.towers.text import Path as TextPath
-from promptfed.shared.clip.towers.text import TextTower, tracing
-from promptfed.shared.clip.towers.tokens import ClassPrompts, PromptTokenizer, make_class_prompts
-from promptfed.shared.clip.weights.tokenizers import tokenizer_of
+from promptfed.shared.clip.towers.vision import SharedStarts
+from promptfed.shared.clip.weights import tokenizer_of
 from promptfed.shared.data.image_files import Cut, middle
 from promptfed.shared.tensors.transfer import sent_to
 
@@ -196,12 +200,12 @@ class Backbone:
     @property
     def patch_tokens(self) -> int | None:
         """Number of patch features of an image; None if the image tower gives none."""
-        return patches.patch_tokens(self.model.visual)
+        return vision.patch_tokens(self.model.visual)
 
     @torch.no_grad()
     def encode_patches(self, images: Tensor, *, normalize: bool = True) -> Tensor:
         """Patch features `(B, M, d_e)` of images `(B, 3, H, W)`; BackboneError if the tower has none."""
-        return finish(patches.encode_patches(self.model.visual, self.image_input(images)), normalize)
+        return finish(vision.encode_patches(self.model.visual, self.image_input(images)), normalize)
 
     def encode_images_prompted(
         self, images: Tensor, prompts: Tensor, *, pooled: bool = False, normalize: bool = True

@@ -17,10 +17,15 @@ from promptfed.shared.clip import emoji, tiny
 from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.building import Undrawn, check_runs, load_errors, seeded
 from promptfed.shared.clip.errors import BackboneError, near, one_line
-from promptfed.shared.clip.timm.timm_loading import load_timm
-from promptfed.shared.clip.weights.hub import expect_at_hand, known_as
-from promptfed.shared.clip.weights.local_weights import load_into, weights_in
-from promptfed.shared.clip.weights.permissions import expect_permitted, expect_permitted_checkpoint
+from promptfed.shared.clip.timm_towers import load_timm
+from promptfed.shared.clip.weights import (
+    expect_at_hand,
+    expect_permitted,
+    expect_permitted_checkpoint,
+    known_as,
+    load_into,
+    weights_in,
+)
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 EMBEDDED = {tiny.MODEL: tiny, emoji.MODEL: emoji}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from promptfed.shared.clip import tiny
-from promptfed.shared.clip.weights.hub import known_as
+from promptfed.shared.clip.weights import known_as
 from promptfed.shared.spec.spec import BackboneShape
 
 PLAIN_VISION = {"image_size", "layers", "width", "patch_size", "head_width", "mlp_ratio"}

@@ -1,6 +1,6 @@
 """Data by URI: ``open_source("symbols:sketch?shots=16")``, ``open_source("folder:/data/pets")``.
 
-Names that need torch are imported when first used, so that ``promptfed.shared.data.demo`` can be read without torch.
+Names that need torch are imported when first used: ``promptfed.shared.data.registry`` can be read without torch.
 """
 
 from __future__ import annotations

@@ -12,17 +12,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from promptfed.shared.methods.core.checks.client_checks import with_noise
-from promptfed.shared.methods.core.checks.compression_checks import check_compression
-from promptfed.shared.methods.core.checks.privacy_checks import check_privacy
-from promptfed.shared.methods.core.checks.round_checks import check_rounds, check_selection
-from promptfed.shared.methods.core.checks.rule_checks import check_rule
-from promptfed.shared.methods.core.checks.secure_checks import check_secure
-from promptfed.shared.methods.core.interface.base import Method, MethodError, ServerContext
-from promptfed.shared.methods.core.rates import swept_rate
-from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description
+from promptfed.shared.methods.core.checks import (
+    check_compression,
+    check_privacy,
+    check_rounds,
+    check_rule,
+    check_secure,
+    check_selection,
+    with_noise,
+)
+from promptfed.shared.methods.core.interface import Method, MethodError, ServerContext
+from promptfed.shared.methods.core.registry import MethodRegistry, UnusableMethod, description, swept_rate
 from promptfed.shared.methods.core.several_labels import for_several_labels
-from promptfed.shared.spec.removed import removed_method
 from promptfed.shared.spec.spec import (
     BackboneShape,
     FederationSpec,
@@ -31,12 +32,21 @@ from promptfed.shared.spec.spec import (
     merged,
     parse_spec,
 )
+from promptfed.shared.spec.spec_hints import removed_method
+
+FAMILIES = {
+    "adapters": ("fedclipadapter", "fedtaskres"),
+    "fedavg": ("fedavg", "fedbabu", "fedprox", "singleset_full"),
+    "fedvpt": ("fedvpt", "fedvpt_deep", "singleset_vpt"),
+    "promptfl": ("coop", "fedkgcoop", "promptfl", "promptfl_ft", "promptfl_per", "promptfl_prox"),
+}
+"""Files with more than one method. Every other file and folder here, but ``core``, is the method of its name."""
 
 
 def _own_methods() -> dict[str, str]:
-    """The modules of the methods by name: every file and folder here but ``core`` is a method of this name."""
-    found = iter_modules(__path__)
-    return {module.name: f"{__name__}.{module.name}" for module in found if module.name != "core"}
+    """The modules of the methods, by the methods' names, sorted."""
+    files = [module.name for module in iter_modules(__path__) if module.name != "core"]
+    return {name: f"{__name__}.{file}" for name, file in sorted((n, f) for f in files for n in FAMILIES.get(f, (f,)))}
 
 
 METHODS = MethodRegistry(_own_methods())

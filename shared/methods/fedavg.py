@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from promptfed.shared.methods.core import fedsr, generalization
+from promptfed.shared.methods.core import generalization, visual
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.fedsr import Representation
-from promptfed.shared.methods.core.generalization import GAP, OWN_LOSS, ROUND, WEIGHTS, Subset
+from promptfed.shared.methods.core.generalization import GAP, OWN_LOSS, ROUND, WEIGHTS, Representation, Subset
+from promptfed.shared.methods.core.heads import Head, LinearHead, head_width
+from promptfed.shared.methods.core.tower import HeadHyper, TowerHyper, TrainedTower, WeightMethod, WeightsHyper
 from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier
-from promptfed.shared.methods.core.weights import WeightMethod, WeightsHyper
+from promptfed.shared.methods.fedrep import PrivateHeadMethod, Tuning
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import CHANGE, Tensors, TensorSpec
 from promptfed.shared.tensors.lazy import F, torch
@@ -46,7 +47,7 @@ class FedAvg(WeightMethod):
     Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017, as the
     rows FedAvg in the tables of pFedPG, PLAN and FaST-PT, of which none gives rate, head or epochs. The weight decay
     is towards zero, of the weights and not of their change, which would be FedProx towards the frozen backbone.
-    Options: FedSR (`core.fedsr`) and FedDG-GA's weights (`core.generalization`).
+    Options: FedSR and FedDG-GA's weights, both in `core.generalization`.
     """
 
     name = "fedavg"
@@ -74,12 +75,12 @@ class FedAvg(WeightMethod):
     def check(self, spec: pf.FederationSpec) -> None:
         """Also refuses FedSR without a linear head."""
         if self.hyper.fedsr:
-            fedsr.check_options(self.hyper.head, self.hyper.private)
+            generalization.check_options(self.hyper.head, self.hyper.private)
         super().check(spec)
 
     def travelling(self) -> tuple[TensorSpec, ...]:
         """Also FedSR's tensors."""
-        return super().travelling() + (fedsr.MAPS if self.hyper.fedsr else ())
+        return super().travelling() + (generalization.MAPS if self.hyper.fedsr else ())
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """Also the clients' aggregation weights, which no client receives."""
@@ -101,12 +102,14 @@ class FedAvg(WeightMethod):
         """Also FedSR's start, and equal weights."""
         state, dims = super().initial_state(context, draws), self.dims(context)
         if self.hyper.fedsr:
-            state |= fedsr.start(context.draws_of, context.seed, dims["classes"], dims["d_f"], dims["d_z"])
-        return state | (generalization.start(context) if self.adjusts else {})
+            state |= generalization.fedsr_start(
+                context.draws_of, context.seed, dims["classes"], dims["d_f"], dims["d_z"]
+            )
+        return state | (generalization.split_start(context) if self.adjusts else {})
 
     def adopt(self, state: Tensors, context: pf.ServerContext) -> Tensors:
         """A supplied state, with equal weights for the clients that there are."""
-        return state | (generalization.start(context) if self.adjusts else {})
+        return state | (generalization.split_start(context) if self.adjusts else {})
 
     def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
         """A newcomer gets the mean weight of the others."""
@@ -173,8 +176,10 @@ class FedAvg(WeightMethod):
         final = pf.train(context, list(tower.leaves.values()), loss, groups=groups, reads_images=True)
         update = self.sent(tower)
         after = {name: tensor.detach().cpu() for name, tensor in head.tensors.items()}
-        update |= {CHANGE + spec.name: after[spec.name] - begun.tensors[spec.name] for spec in fedsr.SHARED}
-        return pf.TrainResult(update, {spec.name: after[spec.name] for spec in fedsr.REFERENCE}, {"loss": final})
+        update |= {CHANGE + spec.name: after[spec.name] - begun.tensors[spec.name] for spec in generalization.SHARED}
+        return pf.TrainResult(
+            update, {spec.name: after[spec.name] for spec in generalization.REFERENCE}, {"loss": final}
+        )
 
     def _representation(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> Representation:
         return Representation.of(context.label_space or context.class_names, payload, private)
@@ -185,9 +190,126 @@ class FedAvg(WeightMethod):
             return super().classifier(context, payload, private)
         device, tower = context.backbone.device, self.tower(context, payload, private)
         head = self._representation(context, payload, private).among(context.class_names).on(device)
-        noise = fedsr.draws_for_images(context.seed, self.hyper.d_z)
+        noise = generalization.draws_for_images(context.seed, self.hyper.d_z)
         return ImageClassifier(lambda inputs: head.classified(self.features(tower, inputs), noise), tower.read)
 
 
 def _without_gap(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name != GAP.name}
+
+
+class FedProxHyper(WeightsHyper):
+    """FedAvg's hyperparameters and the weight of the proximal term."""
+
+    mu: float = pf.option(0.01, "weight of the proximal term; its paper tries 0.001, 0.01, 0.1 and 1", ge=0, le=1000)
+
+
+class FedProx(WeightMethod):
+    """CE + (μ/2)·Σ‖W − W^r‖² over all that travels, W^r as received.
+
+    Source: Li et al., "Federated Optimization in Heterogeneous Networks", 2020.
+    """
+
+    name = "fedprox"
+    summary = "FedAvg of the image tower with a penalty on the distance to the received weights."
+    paper = "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), 2020"
+    several_labels = True
+    Hyper = FedProxHyper
+    hyper: FedProxHyper
+
+    def extra_loss(self, tower: TrainedTower, head: Head) -> visual.Term | None:
+        """The proximal term."""
+        if self.hyper.mu == 0:
+            return None
+        moving = [tower.leaves[kind] for kind in self.shared_kinds if kind in tower.leaves]
+        received = [(leaf, leaf.detach().clone()) for leaf in [*moving, *head.parameters]]
+
+        def term(indices: Tensor, inputs: Tensor, logits: Tensor) -> Tensor:
+            distance = torch.stack([(leaf - begun).square().sum() for leaf, begun in received]).sum()
+            return self.hyper.mu / 2 * distance
+
+        return term
+
+
+class FedBABUHyper(TowerHyper):
+    """What is trained of the tower, and the fine-tuning before an evaluation."""
+
+    finetune: Literal["all", "head"] = pf.option("all", "what is fine-tuned on the client's own training images")
+    finetune_epochs: int = pf.option(
+        5, "epochs over the client's training images before an evaluation", ge=1, le=10_000
+    )
+    finetune_learning_rate: float | None = pf.option(
+        None, "the tower's rate in the fine-tuning; default: training.learning_rate", gt=0, le=1000
+    )
+
+
+class FedBABU(PrivateHeadMethod):
+    """The head stays at its seeded start, so only the tower is trained and exchanged.
+
+    Each client classifies with a copy of tower and head that it fine-tunes on its own training images and does not
+    keep; one fine-tuning serves all label spaces. Source: Oh et al., "FedBABU", ICLR 2022.
+    """
+
+    name = "fedbabu"
+    summary = "A shared image tower trained under a head that never changes, fine-tuned by each client for itself."
+    paper = "Oh et al., FedBABU: Toward Enhanced Representation for Federated Image Classification, 2022"
+    Hyper = FedBABUHyper
+    hyper: FedBABUHyper
+
+    @property
+    def tuning(self) -> Tuning:
+        """The parts to tune: tower and head, or only the head."""
+        return Tuning(self.hyper.finetune, self.hyper.finetune_epochs, self.hyper.finetune_learning_rate)
+
+    def check(self, spec: pf.FederationSpec) -> None:
+        """Also refuses a rate for a tower that is not fine-tuned."""
+        super().check(spec)
+        if self.hyper.finetune == "head" and self.hyper.finetune_learning_rate is not None:
+            raise pf.MethodError(
+                "finetune_learning_rate is the tower's, and finetune: head leaves the tower alone: set "
+                "head_learning_rate instead"
+            )
+
+    def start_head(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> LinearHead:
+        """The fixed head, equal for all clients with the same number of classes."""
+        return LinearHead.start(context, head_width(context.backbone, self.hyper.projected))
+
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
+        """E epochs of the tower."""
+        tower = self.tower(context, payload, private).trainable()
+        head = self.start_head(context, payload, private).to(context.backbone.device)
+        loss = self.fit(context, tower, head, trains="tower")
+        return pf.TrainResult(self.sent(tower), {}, {"loss": loss})
+
+    def kept(self, tower: TrainedTower, head: Head) -> Tensors:
+        """No private tensors."""
+        return {}
+
+
+class SingleSetFull(WeightMethod):
+    """The local baseline of pFedPG's tables. It starts like `fedavg`, so the two differ only in sharing."""
+
+    name = "singleset_full"
+    summary = "Each client fine-tunes the image tower for itself and never shares it."
+    paper = "SingleSet-Full in pFedPG's tables (Yang et al., 2023)"
+    personal = True
+    Hyper = HeadHyper
+    hyper: HeadHyper
+
+    def __init__(self, hyper: HeadHyper):
+        super().__init__(hyper)
+        self.takes_evaluators = not self.is_linear  # under a text head they classify zero-shot
+
+    @property
+    def shares_head(self) -> bool:
+        """Nothing is shared."""
+        return False
+
+    @property
+    def private_kinds(self) -> tuple[str, ...]:
+        """All trained kinds."""
+        return self.kinds
+
+    def check(self, spec: pf.FederationSpec) -> None:
+        """Refuses only options that cannot be trained."""
+        self.check_options(spec)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.text_features import spoken
+from promptfed.shared.methods.core.interface import spoken
 from promptfed.shared.methods.core.visual import (
     CacheBlocks,
     ImageClassifier,
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from promptfed.shared.clip import Backbone
-    from promptfed.shared.clip.towers.blocks import LowRank
     from promptfed.shared.clip.towers.copies import PlainTower
+    from promptfed.shared.clip.towers.text import LowRank
 
 Tower = Literal["visual", "text"]
 VISUAL, TEXT = "visual", "text"
@@ -308,7 +308,7 @@ class _Adapted:
 
     def _low_rank(self, tower: str, layers: int, step: int | None, number: int) -> dict[int, LowRank]:
         """The changes by block; without a ``step`` there is no dropout. One set of masks for one step and part."""
-        from promptfed.shared.clip.towers.blocks import LowRank
+        from promptfed.shared.clip.towers.text import LowRank
 
         a, b = self._factors[_a(tower).name], self._factors[_b(tower).name]
         first, rate, draws = layers - len(a), 0.0, None

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.class_rows import check_class_rows, class_means, directions, rows_of_candidates
+from promptfed.shared.methods.core.heads import check_class_rows, class_means, directions, rows_of_candidates
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.lazy import F, no_grad, torch

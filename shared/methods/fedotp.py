@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.patch_texts import PLAN_METRICS, PatchTextClassifier, PatchTextLogits, Transport
-from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
+from promptfed.shared.methods.promptfl import PairLoss, PrivateContextMethod
 from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.fedvpt import FedVPT
-from promptfed.shared.methods.fedvpt_deep import FedVPTDeepHyper
+from promptfed.shared.methods.fedvpt import FedVPT, FedVPTDeepHyper
 from promptfed.shared.tensors.lazy import no_grad, torch
 
 if TYPE_CHECKING:

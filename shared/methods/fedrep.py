@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead
-from promptfed.shared.methods.core.trained_tower import TowerHyper, TrainedTower
-from promptfed.shared.methods.core.weights import WeightMethod
+from promptfed.shared.methods.core.tower import TowerHyper, TrainedTower, WeightMethod
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.lazy import torch
 

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead
-from promptfed.shared.methods.core.trained_tower import TowerHyper
+from promptfed.shared.methods.core.tower import TowerHyper, WeightMethod
 from promptfed.shared.methods.core.visual import ImageClassifier
-from promptfed.shared.methods.core.weights import WeightMethod
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.lazy import F, torch
 

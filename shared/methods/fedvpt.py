@@ -1,8 +1,4 @@
-"""FedVPT: visual prompts at the input, trained in turn on each client's images, averaged by the coordinator.
-
-The baseline of pFedPG's tables (Yang et al., 2023), whose prompts are VPT's (Jia et al., 2022). What its deep and its
-local form share is here too. Notation as in `visual.py`.
-"""
+"""FedVPT: visual prompts, averaged; in all layers; and at one site alone."""
 
 from __future__ import annotations
 
@@ -13,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.heads import Head, HeadRate, LinearHead, TextHead, check_head_rate, head_width
-from promptfed.shared.methods.core.prompted_head import PromptedHead
-from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, vpt_bound
-from promptfed.shared.seeds import Draws
+from promptfed.shared.methods.core.visual import ImageClassifier, PromptedHead, Towers, VisualHyper, vpt_bound
+from promptfed.shared.seeds import Draws, initial_draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 PROMPTS = TensorSpec("visual_prompts", ("depth_v", "m", "d_v"))
 
@@ -130,3 +126,53 @@ class FedVPT(VisualPromptMethod):
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """Classifies with the global prompts and the client's own head."""
         return self.classify(context, payload[PROMPTS.name], private)
+
+
+class FedVPTDeepHyper(VptHyper):
+    """As in pFedPG's tables: one token in each of all blocks."""
+
+    m: int = pf.option(1, "prompt tokens in each block that has any", ge=1, le=512)
+    depth: int | None = pf.option(None, "blocks with prompts, counted from the first; null: all", ge=1, le=256)
+
+
+class FedVPTDeep(FedVPT):
+    """VPT-Deep (Jia et al., 2022, section 3.2) averaged over clients."""
+
+    name = "fedvpt_deep"
+    summary = "Visual prompts in every block, averaged over clients; text head, or a private linear one."
+    protects = True
+    several_labels = True
+    Hyper = FedVPTDeepHyper
+    hyper: FedVPTDeepHyper
+
+
+class SingleSetVPT(VisualPromptMethod):
+    """The local baseline of pFedPG's tables. It starts like `fedvpt`, so the two differ only in sharing."""
+
+    name = "singleset_vpt"
+    summary = "Each client trains visual prompts of its own and never shares them."
+    paper = "Jia et al., Visual Prompt Tuning (VPT), 2022; SingleSet-VPT in pFedPG's tables (Yang et al., 2023)"
+    personal = True
+    unprotected = "it sends nothing up; withhold evaluations"
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """Empty: the coordinator holds nothing."""
+        return ()
+
+    def current(self, context: pf.ClientContext, private: Tensors) -> Tensor:
+        """The client's prompts ``(depth, m, d_v)``: what it has trained, or the start that all have in common."""
+        if PROMPTS.name in private:
+            return private[PROMPTS.name]
+        backbone = context.backbone
+        depth = backbone.vision_layers if self.hyper.depth is None else self.hyper.depth
+        start: Tensor = self.start(depth, backbone.d_v, backbone.patch_size, initial_draws(context.seed))
+        return start
+
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
+        """E epochs from the client's own prompts; sends no tensor."""
+        prompts, head, metrics = self.train_prompts(context, self.current(context, private), private)
+        return pf.TrainResult(update={}, private={PROMPTS.name: prompts, **head}, metrics=metrics)
+
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+        """Classifies with the client's own prompts and head; an evaluator, which trains none, has the start."""
+        return self.classify(context, self.current(context, private), private)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, LinearHead
-from promptfed.shared.methods.core.trained_tower import TrainedTower
+from promptfed.shared.methods.core.tower import TrainedTower, WeightMethod, WeightsHyper
 from promptfed.shared.methods.core.training import TaskCancelled, batches, group_rate, learning_rate
-from promptfed.shared.methods.core.weights import WeightMethod, WeightsHyper
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.lazy import F, torch
 

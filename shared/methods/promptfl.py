@@ -1,11 +1,16 @@
-"""PromptFL (= FedCoOp): one context, trained in turn on each client's images, averaged by the coordinator."""
+"""PromptFL and what differs from it by a line: CoOp alone, proximal, fine-tuned, personal, and FedKgCoOp."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.tensors import Tensors
+from promptfed.shared.seeds import Draws, initial_draws
+from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,3 +37,279 @@ class PromptFL(pf.SharedContextMethod):
     def penalty(self, context: pf.ClientContext, start: Tensor) -> pf.Penalty | None:
         """What is added to the loss of a task that starts from ``start (m, d_t)``: nothing in PromptFL."""
         return None
+
+
+LOCAL = "local_context"
+MOST_VECTORS = 64  # rows of the common draw; a private context starts with its first rows
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """The loss of one task, and the metrics reported after training.
+
+    ``of`` takes indices ``(B,)``, the shared context ``(m, d_t)`` and the private one ``(m_l, d_t)``.
+    """
+
+    of: Callable[[Tensor, Tensor, Tensor], Tensor]
+    metrics: Callable[[], dict[str, float]] = dict
+
+
+class PrivateContextMethod(pf.SharedContextMethod):
+    """A shared context that is averaged, and a private one ``local_context (m_l, d_t)`` that never leaves its client.
+
+    The private context starts from a common draw N(0, 0.02²), seeded by the federation's seed and the method's name.
+    Trainers that have not trained yet classify with that start. Evaluators have no private context and classify with
+    the shared one alone; trainers are also measured in this way (``global``).
+    """
+
+    personal = True
+    shared = TensorSpec("global_context", ("m", "d_t"))
+
+    def local_length(self, context: pf.ClientContext) -> int:
+        """``m_l``, vectors of the private context: as many as ``m``."""
+        return self.hyper.m
+
+    def local_context(self, context: pf.ClientContext, private: Tensors) -> Tensor:
+        """The client's private context ``(m_l, d_t)``: the trained one, or the common start."""
+        if LOCAL in private:
+            return private[LOCAL]
+        drawn = torch.randn(MOST_VECTORS, context.backbone.d_t, generator=pf.generator(context.seed, self.name))
+        return drawn[: self.local_length(context)] * pf.INIT_STD
+
+    @abstractmethod
+    def pair_loss(self, context: pf.ClientContext) -> PairLoss:
+        """The loss of one task."""
+
+    @abstractmethod
+    def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> pf.Classifier:
+        """Classifies with both contexts."""
+
+    def global_classifier(self, context: pf.ClientContext, shared: Tensor) -> pf.Classifier:
+        """Classifies with the shared context ``(m, d_t)`` alone."""
+        return pf.TextPromptClassifier(context, shared)
+
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
+        """E epochs over both contexts; sends the shared one, keeps the other."""
+        backbone, batch_loss = context.backbone, self.pair_loss(context)
+        shared = pf.leaf(payload[self.shared.name], backbone)
+        local = pf.leaf(self.local_context(context, private), backbone)
+        final = pf.train(
+            context,
+            [shared, local],
+            lambda indices: batch_loss.of(indices, shared, local),
+            reads_images=self.needs.patch_tokens,
+        )
+        return pf.TrainResult({self.shared.name: shared}, {LOCAL: local}, {"loss": final} | batch_loss.metrics())
+
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
+        """Classifies with both contexts; with the shared one alone if there are no training images."""
+        shared = payload[self.shared.name]
+        if private or len(context.train):
+            return self.personal_classifier(context, shared, self.local_context(context, private))
+        return self.global_classifier(context, shared)
+
+    def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
+        """``global``: the evaluators' classifier on a trainer's data."""
+        if not private and not len(context.train):
+            return {}
+        return {"global": self.global_classifier(context, payload[self.shared.name])}
+
+
+class PromptFLProxHyper(pf.ContextHyper):
+    """PromptFL's hyperparameters and the weight of the proximal term."""
+
+    mu: float = pf.option(1.0, "weight μ of (μ/2)·‖ctx − global‖²; FedProx's own grid ends at 1", ge=0, le=1e6)
+
+
+class PromptFLProx(PromptFL):
+    """CE + (μ/2)·‖ctx − global‖² (Li et al., "Federated Optimization in Heterogeneous Networks", 2020, Eq. 2)."""
+
+    name = "promptfl_prox"
+    summary = "PromptFL with a proximal term that holds each client's context near the global one."
+    paper = "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), 2020; PromptFL as above"
+    several_labels = True
+    protects = True
+    Hyper = PromptFLProxHyper
+    hyper: PromptFLProxHyper
+
+    def penalty(self, context: pf.ClientContext, start: Tensor) -> pf.Penalty:
+        """(μ/2)·‖ctx − global‖² of contexts ``(m, d_t)``."""
+        fixed = start.to(context.backbone.device)
+        return lambda learned, text: self.hyper.mu / 2 * (learned - fixed).square().sum()
+
+
+class PromptFLFTHyper(pf.ContextHyper):
+    """PromptFL's hyperparameters and the length of the fine-tuning."""
+
+    finetune_epochs: int = pf.option(
+        5, "epochs over the client's training images before an evaluation", ge=1, le=10_000
+    )
+    finetune_learning_rate: float | None = pf.option(
+        None, "rate of the fine-tuning; default: training.learning_rate", gt=0, le=1000
+    )
+
+
+class TunedClassifier(pf.TextPromptClassifier):
+    """Classifies with a context ``(m, d_t)`` that was tuned for it."""
+
+    def __init__(self, context: pf.ClientContext, learned: Tensor):
+        super().__init__(context, learned)
+        self._learned = learned
+
+    def among(self, context: pf.ClientContext) -> TunedClassifier:
+        """The same context before other class names."""
+        return TunedClassifier(context, self._learned)
+
+
+class PromptFLFT(PromptFL):
+    """Trains and aggregates as PromptFL; classifies with a context fine-tuned locally, which is not kept.
+
+    Source: the baseline PromptFL+FT of Guo et al., "pFedPrompt", 2023, after Cheng et al., "Fine-tuning is Fine in
+    Federated Learning", 2021. Neither gives the number of epochs.
+    """
+
+    name = "promptfl_ft"
+    summary = "PromptFL whose global context each client fine-tunes on its own images before it is evaluated."
+    paper = "Cheng et al., Fine-tuning is Fine in Federated Learning, 2021; PromptFL as above"
+    personal = True
+    protects = True
+    fine_tunes = True
+    Hyper = PromptFLFTHyper
+    hyper: PromptFLFTHyper
+
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
+        """Classifies with the fine-tuned context; where there is nothing to train on, with the global one."""
+        learned = payload["context"]
+        if len(context.train):
+            learned = self._fine_tuned(context, learned)
+        return TunedClassifier(context, learned)
+
+    def _fine_tuned(self, context: pf.ClientContext, start: Tensor) -> Tensor:
+        """The context ``(m, d_t)`` after the fine-tuning from the global one, ``start (m, d_t)``."""
+        rate = self.hyper.finetune_learning_rate or context.training.learning_rate
+        with torch.enable_grad():  # evaluations run without gradients
+            learned, _ = pf.train_context(context.for_tuning(self.hyper.finetune_epochs, rate), start)
+        return learned
+
+
+class PromptFLPerHyper(pf.ContextHyper):
+    """A learned context and where it is divided."""
+
+    shared_tokens: int | None = pf.option(
+        None, "m_s, first vectors of the context, which are shared; default: ⌊m/2⌋", ge=1, le=63
+    )
+
+
+class PromptFLPer(PrivateContextMethod):
+    """PromptFL's training over [shared; private]; the mean is of the shared part, the other never leaves its client.
+
+    Source: Arivazhagan et al., "Federated Learning with Personalization Layers" (FedPer), 2019, with prompt vectors in
+    the place of layers, as the baseline Prompt+PER of Guo et al., "pFedPrompt", 2023. How that one divides the context
+    is not printed.
+    """
+
+    name = "promptfl_per"
+    summary = "PromptFL whose last context vectors are each client's own; the first ones are shared."
+    paper = "Arivazhagan et al., Federated Learning with Personalization Layers (FedPer), 2019; PromptFL as above"
+    several_labels = True
+    protects = True
+    Hyper = PromptFLPerHyper
+    hyper: PromptFLPerHyper
+    shared = TensorSpec("context", ("m_s", "d_t"))
+
+    @property
+    def shared_length(self) -> int:
+        """``m_s``."""
+        given = self.hyper.shared_tokens
+        return self.hyper.m // 2 if given is None else given
+
+    def check(self, spec: pf.FederationSpec) -> None:
+        """Both parts must have a vector."""
+        super().check(spec)
+        m, m_s = self.hyper.m, self.shared_length
+        if not 0 < m_s < m:
+            text = f"of m = {m} context vectors {m_s} would be shared: give 0 < shared_tokens < m"
+            raise pf.MethodError(f"{text}, or take promptfl (all are shared) or coop (none is)")
+
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
+        """``m_s`` and the text tower's width ``d_t``."""
+        return {"m_s": self.shared_length, "d_t": pf.text_width(self.name, self.hyper.m, context)}
+
+    def local_length(self, context: pf.ClientContext) -> int:
+        """The private vectors, which stand next to the class name."""
+        return self.hyper.m - self.shared_length
+
+    def pair_loss(self, context: pf.ClientContext) -> PairLoss:
+        """CE(τ⁻¹·I(x)·T([shared; private], y)): PromptFL's loss of the whole context."""
+        prompts, cross_entropy = pf.class_prompts(context, self.hyper.m), pf.BatchCrossEntropy(context)
+
+        def loss(indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
+            return cross_entropy(indices, context.backbone.encode_prompts(torch.cat([shared, local]), prompts))
+
+        return PairLoss(loss)
+
+    def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> pf.TextPromptClassifier:
+        """Classifies with the whole context."""
+        whole = torch.cat([shared.cpu(), local.cpu()])
+        return pf.TextPromptClassifier(context, whole)
+
+
+class CoOp(pf.ContextMethod):
+    """The local baseline: cross-entropy of cosine logits over a private context, without any exchange."""
+
+    name = "coop"
+    summary = "Each client trains a context of its own and never shares it."
+    paper = "Zhou et al., Learning to Prompt for Vision-Language Models (CoOp), 2022"
+    several_labels = True
+    personal = True
+    unprotected = "it sends nothing up; withhold evaluations"
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """Empty: the coordinator holds nothing."""
+        return ()
+
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
+        """The empty state: clients draw the common start themselves."""
+        return {}
+
+    def current(self, context: pf.ClientContext, private: Tensors) -> Tensor:
+        """The client's context ``(m, d_t)``: the trained one, or the common start."""
+        if "context" in private:
+            return private["context"]
+        return self.start(context.backbone, initial_draws(context.seed))
+
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
+        """E epochs from the client's own context; sends no tensor."""
+        learned, loss = pf.train_context(context, self.current(context, private))
+        return pf.TrainResult(update={}, private={"context": learned}, metrics={"loss": loss})
+
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
+        """Classifies with the client's context; evaluators, which do not train, use the common start."""
+        return pf.TextPromptClassifier(context, self.current(context, private))
+
+
+class FedKgCoOpHyper(pf.ContextHyper):
+    """PromptFL's hyperparameters and the weight of the knowledge-guided term."""
+
+    w: float = pf.option(8.0, "weight of 1 − mean cosine to the template's text features; KgCoOp's λ", ge=0, le=1e6)
+
+
+class FedKgCoOp(PromptFL):
+    """CE + w·(1 − mean over classes of cos(T(ctx, y), T(template, y))).
+
+    Source: Yao et al., "Visual-Language Prompt Tuning with Knowledge-guided Context Optimization" (KgCoOp), CVPR 2023,
+    Eq. 4-5, whose squared distance of normalised features is twice this term.
+    """
+
+    name = "fedkgcoop"
+    summary = "PromptFL with a term that holds the prompted text features near the template's."
+    paper = "Yao et al., Visual-Language Prompt Tuning with Knowledge-guided Context Optimization (KgCoOp), 2023"
+    several_labels = True
+    protects = True
+    Hyper = FedKgCoOpHyper
+    hyper: FedKgCoOpHyper
+
+    def penalty(self, context: pf.ClientContext, start: Tensor) -> pf.Penalty:
+        """w·(1 − mean cosine) of text features ``(C, d_e)``."""
+        known = pf.template_features(context.backbone, context.template, context.class_names)
+        return lambda learned, text: self.hyper.w * (1 - (text * known).sum(dim=-1).mean())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
+from promptfed.shared.methods.promptfl import PairLoss, PrivateContextMethod
 from promptfed.shared.tensors.lazy import torch
 
 if TYPE_CHECKING:

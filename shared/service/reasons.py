@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import socket
 import ssl
+import sys
 from collections.abc import Mapping
-from typing import Any
+from enum import IntEnum
+from typing import Any, NoReturn
 
 REASONS = {
     errno.ENOENT: "there is no such file or folder; check the path",
@@ -137,3 +140,36 @@ def offence(item: Mapping[str, Any]) -> str:
     if kind == "string_too_short" and "at least 1 character" in text:
         return "must not be empty"
     return _SHOULD.sub("must ", text).partition(", unable to")[0]
+
+
+class Exit(IntEnum):
+    """What a code means to the program that started it."""
+
+    OK = 0  # of a client: the federation has ended, or SIGTERM asked to stop
+    FAILED = 1  # an error in promptfed or at the coordinator (5xx)
+    USAGE = 2  # the command line or the settings are wrong
+    BAD_INPUT = 3  # a file, spec or data source is wrong, or holds classes that the federation does not know
+    UNREACHABLE = 4  # no coordinator answered within the time that the settings allow
+    NOT_ALLOWED = 5  # no token, a token that is not accepted, or one of another role
+    REFUSED = 6  # the coordinator refused; its answer says why
+    FEDERATION_ENDED_BADLY = 7  # the federation failed, paused by itself or was cancelled
+    NAME_TAKEN = 8  # another client has enrolled under this name
+    BACKBONE = 9  # the backbone cannot be loaded, is not permitted here, or is not the federation's
+    WITHDRAWN = 10  # the operator has withdrawn this client, or its owner has withdrawn consent
+    STATE = 11  # the state folder is in use, another client's, or damaged
+    PROTOCOL = 12  # the coordinator has another protocol version or method, or its answers cannot be read
+    DECLINED = 13  # the user declined; nothing was sent or done
+    POLICY = 14  # the site's policy forbids it, or cannot be read
+    LEDGER = 15  # the privacy budget is spent, or its ledger is damaged or an old copy
+    INTERRUPTED = 130  # Ctrl-C
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without shutting down the interpreter, for which torch takes seconds on a busy machine.
+
+    What is on disk survives a kill at any instant, so nothing is lost.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

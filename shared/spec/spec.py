@@ -22,13 +22,15 @@ from pydantic import (
 from promptfed.shared.privacy.settings import Evaluations, PrivacySpec
 from promptfed.shared.service.reasons import NAME_PATTERN as NAME_PATTERN
 from promptfed.shared.service.reasons import offence
-from promptfed.shared.spec.compression import CompressionSpec
-from promptfed.shared.spec.participation import ParticipationSpec
-from promptfed.shared.spec.removed import removed_key
-from promptfed.shared.spec.selection import SelectionSpec
-from promptfed.shared.spec.spec_aggregation import AggregationSpec, SecureAggregationSpec
-from promptfed.shared.spec.spec_hints import meant
-from promptfed.shared.spec.spec_section import Section, left_out
+from promptfed.shared.spec.section import Section, left_out
+from promptfed.shared.spec.sections import (
+    AggregationSpec,
+    CompressionSpec,
+    ParticipationSpec,
+    SecureAggregationSpec,
+    SelectionSpec,
+)
+from promptfed.shared.spec.spec_hints import meant, removed_key
 
 VIEWS = 8
 

@@ -13,12 +13,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.privacy.settings import PrivacySpec
-from promptfed.shared.spec.compression import CompressionSpec
-from promptfed.shared.spec.selection import SelectionSpec
+from promptfed.shared.spec.section import left_out
+from promptfed.shared.spec.sections import CompressionSpec, SecureAggregationSpec, SelectionSpec, Weighting
 from promptfed.shared.spec.spec import BackboneSpec, ClassName, FederationSpec, TrainingSpec
-from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
-from promptfed.shared.spec.spec_section import left_out
-from promptfed.shared.spec.weighting import Weighting
 
 
 class TrainingTerms(BaseModel):

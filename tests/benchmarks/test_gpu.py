@@ -10,8 +10,8 @@ import open_clip
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_page, gpu_steps
-from benchmarks.gpu_steps import with_words
+from benchmarks import gpu
+from benchmarks.gpu import with_words
 from promptfed.experiments.simulation.preparation import prepare
 from promptfed.shared.clip import load_backbone
 from promptfed.shared.data import open_source
@@ -54,7 +54,7 @@ def test_a_case_that_fails_or_has_no_time_is_told_and_the_others_stay(tmp_path: 
     part.case("badly", full)
     part.until = 0.0
     part.case("late", full)
-    found = gpu_page.read(part.out)
+    found = gpu.read(part.out)
     assert found is not None
     assert found["parts"]["steps"] == {
         "well": {"seconds": 1.0},
@@ -77,8 +77,8 @@ def test_all_parts_end_within_ten_minutes() -> None:
 
 
 def test_the_page_is_made_of_the_numbers_or_says_that_there_are_none() -> None:
-    wanted = gpu_page.page(gpu_page.read(gpu_page.NUMBERS))
-    assert gpu_page.PAGE.read_text() == wanted, "python -m benchmarks.gpu --page"
+    wanted = gpu.page(gpu.read(gpu.NUMBERS))
+    assert gpu.PAGE.read_text() == wanted, "python -m benchmarks.gpu --page"
 
 
 def test_the_page_shows_a_method_beside_its_run_on_the_cpu() -> None:
@@ -88,7 +88,7 @@ def test_the_page_shows_a_method_beside_its_run_on_the_cpu() -> None:
         "ViT-L-14 plan": {"failed": "OutOfMemoryError: full"},
     }
     parts = {"methods": methods, "twice": {"ViT-B-16 plan": {"state_hashes": ["sha256:" + "a" * 64], "same": True}}}
-    shown = gpu_page.page({"about": {"device": "X", "torch": "2"}, "smoke": False, "seconds": 9.0, "parts": parts})
+    shown = gpu.page({"about": {"device": "X", "torch": "2"}, "smoke": False, "seconds": 9.0, "parts": parts})
     assert "| ViT-B-16 plan | 0.0123 | 900 | 4.5 | 3e-06 |  |" in shown
     assert "| ViT-L-14 plan |  |  |  |  | OutOfMemoryError: full |" in shown
     assert "| ViT-B-16 plan | True | sha256:aaaaaaaaaaaa... |" in shown
@@ -108,7 +108,7 @@ def test_each_method_has_a_federation_that_fits(model: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("method", ["promptfl", "plan"])
 def test_a_plain_loop_runs_beside_ours(method: str) -> None:
-    found = gpu_steps.beside(load_backbone("promptfed-tiny", "embedded"), method, 3, 1)
+    found = gpu.beside(load_backbone("promptfed-tiny", "embedded"), method, 3, 1)
     assert set(found) == {"ours, s", "plain, s", "ratio"}
     assert found["ratio"] == pytest.approx(found["ours, s"] / found["plain, s"], rel=0.05)
 
@@ -118,7 +118,7 @@ def test_a_plain_loop_runs_beside_ours(method: str) -> None:
 def test_all_parts_run_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "smoke.jsonl"
     assert gpu.main(["--device", "cpu", "--smoke", "--seconds", "600", "--out", str(out)]) == 0
-    found = gpu_page.read(out)
+    found = gpu.read(out)
     assert found is not None
     parts = found["parts"]
     assert set(parts) == set(gpu.PARTS)

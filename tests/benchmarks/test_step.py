@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import step
 from benchmarks import step as benchmark
-from benchmarks import step_operations
 from benchmarks.step import MOST_DEVIATION, OPTIONS, RATE_OF_COMPARISON, WITHOUT_EFFECT, Step, Task, make_task, measure
 from promptfed.shared.clip import Backbone, tiny
 from promptfed.shared.clip.towers import dense
@@ -83,7 +83,7 @@ def test_the_command_prints_a_table_and_writes_all_numbers(
 @pytest.fixture(scope="module")
 def narrow() -> Backbone:
     torch.set_num_threads(1)
-    return step_operations.narrow("ViT-B-16")
+    return step.narrow("ViT-B-16")
 
 
 @pytest.mark.parametrize("rows", [dense.ROWS, 8], ids=["one sequence", "several sequences"])
@@ -95,13 +95,13 @@ def test_a_step_on_a_gpu_s_path_starts_few_operations(
     monkeypatch.setattr(dense, "ROWS", rows)
     task = make_task(narrow, "promptfl" if name == "protected" else name, 10, BATCH, tmp_path)
     steps = partial(task.steps, "protected" if name == "protected" else "ours", rate=RATE_OF_COMPARISON)
-    assert 200 < step_operations.of_a_step(narrow, "gpu", steps) <= most
+    assert 200 < step.of_a_step(narrow, "gpu", steps) <= most
 
 
 def test_the_command_counts_operations(
     narrow: Backbone, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(step_operations, "narrow", lambda *given: narrow)
+    monkeypatch.setattr(step, "narrow", lambda *given: narrow)
     options = ["--models", "ViT-B-16", "--classes", "3", "--batch", "4", "--operations", "--protected"]
     monkeypatch.setattr(sys, "argv", ["step", *options])
     benchmark.main()

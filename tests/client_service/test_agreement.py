@@ -15,7 +15,8 @@ from fastapi.responses import JSONResponse
 
 from promptfed.client_service import __main__ as command
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.joining import enrolled, flow
+from promptfed.client_service.http import coordinator_client
+from promptfed.client_service.joining import joining
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.disclosure import Disclosure
@@ -27,7 +28,7 @@ from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.clip import FeatureCache, load_backbone, shape_of
 from promptfed.shared.clip.sizes import shape_by_name
 from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core.interface.base import Method, TrainResult
+from promptfed.shared.methods.core.interface import Method, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import FakeCoordinator, made_up_source
@@ -189,7 +190,7 @@ def test_consent_comes_before_the_backbone_and_the_features(
         loaded.append("backbone")
         return load_backbone("promptfed-tiny", None)
 
-    monkeypatch.setattr(flow, "open_backbone", load)
+    monkeypatch.setattr(joining, "open_backbone", load)
     features = FeatureCache(settings.features_dir)
     owner, coordinator = Owner(answer=False), make_coordinator(rounds=0)
     with pytest.raises(ClientError) as end:
@@ -393,7 +394,7 @@ def test_the_command_calls_back_and_deletes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(enrolled, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(coordinator_client, "ANSWER_SECONDS", 0.5)
     source = make_coordinator(rounds=1, method={"name": "coop", "m": 4})
     features = FeatureCache(settings.features_dir)
     asyncio.run(make_worker(source, features=features).run())

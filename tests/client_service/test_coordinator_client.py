@@ -24,7 +24,7 @@ from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.shared.messages import FailureRequest, Task
-from promptfed.shared.spec.versions import PROTOCOL, VERSION
+from promptfed.shared.spec.section import PROTOCOL, VERSION
 
 Handler = Callable[[httpx.Request], httpx.Response]
 BASE = "https://coordinator.example"

@@ -21,7 +21,7 @@ import pytest
 from promptfed.client_service.exits import Exit
 from promptfed.client_service.joining.parts import Parts
 from promptfed.client_service.settings import make_settings
-from promptfed.client_service.state.faults import TRAINING_POINT, VARIABLE
+from promptfed.client_service.state.durable_files import TRAINING_POINT, VARIABLE
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import load_backbone, tiny
 from tests.support.client_processes import ClientProcess, wait_for

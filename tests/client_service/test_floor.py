@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from promptfed.client_service.exits import Exit
-from promptfed.client_service.privacy.floor import AnsweredStates, coded_accuracy, lowest
-from promptfed.client_service.privacy.noisy_counts import what_leaves
+from promptfed.client_service.privacy.noisy_counts import AnsweredStates, coded_accuracy, lowest, what_leaves
 from promptfed.client_service.privacy.policy import FLOOR
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import PrivateState

@@ -15,7 +15,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.privacy.agreement import ANSWERS, FILE
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
-from promptfed.shared.methods.core.interface.base import ClientContext, TrainResult
+from promptfed.shared.methods.core.interface import ClientContext, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
 from tests.client_service.conftest import MakeCoordinator, MakeWorker

@@ -16,11 +16,10 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http import connection
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.settings import make_settings
-from promptfed.client_service.state.known_coordinators import FILE, keep_known
-from promptfed.client_service.state.private_state import PrivateState
-from promptfed.shared.service import addresses
-from promptfed.shared.service.addresses import TOLD
-from promptfed.shared.spec.versions import PROTOCOL, VERSION
+from promptfed.client_service.state.private_state import FILE, PrivateState, keep_known
+from promptfed.shared.service import net
+from promptfed.shared.service.net import TOLD
+from promptfed.shared.spec.section import PROTOCOL, VERSION
 
 A, B, C = "https://a.example", "https://b.example", "https://c.example"
 GONE = 0.15
@@ -31,7 +30,7 @@ Handler = Callable[[httpx.Request], Awaitable[httpx.Response]]
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "SILENT_SECONDS", GONE)
-    monkeypatch.setattr(addresses, "GONE_SECONDS", 60.0)
+    monkeypatch.setattr(net, "GONE_SECONDS", 60.0)
     monkeypatch.setattr(connection, "QUICK_BACKOFF", 0.01)
 
 

@@ -16,7 +16,7 @@ from scipy import stats
 from promptfed.client_service.exits import Exit
 from promptfed.client_service.privacy import noisy_counts
 from promptfed.client_service.privacy.ledger import Ledger
-from promptfed.client_service.privacy.noisy_counts import FILE, noisy_count, what_leaves
+from promptfed.client_service.privacy.noisy_counts import DRAWN_FILE, noisy_count, what_leaves
 from promptfed.client_service.privacy.policy import Policy
 from promptfed.client_service.settings import Settings
 from promptfed.shared.data.source import Source
@@ -110,7 +110,7 @@ def test_a_client_that_dies_between_drawing_and_sending_sends_the_same_and_pays_
     with monkeypatch.context() as patched, pytest.raises(Died):
         patched.setattr(noisy_counts, "point", die)
         asyncio.run(make_worker(coordinator, settings=own, source=apart).run())
-    drawn = json.loads((own.state_dir / FILE).read_text())
+    drawn = json.loads((own.state_dir / DRAWN_FILE).read_text())
     ledger = Ledger(own.ledger_file)
     assert len(ledger.spends()) == (at == "counts-spent")
     assert coordinator.evaluations == []

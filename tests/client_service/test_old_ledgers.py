@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.privacy.ledger import Ledger
-from promptfed.client_service.privacy.ledger_head import adopt_head, expect_head, keep_head
+from promptfed.client_service.privacy.ledger import Ledger, adopt_head, expect_head, keep_head
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import PrivateState
-from promptfed.shared.api.privacy_schemas import SpendList
+from promptfed.shared.api.api_schemas import SpendList
 from promptfed.shared.privacy.accounting import Event, epsilon_of
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.client_service.test_ledger import DELTA, ONE, opened, spend

@@ -17,7 +17,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.privacy.policy import expect_origin, read_policy
 from promptfed.client_service.settings import Settings
 from promptfed.shared.privacy.accounting import Event, epsilon_of
-from promptfed.shared.spec.versions import PROTOCOL, VERSION
+from promptfed.shared.spec.section import PROTOCOL, VERSION
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import FakeCoordinator
 

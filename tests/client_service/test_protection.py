@@ -16,7 +16,7 @@ from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.protection import reported
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import PrivateState
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, TrainResult
+from promptfed.shared.methods.core.interface import ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.accounting import Event, epsilon_of
 from promptfed.shared.privacy.noise import SeededNoise

@@ -16,7 +16,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.training import trainer
-from promptfed.shared.methods.coop import CoOp
+from promptfed.shared.methods.promptfl import CoOp
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import state_hash
 from tests.client_service.conftest import Killed, MakeCoordinator, MakeWorker

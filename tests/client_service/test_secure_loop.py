@@ -15,16 +15,15 @@ import torch
 from promptfed.client_service.__main__ import main
 from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.client_service.privacy.ledger import Ledger
-from promptfed.client_service.privacy.peers import meet, own_fingerprint
 from promptfed.client_service.privacy.protection import PrivacyPlan, SiteProtection
-from promptfed.client_service.privacy.secure import SecureWork, StepAnswer, Trained
+from promptfed.client_service.privacy.secure import SecureWork, StepAnswer, Trained, meet, own_fingerprint
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.client_service.task_loop import TaskLoop
 from promptfed.shared.messages import PrivacyEvent, SpendReport
 from promptfed.shared.privacy.accounting import epsilon_of
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.privacy.settings import PrivacySpec
-from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
+from promptfed.shared.spec.sections import SecureAggregationSpec
 from tests.privacy.mutants import PLAIN_PATH, UNPAID
 from tests.support.agreed import agreed
 from tests.support.malicious import World

@@ -20,7 +20,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.disclosure import Disclosure
 from promptfed.client_service.state import site_log
-from promptfed.client_service.state.faults import VARIABLE
+from promptfed.client_service.state.durable_files import VARIABLE
 from promptfed.client_service.state.site_log import FILE, HEAD, ChangedLog, SiteLog, chained, verify
 from promptfed.shared.plain_text import plain
 from tests.client_service.conftest import MakeCoordinator, MakeWorker

@@ -10,16 +10,16 @@ from typing import cast
 import pytest
 from fastapi import Request, Response
 
+from promptfed.client_service import task_loop
 from promptfed.client_service.exits import Exit
 from promptfed.client_service.joining.parts import Parts
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.task_loop import TaskLoop
-from promptfed.client_service.training import task_watch
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone, tiny
 from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec.sections import SecureAggregationSpec
 from promptfed.shared.spec.spec import TrainingSpec
-from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.coordinators import in_thread
 from tests.support.fake_coordinator import problem, until
@@ -30,14 +30,14 @@ LONG = TrainingSpec(epochs=10_000, batch_size=1, learning_rate=1e-4).model_dump(
 
 @pytest.fixture(autouse=True)
 def asks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_watch, "FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(task_watch, "SHORTEST_WATCH", 0.05)
+    monkeypatch.setattr(task_loop, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(task_loop, "SHORTEST_WATCH", 0.05)
 
 
 def test_a_cancelled_federation_stops_training_while_the_question_is_held_back(
     tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_watch, "WATCH_SECONDS", 60)  # longer than this test: no second question can tell it
+    monkeypatch.setattr(task_loop, "WATCH_SECONDS", 60)  # longer than this test: no second question can tell it
     spec = {
         "rounds": 1,
         "training": LONG,

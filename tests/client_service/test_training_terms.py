@@ -17,14 +17,12 @@ from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo, PayloadRef, Peer, SecurePart, Task, TaskConfig
 from promptfed.shared.methods import make_method, resolve_spec
-from promptfed.shared.methods.core.interface.base import Needs
+from promptfed.shared.methods.core.interface import Needs
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.settings import PrivacySpec
-from promptfed.shared.spec.compression import CompressionSpec
+from promptfed.shared.spec.sections import CompressionSpec, SecureAggregationSpec, Weighting
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
-from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
-from promptfed.shared.spec.weighting import Weighting
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.client_service.test_agreement import Owner, sent_updates
 from tests.support.fake_coordinator import NAMES

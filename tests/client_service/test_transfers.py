@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from promptfed.client_service.exits import ClientError
-from promptfed.client_service.http import connection, transfers
+from promptfed.client_service.http import connection, coordinator_client
 from promptfed.client_service.http.bodies import Body
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.shared.messages import PROBLEM_BASE, Task
-from promptfed.shared.spec.versions import PROTOCOL, VERSION
+from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.shared.tensors.torch_tensors import decode, decode_file
 from promptfed.testing.clients import SHAPE, ScriptedClient, secret_of, update_body
 from tests.support.coordinators import InThread, in_thread
@@ -32,7 +32,7 @@ Use = Callable[[CoordinatorClient], Awaitable[Any]]
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is long begins with a megabyte, and clients try again at once."""
-    monkeypatch.setattr(transfers, "IN_FILES", 1 << 18)
+    monkeypatch.setattr(coordinator_client, "IN_FILES", 1 << 18)
     monkeypatch.setattr(connection, "FIRST_BACKOFF", 0.02)
     monkeypatch.setattr(connection, "LONGEST_BACKOFF", 0.05)
 
@@ -179,8 +179,8 @@ def test_an_answer_that_is_not_the_asked_for_range_is_refused(
         stream = httpx.ByteStream(content)
         transport = httpx.MockTransport(lambda request: httpx.Response(status, headers=headers | MARK, stream=stream))
         async with httpx.AsyncClient(transport=transport) as http:
-            wanted = transfers.Wanted(400_000, "sha256:aa")
-            await transfers.fetch(CoordinatorClient(http, "http://c", "f"), "/payload", wanted, tmp_path)
+            wanted = coordinator_client.Wanted(400_000, "sha256:aa")
+            await coordinator_client.fetch(CoordinatorClient(http, "http://c", "f"), "/payload", wanted, tmp_path)
 
     with pytest.raises(BadAnswer, match="payload"):
         asyncio.run(run())

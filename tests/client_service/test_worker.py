@@ -19,11 +19,11 @@ from promptfed.client_service import task_loop
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import PrivateState
-from promptfed.client_service.training import executor, task_watch
+from promptfed.client_service.training import trainer
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
-from promptfed.shared.methods.core.interface.base import ClientContext, Needs
+from promptfed.shared.methods.core.interface import ClientContext, Needs
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
@@ -215,8 +215,8 @@ def test_a_withdrawn_client_ends(make_coordinator: MakeCoordinator, make_worker:
 def test_training_stops_when_the_task_is_no_longer_ours(
     make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_watch, "FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(task_watch, "WATCH_SECONDS", 0)
+    monkeypatch.setattr(task_loop, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(task_loop, "WATCH_SECONDS", 0)
     coordinator = make_coordinator(rounds=1, training=LONG)
     events = []
     worker = make_worker(coordinator, hook=lambda event, facts: events.append(event))
@@ -261,8 +261,8 @@ def test_a_stop_ends_training_and_polls_at_once(
 def test_a_client_that_is_withdrawn_while_it_trains_stops(
     make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_watch, "FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(task_watch, "WATCH_SECONDS", 0)
+    monkeypatch.setattr(task_loop, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(task_loop, "WATCH_SECONDS", 0)
     coordinator = make_coordinator(rounds=1, training=LONG)
     worker = make_worker(coordinator)
 
@@ -331,7 +331,7 @@ def test_a_computation_that_does_not_stop_is_left_behind(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(executor, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(trainer, "STOP_SECONDS", 0.1)
     stuck = Stuck(tmp_path / "features")
     worker = make_worker(make_coordinator(), features=stuck)
 

@@ -19,7 +19,7 @@ from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import recovery
 from promptfed.coordinator.engine.recorder import Changes
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.store import blob_rows
+from promptfed.coordinator.store import blobs
 from promptfed.coordinator.store.tables import FederationRow
 from tests.support.coordinators import InProcess, InThread, in_process, in_thread
 from tests.support.object_store import NoObjectStore, ObjectStoreServer
@@ -65,7 +65,7 @@ def memory_is_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def blobs_are_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """As large ones are: those of tests are small."""
-    monkeypatch.setattr(blob_rows, "SMALL_BYTES", -1)
+    monkeypatch.setattr(blobs, "SMALL_BYTES", -1)
 
 
 @pytest.fixture

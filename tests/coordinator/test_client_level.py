@@ -11,7 +11,7 @@ import pytest
 import torch
 from sqlalchemy import select
 
-from promptfed.coordinator.domain.sampling import poisson_sample
+from promptfed.coordinator.domain.round_machine import poisson_sample
 from promptfed.coordinator.engine import registry as registries
 from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 from promptfed.shared.privacy.noise import NoiseStream, SeededNoise

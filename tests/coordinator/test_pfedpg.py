@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdate, ServerContext
+from promptfed.shared.methods.core.interface import ClientInfo, ClientUpdate, ServerContext
 from promptfed.shared.methods.pfedpg import DESCRIPTORS, PFedPG
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors

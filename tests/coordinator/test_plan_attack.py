@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.methods.core.interface.base import TrainResult
+from promptfed.shared.methods.core.interface import TrainResult
 from promptfed.shared.methods.plan import Plan
 
 SITES = {"alice": "painting", "bob": "sketch", "carol": "neon", "mallory": "quickdraw"}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from promptfed.cli.main import app
 from promptfed.coordinator import server
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store import writable
+from promptfed.coordinator.store import opening
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database
 from promptfed.testing.clients import drive
@@ -79,7 +79,7 @@ def test_a_full_disk_is_one_line_and_a_start_once_there_is_room(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr("promptfed.coordinator.store.batch.Batch.write", full)
+        patched.setattr("promptfed.coordinator.store.queries.Batch.write", full)
         code, lines = starting(folder, capsys)
     assert (code, lines) == (2, [f"coordinator: the disk of {folder / FILE} is full: make room, and start it again"])
     with in_thread(folder) as coordinator:
@@ -160,7 +160,7 @@ def test_an_unreadable_federation_can_be_deleted(folder: Path, spec: str) -> Non
 
 
 def test_not_ready_where_nothing_can_be_written(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writable, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(opening, "FRESH_SECONDS", 0.0)
     ready = coordinator.http.get("/readyz")
     assert ready.json() == {"status": "ok"}
 

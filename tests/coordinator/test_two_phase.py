@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from promptfed.shared.methods import METHODS
-from promptfed.shared.methods.core.interface.base import Phase
+from promptfed.shared.methods.core.interface import Phase
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode
 from promptfed.testing.clients import DEADLINE, ScriptedClient, update_body

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from promptfed.coordinator.problems.base import Refusal
+from promptfed.coordinator.problems import Refusal
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"

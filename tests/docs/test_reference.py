@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core.interface.base import ClientInfo, ServerContext
-from promptfed.shared.service.exit_codes import Exit
+from promptfed.shared.methods.core.interface import ClientInfo, ServerContext
+from promptfed.shared.service.reasons import Exit
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import TensorSpec
 from promptfed.shared.tensors.torch_tensors import DTYPES

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import promptfed
 from promptfed.shared.data import open_source
 from promptfed.shared.methods import METHODS
-from promptfed.shared.methods.core.interface.base import Method
+from promptfed.shared.methods.core.interface import Method
 from tests import ROOT
 from tests.support import exports
 from tests.support.own_images import SHAPES, write_folder, write_scenes

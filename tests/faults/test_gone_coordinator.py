@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from promptfed.shared.service.addresses import TOLD
+from promptfed.shared.service.net import TOLD
 from promptfed.testing.coordinator import OperatorCalls
 from tests.support import forked_client
 from tests.support.coordinators import fork_server

@@ -13,7 +13,7 @@ import pytest
 from promptfed.client_service.exits import Exit
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.protection import reported
-from promptfed.client_service.state.faults import VARIABLE
+from promptfed.client_service.state.durable_files import VARIABLE
 from promptfed.shared.privacy.accounting import epsilon_of
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec

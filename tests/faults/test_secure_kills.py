@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from promptfed.client_service.privacy.ledger import Ledger
-from promptfed.client_service.state.faults import VARIABLE
+from promptfed.client_service.state.durable_files import VARIABLE
 from promptfed.coordinator.store import fault_points
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.processes import Managed, Processes
-from promptfed.runtime.services import LocalFederation, Site
+from promptfed.runtime.processes import LocalFederation, Managed, Processes, Site
 from promptfed.sdk import operations
-from promptfed.sdk.follow import follow
+from promptfed.sdk.progress import follow
 from promptfed.shared.privacy.accounting import epsilon_of
 
 #: The points of secure sums at a client, in their order.

@@ -43,7 +43,7 @@ def coordinator(authority: Authority, tmp_path_factory: pytest.TempPathFactory) 
 
 def connection_trust(authority: Authority) -> Any:
     """Trusts the tests' authority."""
-    from promptfed.shared.service.network import trust
+    from promptfed.shared.service.net import trust
 
     return trust(authority.file)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TRAINING = "shared/methods/core/private_training.py"
+TRAINING = "shared/methods/core/training.py"
 MECHANISM = "tests/shared/methods/test_private_training.py"
 LOOP = "client_service/task_loop.py"
 TASKS = "tests/client_service/test_policy_tasks.py"
@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "an old ledger is not looked for",
-        "client_service/inquiries.py",
+        "client_service/task_loop.py",
         "        await self.compute.run(lambda: protection.ledger.expect_whole(told))",
         "        await self.compute.run(lambda: protection.ledger.lacks(told))",
         "tests/client_service/test_old_ledgers.py",

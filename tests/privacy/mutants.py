@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-MEMBER, ROSTER = "promptfed.shared.secagg.member", "promptfed.shared.secagg.roster"
+MEMBER, ROSTER = "promptfed.shared.secagg.member", "promptfed.shared.secagg.messages"
 SECURE, LOOP = "promptfed.client_service.privacy.secure", "promptfed.client_service.task_loop"
 
 

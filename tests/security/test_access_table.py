@@ -13,7 +13,7 @@ import torch
 
 from promptfed.coordinator.app import create_app
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.http import auth_throttle
+from promptfed.coordinator.http import callers
 from promptfed.coordinator.settings import Settings
 from promptfed.testing.clients import bearer, content_digest, enrolment, secret_of, spec, update_body
 from tests import ROOT
@@ -213,7 +213,7 @@ HOT += ("PUT .../tasks/{task_id}/evaluation",)
 def test_wrong_tokens_count_for_the_address_that_a_proxy_names(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth_throttle, "GUESSES", 1)  # two different wrong tokens are guessing here
+    monkeypatch.setattr(callers, "GUESSES", 1)  # two different wrong tokens are guessing here
     options = {"forwarded_allow_ips": "127.0.0.1", "auth_failures_per_minute": 2}
     with in_thread(tmp_path / "data", **options) as coordinator:
         mine = coordinator.create(name="mine")

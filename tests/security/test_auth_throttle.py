@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.http import auth_throttle
-from promptfed.coordinator.http.auth_throttle import GUESSES, AuthThrottle
+from promptfed.coordinator.http import callers
+from promptfed.coordinator.http.callers import GUESSES, AuthThrottle
 from promptfed.coordinator.problems import TooManyFailures
 from promptfed.testing.clients import bearer, secret_of
 from tests.support.coordinators import InThread
@@ -107,8 +107,8 @@ def test_guessing_is_limited_whatever_is_guessed(now: list[float]) -> None:
 
 
 def test_memory_is_bounded(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth_throttle, "MOST_ADDRESSES", 10)
-    monkeypatch.setattr(auth_throttle, "MOST_TOKENS", 10)
+    monkeypatch.setattr(callers, "MOST_ADDRESSES", 10)
+    monkeypatch.setattr(callers, "MOST_TOKENS", 10)
     limit = AuthThrottle(1)
     for number in range(50):
         fail(limit, f"1.2.3.{number}", 1, f"wrong-{number}")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from promptfed.coordinator.http import auth_throttle
+from promptfed.coordinator.http import callers
 from promptfed.shared.messages import EnrolRequest
 from promptfed.testing.clients import CLASSES, bearer, content_digest, enrolment, secret_of, update_body
 from tests.support.coordinators import InThread
@@ -56,7 +56,7 @@ def test_a_stranger_s_body_is_not_waited_for(coordinator: InThread, token: str |
 def test_whoever_has_guessed_too_often_cannot_tell_a_right_guess_by_its_body(
     coordinator_with: Callable[..., InThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth_throttle, "GUESSES", 1)
+    monkeypatch.setattr(callers, "GUESSES", 1)
     coordinator = coordinator_with(auth_failures_per_minute=1)
     federation = coordinator.create()
     token = coordinator.token(federation)

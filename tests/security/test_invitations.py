@@ -22,11 +22,10 @@ from promptfed.client_service.http.coordinator_client import CoordinatorClient, 
 from promptfed.client_service.joining.invited import AUTHORITY, accept
 from promptfed.coordinator.domain import clock
 from promptfed.sdk import operations
-from promptfed.sdk.client import CA_VARIABLE, Coordinator
-from promptfed.sdk.errors import CommandError
+from promptfed.sdk.client import CA_VARIABLE, CommandError, Coordinator
 from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.service.invitation import Invitation, decode
-from promptfed.shared.service.tls import certificate_hash
+from promptfed.shared.service.net import certificate_hash
 from promptfed.testing.clients import spec
 from tests.security.test_tls import certificate
 from tests.support.coordinators import ForkedCoordinator

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from promptfed.shared.service import addresses
-from promptfed.shared.service.addresses import AddressBook
-from promptfed.shared.service.net import origin_for
+from promptfed.shared.service import net
+from promptfed.shared.service.net import AddressBook, origin_for
 
 A, B, C = "https://a.example", "https://b.example", "https://c.example"
 
@@ -25,14 +24,14 @@ def test_addresses_are_separated_by_commas_and_tried_in_turn() -> None:
 
 def test_who_was_silent_comes_last_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(addresses.time, "monotonic", lambda: now)
+    monkeypatch.setattr(net.time, "monotonic", lambda: now)
     book = AddressBook(f"{A},{B},{C}")
     book.note_silent(A)
     book.note_silent(B)
     for _ in range(2):
         book.move_on()
         assert book.current == C
-    now += addresses.GONE_SECONDS
+    now += net.GONE_SECONDS
     assert not book.is_silent(A)
     book.move_on()
     assert book.current == A
@@ -80,5 +79,5 @@ def test_only_so_many_are_used_and_none_that_is_not_allowed() -> None:
     book = AddressBook(A)
     book.allowed = lambda origin: origin != B
     book.read(",".join([B, *(f"https://{number}.example" for number in range(1000))]))
-    assert len(book.all) == addresses.MOST_ADDRESSES
+    assert len(book.all) == net.MOST_ADDRESSES
     assert B not in book.all

@@ -12,18 +12,21 @@ from sklearn import metrics as reference
 from statsmodels.stats.meta_analysis import combine_effects
 from statsmodels.stats.proportion import proportion_confint
 
-from promptfed.shared.metrics import calibration_error, macro_f1, reliability
-from promptfed.shared.metrics.clinical import (
+from promptfed.shared.metrics import (
     Estimate,
     auroc_estimate,
     average_precision,
+    calibration_error,
     class_figures,
+    macro_f1,
     mean_average_precision,
     on_logit_scale,
+    pool,
+    pool_estimates,
     precision_estimate,
     proportion,
+    reliability,
 )
-from promptfed.shared.metrics.pooling import pool, pool_estimates
 
 Floats = NDArray[np.float64]
 

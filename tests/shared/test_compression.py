@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from promptfed.shared.spec.compression import CompressionSpec
+from promptfed.shared.spec.sections import CompressionSpec
 from promptfed.shared.tensors import TensorError, decode, encode
 from promptfed.shared.tensors.compression import added, compressed, decompressed, subtracted
 

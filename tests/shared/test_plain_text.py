@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from promptfed.coordinator.reports.metrics import _cell
+from promptfed.coordinator.reports.rounds import _cell
 from promptfed.shared.plain_text import csv_cell, markdown, plain
 
 

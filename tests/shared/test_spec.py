@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from promptfed.shared.methods import METHODS, UnknownMethod, describe, resolve_spec
-from promptfed.shared.spec import removed
+from promptfed.shared.spec import spec_hints
 from promptfed.shared.spec.spec import FederationSpec, SpecError, merged
 
 GOOD: dict[str, Any] = {"name": "eyes-1", "method": {"name": "promptfl"}}
@@ -215,8 +215,8 @@ def test_a_removed_name_is_refused_in_one_line_with_its_release() -> None:
 
 
 def test_what_is_listed_as_removed_is_not_there() -> None:
-    assert not removed.METHODS & set(METHODS)
-    for key in removed.KEYS:
+    assert not spec_hints.METHODS & set(METHODS)
+    for key in spec_hints.KEYS:
         *parents, name = key.split(".")
         model: Any = FederationSpec
         for parent in parents if parents != ["method"] else ():

@@ -10,7 +10,7 @@ from promptfed.export.adapted_model import AdaptedModel
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import make_method, resolve_spec
-from promptfed.shared.methods.core.interface.base import ClientInfo, NeedsBackbone, ServerContext
+from promptfed.shared.methods.core.interface import ClientInfo, NeedsBackbone, ServerContext
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.training_terms import TrainingTerms
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from promptfed.coordinator.aggregation.changes import change_norm
+from promptfed.coordinator.aggregation.rows import change_norm
 from promptfed.shared.tensors import TensorError, Tensors
 from promptfed.shared.tensors.torch_tensors import check, decode
 from promptfed.testing.clients import content_digest, update_body

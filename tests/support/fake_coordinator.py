@@ -19,10 +19,10 @@ from promptfed.shared.data import ImageDomain, Source, Split
 from promptfed.shared.data.source import reader_of
 from promptfed.shared.messages import PROBLEM_BASE, EnrolmentInfo, EnrolRequest, Task
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ServerContext
+from promptfed.shared.methods.core.interface import ServerContext
 from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
-from promptfed.shared.spec.versions import PROTOCOL, VERSION
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.support.waiting import PATIENCE

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from sqlalchemy import Connection
 
 from promptfed.coordinator.__main__ import main
-from promptfed.coordinator.store import batch, fault_points
-from promptfed.coordinator.store.postgres import together
+from promptfed.coordinator.store import fault_points, queries
+from promptfed.coordinator.store.database import together
 from promptfed.shared.methods import METHODS
 from tests.support.two_phase import TwoPhase
 
@@ -52,7 +52,7 @@ def run(
     METHODS["two_phase"] = TwoPhase
     for number in (STOPS_INSIDE, STOPS_NOT):
         signal.signal(number, _note_wish)
-    batch.together = _together_and_stopping
+    queries.together = _together_and_stopping
     fault_points.arm(fault)
     for name, value in constants.items():
         module, _, constant = name.rpartition(".")

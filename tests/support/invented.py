@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from promptfed.client_service.privacy.peers import identity_of
-from promptfed.shared.secagg import keys, masks, member, opening, shamir
-from promptfed.shared.secagg.commitments import Pair
-from promptfed.shared.secagg.encoding import Whole
-from promptfed.shared.secagg.masks import Words
+from promptfed.client_service.privacy.secure import identity_of
+from promptfed.shared.secagg import member, opening, primitives
 from promptfed.shared.secagg.member import Limits, Secrets
 from promptfed.shared.secagg.messages import ConfirmAnswer, ConfirmJob, UnmaskAnswer
+from promptfed.shared.secagg.primitives import Pair, Whole, Words
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.support.malicious import World
 from tests.support.secure_sums import encode_change
@@ -31,11 +29,13 @@ class Invented:
     def __init__(self, world: World, honest: int, count: int, verified: int, unverified: int = 0):
         self.world = World(world.folder / "honest", count=honest)
         works = self.world.works
-        listed = frozenset(keys.fingerprint(keys.public_identity(identity_of(work._state))) for work in works)
+        listed = frozenset(
+            primitives.fingerprint(primitives.public_identity(identity_of(work._state))) for work in works
+        )
         for work in works:
             work._limits = Limits(peers=listed, verified=verified, unverified=unverified)
         self.invented = range(honest, honest + count)
-        self.secrets = {one: Secrets.fresh(keys.new_identity()) for one in self.invented}
+        self.secrets = {one: Secrets.fresh(primitives.new_identity()) for one in self.invented}
         self.held: dict[int, dict[int, Pair]] = {}
 
     def mask(self) -> Words:
@@ -66,7 +66,7 @@ class Invented:
             return world.confirm(client, job)
         place = world.place[client]
         digest = opening.alive_digest([world.roster.hashes[one] for one in job.alive])
-        signature = keys.sign(
+        signature = primitives.sign(
             self.secrets[client].identity, "confirm", member.confirmed(world.roster, place, digest)
         ).hex()
         return ConfirmAnswer(alive_sha256=digest, signature=signature)
@@ -82,11 +82,11 @@ class Invented:
         """Take all masks off client 0's vector, and compare what is left with its change."""
         roster, place = self.world.roster, self.world.place[0]
         needed = roster.threshold
-        seed, mask_key = (shamir.combine(dict(list(shares.items())[:needed])) for shares in (seeds, mask_keys))
-        vector = masked - masks.self_mask(seed, roster.sha256, len(masked))
+        seed, mask_key = (primitives.combine(dict(list(shares.items())[:needed])) for shares in (seeds, mask_keys))
+        vector = masked - primitives.self_mask(seed, roster.sha256, len(masked))
         for other in roster.others(place):
             peer = bytes.fromhex(roster.entries[other].mask_key)
-            vector -= masks.pair_mask(mask_key, peer, roster.sha256, len(masked))
+            vector -= primitives.pair_mask(mask_key, peer, roster.sha256, len(masked))
         assert np.array_equal(vector.view(np.int64), change_of(0, len(vector)))
 
     def own_shares(self, kind: int) -> dict[int, bytes]:

@@ -19,7 +19,7 @@ import torch
 
 from promptfed.coordinator.store.fault_points import DELETION_POINTS, OF_FILES, OF_ROWS, POINTS
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ServerContext
+from promptfed.shared.methods.core.interface import ServerContext
 from promptfed.shared.seeds import generator
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
@@ -151,7 +151,7 @@ class KilledApi(ResendingApi):
         return self.resent
 
 
-FILES = {"promptfed.coordinator.store.blob_rows.SMALL_BYTES": -1.0}
+FILES = {"promptfed.coordinator.store.blobs.SMALL_BYTES": -1.0}
 """Constants of a coordinator that keeps every blob as a file, as it does with large ones."""
 
 

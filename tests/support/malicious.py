@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from promptfed.client_service.exits import Failure
-from promptfed.client_service.privacy.peers import identity_of
-from promptfed.client_service.privacy.secure import SecureWork, Trained
+from promptfed.client_service.privacy.secure import SecureWork, Trained, identity_of
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import PayloadRef, SecurePart, Task, TaskConfig
-from promptfed.shared.secagg import keys, member, opening, roster
+from promptfed.shared.secagg import member, messages, opening, primitives
 from promptfed.shared.secagg.member import Limits
 from promptfed.shared.secagg.messages import (
     ConfirmAnswer,
@@ -31,9 +30,8 @@ from promptfed.shared.secagg.messages import (
     UnmaskAnswer,
     UnmaskJob,
 )
+from promptfed.shared.spec.sections import SecureAggregationSpec, Weighting
 from promptfed.shared.spec.spec import BackboneSpec
-from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
-from promptfed.shared.spec.weighting import Weighting
 
 SIZE = 70
 SPEC = SecureAggregationSpec(minimum=4)
@@ -117,7 +115,7 @@ class World:
 
     def gather(self) -> None:
         """The roster of ``entries``."""
-        self.roster, self.signed = roster.make_roster(self.entries.values(), SPEC, self.rule)
+        self.roster, self.signed = messages.make_roster(self.entries.values(), SPEC, self.rule)
         self.place = {k: self.roster.place_of(answer.entry) for k, answer in self.entries.items()}
         self.client = {place: k for k, place in self.place.items()}
 
@@ -188,9 +186,11 @@ def forged_signatures(world: World) -> None:
     world.mask()
     job = world.listed(4)
     world.confirm(0, job)
-    own = keys.new_identity()
+    own = primitives.new_identity()
     digest = opening.alive_digest([world.roster.hashes[one] for one in job.alive])
-    forged = [(one, keys.sign(own, "confirm", member.confirmed(world.roster, one, digest)).hex()) for one in job.alive]
+    forged = [
+        (one, primitives.sign(own, "confirm", member.confirmed(world.roster, one, digest)).hex()) for one in job.alive
+    ]
     world.ask("unmask", 0, UnmaskJob(signatures=forged))
 
 
@@ -255,7 +255,7 @@ def another_payload(world: World) -> None:
 def swapped_keys(world: World) -> None:
     """The coordinator puts a mask key of its own into another client's entry."""
     world.entries = {k: world.keys(k) for k in range(world.count)}
-    entry = world.entries[1].entry.model_copy(update={"mask_key": keys.public_of(keys.new_pair()).hex()})
+    entry = world.entries[1].entry.model_copy(update={"mask_key": primitives.public_of(primitives.new_pair()).hex()})
     world.entries[1] = KeysAnswer(entry=entry, signature=world.entries[1].signature)
     world.gather()
     world.ask("share", 0, world.roster.message(world.signed))
@@ -264,10 +264,10 @@ def swapped_keys(world: World) -> None:
 def one_identity_twice(world: World) -> None:
     """One colluder stands in the roster under two entries, both signed by it."""
     world.entries = {k: world.keys(k) for k in range(world.count)}
-    colluder = member.Secrets.fresh(keys.new_identity())
+    colluder = member.Secrets.fresh(primitives.new_identity())
     about = {name: value for name, value in world.entries[1].entry.model_dump().items() if not name.endswith("_key")}
     for k in (1, 2):
-        other = member.Secrets(colluder.identity, keys.new_pair(), keys.new_pair(), colluder.seed)
+        other = member.Secrets(colluder.identity, primitives.new_pair(), primitives.new_pair(), colluder.seed)
         world.entries[k] = member.signed_entry(other, about)
     world.gather()
     world.ask("share", 0, world.roster.message(world.signed))
@@ -340,7 +340,7 @@ def light_weights(world: World) -> None:
 def strangers(world: World) -> None:
     """A sum that leaves out a member whom the owner knows, though its policy wants four of these."""
     world = World(world.folder / "six", count=6)
-    known = [keys.fingerprint(keys.public_identity(identity_of(work._state))) for work in world.works[:5]]
+    known = [primitives.fingerprint(primitives.public_identity(identity_of(work._state))) for work in world.works[:5]]
     world.works[0]._limits = Limits(peers=frozenset(known), verified=4, unverified=1)
     world.begin()
     world.share()

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from promptfed.coordinator.domain.events import Answered, Enrolled, Event, JobDone, Start, Tick
-from promptfed.coordinator.domain.facts import Fact
 from promptfed.coordinator.domain.round_machine import Machine, step
-from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
+from promptfed.coordinator.domain.run_state import (
+    Answered,
+    Enrolled,
+    Event,
+    Fact,
+    JobDone,
+    PhasePlan,
+    Rules,
+    Run,
+    Start,
+    Tick,
+)
 
 ONE = (PhasePlan("train"),)
 TWO = (PhasePlan("prompts"), PhasePlan("aggregators"))

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.data import open_source
-from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.methods.core.interface.base import ClientContext, Split, TrainResult
+from promptfed.shared.data.registry import SharedSources
+from promptfed.shared.methods.core.interface import ClientContext, Split, TrainResult
 from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.seeds import generator

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from promptfed.shared.secagg import keys, member, opening, roster
-from promptfed.shared.secagg.encoding import LARGEST_CHANGE, Whole, blurred, encoded, flat_change
-from promptfed.shared.secagg.masks import Words
+from promptfed.shared.secagg import member, messages, opening, primitives
 from promptfed.shared.secagg.messages import KeysAnswer, MaskJob, RosterMessage, SharesAnswer, UnmaskAnswer
-from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
-from promptfed.shared.spec.weighting import Weighting
+from promptfed.shared.secagg.primitives import LARGEST_CHANGE, Whole, Words, blurred, encoded, flat_change
+from promptfed.shared.spec.sections import SecureAggregationSpec, Weighting
 from promptfed.shared.tensors import Array
 
 UNIFORM, BY_SAMPLES = Weighting(weighting="uniform"), Weighting(weighting="samples", max_weight_share=1.0)
@@ -48,7 +46,7 @@ class Member:
     received: int = 0
 
     def __post_init__(self) -> None:
-        self.secrets = member.Secrets.fresh(keys.new_identity())
+        self.secrets = member.Secrets.fresh(primitives.new_identity())
         self.entry = member.signed_entry(self.secrets, {**self.about, "samples": self.samples})
 
     def _out(self, text: str) -> str:
@@ -69,7 +67,7 @@ class Member:
 
     def share(self, message: str) -> str:
         told = RosterMessage.model_validate_json(self._in(message))
-        self.roster = roster.read_roster(told, self.entry, self.spec, self.limits.minimum, self.rule)
+        self.roster = messages.read_roster(told, self.entry, self.spec, self.limits.minimum, self.rule)
         self.place = self.roster.place_of(self.entry.entry)
         answer, self.own = member.share_secrets(self.secrets, self.roster, self.place)
         return self._out(answer.model_dump_json())
@@ -98,7 +96,7 @@ class Played:
 
     total: Words
     counted: list[int]
-    roster: roster.Roster
+    messages: messages.Roster
     told: list[bytes]
 
 
@@ -117,7 +115,7 @@ def play(members: Sequence[Member], spec: SecureAggregationSpec, gone: Mapping[s
         return sorted(there)
 
     answers = {i: KeysAnswer.model_validate_json(_kept(told, members[i].keys())) for i in left("keys")}
-    made, signed = roster.make_roster(answers.values(), spec, members[0].rule)
+    made, signed = messages.make_roster(answers.values(), spec, members[0].rule)
     place = {i: made.place_of(answers[i].entry) for i in answers}
     shares = {}
     for i in left("share"):

@@ -12,7 +12,7 @@ from torch import Tensor
 from promptfed.shared.clip import Backbone
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientInfo, ServerContext
+from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, ServerContext
 from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.methods.fast_pt.style_transfer import StyleTransfer

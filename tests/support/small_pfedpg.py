@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdate, ServerContext
+from promptfed.shared.methods.core.interface import ClientInfo, ClientUpdate, ServerContext
 from promptfed.shared.methods.pfedpg import PFedPG
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_tensors import TorchDraws
 from tests.shared.methods.conftest import NAMES
 
 SHAPE = BackboneShape(d_v=24, d_e=16, vision_layers=2, patch_size=8)

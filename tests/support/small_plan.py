@@ -11,11 +11,11 @@ from torch import Tensor
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, Phase, TrainResult
+from promptfed.shared.methods.core.interface import ClientContext, ClientUpdate, Phase, TrainResult
 from promptfed.shared.methods.plan import Plan
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_tensors import TorchDraws
 from tests.support import literal_visual as literal
 from tests.support.visual_clients import NAMES, client_context, filled, server_context
 

@@ -12,20 +12,20 @@ from typing import ClassVar
 import torch
 from torch import Generator
 
-from promptfed.shared.methods.core.interface.base import (
+from promptfed.shared.methods.core.interface import (
     Classifier,
     ClientContext,
     ClientInfo,
     ClientUpdate,
     Combine,
     Hyperparameters,
+    Measured,
     Method,
     MethodError,
     Phase,
     ServerContext,
     TrainResult,
 )
-from promptfed.shared.methods.core.interface.insights import Measured
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 PROMPT = TensorSpec("prompt", ("m", "d_t"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone, load_backbone, shape_of
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientInfo, ServerContext
+from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, ServerContext
 from promptfed.shared.seeds import generator
 from promptfed.shared.spec.spec import TrainingSpec
 from tests.support.terms import training_terms

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from playwright.sync_api import expect
 
-from promptfed.shared.service.addresses import TOLD
+from promptfed.shared.service.net import TOLD
 from tests.coordinator.conftest import object_server, object_store, postgres
 from tests.support.coordinators import ForkedCoordinator
 from tests.support.object_store import ObjectStoreServer

@@ -11,7 +11,7 @@ import typer
 
 from promptfed.cli.app import app, with_options
 from promptfed.cli.common import Json
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import console, listing, print_json, say, table
 from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import counted, look_alikes, plain
@@ -72,7 +72,7 @@ def show(
 ) -> None:
     """Draw a sheet of a source's images with their class names, and count the images of each class."""
     from promptfed.shared.data import open_source
-    from promptfed.shared.data.sheet import contact_sheet
+    from promptfed.shared.data.folder import contact_sheet
 
     if part not in ("train", "test"):
         raise CommandError(f"there is no part {part!r}: use train or test", Exit.BAD_INPUT)

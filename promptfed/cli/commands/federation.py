@@ -1,4 +1,4 @@
-"""`promptfed federation`: create, watch and steer federations at a coordinator."""
+"""`promptfed federation`: create, watch and steer federations at a coordinator, read their reports, replay rounds."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ import typer
 from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, Api, Federation, Json, Key, Round, Yes, confirm
 from promptfed.sdk import operations
-from promptfed.sdk.client import Coordinator
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import read_federation, write_file
-from promptfed.sdk.follow import Snapshot, follow
-from promptfed.sdk.output import console, print_json, say, table, tell
-from promptfed.sdk.pace import Pace, describe_round, duration
-from promptfed.sdk.progress import Watcher, result_table
-from promptfed.sdk.summary import CentralPrivacySummary, FederationSummary
-from promptfed.sdk.text import size
-from promptfed.shared.api.api_schemas import FederationView
+from promptfed.sdk.client import CommandError, Coordinator, Exit
+from promptfed.sdk.output import console, percent, print_json, read_federation, say, size, table, tell, write_file
+from promptfed.sdk.progress import Pace, Snapshot, Watcher, describe_round, duration, follow, result_table
+from promptfed.sdk.result import CentralPrivacySummary, FederationSummary, RoundSummary
+from promptfed.shared.api.api_schemas import ClientPrivacy, FederationView
+from promptfed.shared.messages import ENDED
 from promptfed.shared.plain_text import counted, plain
 
 group = app.group("federation", "Create, watch and steer federations at a coordinator.", "Operate federations")
@@ -49,7 +45,7 @@ def create(
         raise CommandError("give the file of a spec, or --from EXPORT", Exit.USAGE)
     asked, initial_state = ({} if spec is None else read_federation(spec)), None
     if export is not None:
-        from promptfed.export.continuing import continued
+        from promptfed.export.verification import continued
 
         asked, initial_state = continued(export, asked, key)
     elif backbone:
@@ -246,3 +242,114 @@ def _show_result(api: Coordinator, federation: str) -> None:
             for remark in api.send(operations.get_remarks(federation)).view.remarks:
                 say(plain(remark))
         say(f"sent up {size(result.bytes_up)}, down {size(result.bytes_down)}")
+
+
+SPENT = ["client", "releases", "ε spent", "replace-one", "ε planned", "δ", "noise multiplier", "noise"]
+COLUMNS = ["round", "loss", "accuracy", "unseen", "seconds", "up", "down"]
+
+
+@group.add()
+def metrics(
+    federation: Federation,
+    api: Api,
+    out: Annotated[Path | None, typer.Option(help="write the CSV here; default: print it")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print every number by round as CSV: clients' metrics, accuracies, bytes, seconds."""
+    if as_json and out is None:
+        pages = api.run(operations.list_metrics(federation))
+        print_json({"metrics": [number for page in pages for number in page.json["metrics"]]})
+        return
+    body = api.send(operations.get_metrics_csv(federation)).body
+    if out is None:
+        typer.echo(body.decode(), nl=False)
+        return
+    write_file(out, body)
+    tell(as_json, {"file": str(out), "bytes": len(body)}, f"Wrote {out} ({size(len(body))}).")
+
+
+@group.add()
+def rounds(federation: Federation, api: Api, as_json: Json = False) -> None:
+    """Show the rounds so far: loss, mean accuracies, seconds and bytes; with --json the whole reports.
+
+    Losses of secure sums are masked, and accuracies that sites keep to themselves are withheld.
+    """
+    if as_json:
+        print_json(api.run(operations.accuracies(federation)).reports)
+        return
+    rows = []
+    for report in api.run(operations.rounds_after(federation, -1)):
+        unknown = "masked" if report.is_summed else "-"
+        loss = unknown if report.loss is None else f"{report.loss:.4g}"
+        seconds = "-" if report.seconds is None else f"{report.seconds:.1f}"
+        accuracies = [_accuracy(report, role) for role in ("trainer", "evaluator")]
+        rows.append([str(report.round), loss, *accuracies, seconds, size(report.bytes_up), size(report.bytes_down)])
+    console.print(table(None, COLUMNS, rows))
+
+
+def _accuracy(report: RoundSummary, role: str) -> str:
+    mean = report.accuracy(role)
+    if mean is None and report.withholds(role):
+        return "withheld"
+    return percent(mean[0] if mean is not None else None)
+
+
+@group.add()
+def privacy(federation: Federation, api: Api, as_json: Json = False) -> None:
+    """Show what differential privacy has cost each client, by its own account, and what budgets have refused."""
+    answer = api.send(operations.get_privacy(federation))
+    if as_json:
+        print_json(answer.json)
+        return
+    view = answer.view
+    if view.level == "none":
+        say("Nobody's training is protected by differential privacy here.")
+    if view.clients:
+        console.print(table(None, SPENT, [_spent(client) for client in view.clients]))
+    refused = [f"{count} tasks refused: {kind}" for kind, count in view.failures.items()]
+    for line in (*view.warnings, *refused):
+        say(line)
+
+
+def _spent(client: ClientPrivacy) -> list[str]:
+    planned = client.planned.epsilon_planned if client.planned else None
+    numbers = [client.epsilon, client.epsilon_replace_one, planned, client.delta, client.noise_multiplier]
+    shown = ["-" if value is None else f"{value:.4g}" for value in numbers]
+    return [client.client, str(client.releases), *shown, client.noise or "-"]
+
+
+@group.add("signing-key")
+def signing_key(api: Api, as_json: Json = False) -> None:
+    """Print the coordinator's public key: `promptfed verify FOLDER --key` checks exports with it."""
+    answer = api.send(operations.get_signing_key())
+    tell(as_json, answer.json, answer.view.public_key)
+
+
+MOST_SHOWN = 5
+
+
+@group.add()
+def replay(
+    federation: Federation,
+    api: Api,
+    round: Annotated[int | None, typer.Option(min=0, help="this round alone; default: all that are over")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compute rounds again from their kept updates. The exit code is 1 if a hash differs."""
+    view = api.send(operations.get_summary(federation)).view
+    over = range(view.round + (1 if view.state in ENDED else 0)) if round is None else [round]
+    answers = [api.send(operations.replay(federation, number)) for number in over]
+    states = [(answer.view.round, state) for answer in answers for state in answer.view.states]
+    if as_json:
+        print_json({"rounds": [answer.json for answer in answers]})
+    else:
+        same = sum(state.same for _, state in states)
+        say(f"{counted(len(answers), 'round')}: {same} of {len(states)} states came to their hashes again.")
+    others = [
+        f"round {number}, {state.origin}: {state.replayed_hash} instead of {state.state_hash}"
+        for number, state in states
+        if not state.same
+    ]
+    if others:
+        more = f" and {len(others) - MOST_SHOWN} more" if len(others) > MOST_SHOWN else ""
+        raise CommandError(f"not the run that was recorded: {'; '.join(others[:MOST_SHOWN])}{more}", Exit.FAILED)

@@ -8,7 +8,7 @@ import typer
 
 from promptfed.cli.app import app
 from promptfed.cli.common import Json
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import console, listing, print_json, table
 from promptfed.shared.spec.spec import SpecError
 

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from promptfed.cli.app import Made, app
-from promptfed.cli.settings_options import options_of
+from promptfed.cli.common import options_of
 from promptfed.client_service.joining.invited import GIVEN, accept
 from promptfed.client_service.joining.sent import help_lines
 from promptfed.client_service.settings import Settings as ClientSettings
 from promptfed.client_service.settings import make_settings
 from promptfed.coordinator.settings import Settings as CoordinatorSettings
-from promptfed.shared.service.leaving import leave
+from promptfed.shared.service.reasons import leave
 
 
 @app.add(section="Operate federations")

@@ -13,13 +13,23 @@ import yaml
 from promptfed.cli.app import app
 from promptfed.cli.common import AllowBackbone, Device, Json, Pool, RunFilePath
 from promptfed.runtime.run_file import read_run
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import expect_new, read_spec, write_file
-from promptfed.sdk.output import console, note, print_json, say, table
-from promptfed.sdk.text import percent, size, whole_numbers
+from promptfed.sdk.client import CommandError, Exit
+from promptfed.sdk.output import (
+    console,
+    expect_new,
+    note,
+    percent,
+    print_json,
+    read_spec,
+    say,
+    size,
+    table,
+    whole_numbers,
+    write_file,
+)
 
 if TYPE_CHECKING:
-    from promptfed.experiments.tuning.choosing import Chosen, Gain
+    from promptfed.experiments.bench.tuning import Chosen, Gain
 
 MOST_ROWS = 12  # candidates that the table shows
 
@@ -47,9 +57,8 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Choose a method and a learning rate by simulation on held-out training images, and write a new run file."""
-    from promptfed.experiments.bench.sweep import rates_of
-    from promptfed.experiments.tuning.choosing import AUTO, Plan, choose
-    from promptfed.experiments.tuning.trials import Trials
+    from promptfed.experiments.bench.folder import rates_of
+    from promptfed.experiments.bench.tuning import AUTO, Plan, Trials, choose
     from promptfed.shared.methods import method_class
 
     plan = Plan(

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.methods import make_method, method_class, resolve_spec
 from promptfed.shared.spec.spec import FederationSpec, SpecError, merged
 

@@ -16,11 +16,10 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from promptfed.experiments.bench.entries import RawSpec, parse_entry
+from promptfed.experiments.bench.protocols import KNOWN, Setting
 from promptfed.experiments.bench.runner import Bench
 from promptfed.experiments.bench.tables import PAPER, TableRow
-from promptfed.experiments.protocols.derived import KNOWN
-from promptfed.experiments.protocols.setting import Setting
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.spec.spec import merged
 
 PAPERS, EMBEDDED = (Path(__file__).parent / folder for folder in ("papers", "embedded"))

@@ -3,30 +3,147 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import os
+import platform
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import metadata
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
 from promptfed.experiments.bench.entries import BenchEntry, RawSpec
-from promptfed.experiments.bench.provenance import data_hash, provenance
-from promptfed.experiments.bench.results import BenchRun, JsonObject, read_run, write_json
-from promptfed.experiments.protocols.label_spaces import forget_names
-from promptfed.experiments.protocols.protocols import Protocol, Trial
-from promptfed.experiments.protocols.setting import Setting
+from promptfed.experiments.bench.protocols import Protocol, Setting, Trial, forget_names
 from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
 from promptfed.sdk.backbone import open_backbone, resolve
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.result import FederationResult
+from promptfed.sdk.client import CommandError, Exit
+from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone
-from promptfed.shared.data import DataError
-from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.metrics.outcomes import Outcomes
-from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, TrainingSpec, merged
+from promptfed.shared.data import DataError, Source
+from promptfed.shared.data.registry import SharedSources
+from promptfed.shared.files import write_whole
+from promptfed.shared.metrics import Outcomes
+from promptfed.shared.service.reasons import why
+from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, SpecError, TrainingSpec, merged
+
+JsonObject = dict[str, JsonValue]
+VARIANT = "@"  # between the name of a test set and that of a further classifier
+
+
+class BenchRun(BaseModel):
+    """One federation: its entry, its clients' accuracies, its costs (of a client and round), and its provenance.
+
+    Files of earlier versions may lack fields that have a default, and may hold more fields.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    label: str
+    seed: int
+    trial: str
+    spec: JsonObject = {}
+    clients: list[JsonObject] = []
+    accuracies: list[Accuracy]
+    rounds: int
+    costs: dict[str, float]
+    measured: list[JsonObject] = []
+    wall_seconds: float
+    setup_seconds: float
+    state_hash: str = ""
+    backbone: str = ""
+    data: str = ""
+    provenance: JsonObject = {}
+    outcomes: list[Outcomes] = []
+
+    def last(self) -> list[Accuracy]:
+        """The accuracies after the last round."""
+        return [accuracy for accuracy in self.accuracies if accuracy.round == self.rounds]
+
+
+def row_label(run: BenchRun, split: str) -> str:
+    """The label of the table's row: the entry's, followed by the variant that the test set's name holds."""
+    variant = split.partition(VARIANT)[2]
+    return f"{run.label} ({variant})" if variant else run.label
+
+
+def read_run(path: Path) -> BenchRun:
+    """The run in a file. Raises CommandError if the file holds no run."""
+    try:
+        return BenchRun.model_validate(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        reason = SpecError.from_validation(error) if isinstance(error, ValidationError) else error
+        raise CommandError(f"{path} cannot be read: remove it to run it again ({reason})", Exit.BAD_INPUT) from None
+
+
+def write_json(path: Path, value: BaseModel) -> None:
+    """Write the fields that were set, whole or not at all. Raises CommandError if that fails."""
+    text = json.dumps(value.model_dump(exclude_unset=True), indent=1, ensure_ascii=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, (text + "\n").encode(), synced=False)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {why(error)}", Exit.BAD_INPUT) from None
+
+
+PACKAGES = ("promptfed", "torch", "open_clip_torch", "timm", "numpy", "pillow", "fastapi")
+
+
+class ResultProvenance(BaseModel):
+    """Versions of packages, and the machine without its owner's name or folders."""
+
+    model_config = ConfigDict(extra="allow")
+
+    python: str
+    packages: dict[str, str]
+    machine: dict[str, str | int | None]
+    commit: str | None = None
+
+
+def provenance() -> ResultProvenance:
+    """The provenance of results that this process computes."""
+    return ResultProvenance(
+        python=platform.python_version(),
+        packages={name: metadata.version(name) for name in PACKAGES},
+        machine={"system": platform.system(), "architecture": platform.machine(), "cores": os.cpu_count()},
+        commit=commit(),
+    )
+
+
+@cache
+def commit() -> str | None:
+    """The commit of the checkout of this code, with ``-dirty`` if it was changed; None outside a checkout."""
+    top = Path(__file__).resolve().parents[3]
+    if Path(_git(top, "rev-parse", "--show-toplevel")).resolve() != top:  # this is installed in another repository
+        return None
+    return _git(top, "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*") or None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """The output of a git command; empty if it fails."""
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def data_hash(sources: dict[str, Source]) -> str:
+    """SHA-256 over class names, labels and pixels of both splits of all sources, in name order of the keys."""
+    digest = hashlib.sha256()
+    for name, source in sorted(sources.items()):
+        digest.update(canonical_json([name, list(source.class_names)]).encode())
+        for split in (source.train, source.test):
+            for row, label in enumerate(split.labels.tolist()):
+                digest.update(f"{label}|{split.digest(row)}\n".encode())
+    return "sha256:" + digest.hexdigest()
+
 
 FORMAT = 3  # of a run's file: another number makes it be run again
 

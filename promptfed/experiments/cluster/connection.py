@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.service.net import is_loopback
 
 OBJECT_STORE_BYTES = 200 << 20  # of a Ray started here: assignments and results are small

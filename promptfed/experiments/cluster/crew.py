@@ -18,13 +18,13 @@ from pydantic import TypeAdapter
 from promptfed.experiments.simulation.preparation import SimulationSetup, open_site, warm_all
 from promptfed.experiments.simulation.run_folder import CLIENTS, RunFolder
 from promptfed.experiments.simulation.workers import run_workers
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 from promptfed.sdk.backbone import open_backbone
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.clip import FeatureCache
-from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.files import write_whole
-from promptfed.shared.metrics.outcomes import Outcomes
+from promptfed.shared.metrics import Outcomes
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
 PATIENCE_SECONDS = 1800.0  # without an answer of the coordinator, which may be restarting

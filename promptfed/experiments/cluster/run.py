@@ -6,17 +6,24 @@ the state is the same, bit for bit, for any number of crews.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-from promptfed.experiments.cluster.certificate import make_certificate
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
 from promptfed.experiments.cluster.connection import (
     LOOPBACK,
     Cluster,
@@ -30,17 +37,46 @@ from promptfed.experiments.cluster.crew import Assignment, Share, shares, work
 from promptfed.experiments.simulation.preparation import prepare
 from promptfed.experiments.simulation.run_folder import RunFolder, identity, run_folder
 from promptfed.experiments.simulation.simulation import ProgressCallback, ended_badly, expect_all_evaluated, last_rounds
-from promptfed.runtime.processes import Processes, ProcessFailed
-from promptfed.runtime.services import LocalFederation, Site
+from promptfed.runtime.processes import LocalFederation, Processes, ProcessFailed, Site
 from promptfed.sdk import operations
 from promptfed.sdk.backbone import BACKBONE_FILE
-from promptfed.sdk.client import CA_VARIABLE
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.follow import follow
+from promptfed.sdk.client import CA_VARIABLE, CommandError, Exit
+from promptfed.sdk.progress import follow
 from promptfed.sdk.result import FederationResult
+from promptfed.shared.files import write_whole
 from promptfed.shared.messages import ENDED
-from promptfed.shared.metrics.outcomes import Outcomes
+from promptfed.shared.metrics import Outcomes
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
+
+DAYS = 365
+
+
+def make_certificate(address: str, folder: Path) -> tuple[Path, Path]:
+    """New PEM files in ``folder``: a self-signed certificate for the IP ``address``, and its key.
+
+    Only the owner can read the key.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "coordinator of a promptfed run")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))  # clocks of a cluster may differ
+        .not_valid_after(now + timedelta(days=DAYS))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    certificate_file, key_file = folder / "coordinator.pem", folder / "coordinator.key"
+    write_whole(certificate_file, made.public_bytes(Encoding.PEM), synced=False)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_whole(key_file, private, mode=0o600, synced=False)
+    return certificate_file, key_file
+
 
 MAX_RESTARTS = 100  # of one crew
 START_SECONDS = 300.0  # until all crews must have started

@@ -17,19 +17,18 @@ from typing import Any
 import torch
 
 from promptfed.client_service.training.data import in_domain
-from promptfed.experiments.simulation.features import SimulatedClient, fill, images_of
-from promptfed.experiments.simulation.processes import Processes
+from promptfed.experiments.simulation.processes import Processes, SimulatedClient, fill, images_of
+from promptfed.runtime.processes import Site
 from promptfed.runtime.run_file import check_trainers, with_own_classes
-from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import described, open_backbone, resolve
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.clip.caches.rows import CacheCost
-from promptfed.shared.clip.weights.hub import known_as
+from promptfed.shared.clip.caches import CacheCost
+from promptfed.shared.clip.weights import known_as
 from promptfed.shared.data import DataError
-from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.methods import method_for
-from promptfed.shared.metrics.outcomes import Record
+from promptfed.shared.metrics import Record
 from promptfed.shared.spec.spec import AllowedBackbones, BackboneSpec, FederationSpec
 
 log = logging.getLogger("promptfed.simulation")

@@ -18,7 +18,7 @@ import queue
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,18 +28,21 @@ from typing import Any
 
 import torch
 
-from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.exits import ClientError
+from promptfed.client_service.exits import Exit as ClientExit
 from promptfed.client_service.privacy.secure import Trained
 from promptfed.client_service.state.private_state import Serving
 from promptfed.client_service.training.data import Cancelled, ClientData, split_by
 from promptfed.client_service.training.evaluation import ZeroShotResults
-from promptfed.client_service.training.image_cache import DEFAULT_BYTES, ImageCache
+from promptfed.client_service.training.images import DEFAULT_BYTES, ImageCache
 from promptfed.client_service.training.trainer import TaskWork
-from promptfed.experiments.simulation.features import STEP, Images, SimulatedClient, fill, images_of
+from promptfed.runtime.processes import Site
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data import DataError, Source, Split
 from promptfed.shared.messages import EvaluationRequest, Task
 from promptfed.shared.methods import method_for
-from promptfed.shared.metrics.outcomes import Outcomes
+from promptfed.shared.metrics import Outcomes
 from promptfed.shared.spec.spec import FederationSpec
 
 HEAR_SECONDS = 0.1  # between two looks at whether a task was cancelled
@@ -126,7 +129,7 @@ class Process:
         except (EOFError, OSError):
             self._process.join(END_SECONDS)
             text = f"the process that computed for it ended with exit code {self._process.exitcode}"
-            raise ClientError(Exit.FAILED, f"{text}: if memory is short, use a smaller pool") from None
+            raise ClientError(ClientExit.FAILED, f"{text}: if memory is short, use a smaller pool") from None
         result, error = pickle.loads(answer)  # noqa: S301 (our own process)
         if error is not None:
             raise _made_again(*error)
@@ -286,3 +289,87 @@ def computing_processes(
         yield processes
     finally:
         processes.close()
+
+
+STEP = 8 * 32  # images that a process takes at a time: whole batches of the cache
+
+
+class _Stopped(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class SimulatedClient:
+    """A site with its opened data."""
+
+    site: Site
+    source: Source
+    tests: dict[str, Source]
+
+    def splits(self) -> list[Split]:
+        """The splits whose features the client computes."""
+        trained = [self.source.train] if self.site.role == "trainer" else []
+        return [*trained, self.source.test, *(other.test for other in self.tests.values())]
+
+
+class Images:
+    """The distinct images of many splits, with the interface that the feature cache expects of a split."""
+
+    def __init__(self, splits: Iterable[Split]):
+        places: dict[str, tuple[Split, int]] = {}
+        for split in splits:
+            for row in range(len(split)):
+                places.setdefault(split.digest(row), (split, row))
+        self._places = list(places.items())
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def image(self, index: int) -> Any:
+        split, row = self._places[index][1]
+        return split.image(row)
+
+    def digest(self, index: int) -> str:
+        return self._places[index][0]
+
+    def path(self, index: int) -> Path | None:
+        split, row = self._places[index][1]
+        return split.path(row)
+
+
+def images_of(clients: Iterable[SimulatedClient]) -> Images:
+    """All images whose features the clients compute.
+
+    Raises:
+        CommandError: an image cannot be read.
+    """
+    try:
+        return Images(split for client in clients for split in client.splits())
+    except DataError as error:
+        raise CommandError(str(error), Exit.BAD_INPUT) from None
+
+
+def fill(
+    cache: FeatureCache,
+    backbone: Backbone,
+    images: Images,
+    rows: range,
+    stopped: Callable[[], bool],
+    patches: bool = False,
+) -> None:
+    """Put the features of the images at ``rows`` into ``cache``; with ``patches``, those of their patches too.
+
+    Raises:
+        DataError: an image cannot be read.
+        OSError: the disk has no room for the patches' features.
+    """
+
+    def done(count: int) -> None:
+        if stopped():
+            raise _Stopped
+
+    with suppress(_Stopped):
+        done(0)
+        cache.features(backbone, images, indices=rows, done=done)
+        if patches:
+            cache.patches.fill(backbone, images, rows, done)

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from promptfed.runtime.services import Site
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.runtime.processes import Site
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared import machine
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.files import write_whole

@@ -24,36 +24,59 @@ import httpx
 import torch
 from sqlalchemy.exc import SQLAlchemyError
 
+from promptfed.client_service.training.evaluation import answers
+from promptfed.client_service.training.trainer import TaskWork, torch_settings
 from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store.backend import CannotOpen
-from promptfed.coordinator.store.tokens import OPERATOR_FILE
+from promptfed.coordinator.store.database import CannotOpen
+from promptfed.coordinator.store.opening import OPERATOR_FILE
 from promptfed.experiments.simulation.asgi_transport import InProcess
-from promptfed.experiments.simulation.other_prompts import swapped_outcomes
-from promptfed.experiments.simulation.preparation import (
-    SimulationSetup,
-    open_site,
-    prepare,
-    warm_all,
-)
+from promptfed.experiments.simulation.preparation import SimulationSetup, open_site, prepare, warm_all
 from promptfed.experiments.simulation.processes import computing_processes, usual_pool
 from promptfed.experiments.simulation.run_folder import RunFolder, identity, run_folder
 from promptfed.experiments.simulation.workers import AHEAD, RunningWorkers, run_workers
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 from promptfed.sdk import operations
-from promptfed.sdk.client import AsyncCoordinator, Request
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import full_disk, new_folder
-from promptfed.sdk.follow import Snapshot
+from promptfed.sdk.client import AsyncCoordinator, CommandError, Exit, Request
+from promptfed.sdk.output import full_disk, new_folder
+from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
 from promptfed.shared.clip import Backbone, FeatureCache, SharedStarts
-from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.metrics.outcomes import Outcomes
+from promptfed.shared.data.registry import SharedSources
+from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT
+from promptfed.shared.metrics import Outcomes
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
+
+SWAPPED = "prompts of others"  # the name of the variant in an outcome's split
+_OWN = (WEIGHT, BIAS, CLASSES)  # the private tensors of a head
+
+
+def swapped_outcomes(works: Mapping[str, TaskWork]) -> list[Outcomes]:
+    """Each trainer's answers on its own test images, with the prompts of every other trainer and its own head.
+
+    Empty for methods that share their prompts and keep nothing private. Call it after the last evaluation.
+    """
+    trainers = {name: work.served() for name, work in works.items() if work.role == "trainer"}
+    parts = {name: served for name, served in trainers.items() if served is not None}
+    swapped = []
+    for name, (method, context, _, own) in parts.items():
+        if not method.personal:
+            return []
+        test, kept = works[name].data.split("test", context.class_names), {key: own[key] for key in _OWN if key in own}
+        for other, (_, _, payload, private) in parts.items():
+            if other == name or not len(test):
+                continue
+            with torch_settings(context), torch.no_grad():
+                predicted, confidence = answers(method.classifier(context, payload, {**private, **kept}), test)
+            rows = tuple(test.labels.tolist()), tuple(predicted.tolist()), tuple(confidence.tolist())
+            images = works[name].data.images_hash("test")
+            swapped.append(Outcomes(context.round, name, f"test@{SWAPPED}", context.class_names, *rows, images))
+    return swapped
+
 
 URL = "http://127.0.0.1"  # of a coordinator without a socket
 POLL_SECONDS = 0.2

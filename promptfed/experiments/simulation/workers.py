@@ -23,8 +23,8 @@ from promptfed.client_service.worker import Worker
 from promptfed.coordinator.domain.run_state import EVALUATION
 from promptfed.experiments.simulation.preparation import SimulationSetup
 from promptfed.experiments.simulation.processes import RemoteWork
-from promptfed.runtime.services import Site
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.runtime.processes import Site
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
 

@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from promptfed.shared.clip.towers.text import TextTower
-from promptfed.shared.clip.towers.tokens import ClassPrompts
+from promptfed.shared.clip.towers.text import ClassPrompts, TextTower
 
 ROWS = 256  # own rows of a sequence: linear layers then take ten times the time of attention
 HELD_ROWS = 1 << 15  # whose activations are kept: with ViT-B/16 12 GB

@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from promptfed.shared.clip.towers.text import TextFlags, TextTower
-from promptfed.shared.clip.towers.tokens import ClassPrompts
+from promptfed.shared.clip.towers.text import ClassPrompts, TextFlags, TextTower
 
 DEFAULT_CONTEXT_LENGTH = 77  # that open_clip's tokenizers fill; the towers take more, or any number
 # Where each kind of model keeps its blocks, by the model type of its configuration.

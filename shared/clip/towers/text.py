@@ -3,19 +3,265 @@
 Notation: `N` contexts in a batch, `C` classes, `m` context tokens, `L` text positions, `d` = d_t the tower's width.
 """
 
-from collections.abc import Callable, Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.towers.blocks import LowRank, is_standard_block, run_block
-from promptfed.shared.clip.towers.tokens import ClassPrompts
+from promptfed.shared.tensors.transfer import sent_to
+
+# A placeholder for context tokens in the ids. Its embedding is always overwritten, so any ordinary word is suitable.
+PLACEHOLDER_WORD = "x"
+
+
+@dataclass(frozen=True, eq=False)
+class ClassPrompts:
+    """Tokenised class names of one backbone, with `context_length` free positions in front of each name.
+
+    ids: token ids `(C, L)` with placeholders at the context positions. start: first context position; tokens before it,
+    such as `[SOS]`, are the same for all classes. end: the position `(C,)` whose output is the text feature, or -1 if
+    the tower pools a fixed position. buckets: classes of equal `end`, as `(end, class indices)` in ascending order of
+    `end`.
+    """
+
+    names: tuple[str, ...]
+    context_length: int
+    start: int
+    ids: torch.Tensor
+    end: torch.Tensor
+    buckets: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+class PromptTokenizer:
+    """An open_clip tokenizer that refuses long texts instead of truncating them, and makes room for contexts.
+
+    `length` is the number of text positions of the tower.
+    """
+
+    def __init__(self, tokenizer: Any, length: int) -> None:
+        self._tokenizer = tokenizer
+        self._length = length
+        self._simple = not hasattr(tokenizer, "tokenizer")  # open_clip wraps the tokenizers of transformers
+        if self._simple:
+            self._pad = int(getattr(tokenizer, "pad_token_id", 0))
+            self._lead = int(tokenizer.sot_token_id)
+        else:
+            inner = tokenizer.tokenizer
+            self._pad = int(inner.pad_token_id)
+            self._special = frozenset(int(i) for i in inner.all_special_ids) | {self._pad}
+
+    def texts(self, texts: Sequence[str]) -> torch.Tensor:
+        """Token ids `(N, L)`. BackboneError for a text that does not fit into the tower's positions."""
+        if not texts:
+            return torch.zeros(0, self._length, dtype=torch.long)
+        if self._simple:
+            for text in texts:
+                needed = len(self._tokenizer.encode(text)) + 2
+                if needed > self._length:
+                    raise BackboneError(
+                        f"The text {text!r} needs {needed} tokens, the backbone takes {self._length}: shorten it."
+                    )
+        ids: torch.Tensor = self._tokenizer(list(texts), context_length=self._length)
+        return ids
+
+    def words(self, words: str) -> torch.Tensor:
+        """Token ids `(k,)` of words without special tokens. BackboneError if there are none."""
+        if self._simple:
+            ids = [int(i) for i in self._tokenizer.encode(words)]
+        else:
+            ids = [int(i) for i in self.texts([words])[0] if int(i) not in self._special]
+        if not ids:
+            raise BackboneError(f"The words {words!r} have no token: give at least one word.")
+        return torch.tensor(ids)
+
+    def class_ids(self, names: Sequence[str], context_length: int, suffix: str) -> tuple[torch.Tensor, int]:
+        """Token ids `(C, L)` with placeholders, and the first context position."""
+        placeholder = int(self.words(PLACEHOLDER_WORD)[0])
+        texts = [name.replace("_", " ").strip() for name in names]
+        for name, text in zip(names, texts, strict=True):
+            if not text:
+                raise BackboneError(f"The class name {name!r} is empty: give it a word.")
+        if self._simple:
+            rows = [self._simple_row(n, t + suffix, context_length) for n, t in zip(names, texts, strict=True)]
+            return torch.stack([self._insert(*row, 1, context_length, placeholder) for row in rows]), 1
+        ids = self._tokenizer([text + suffix for text in texts], context_length=self._length)
+        start = 1 if int(ids[0, 0]) in self._special else 0  # a start token, or NLLB's language
+        return torch.stack(
+            [self._insert(n, row, start, context_length, placeholder) for n, row in zip(names, ids, strict=True)]
+        ), start
+
+    def _simple_row(self, name: str, text: str, context_length: int) -> tuple[str, torch.Tensor]:
+        tokens = [int(i) for i in self._tokenizer.encode(text)]
+        if len(tokens) + 2 + context_length > self._length:
+            raise self._too_long(name, len(tokens) + 2, context_length)
+        row = torch.full((self._length,), self._pad)
+        row[: len(tokens) + 2] = torch.tensor([self._lead, *tokens, int(self._tokenizer.eot_token_id)])
+        return name, row
+
+    def _insert(self, name: str, row: torch.Tensor, start: int, count: int, placeholder: int) -> torch.Tensor:
+        """Insert `count` tokens at `start` in place of padding at the end, which a class token may follow."""
+        last = self._length
+        while last and int(row[last - 1]) != self._pad:
+            last -= 1
+        run = 0
+        while run < last and int(row[last - 1 - run]) == self._pad:
+            run += 1
+        if run < count:
+            raise self._too_long(name, self._length - run, count)
+        filler = torch.full((count,), placeholder)
+        return torch.cat([row[:start], filler, row[start : last - count], row[last:]])
+
+    def _too_long(self, name: str, needed: int, context_length: int) -> BackboneError:
+        return BackboneError(
+            f"The class name {name!r} needs {needed} tokens and the context {context_length}, but the backbone takes "
+            f"{self._length}: shorten the name or the context."
+        )
+
+
+def make_class_prompts(
+    tokenizer: PromptTokenizer,
+    class_names: Sequence[str],
+    context_length: int,
+    suffix: str,
+    pooled_position: Callable[[torch.Tensor], torch.Tensor],
+) -> ClassPrompts:
+    """See `Backbone.class_prompts`; `pooled_position`: ids `(C, L)` -> positions `(C,)` that the tower pools."""
+    if isinstance(class_names, str) or not class_names:
+        raise BackboneError("No class names were given: pass a list with at least one name.")
+    if context_length < 1:
+        raise BackboneError(f"A context of {context_length} tokens was asked for: use at least 1.")
+    ids, start = tokenizer.class_ids(class_names, context_length, suffix)
+    end = pooled_position(ids)
+    buckets: dict[int, list[int]] = {}
+    for index, position in enumerate(end.tolist()):
+        buckets.setdefault(position, []).append(index)
+    return ClassPrompts(
+        names=tuple(class_names),
+        context_length=context_length,
+        start=start,
+        ids=ids,
+        end=end,
+        buckets=tuple((position, tuple(buckets[position])) for position in sorted(buckets)),
+    )
+
+
+QUERIES, KEYS_VALUES, ALL = slice(0, 1), slice(1, 3), slice(0, 3)  # parts of a block's input projection
+OUTPUT = 3  # the place of the output's matrix, behind query, key and value
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Changes of rank r to one block's attention: W + scale·B·A for query, key, value and, with q = 4, the output.
+
+    ``a (q, r, d)``, ``b (q, d, r)``. With ``dropout`` each matrix has its own mask, drawn from ``draws``.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout: float = 0.0
+    draws: Generator | None = None
+
+    def branch(self, index: int, rows: Tensor) -> Tensor:
+        """`scale·drop(x)·Aᵀ·Bᵀ` of matrix ``index`` for rows `(..., d)`."""
+        if self.dropout:
+            kept = sent_to(torch.rand(rows.shape, generator=self.draws), rows.device) >= self.dropout
+            rows = rows * kept / (1 - self.dropout)
+        return F.linear(F.linear(rows, self.a[index].to(rows.dtype)), self.b[index].to(rows.dtype)) * self.scale
+
+    def change(self) -> Tensor:
+        """`(q, d, d)` scale·B·A, which can be added to the weights if there is no dropout."""
+        return self.scale * (self.b @ self.a)
+
+
+def is_standard_block(block: Any) -> bool:
+    """Whether a block is open_clip's default block, which the functions below require."""
+    from open_clip.transformer import ResidualAttentionBlock
+
+    return type(block) is ResidualAttentionBlock and _is_standard_attention(block.attn)
+
+
+def _is_standard_attention(attention: nn.MultiheadAttention) -> bool:
+    return (
+        attention.in_proj_weight is not None
+        and attention.bias_k is None
+        and not attention.add_zero_attn
+        and attention.batch_first
+        and attention.dropout == 0.0
+    )
+
+
+def project(block: Any, normed: Tensor, parts: slice = ALL) -> Tensor:
+    """Queries (0), keys (1) and values (2) of normed rows, as in parts: `(..., d)` -> `(..., len(parts) * d)`."""
+    weight, bias = block.attn.in_proj_weight, block.attn.in_proj_bias
+    if parts != ALL:  # the gradient of a slice would be a copy
+        d = normed.shape[-1]
+        rows = slice(parts.start * d, parts.stop * d)
+        weight, bias = weight[rows], None if bias is None else bias[rows]
+    return F.linear(normed, weight, bias)
+
+
+def add_branches(block: Any, rows: Tensor, attended: Tensor, low_rank: LowRank | None = None) -> Tensor:
+    """The part of the block after attention, `(..., d)`: output projection, then the MLP."""
+    out = block.attn.out_proj(attended)
+    if low_rank is not None and len(low_rank.a) > OUTPUT:
+        out = out + low_rank.branch(OUTPUT, attended)
+    rows = rows + block.ls_1(out)
+    result: Tensor = rows + block.ls_2(block.mlp(_normed(block.ln_2, rows)))
+    return result
+
+
+def run_block(
+    block: Any,
+    rows: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    first_only: bool = False,
+    low_rank: LowRank | None = None,
+) -> Tensor:
+    """The block itself on rows `(B, S, d)`, in fewer operations: torch's attention moves the batch to the middle.
+
+    ``first_only``: the output for row 0 only, `(B, 1, d)`.
+    """
+    normed = _normed(block.ln_1, rows)
+    asking, kept = (normed[:, :1], rows[:, :1]) if first_only else (normed, rows)
+    if first_only:
+        parts = [project(block, asking, QUERIES), *project(block, normed, KEYS_VALUES).chunk(2, dim=-1)]
+    else:
+        parts = list(project(block, normed).chunk(3, dim=-1))
+    if low_rank is not None:
+        given = enumerate(zip(parts, (asking, normed, normed), strict=True))
+        parts = [part + low_rank.branch(index, own) for index, (part, own) in given]
+    query, key, value = (_heads(part, block.attn.num_heads) for part in parts)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=causal)
+    return add_branches(block, kept, attended.transpose(1, 2).flatten(2), low_rank)
+
+
+def _normed(norm: Any, rows: Tensor) -> Tensor:
+    """Half precision in float32: under autocast on a CPU a norm would sum its gradients in it."""
+    half = rows.dtype in (torch.float16, torch.bfloat16)
+    result: Tensor = norm(rows.float()).to(rows.dtype) if half else norm(rows)
+    return result
+
+
+def _heads(rows: Tensor, heads: int) -> Tensor:
+    """`(B, R, d)` -> `(B, heads, R, d / heads)`."""
+    batch, count, width = rows.shape
+    return rows.reshape(batch, count, heads, width // heads).transpose(1, 2)
+
 
 Path = Literal["auto", "dense", "prefix", "short", "plain"]
 Result = TypeVar("Result")
@@ -43,7 +289,7 @@ class Placed:
     places: Tensor
 
     @classmethod
-    def on(cls, device: torch.device, prompts: ClassPrompts) -> "Placed":
+    def on(cls, device: torch.device, prompts: ClassPrompts) -> Placed:
         buckets = tuple((end, torch.tensor(members, device=device)) for end, members in prompts.buckets)
         order = torch.cat([members for _, members in buckets])
         return cls(prompts.ids.to(device), buckets, order.argsort())

@@ -3,16 +3,22 @@
 PLAN and pFedPG use it. Notation: `B` images, `n` prompt tokens, `d` = d_v the tower's width, `S` = 1 + patches.
 """
 
+from __future__ import annotations
+
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.towers.blocks import is_standard_block, run_block
+from promptfed.shared.clip.fingerprint import content_key
+from promptfed.shared.clip.towers.text import ClassPrompts, is_standard_block, run_block
 
 Block = Callable[[Tensor], Tensor]
 
@@ -131,3 +137,110 @@ def _side(patch: Sequence[int]) -> int | None:
     """Side of a patch in pixels; None if patches are not square."""
     height, width = patch
     return int(height) if height == width else None
+
+
+def patch_refusal(visual: Any) -> str | None:
+    """The reason why an image tower gives no patch features; None if it does."""
+    from open_clip.modified_resnet import ModifiedResNet
+    from open_clip.transformer import VisionTransformer
+
+    if isinstance(visual, ModifiedResNet):
+        return None
+    if not isinstance(visual, VisionTransformer):
+        return f"it is a {type(visual).__name__}, neither a vision transformer nor a CLIP ResNet of open_clip"
+    if visual.attn_pool is not None:
+        return "it pools its patches by attention, before they reach the joint space"
+    if visual.pool_type not in ("tok", "avg"):
+        return f"it pools by {visual.pool_type!r}"
+    return None
+
+
+def patch_tokens(visual: Any) -> int | None:
+    """M; None if the tower gives no patch features."""
+    if patch_refusal(visual) is not None:
+        return None
+    pool = getattr(visual, "attnpool", None)  # of a ResNet
+    positions = visual.positional_embedding if pool is None else pool.positional_embedding
+    return int(positions.shape[0]) - 1
+
+
+def encode_patches(visual: Any, images: Tensor) -> Tensor:
+    """Patch features `(B, M, d_e)` of images `(B, 3, H, W)`, not normalised. BackboneError if the tower has none."""
+    from open_clip.transformer import VisionTransformer
+
+    refusal = patch_refusal(visual)
+    if refusal is not None:
+        raise BackboneError(f"This backbone's image tower gives no patch features: {refusal}.")
+    if not isinstance(visual, VisionTransformer):
+        return _resnet_patches(visual, images)
+    rows = visual.transformer(visual._embeds(images))[:, 1:]
+    # Also if the tower norms after pooling: patches are not pooled, and the norm processes each row separately.
+    rows = visual.ln_post(rows)
+    features: Tensor = rows if visual.proj is None else rows @ visual.proj
+    return features
+
+
+def _resnet_patches(visual: Any, images: Tensor) -> Tensor:
+    rows = visual.stem(images)
+    for layer in (visual.layer1, visual.layer2, visual.layer3, visual.layer4):
+        rows = layer(rows)
+    return attend_from_everywhere(visual.attnpool, rows)[:, 1:]
+
+
+def attend_from_everywhere(pool: Any, feature_map: Tensor) -> Tensor:
+    """`(B, 1 + H·W, d_e)`: open_clip's `AttentionPool2d` with queries from all positions instead of position 0 only.
+
+    feature_map: `(B, d, H, W)`; position 0 is their mean.
+    """
+    rows = feature_map.flatten(2).transpose(1, 2)
+    rows = torch.cat([rows.mean(dim=1, keepdim=True), rows], dim=1) + pool.positional_embedding.to(rows.dtype)
+    batch, positions, width = rows.shape
+
+    def heads(projected: Tensor) -> Tensor:
+        return projected.view(batch, positions, pool.num_heads, width // pool.num_heads).transpose(1, 2)
+
+    attended = F.scaled_dot_product_attention(
+        heads(pool.q_proj(rows)), heads(pool.k_proj(rows)), heads(pool.v_proj(rows))
+    )
+    result: Tensor = pool.c_proj(attended.transpose(1, 2).flatten(2))
+    return result
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass: its input, which is a leaf, and its output."""
+
+    start: Tensor
+    features: Tensor
+
+
+class SharedStarts:
+    """The last pass of each thread; its graph takes as much memory as one of a training step."""
+
+    def __init__(self) -> None:
+        self._kept = threading.local()
+
+    def features(self, context: Tensor, prompts: ClassPrompts, encode: Callable[[Tensor], Tensor]) -> Tensor:
+        """`encode(context)` for these prompts, which receives gradients, but no second derivatives."""
+        key = prompts, content_key(context), torch.get_num_threads()  # the bits may depend on the number of threads
+        kept = getattr(self._kept, "last", None)
+        if kept is None or kept[0] != key:
+            start = context.detach().clone().requires_grad_()
+            kept = self._kept.last = key, _Pass(start, encode(start))
+        features: Tensor = _Again.apply(context, kept[1])
+        return features
+
+
+class _Again(torch.autograd.Function):
+    """`apply(context, pass)`: the features of a pass, whose gradient goes to `context`."""
+
+    @staticmethod
+    def forward(ctx: Any, context: Tensor, made: _Pass) -> Tensor:
+        ctx.made = made
+        return made.features.detach().clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (to_start,) = torch.autograd.grad(ctx.made.features, ctx.made.start, gradient, retain_graph=True)
+        return to_start, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from array import array
 from collections import deque
@@ -13,13 +14,25 @@ from typing import Any
 from PIL import Image
 
 from promptfed.shared.data.folder import SKIP, TEMPLATE, skips
-from promptfed.shared.data.medical.index import Broken, Facts, Index, Item, Listed, Shown
-from promptfed.shared.data.medical.keys import Keys, home, kept_in
-from promptfed.shared.data.medical.table import COLUMNS, PATH, Table, read_table, refuse
-from promptfed.shared.data.options import Options
+from promptfed.shared.data.medical.index import (
+    COLUMNS,
+    PATH,
+    Broken,
+    Facts,
+    Index,
+    Item,
+    Keys,
+    Listed,
+    Shown,
+    Table,
+    home,
+    kept_in,
+    read_table,
+    refuse,
+)
+from promptfed.shared.data.options import Options, divided
 from promptfed.shared.data.readers import Answer, readers
 from promptfed.shared.data.source import DataError, Source, Split
-from promptfed.shared.data.splitting import divided
 from promptfed.shared.service.reasons import named, why
 
 OPTIONS = ("labels", "columns", "group", "groups", "index", SKIP)
@@ -210,3 +223,31 @@ class _Images:
 
     def _submitted(self, row: int) -> Future[Answer]:
         return readers().submit(self._index.request("pixels", self.paths[row], self._places[row]))
+
+
+def open_dicom(body: str, options: Options) -> Source:
+    """``dicom:FOLDER``: images, series or studies that ``labels=`` (labels.csv) names."""
+    _need("pydicom", options)
+
+    options.check_names((*OPTIONS, "level", "frames", "window"))
+    level = options.choice("level", ("image", "series", "study"), "image") or "image"
+    return open_files(body, options, _with_window(options), level, checked_frames(options))
+
+
+def _need(module: str, options: Options) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise DataError(f"{options.uri}: needs {module}: install promptfed[medical].")
+
+
+def _with_window(options: Options) -> dict[str, Any]:
+    """``window=center,width`` as two numbers."""
+    text = options.text("window")
+    if text is None:
+        return {}
+    try:
+        center, width = map(float, text.split(","))
+    except ValueError:
+        center = width = float("nan")
+    if not (abs(center) < float("inf") and 1 <= width < float("inf")):
+        raise DataError(f"{options.uri}: window={text} is not a center and a width of at least 1, as in window=40,400.")
+    return {"window": [center, width]}

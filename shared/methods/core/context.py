@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from promptfed.shared.methods.core.interface.base import (
+from promptfed.shared.methods.core.interface import (
     Classifier,
     ClientContext,
     Hyperparameters,
     Method,
     MethodError,
     NeedsBackbone,
+    Objective,
     ServerContext,
     Split,
+    option,
 )
-from promptfed.shared.methods.core.interface.hyperparameters import option
-from promptfed.shared.methods.core.interface.protection import Objective
-from promptfed.shared.methods.core.losses import ClassificationLoss
-from promptfed.shared.methods.core.training import leaf, train
+from promptfed.shared.methods.core.training import ClassificationLoss, leaf, train
 from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec

@@ -6,17 +6,22 @@ of the roster, a (n) their weights, gap_k the loss of the received state minus t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import row_of
+from promptfed.shared.methods.core.heads import SHARED_HEAD, LinearHead, head_start
+from promptfed.shared.seeds import DrawsOf
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import double, namespace, single
-from promptfed.shared.tensors.lazy import torch
+from promptfed.shared.tensors.lazy import F, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 WEIGHTS = TensorSpec("ga_weights", ("n",), shared_with_clients=False)
 ROUND = TensorSpec("ga_round", (), dtype="int64", shared_with_clients=False)
@@ -26,7 +31,7 @@ STEP = 0.2  # d in the first round
 HELD_OUT = 10  # one image out of this number
 
 
-def start(context: pf.ServerContext) -> Tensors:
+def split_start(context: pf.ServerContext) -> Tensors:
     """Equal weights, before the first round."""
     count, xp = len(context.clients), context.draws().xp
     weights = xp.full((count,), 1 / max(1, count), dtype=xp.float32)
@@ -119,3 +124,115 @@ class Subset:
     def block_rows(self, indices: Tensor, start: int) -> Tensor:
         """As of the split."""
         return self._split.block_rows(self._indices[pf.sent_to(indices, self._indices.device)], start)
+
+
+DRAWS = 20  # draws of z whose probabilities are averaged in classification
+
+MAPS = (*pf.layer("sr_mean", "d_z", "d_f", join="_"), *pf.layer("sr_scale", "d_z", "d_f", join="_"))
+REFERENCE = (
+    TensorSpec("sr_class_mean", ("classes", "d_z")),
+    TensorSpec("sr_class_scale", ("classes", "d_z")),
+    TensorSpec("sr_factor", ()),
+)
+"""r, s and c, which each client keeps for itself."""
+SHARED = (*SHARED_HEAD, *MAPS)
+"""What is shared of all that is trained behind the tower. The linear head stands on z: its ``d_h`` is d_z."""
+
+
+def fedsr_start(draws_of: DrawsOf, seed: int, classes: int, width: int, size: int) -> Tensors:
+    """The shared tensors before any training, drawn from the seed: maps uniform in ±1/√d_f."""
+    tensors = head_start(draws_of, seed, classes, size)
+    for name in ("sr_mean", "sr_scale"):
+        draws = draws_of(seed, name)
+        bias = draws.xp.zeros(size, dtype=draws.xp.float32)
+        weight = (draws.uniform(size, width) * 2 - 1) / math.sqrt(width)
+        tensors |= {f"{name}_weight": weight, f"{name}_bias": bias}
+    return tensors
+
+
+def reference(private: Mapping[str, Tensor], classes: int, size: int) -> Tensors:
+    """The client's r, s and c; before its first training r is zero, s and c are one."""
+    start = {
+        "sr_class_mean": torch.zeros(classes, size),
+        "sr_class_scale": torch.ones(classes, size),
+        "sr_factor": torch.ones(()),
+    }
+    return {name: private.get(name, tensor) for name, tensor in start.items()}
+
+
+@dataclass(frozen=True)
+class Representation:
+    """``names`` of the classes, in the order of the head's rows, and the tensors by name."""
+
+    names: tuple[str, ...]
+    tensors: Tensors
+
+    @classmethod
+    def of(cls, names: Sequence[str], given: Mapping[str, Tensor], private: Mapping[str, Tensor]) -> Representation:
+        """From a payload and the client's private tensors. Raises MethodError if the payload has other classes."""
+        head = LinearHead.shared(names, given)
+        own = reference(private, len(head.names), given["head_weight"].shape[1])
+        return cls(head.names, {spec.name: given[spec.name].float() for spec in SHARED} | own)
+
+    def on(self, device: torch.device, *, trainable: bool = False) -> Representation:
+        """A copy on ``device``."""
+        copies = {name: tensor.to(device).clone().requires_grad_(trainable) for name, tensor in self.tensors.items()}
+        return Representation(self.names, copies)
+
+    def distribution(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """μ and σ ``(B, d_z)``."""
+        given = self.tensors
+        mean = F.linear(features, given["sr_mean_weight"], given["sr_mean_bias"])
+        return mean, F.softplus(F.linear(features, given["sr_scale_weight"], given["sr_scale_bias"]))
+
+    def logits(self, representation: Tensor) -> Tensor:
+        """``(B, C)`` of z."""
+        return F.linear(representation, self.tensors["head_weight"], self.tensors["head_bias"])
+
+    def losses(self, features: Tensor, labels: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cross-entropy at z = μ + σ·noise, mean ‖z‖², and mean KL(N(cμ, cσ) ‖ N(r_y, softplus s_y))."""
+        mean, scale = self.distribution(features)
+        drawn = mean + scale * noise
+        length = drawn.square().sum(1).mean()
+        factor = self.tensors["sr_factor"]
+        divergence = gaussian_divergence(
+            factor * mean,
+            factor * scale,
+            self.tensors["sr_class_mean"][labels],
+            F.softplus(self.tensors["sr_class_scale"][labels]),
+        )
+        return F.cross_entropy(self.logits(drawn), labels), length, divergence.mean()
+
+    def among(self, class_names: Sequence[str]) -> Representation:
+        """A copy with the head's rows of ``class_names``. Raises MethodError for a class without a trained row."""
+        head = LinearHead(self.names, self.tensors["head_weight"], self.tensors["head_bias"]).among(class_names)
+        return Representation(head.names, self.tensors | {"head_weight": head.weight, "head_bias": head.bias})
+
+    def classified(self, features: Tensor, noise: Tensor) -> Tensor:
+        """Log ``(B, C)`` of the mean probabilities over the draws z = μ + σ·noise.
+
+        ``noise (DRAWS, d_z)`` is the same for every image.
+        """
+        mean, scale = self.distribution(features)
+        drawn = mean.unsqueeze(1) + scale.unsqueeze(1) * noise.to(mean.device)  # (B, DRAWS, d_z)
+        return self.logits(drawn).log_softmax(-1).logsumexp(1) - math.log(len(noise))
+
+
+def draws_for_images(seed: int, size: int) -> Tensor:
+    """Fixed normal draws ``(DRAWS, d_z)``, so that an image's scores do not depend on other images."""
+    return torch.randn(DRAWS, size, generator=pf.generator(seed, "fedsr", "classify"))
+
+
+def gaussian_divergence(mean: Tensor, scale: Tensor, other_mean: Tensor, other_scale: Tensor) -> Tensor:
+    """KL divergence ``(B,)`` of the first from the second diagonal normal distribution ``(B, d)``."""
+    ratio = (scale.square() + (mean - other_mean).square()) / (2 * other_scale.square())
+    # c may become negative during training; only its square matters.
+    return (other_scale.log() - scale.abs().clamp_min(1e-30).log() + ratio - 0.5).sum(1)
+
+
+def check_options(head: str, private: str) -> None:
+    """Raise MethodError if FedSR's head would not use shared features."""
+    if head != "linear":
+        raise pf.MethodError("fedsr puts a linear head behind a distribution of its own: take head: linear with it")
+    if private != "none":
+        raise pf.MethodError("fedsr shares one distribution behind one tower: leave private out")

@@ -12,12 +12,13 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from promptfed.shared.methods.core.interface.arithmetic import OF_THE_METHOD
-from promptfed.shared.methods.core.interface.base import (
+from promptfed.shared.methods.core.interface import (
+    OF_THE_METHOD,
     Classifier,
     ClientContext,
     ClientInfo,
     Combine,
+    LabelBias,
     Method,
     MethodError,
     Phase,
@@ -25,9 +26,8 @@ from promptfed.shared.methods.core.interface.base import (
     Split,
     TrainResult,
     Updates,
+    template_features,
 )
-from promptfed.shared.methods.core.interface.label_bias import LabelBias
-from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec

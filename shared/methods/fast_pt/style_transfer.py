@@ -93,7 +93,7 @@ def transfer_loss(
 
 @dataclass(frozen=True)
 class EmbeddedSplit:
-    """Embeddings ``(N, d_e)`` with labels ``(N,)`` as a split (``core.interface.base.Split``)."""
+    """Embeddings ``(N, d_e)`` with labels ``(N,)`` as a split (``core.interface.Split``)."""
 
     values: Tensor
     labels: Tensor

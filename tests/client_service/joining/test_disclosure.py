@@ -37,9 +37,9 @@ from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.data import Source
 from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core.interface.base import Method
+from promptfed.shared.methods.core.interface import Method
+from promptfed.shared.spec.sections import SecureAggregationSpec
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
-from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.tensors.torch_tensors import decode
 from tests import ROOT
 from tests.client_service.conftest import MakeCoordinator, MakeWorker

@@ -18,7 +18,7 @@ from promptfed.client_service.settings import Settings
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import ImageDomain
-from promptfed.shared.spec.versions import RELEASE, SYSTEM
+from promptfed.shared.spec.section import RELEASE, SYSTEM
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator, made_up_source, problem
 

@@ -12,11 +12,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from promptfed.client_service.training.augmentation import Views, crop_box, crop_flip, kept_bytes
 from promptfed.client_service.training.data import ClientData
-from promptfed.client_service.training.image_cache import ImageCache
+from promptfed.client_service.training.images import ImageCache, Views, crop_box, crop_flip, kept_bytes
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import open_source
 from promptfed.shared.spec.spec import TrainingSpec

@@ -14,16 +14,15 @@ from torch import Tensor
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.training.evaluation import accuracy
-from promptfed.experiments.tuning.trials import has_diverged
-from promptfed.sdk.errors import CommandError
-from promptfed.sdk.errors import Exit as CommandExit
+from promptfed.experiments.bench.tuning import has_diverged
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.client import Exit as CommandExit
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source
 from promptfed.shared.methods import METHODS
-from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, MethodError, Split
+from promptfed.shared.methods.core.interface import Classifier, ClientContext, MethodError, Split
 from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.metrics import calibration_error, macro_f1
-from promptfed.shared.metrics.outcomes import Outcomes
+from promptfed.shared.metrics import Outcomes, calibration_error, macro_f1
 from promptfed.shared.tensors import Tensors
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import NAMES, made_up_source

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from promptfed.client_service.training.data import ClientData
-from promptfed.client_service.training.image_cache import HeldImages, ImageCache, ReadAhead
+from promptfed.client_service.training.images import HeldImages, ImageCache, ReadAhead
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import DataError, open_source
 from tests.support.waiting import PATIENCE

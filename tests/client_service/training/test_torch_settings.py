@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from promptfed.client_service.training.site import torch_settings
+from promptfed.client_service.training.trainer import torch_settings
 from promptfed.shared.clip import loading
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.spec.spec import TrainingSpec

@@ -12,13 +12,12 @@ import torch
 from promptfed.coordinator.aggregation import rows, weights
 from promptfed.coordinator.aggregation.rules import Rule
 from promptfed.coordinator.aggregation.weights import weighted_mean
-from promptfed.coordinator.store.blobs import Blobs
-from promptfed.coordinator.store.tensor_blobs import put_tensors, room
+from promptfed.coordinator.store.blobs import Blobs, put_tensors, room
 from promptfed.shared.methods import make_method, resolve_spec
-from promptfed.shared.methods.core.interface.base import ClientUpdate, Method, MethodError, ServerContext
-from promptfed.shared.methods.core.sizes import check_sizes, exchanged, needed_bytes, update_limit
+from promptfed.shared.methods.core.checks import check_sizes, exchanged, needed_bytes, update_limit
+from promptfed.shared.methods.core.interface import ClientUpdate, Method, MethodError, ServerContext
+from promptfed.shared.spec.sections import AggregationSpec
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
-from promptfed.shared.spec.spec_aggregation import AggregationSpec
 from promptfed.shared.tensors import decode_file, encode, encode_file, state_hash
 from promptfed.shared.tensors.torch_tensors import arrays_of
 
@@ -101,7 +100,7 @@ def test_a_file_of_tensors_has_the_bytes_that_memory_would_have(
     tensors = arrays_of(torch_tensors) | {"d": np.arange(16.0, dtype=np.float32).reshape(4, 4).T}
     encode_file(tensors, tmp_path / "file", {"task": "ü"})
     assert (tmp_path / "file").read_bytes() == encode(tensors, {"task": "ü"})
-    monkeypatch.setattr("promptfed.coordinator.store.tensor_blobs.LARGE", 0)
+    monkeypatch.setattr("promptfed.coordinator.store.blobs.LARGE", 0)
     blobs = Blobs(tmp_path)
     blobs.open()
     with blobs.hold() as held:

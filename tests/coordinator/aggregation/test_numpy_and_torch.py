@@ -7,20 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from promptfed.coordinator.aggregation import server_half
-from promptfed.coordinator.aggregation.rules import RULES, Rule
-from promptfed.coordinator.aggregation.server_half import Combined, call, call_with_torch
-from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer
+from promptfed.coordinator.aggregation import global_state
+from promptfed.coordinator.aggregation.global_state import Combined, call, call_with_torch
+from promptfed.coordinator.aggregation.rules import RULES, Rule, ServerOptimizer
 from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, resolve_spec
-from promptfed.shared.methods.core.interface.arithmetic import computed
-from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdate, ServerContext
-from promptfed.shared.methods.core.interface.hooks import AdoptsStates
-from promptfed.shared.methods.core.interface.insights import MeasuresPhases, MeasuresUpdates
+from promptfed.shared.methods.core.interface import (
+    AdoptsStates,
+    ClientInfo,
+    ClientUpdate,
+    MeasuresPhases,
+    MeasuresUpdates,
+    ServerContext,
+    computed,
+)
 from promptfed.shared.seeds import draws, generator
+from promptfed.shared.spec.sections import AggregationSpec, ServerOptimizerSpec
 from promptfed.shared.spec.spec import BackboneShape
-from promptfed.shared.spec.spec_aggregation import AggregationSpec, ServerOptimizerSpec
 from promptfed.shared.tensors import Arrays
 from promptfed.testing.clients import CLASSES, spec
 
@@ -169,9 +173,9 @@ def test_every_rule_comes_to_the_same_with_both(rule: str, clip: float | str | N
     ]
     rules = [Rule(settings, base), Rule(settings, base)]
     results = []
-    for own, through in zip(rules, (lambda value: value, server_half._tensors), strict=True):
+    for own, through in zip(rules, (lambda value: value, global_state._tensors), strict=True):
         combined = Combined(own, ServerOptimizer(ServerOptimizerSpec(), base))
-        results.append(server_half._arrays(through(combined)([through(update) for update in updates])))
+        results.append(global_state._arrays(through(combined)([through(update) for update in updates])))
     assert_close(*results)
 
 

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from promptfed.coordinator.aggregation.private_mean import NoiseTerms, private_mean
-from promptfed.shared.methods.core.interface.base import ClientUpdate
+from promptfed.shared.methods.core.interface import ClientUpdate
 from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.tensors import Tensors
 

@@ -19,8 +19,8 @@ from promptfed.coordinator.aggregation import rows as matrices
 from promptfed.coordinator.aggregation import rules
 from promptfed.coordinator.aggregation.rules import Rows, Rule
 from promptfed.coordinator.aggregation.weights import weighted_mean
-from promptfed.shared.methods.core.interface.base import ClientUpdate
-from promptfed.shared.spec.spec_aggregation import AggregationSpec
+from promptfed.shared.methods.core.interface import ClientUpdate
+from promptfed.shared.spec.sections import AggregationSpec
 from promptfed.shared.tensors import Tensors
 from tests.support import literal_rules as literal
 

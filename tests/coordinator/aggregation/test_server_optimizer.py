@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from promptfed.coordinator.aggregation.rules import Rule
-from promptfed.coordinator.aggregation.server_optimizer import (
+from promptfed.coordinator.aggregation.rules import (
     MOMENTUM,
     SQUARE,
+    Rule,
     ServerOptimizer,
     fresh_moments,
     moment_tensors,
 )
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.methods import make_method, resolve_spec
-from promptfed.shared.methods.core.interface.base import ClientUpdate
+from promptfed.shared.methods.core.interface import ClientUpdate
+from promptfed.shared.spec.sections import AggregationSpec, ServerOptimizerSpec
 from promptfed.shared.spec.spec import SpecError
-from promptfed.shared.spec.spec_aggregation import AggregationSpec, ServerOptimizerSpec
 from promptfed.shared.tensors import Arrays, method_part
 from promptfed.shared.tensors.torch_tensors import decode, state_hash
 from promptfed.testing.clients import ScriptedClient, drive

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
-from promptfed.shared.methods.core.interface.base import ClientUpdate
-from promptfed.shared.spec.spec_aggregation import AggregationSpec
-from promptfed.shared.spec.weighting import shares
+from promptfed.shared.methods.core.interface import ClientUpdate
+from promptfed.shared.spec.sections import AggregationSpec, shares
 from promptfed.shared.tensors import CHUNK
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.shared.methods.core.interface.base import ServerContext
+from promptfed.shared.methods.core.interface import ServerContext
 from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread
 from tests.support.open_phases import open_first_phase

@@ -6,20 +6,26 @@ from typing import TypeVar
 
 import pytest
 
-from promptfed.coordinator.domain.events import (
+from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
+from promptfed.coordinator.domain.run_state import (
+    QUORUM_MISSED,
     Answered,
+    Asked,
     Cancel,
+    Closed,
     Enrolled,
+    Fact,
     Failed,
     JobDone,
+    Opened,
     Pause,
     Restarted,
     Resume,
+    Rules,
+    Settled,
     Withdraw,
+    ceil_fraction,
 )
-from promptfed.coordinator.domain.facts import Asked, Closed, Fact, Opened, Settled
-from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
-from promptfed.coordinator.domain.run_state import QUORUM_MISSED, Rules, ceil_fraction
 from promptfed.shared.seeds import sampling_order
 from tests.support.played_run import TWO, TWO_ALL, Play, rules
 

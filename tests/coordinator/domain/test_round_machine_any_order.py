@@ -6,22 +6,25 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from promptfed.coordinator.domain.events import (
+from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
+from promptfed.coordinator.domain.run_state import (
     Answered,
+    Closed,
+    Completed,
     Enrolled,
     Event,
     Failed,
     JobDone,
+    Moved,
+    Opened,
     Pause,
+    PhasePlan,
     Restarted,
     Resume,
     Start,
     Tick,
     Withdraw,
 )
-from promptfed.coordinator.domain.facts import Closed, Completed, Moved, Opened
-from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
-from promptfed.coordinator.domain.run_state import PhasePlan
 from promptfed.shared.messages import ENDED
 from tests.support.played_run import ONE, TWO, TWO_ALL, Play, rules
 

@@ -7,10 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from promptfed.coordinator.domain.events import Answered, Failed, JobDone, Tick, Withdraw
-from promptfed.coordinator.domain.facts import Closed, Moved, Opened
-from promptfed.coordinator.domain.round_machine import NotEnoughTrainers
-from promptfed.coordinator.domain.sampling import poisson_sample
+from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, poisson_sample
+from promptfed.coordinator.domain.run_state import Answered, Closed, Failed, JobDone, Moved, Opened, Tick, Withdraw
 from tests.support.played_run import Play, rules
 
 KEY = "5e" * 32

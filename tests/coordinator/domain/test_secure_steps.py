@@ -9,23 +9,25 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from promptfed.coordinator.domain.events import (
+from promptfed.coordinator.domain.round_machine import KINDS, WrongMoment, steps_of
+from promptfed.coordinator.domain.run_state import (
+    QUORUM_MISSED,
     Answered,
     AnsweredLast,
+    AttemptFailed,
+    Closed,
     Event,
     Failed,
     JobDone,
+    Opened,
     Restarted,
     Resume,
+    Rules,
     SumInvalid,
     Withdraw,
 )
-from promptfed.coordinator.domain.facts import AttemptFailed, Closed, Opened
-from promptfed.coordinator.domain.round_machine import WrongMoment
-from promptfed.coordinator.domain.run_state import QUORUM_MISSED, Rules
-from promptfed.coordinator.domain.secure_steps import KINDS, steps_of
 from promptfed.shared.messages import ENDED
-from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
+from promptfed.shared.spec.sections import SecureAggregationSpec
 from tests.support.played_run import ONE, TWO, Play, rules
 
 FIVE = ("a", "b", "c", "d", "e")
@@ -225,7 +227,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 def _tick(now: float) -> Event:
-    from promptfed.coordinator.domain.events import Tick
+    from promptfed.coordinator.domain.run_state import Tick
 
     return Tick(now)
 

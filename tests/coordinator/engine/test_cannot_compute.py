@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from promptfed.coordinator.aggregation import global_state, server_half
+from promptfed.coordinator.aggregation import global_state
 from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread
 
@@ -15,12 +15,12 @@ from tests.support.coordinators import InThread
 def test_torch_that_is_missing_pauses_the_federation_until_it_is_resumed(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    call, missed = server_half.call, []
+    call, missed = global_state.call, []
 
     def missing_once(federation: Any, name: str, *arguments: Any) -> Any:
         if name == function and federation.name == "eyes" and federation.run.round == 2 and not missed:
             missed.append(name)
-            raise server_half.NoTorch("there is no torch")
+            raise global_state.NoTorch("there is no torch")
         return call(federation, name, *arguments)
 
     hashes = []
@@ -51,7 +51,7 @@ def test_a_replay_that_needs_torch_where_there_is_none_says_what_to_do(
     drive(clients)
 
     def without_torch(federation: Any, name: str, *arguments: Any) -> Any:
-        raise server_half.NoTorch(f"{name} needs torch: {server_half.GET_TORCH}")
+        raise global_state.NoTorch(f"{name} needs torch: {global_state.GET_TORCH}")
 
     monkeypatch.setattr(global_state, "call", without_torch)
     answer = coordinator.post(f"{federation}/rounds/1/replay", {}, status=503)

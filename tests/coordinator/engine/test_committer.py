@@ -169,7 +169,7 @@ def test_small_blobs_are_rows_and_the_files_of_before_are_still_read(
 ) -> None:
     """One federation whose first round was kept in files, as by an earlier version."""
     with monkeypatch.context() as patch:
-        patch.setattr("promptfed.coordinator.store.blob_rows.SMALL_BYTES", -1)
+        patch.setattr("promptfed.coordinator.store.blobs.SMALL_BYTES", -1)
         federation, clients, tasks = open_first_phase(coordinator, "a", "b", rounds=2, retention="all")
         assert send_all(clients, tasks, updates_of(clients, tasks)) == [(201, "")] * 2
         coordinator.until(federation, phase="evaluation")

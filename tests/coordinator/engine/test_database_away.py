@@ -21,8 +21,7 @@ from psycopg import OperationalError
 from promptfed.coordinator.__main__ import main
 from promptfed.coordinator.engine.json_logs import JsonFormatter
 from promptfed.coordinator.store import fault_points
-from promptfed.coordinator.store.database import Database
-from promptfed.coordinator.store.postgres import PostgreSQL
+from promptfed.coordinator.store.database import Database, PostgreSQL
 from promptfed.coordinator.store.tables import EventRow
 from promptfed.shared.methods import METHODS
 from promptfed.testing.clients import DEADLINE, drive

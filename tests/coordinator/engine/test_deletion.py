@@ -12,7 +12,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from promptfed.coordinator.engine import deletion
+from promptfed.coordinator.engine import retention
 from promptfed.coordinator.store.fault_points import DELETION_POINTS
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.testing.clients import drive
@@ -41,7 +41,7 @@ def finished(coordinator: OperatorCalls, name: str) -> str:
 def test_all_rows_and_blobs_of_it_are_gone_and_none_of_another(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deletion, "AT_ONCE", 3)
+    monkeypatch.setattr(retention, "AT_ONCE", 3)
     kept = finished(coordinator, "kept")
     before, blobs = rows(coordinator), sorted(coordinator.registry.blobs.all())
     page = coordinator.get(f"{kept}/rounds")
@@ -91,7 +91,7 @@ def test_a_log_that_cannot_be_emptied_undoes_no_deletion(
 def test_others_go_on_between_two_of_its_transactions_and_its_name_is_free_at_once(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deletion, "AT_ONCE", 3)
+    monkeypatch.setattr(retention, "AT_ONCE", 3)
     gone = finished(coordinator, "eyes")
     between, go_on = threading.Event(), threading.Event()
 
@@ -99,7 +99,7 @@ def test_others_go_on_between_two_of_its_transactions_and_its_name_is_free_at_on
         between.set()
         assert go_on.wait(PATIENCE)
 
-    monkeypatch.setattr(deletion, "_let_others_in", pause)
+    monkeypatch.setattr(retention, "_let_others_in", pause)
     headers = coordinator.operator
     deleting = threading.Thread(
         target=lambda: answers.append(
@@ -144,7 +144,7 @@ def test_a_killed_deletion_is_taken_up_again(tmp_path: Path, fault: str) -> None
 def test_a_deletion_that_failed_is_finished_without_being_asked_again(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    id, some, failed = finished(coordinator, "gone"), deletion._delete_some, []
+    id, some, failed = finished(coordinator, "gone"), retention._delete_some, []
 
     def fails_once(session: Session, id: str) -> tuple[bool, set[str]]:
         if not failed:
@@ -152,7 +152,7 @@ def test_a_deletion_that_failed_is_finished_without_being_asked_again(
             raise OperationalError("DELETE", {}, Exception("disk I/O error"))
         return some(session, id)
 
-    monkeypatch.setattr(deletion, "_delete_some", fails_once)
+    monkeypatch.setattr(retention, "_delete_some", fails_once)
     assert coordinator.http.delete(f"/v1/federations/{id}", headers=coordinator.operator).status_code >= 500
     assert coordinator.http.get(f"/v1/federations/{id}", headers=coordinator.operator).status_code == 404
     wait_until_empty(coordinator)

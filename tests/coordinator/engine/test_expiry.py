@@ -12,7 +12,7 @@ from sqlalchemy import event
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.engine import scheduler
 from promptfed.coordinator.http.callers import OperatorCaller
-from promptfed.coordinator.store.tokens import digest
+from promptfed.coordinator.store.opening import digest
 from promptfed.testing.clients import bearer
 from tests.support.coordinators import InThread
 from tests.support.waiting import wait_for

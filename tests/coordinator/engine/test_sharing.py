@@ -16,17 +16,16 @@ from pydantic import ValidationError
 from sqlalchemy import select, text, update
 
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.engine import deletion, expiry, recovery
+from promptfed.coordinator.engine import recovery, retention, scheduler
 from promptfed.coordinator.problems import FederationMoving
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store import blob_rows, bucket, leases, objects_watch
-from promptfed.coordinator.store import postgres as postgres_store
-from promptfed.coordinator.store.backend import CannotOpen
+from promptfed.coordinator.store import blobs, bucket, database, leases
+from promptfed.coordinator.store.database import CannotOpen
 from promptfed.coordinator.store.opening import open_store
 from promptfed.coordinator.store.tables import ClientRow, CoordinatorRow, LeaseRow
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
-from promptfed.shared.service.addresses import TOLD
+from promptfed.shared.service.net import TOLD
 from promptfed.testing.clients import ScriptedClient, bearer, drive, enrolment
 from tests.support.coordinators import InThread
 from tests.support.kill_campaign import CASES, play_case
@@ -46,7 +45,7 @@ Start = Callable[..., InThread]
 
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blob_rows, "SMALL_BYTES", -1)
+    monkeypatch.setattr(blobs, "SMALL_BYTES", -1)
 
 
 @pytest.fixture
@@ -204,7 +203,7 @@ def test_who_was_paused_commits_nothing(start: Start, monkeypatch: pytest.Monkey
     with pytest.raises(FederationMoving), one.registry.change(id) as change:
         change.emit("never")
     with pytest.raises(FederationMoving):
-        deletion.delete_federation(one.registry, id)
+        retention.delete_federation(one.registry, id)
     with pytest.raises(FederationMoving), one.registry.write(id):
         pass
     one.registry.last_seen.seen(clients[0].name)
@@ -237,7 +236,7 @@ def test_a_holder_that_stopped_in_a_transaction_is_hung_up(
 ) -> None:
     """The server's own limit on idle transactions does not end statements that were sent together."""
     if not server_ends_it:
-        monkeypatch.setattr(postgres_store, "OF_SEVERAL", ())
+        monkeypatch.setattr(database, "OF_SEVERAL", ())
     one = start()
     id = one.create(name="eyes")
     two = start()
@@ -321,7 +320,7 @@ def quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Object stores are lost, and trusted again, in a moment."""
     monkeypatch.setattr(bucket, "PROBE", timedelta(seconds=0.5))
     for name, seconds in {"LOOK": 0.2, "AGAIN": 0.1, "PATIENCE": 1.5, "TRIAL": 0.5}.items():
-        monkeypatch.setattr(objects_watch, f"{name}_SECONDS", seconds)
+        monkeypatch.setattr(bucket, f"{name}_SECONDS", seconds)
 
 
 def through(line: Line, start: Start, monkeypatch: pytest.MonkeyPatch) -> InThread:
@@ -410,7 +409,7 @@ def test_a_token_that_one_coordinator_saw_expire_has_expired_for_all(
     wait_for("her token", lambda: two.http.get("/v1/federations", headers=hers).status_code == 200)
     with monkeypatch.context() as ahead:
         ahead.setattr(clock, "utc", lambda: datetime.now(UTC) + timedelta(hours=2))
-        expiry.mark(one.registry)
+        scheduler.mark(one.registry)
     for server in (two, one):
         wait_for("its end", lambda server=server: server.http.get("/v1/federations", headers=hers).status_code == 401)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fastapi.responses import FileResponse
 
-from promptfed.coordinator.http.blob_file import PART, BlobFile
+from promptfed.coordinator.http.bodies import PART, BlobFile
 
 SIZES = (0, 1, PART - 1, PART, PART + 1, 3 * PART + 5)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from promptfed.coordinator.aggregation.changes import change_norm, far_off
+from promptfed.coordinator.aggregation.rows import change_norm, far_off
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import ScriptedClient, content_digest, update_body

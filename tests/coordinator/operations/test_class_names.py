@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from promptfed.coordinator.domain.federation import new_federation
+from promptfed.runtime.processes import Site
 from promptfed.runtime.run_file import with_own_classes
-from promptfed.runtime.services import Site
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.spec.spec import SpecError
 from tests.support.coordinators import InThread

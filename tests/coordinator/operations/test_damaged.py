@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import delete, select
 
-from promptfed.coordinator.store import blob_rows
+from promptfed.coordinator.store import blobs
 from promptfed.coordinator.store.tables import BlobRow, UpdateRow
 from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread
@@ -19,7 +19,7 @@ HOWS = ("flipped", "truncated", "missing")
 def kept_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether blobs are rows or files."""
     if request.param == "files":
-        monkeypatch.setattr(blob_rows, "SMALL_BYTES", -1)
+        monkeypatch.setattr(blobs, "SMALL_BYTES", -1)
     return str(request.param)
 
 

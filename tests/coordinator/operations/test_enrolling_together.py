@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from promptfed.shared.api.access_schemas import AuditEntry, check_chain
-from promptfed.shared.methods.core.interface.base import Method
+from promptfed.shared.api.api_schemas import AuditEntry, check_chain
+from promptfed.shared.methods.core.interface import Method
 from tests.support.coordinators import ForkedCoordinator, InThread, in_thread
 from tests.support.groups import at_once
 from tests.support.open_phases import kind

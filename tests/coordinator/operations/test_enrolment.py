@@ -9,9 +9,9 @@ import pytest
 
 from promptfed.coordinator.operations import enrolment as operations
 from promptfed.shared.methods import METHODS
-from promptfed.shared.methods.core.interface.base import Needs
+from promptfed.shared.methods.core.interface import Needs
 from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.spec.versions import PROTOCOL, VERSION
+from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.testing.clients import FINGERPRINT, SHAPE, bearer, drive, enrolment, secret_of
 from tests.support.coordinators import InThread
 

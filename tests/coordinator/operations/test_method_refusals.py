@@ -8,9 +8,9 @@ import httpx
 import pytest
 import torch
 
-from promptfed.coordinator.aggregation import server_half
+from promptfed.coordinator.aggregation import global_state
 from promptfed.shared.methods import METHODS
-from promptfed.shared.methods.core.interface.base import ClientInfo, MethodError, Needs, ServerContext
+from promptfed.shared.methods.core.interface import ClientInfo, MethodError, Needs, ServerContext
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import encode
@@ -51,7 +51,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_torch_a_method_that_needs_it_is_refused(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(server_half, "has_torch", lambda: False)
+    monkeypatch.setattr(global_state, "has_torch", lambda: False)
     for query in ("", "?dry_run=true"):
         refused = coordinator.post(f"/v1/federations{query}", spec(method={"name": name}), status=422)
         assert refused["type"].endswith("/invalid-spec")
@@ -65,7 +65,7 @@ def test_without_torch_a_method_that_needs_it_is_refused(
     assert coordinator.http.get(f"/v1/methods/{name}").json()["needs_torch"] is True
     assert coordinator.http.get("/v1/methods/promptfl").json()["needs_torch"] is False
     coordinator.create(method={"name": "promptfl"})
-    monkeypatch.setattr(server_half, "has_torch", lambda: True)
+    monkeypatch.setattr(global_state, "has_torch", lambda: True)
     coordinator.create(name="torch", method={"name": name})
 
 

@@ -73,8 +73,7 @@ def test_mutated_updates_are_refused_or_good_and_never_break_anything(tmp_path_f
 def judged(registry: Registry, live: Any, client: Any, task: dict[str, Any], body: bytes) -> str | None:
     """The kind of the refusal that a body meets, or None: the examination by itself, without storing."""
     from promptfed.coordinator.problems import Refusal
-    from promptfed.coordinator.store.blobs import digest_of
-    from promptfed.coordinator.store.upload import Upload
+    from promptfed.coordinator.store.blobs import Upload, digest_of
 
     path = registry.blobs.temporary()
     path.write_bytes(body)

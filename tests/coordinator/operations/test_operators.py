@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from promptfed.shared.api.access_schemas import AuditEntry, BrokenChain, check_chain
+from promptfed.shared.api.api_schemas import AuditEntry, BrokenChain, check_chain
 from promptfed.testing.clients import bearer, spec
 from tests.support.coordinators import InThread
 

@@ -281,7 +281,7 @@ def test_more_uploads_wait_their_turn_within_a_bound(
     coordinator = coordinator_with(max_uploads=1, upload_wait_seconds=PATIENCE)
     federation, clients, tasks = open_first_phase(coordinator, "a", "b", "c")
     bodies = [update_body(GOOD, task) for task in tasks]
-    monkeypatch.setattr("promptfed.coordinator.http.uploads.WAITING_BYTES", len(bodies[0]))
+    monkeypatch.setattr("promptfed.coordinator.http.bodies.WAITING_BYTES", len(bodies[0]))
     uploads = coordinator.app.state.uploads
     go_on = threading.Event()
     found: dict[str, int] = {}

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import text
 
 from promptfed.coordinator.__main__ import main
-from promptfed.coordinator.store import blob_rows
+from promptfed.coordinator.store import blobs
 from promptfed.testing.clients import drive
 from tests.support.coordinators import in_thread
 
@@ -78,7 +78,7 @@ def test_what_is_damaged_is_named(
 def test_files_are_looked_at_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blob_rows, "SMALL_BYTES", -1)
+    monkeypatch.setattr(blobs, "SMALL_BYTES", -1)
     played(tmp_path / "data")
     code, lines = looked(tmp_path / "data", capsys)
     assert (code, len(lines)) == (0, 1)

@@ -12,9 +12,9 @@ import httpx
 import pytest
 from sqlalchemy.orm import Session
 
-from promptfed.coordinator.reports import metrics, rounds
-from promptfed.coordinator.reports.pieces import json_pieces
-from promptfed.coordinator.store.backend import DatabaseAway
+from promptfed.coordinator.reports import rounds
+from promptfed.coordinator.reports.rounds import json_pieces
+from promptfed.coordinator.store.database import DatabaseAway
 from promptfed.shared.api.api_schemas import MetricList
 from promptfed.shared.api.report_schemas import FailureReport, RoundPage, RoundReport
 from tests.support.coordinators import InThread
@@ -150,7 +150,7 @@ def test_a_round_is_read_when_its_turn_comes_and_no_transaction_waits_for_the_re
             assert database.open == 0, "while a piece is on its way nothing is held"
     assert database.begun == 3
     database = Counting(coordinator)
-    pieces = metrics.as_json(database, known, [1, 2, 3])
+    pieces = rounds.as_json(database, known, [1, 2, 3])
     for _ in range(3):
         next(pieces)
     assert (database.begun, database.open) == (1, 0), "the first round"
@@ -169,7 +169,7 @@ def test_an_answer_that_cannot_be_finished_is_cut_off_and_one_that_cannot_begin_
         return read(session, known, number)
 
     monkeypatch.setattr(rounds, "round_report", fails)
-    monkeypatch.setattr(metrics, "round_report", fails)
+    monkeypatch.setattr(rounds, "round_report", fails)
     address = f"/v1/federations/{federation}/{path}"
     with pytest.raises(httpx.RemoteProtocolError):
         coordinator.http.get(address, headers=coordinator.operator)

@@ -12,10 +12,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
 
 from promptfed.coordinator.store import database as module
-from promptfed.coordinator.store.backend import Backend, CannotOpen
-from promptfed.coordinator.store.database import Database
-from promptfed.coordinator.store.postgres import PostgreSQL
-from promptfed.coordinator.store.sqlite import SQLite
+from promptfed.coordinator.store.database import Backend, CannotOpen, Database, PostgreSQL, SQLite
 from promptfed.coordinator.store.tables import Base
 from tests.support.postgres import PostgresServer
 

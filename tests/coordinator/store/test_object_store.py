@@ -14,10 +14,9 @@ import pytest
 from promptfed.coordinator.__main__ import main
 from promptfed.coordinator.engine import scheduler
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store import blob_rows, blobs
-from promptfed.coordinator.store.backend import CannotOpen
-from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectStoreAway, fresh_key
-from promptfed.coordinator.store.cache import ObjectCache
+from promptfed.coordinator.store import blobs
+from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectCache, ObjectStoreAway, fresh_key
+from promptfed.coordinator.store.database import CannotOpen
 from promptfed.coordinator.store.opening import open_store
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, in_thread
@@ -29,7 +28,7 @@ from tests.support.whole_federation import outcome
 
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blob_rows, "SMALL_BYTES", -1)
+    monkeypatch.setattr(blobs, "SMALL_BYTES", -1)
     monkeypatch.setattr(scheduler, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(scheduler, "FLUSH_SECONDS", 0.05)
 

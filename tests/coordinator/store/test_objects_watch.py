@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from promptfed.coordinator.store import objects_watch
-from promptfed.coordinator.store.bucket import ObjectStoreAway
-from promptfed.coordinator.store.objects_watch import ObjectsWatch
+from promptfed.coordinator.store import bucket as objects_watch
+from promptfed.coordinator.store.bucket import ObjectStoreAway, ObjectsWatch
 
 
 class Bucket:

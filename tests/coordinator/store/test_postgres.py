@@ -15,10 +15,8 @@ from sqlalchemy.exc import IntegrityError
 
 from promptfed.coordinator.__main__ import main
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway, InUse
-from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.database import CannotOpen, Database, DatabaseAway, InUse, PostgreSQL
 from promptfed.coordinator.store.opening import Store, open_store
-from promptfed.coordinator.store.postgres import PostgreSQL
 from promptfed.coordinator.store.tables import EventRow, FederationRow, TokenRow
 from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread, in_thread

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from promptfed.coordinator.store.backend import CannotOpen
-from promptfed.coordinator.store.signing import Signer
-from promptfed.shared.signatures import is_signed, statement
+from promptfed.coordinator.store.database import CannotOpen
+from promptfed.coordinator.store.opening import Signer
+from promptfed.shared.canonical import is_signed, statement
 from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread
 

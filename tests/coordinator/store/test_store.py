@@ -14,10 +14,8 @@ from sqlalchemy.exc import IntegrityError
 
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.blobs import Blobs, DamagedBlob
-from promptfed.coordinator.store.database import Database
-from promptfed.coordinator.store.folder_lock import FolderInUse, FolderLock
-from promptfed.coordinator.store.opening import open_store
-from promptfed.coordinator.store.sqlite import SQLite
+from promptfed.coordinator.store.database import Database, SQLite
+from promptfed.coordinator.store.opening import FolderInUse, FolderLock, open_store
 from promptfed.coordinator.store.tables import Base, StateRow, TokenRow
 
 

@@ -23,7 +23,7 @@ from promptfed.cli.app import SECTIONS, Commands, Made
 from promptfed.cli.common import AllowBackbone, Written
 from promptfed.cli.main import app, main
 from promptfed.client_service.exits import ClientError
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.data import DataError
 
 PATIENCE = 120

@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from promptfed.cli.commands.data import SOURCES
 from promptfed.cli.main import app
-from promptfed.sdk.errors import Exit
+from promptfed.sdk.client import Exit
 from promptfed.shared.data import SCHEMES, DataError, open_source
-from promptfed.shared.data.registry import class_names_of, tell_look_alikes
-from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.registry import SharedSources, class_names_of, tell_look_alikes
 from tests.support.own_images import write_folder
 
 

@@ -17,9 +17,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from promptfed.cli.commands.demo import demo_sites, demo_spec
+from promptfed.cli.commands.run import demo_sites, demo_spec
 from promptfed.cli.main import app
-from promptfed.sdk.errors import Exit
+from promptfed.sdk.client import Exit
 from promptfed.shared.data.demo import DEMOS
 from tests.support.waiting import PATIENCE, wait_for
 
@@ -120,9 +120,9 @@ def test_an_interrupt_stops_everything(sent: int, tmp_path: Path) -> None:
 
 def test_the_last_line_names_two_others_that_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The federation itself is not run here: its result is as `conduct` returns it."""
-    monkeypatch.setattr("promptfed.cli.commands.demo.started_services", lambda *given: nullcontext())
-    monkeypatch.setattr("promptfed.cli.commands.demo.conduct", lambda *given: None)
-    monkeypatch.setattr("promptfed.cli.commands.demo.show_result", lambda *given: None)
+    monkeypatch.setattr("promptfed.cli.commands.run.started_services", lambda *given: nullcontext())
+    monkeypatch.setattr("promptfed.cli.commands.run.conduct", lambda *given: None)
+    monkeypatch.setattr("promptfed.cli.commands.run.show_result", lambda *given: None)
     for own, named in ((), ["fedclipadapter", "promptfl"]), (("--method", "promptfl"), ["fedclipadapter"]):
         result = CliRunner().invoke(app, ["demo", *own])
         assert re.findall(r"--method (\w+) \(about \+\d+ points\)", result.stdout) == named

@@ -17,9 +17,8 @@ from promptfed.client_service.joining import doctor as doctor_module
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.state.site_log import read, verify
 from promptfed.sdk.backbone import open_backbone
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.shared.clip import shape_of
-from promptfed.shared.clip.weights import hub
+from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared.clip import shape_of, weights
 from promptfed.shared.spec.spec import BackboneSpec
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread
@@ -236,7 +235,7 @@ def test_a_client_checks_the_same_and_joins_nothing(
 
 def test_weights_that_cannot_be_had_are_one_line_that_says_how_to_bring_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(hub, "is_cached", lambda repository, file: False)
+    monkeypatch.setattr(weights, "is_cached", lambda repository, file: False)
     result = doctor("--model", "ViT-B-16", "--pretrained", "openai")
     assert result.exit_code == Exit.BAD_INPUT
     [line] = [line for line in result.output.splitlines() if line.startswith("fail  backbone")]

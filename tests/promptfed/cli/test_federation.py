@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from promptfed.cli.main import app
 from promptfed.runtime.processes import Processes
-from promptfed.sdk.errors import Exit
+from promptfed.sdk.client import Exit
 from promptfed.shared.clip import load_backbone
 from tests.support.waiting import PATIENCE
 

@@ -17,14 +17,12 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from promptfed.cli.commands.launch import check_port
+from promptfed.cli.commands.run import check_port
 from promptfed.cli.main import app
-from promptfed.runtime.gpus import choose_gpus, gpus_of_engine
-from promptfed.runtime.processes import ProcessFailed
+from promptfed.runtime.containers import choose_gpus, gpus_of_engine
+from promptfed.runtime.processes import ProcessFailed, Services, Site
 from promptfed.runtime.run_file import read_run
-from promptfed.runtime.services import Services, Site
-from promptfed.sdk.client import Answer, Coordinator, Request
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import Answer, CommandError, Coordinator, Exit, Request
 from promptfed.shared.spec.spec import parse_spec
 from tests import ROOT
 from tests.support.waiting import PATIENCE
@@ -191,7 +189,7 @@ def test_a_run_file_that_cannot_run(spec: Path, written: str, instead: str, opti
 @pytest.mark.parametrize("runtime", ["process", "docker"])
 def test_more_gpus_than_there_are(spec: Path, runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        f"promptfed.cli.commands.launch.gpus_of_{'torch' if runtime == 'process' else 'engine'}", lambda: ["one"]
+        f"promptfed.cli.commands.run.gpus_of_{'torch' if runtime == 'process' else 'engine'}", lambda: ["one"]
     )
     code, said = refusal(str(spec), "--runtime", runtime, "--gpus", "2")
     assert code == Exit.BAD_INPUT

@@ -19,11 +19,9 @@ from promptfed.cli.main import app
 from promptfed.coordinator.app import create_app
 from promptfed.coordinator.engine import json_logs
 from promptfed.coordinator.settings import Settings
-from promptfed.sdk.errors import Exit
-from promptfed.sdk.follow import Snapshot
-from promptfed.sdk.pace import Pace, describe_round, duration
-from promptfed.sdk.progress import Watcher
-from promptfed.sdk.summary import RoundSummary
+from promptfed.sdk.client import Exit
+from promptfed.sdk.progress import Pace, Snapshot, Watcher, describe_round, duration
+from promptfed.sdk.result import RoundSummary
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, in_thread
 

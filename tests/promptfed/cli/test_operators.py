@@ -10,7 +10,7 @@ from sqlalchemy import text
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
-from promptfed.shared.service.exit_codes import Exit
+from promptfed.shared.service.reasons import Exit
 from tests.support.coordinators import in_thread
 
 

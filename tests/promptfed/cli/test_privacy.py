@@ -16,8 +16,8 @@ from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.state.site_log import read, verify
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.export.export import ExportOptions, export
-from promptfed.runtime.services import Site
-from promptfed.sdk.errors import Exit
+from promptfed.runtime.processes import Site
+from promptfed.sdk.client import Exit
 from promptfed.shared.clip import FeatureCache, load_backbone, tiny
 from promptfed.shared.data import open_source
 from promptfed.shared.privacy.accounting import Event, epsilon_of
@@ -89,7 +89,7 @@ def test_a_ledger_names_its_federations_and_their_dates(tmp_path: Path) -> None:
 
 
 def test_adopt_records_its_question_before_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("promptfed.cli.commands.ledger.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("promptfed.cli.commands.site.ANSWER_SECONDS", 0.1)
     (tmp_path / "identity.json").write_text(json.dumps({"federation_id": "f", "secret": "s"}))
     asked = run("ledger", "adopt", "--state-dir", str(tmp_path), "--coordinator", "http://127.0.0.1:1")
     assert asked.exit_code != 0

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from promptfed.cli.main import app
 from promptfed.coordinator.store.tables import TaskRow
-from promptfed.sdk.errors import Exit
+from promptfed.sdk.client import Exit
 from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread, in_thread
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from promptfed.cli.scoring import _draw, confusion, scores
-from promptfed.sdk.errors import Exit
-from promptfed.shared.metrics.clinical import Estimate
-from promptfed.shared.metrics.pooling import pool_estimates
+from promptfed.sdk.client import Exit
+from promptfed.shared.metrics import Estimate, pool_estimates
 from tests.promptfed.conftest import command
 from tests.support.own_images import SHAPES, picture, write_folder
 

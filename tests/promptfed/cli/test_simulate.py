@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from promptfed.cli.commands.simulate import MOST_ROWS, _table, summaries
+from promptfed.cli.commands.run import MOST_ROWS, _table, summaries
 from promptfed.cli.main import app
-from promptfed.sdk.errors import Exit
+from promptfed.sdk.client import Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.tensors.torch_tensors import state_hash
 from tests import ROOT

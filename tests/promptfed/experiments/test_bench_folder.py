@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from promptfed.cli.bench_output import fitted, letters, remarks_on
+from promptfed.cli.bench import fitted, letters, remarks_on
 from promptfed.cli.main import app
-from promptfed.experiments.bench.bench_folder import BENCH_FILE, claim, results_csv
 from promptfed.experiments.bench.entries import parse_entries
-from promptfed.experiments.bench.results import BenchRun
-from promptfed.experiments.bench.runner import Bench
+from promptfed.experiments.bench.folder import BENCH_FILE, claim, results_csv
+from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
+from promptfed.experiments.bench.runner import Bench, BenchRun
 from promptfed.experiments.bench.tables import TableRow
-from promptfed.experiments.protocols.protocols import PROTOCOLS
-from promptfed.experiments.protocols.setting import Setting
-from promptfed.sdk.errors import Exit
+from promptfed.sdk.client import Exit
 from promptfed.sdk.result import Accuracy
 
 DATA = "symbols:sketch?topic=games&per_class=4&test_per_class=2"

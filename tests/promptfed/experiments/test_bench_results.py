@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
-from promptfed.sdk.errors import Exit
+from promptfed.sdk.client import Exit
 from promptfed.shared.data import open_source
 from promptfed.shared.metrics import calibration_error
 

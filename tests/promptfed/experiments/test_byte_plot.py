@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
-from promptfed.experiments.figures.plots import Point, name_points, scatter
+from promptfed.experiments.bench.plots import Point, name_points, scatter
 
 
 def written(points: list[Point], zero_shot: float | None = None) -> tuple[Figure, list[tuple[str, Bbox]]]:

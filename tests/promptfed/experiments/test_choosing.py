@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from promptfed.cli.commands.tune import _seeds, _words
-from promptfed.experiments.tuning.choosing import AUTO, Plan, choose, gain
-from promptfed.experiments.tuning.trials import Candidate, Trial
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.experiments.bench.tuning import AUTO, Candidate, Plan, Trial, choose, gain
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.methods import METHODS, resolve_spec
 from promptfed.shared.spec.spec import FederationSpec
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.export.model_card_markdown import _privacy
-from promptfed.runtime.services import Site
+from promptfed.export.model_card import _privacy
+from promptfed.runtime.processes import Site
 from promptfed.shared.clip import FeatureCache, load_backbone, tiny
 
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=3&client={}"

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from promptfed.experiments.bench.results import BenchRun
-from promptfed.experiments.figures.bench_metrics import figures, matrices_of, measures_of
-from promptfed.experiments.figures.comparison import paired_bootstrap
+from promptfed.experiments.bench.plots import paired_bootstrap
+from promptfed.experiments.bench.runner import BenchRun
+from promptfed.experiments.bench.tables import figures, matrices_of, measures_of
 from promptfed.sdk.result import Accuracy
-from promptfed.shared.metrics.outcomes import Outcomes
+from promptfed.shared.metrics import Outcomes
 
 NAMES = ("sun", "moon", "star")
 

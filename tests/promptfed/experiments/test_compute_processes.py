@@ -12,17 +12,16 @@ import pytest
 import torch
 
 from promptfed.client_service.exits import ClientError, Exit, Failure
-from promptfed.experiments.simulation.features import images_of
 from promptfed.experiments.simulation.preparation import open_site
-from promptfed.experiments.simulation.processes import Inherited, Processes, computing_processes, usual_pool
+from promptfed.experiments.simulation.processes import Inherited, Processes, computing_processes, images_of, usual_pool
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
-from promptfed.sdk.errors import CommandError
+from promptfed.runtime.processes import Site
+from promptfed.sdk.client import CommandError
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.messages import Peer
 from promptfed.shared.methods import resolve_spec
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, TrainResult
+from promptfed.shared.methods.core.interface import ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors

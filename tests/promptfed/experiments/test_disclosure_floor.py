@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from promptfed.client_service.privacy.floor import coded_accuracy, lowest
+from promptfed.client_service.privacy.noisy_counts import coded_accuracy, lowest
 from promptfed.client_service.privacy.policy import FLOOR
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 from tests.support import exports
 from tests.support.own_images import SHAPES, write_folder
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from promptfed.cli.main import app
 from promptfed.experiments.bench import presets, runner
 from promptfed.experiments.bench.presets import SEEDS, embedded_presets
-from promptfed.experiments.bench.provenance import commit, provenance
+from promptfed.experiments.bench.runner import commit, provenance
 from promptfed.shared.methods import METHODS, resolve_spec
 from tests import ROOT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from promptfed.experiments.bench.entries import parse_entries, parse_entry
-from promptfed.sdk.errors import CommandError
+from promptfed.sdk.client import CommandError
 
 
 def test_keys_of_the_spec_change_the_spec_and_others_the_method() -> None:

@@ -14,17 +14,16 @@ import pytest
 import torch
 
 import promptfed.shared.data.folder as folders
-import promptfed.shared.data.torchvision_sets as torchvision_sets
+import promptfed.shared.data.public_sets as torchvision_sets
 from promptfed.client_service.training.data import check_classes, check_domain, domain_of
 from promptfed.experiments.bench.presets import Preset, preset_names, read_preset
+from promptfed.experiments.bench.protocols import BaseToNovel
 from promptfed.experiments.bench.runner import Job, Runner
-from promptfed.experiments.protocols.protocols import BaseToNovel
 from promptfed.experiments.simulation.preparation import expect_usable, open_site, simulated_spec
 from promptfed.sdk.backbone import resolve
-from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.methods import check_fits, method_for
-from promptfed.shared.methods.core.interface.base import ClientInfo, ServerContext
-from promptfed.shared.methods.core.interface.hooks import ChecksClients
+from promptfed.shared.methods.core.interface import ChecksClients, ClientInfo, ServerContext
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec
 
 # Classes, and training and test images of each class (0 of the latter: one undivided set). Sizes of ImageNet and

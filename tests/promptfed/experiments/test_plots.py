@@ -10,14 +10,12 @@ import pytest
 from matplotlib.axes import Axes
 from PIL import Image
 
+from promptfed.experiments.bench import plots
 from promptfed.experiments.bench.entries import parse_entries
-from promptfed.experiments.bench.results import BenchRun
-from promptfed.experiments.bench.runner import Bench
+from promptfed.experiments.bench.plots import draw
+from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
+from promptfed.experiments.bench.runner import Bench, BenchRun
 from promptfed.experiments.bench.tables import TableRow, rows_of
-from promptfed.experiments.figures import plots
-from promptfed.experiments.figures.plots import draw
-from promptfed.experiments.protocols.protocols import PROTOCOLS
-from promptfed.experiments.protocols.setting import Setting
 from tests.promptfed.experiments.test_runner import accuracy, run_of
 
 

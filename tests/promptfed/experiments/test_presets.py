@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-import promptfed.shared.data.torchvision_sets as torchvision_sets
+import promptfed.shared.data.public_sets as torchvision_sets
 from promptfed.cli.main import app
 from promptfed.experiments.bench.presets import preset_names, read_preset
+from promptfed.experiments.bench.protocols import KNOWN
 from promptfed.experiments.bench.tables import TableRow, interleaved
-from promptfed.experiments.protocols.derived import KNOWN
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.data import Source, open_source
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.partition import classes_each, halves, pathological

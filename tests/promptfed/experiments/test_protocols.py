@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from promptfed.experiments.protocols.derived import KNOWN
-from promptfed.experiments.protocols.protocols import PROTOCOLS
-from promptfed.experiments.protocols.setting import Setting, with_options
-from promptfed.sdk.errors import CommandError
+from promptfed.experiments.bench.protocols import KNOWN, PROTOCOLS, Setting, with_options
+from promptfed.sdk.client import CommandError
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data import open_source
 from tests.support.own_images import write_folder

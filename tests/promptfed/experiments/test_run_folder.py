@@ -8,9 +8,9 @@ import pytest
 
 from promptfed.experiments.cluster.crew import shares
 from promptfed.experiments.simulation.run_folder import RunFolder, identity, run_folder
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 from promptfed.sdk.backbone import resolve
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 
 SITES = tuple(Site(f"site-{number}", f"symbols:neon?seed={number}") for number in range(5))
 

@@ -15,13 +15,10 @@ from promptfed.cli.bench import make_bench
 from promptfed.cli.main import app
 from promptfed.experiments.bench import runner as bench_module
 from promptfed.experiments.bench.entries import parse_entries
-from promptfed.experiments.bench.provenance import data_hash
-from promptfed.experiments.bench.results import BenchRun, read_run, write_json
-from promptfed.experiments.bench.runner import Bench, Runner, costs, measured
+from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
+from promptfed.experiments.bench.runner import Bench, BenchRun, Runner, costs, data_hash, measured, read_run, write_json
 from promptfed.experiments.bench.tables import TableRow, cell, markdown, rows_of, scores_of
-from promptfed.experiments.protocols.protocols import PROTOCOLS
-from promptfed.experiments.protocols.setting import Setting
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data import open_source
 from promptfed.shared.spec.spec import FederationSpec

@@ -12,11 +12,11 @@ from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger
 from promptfed.client_service.privacy.secure import SecureWork
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
-from promptfed.sdk.errors import CommandError
+from promptfed.runtime.processes import Site
+from promptfed.sdk.client import CommandError
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import DataError
-from promptfed.shared.methods.core.interface.base import MethodError, TrainResult
+from promptfed.shared.methods.core.interface import MethodError, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=4&client={}"

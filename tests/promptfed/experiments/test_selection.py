@@ -11,7 +11,7 @@ import pytest
 
 import promptfed
 from promptfed.client_service.training.data import held_out
-from promptfed.sdk.errors import CommandError
+from promptfed.sdk.client import CommandError
 from promptfed.shared.data import open_source
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.support import exports

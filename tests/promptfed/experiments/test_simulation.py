@@ -28,16 +28,16 @@ from promptfed.experiments.simulation import simulation
 from promptfed.experiments.simulation.preparation import PATIENCE_SECONDS, SimulationSetup, open_site
 from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
 from promptfed.experiments.simulation.workers import run_workers
-from promptfed.runtime.services import Site
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.follow import Snapshot
+from promptfed.runtime.processes import Site
+from promptfed.sdk.client import CommandError, Exit
+from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, tiny
-from promptfed.shared.clip.caches.slots import agreeing_slots
+from promptfed.shared.clip.caches import agreeing_slots
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
-from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.methods import resolve_spec
-from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, MethodError, TrainResult
+from promptfed.shared.methods.core.interface import Classifier, ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import state_hash
@@ -412,7 +412,7 @@ RUN = f"""
 import torch
 torch.set_num_threads(1)
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 sites = [Site(f"site-{{k}}", {DATA!r}.format(k)) for k in range(3)]
 simulate({spec(rounds=10_000)!r}, sites, pool=2, progress=lambda snapshot: print(snapshot.round, flush=True))
 """

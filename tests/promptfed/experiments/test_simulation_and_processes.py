@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.processes import Processes
-from promptfed.runtime.services import LocalFederation, Site
+from promptfed.runtime.processes import LocalFederation, Processes, Site
 from promptfed.sdk import operations
-from promptfed.sdk.follow import follow
+from promptfed.sdk.progress import follow
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone
 

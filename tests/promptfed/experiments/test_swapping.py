@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
-from promptfed.experiments.bench.results import BenchRun
-from promptfed.experiments.simulation.other_prompts import SWAPPED
+from promptfed.experiments.bench.runner import BenchRun
+from promptfed.experiments.simulation.simulation import SWAPPED
 
 DATA = "symbols:{domain}?topic=weather&per_class=2&test_per_class=2"
 METHODS = "singleset_vpt:head=linear:m=0,singleset_vpt:head=linear:m=2,promptfl:m=2"

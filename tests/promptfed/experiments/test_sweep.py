@@ -10,13 +10,10 @@ from typer.testing import CliRunner
 
 from promptfed.cli.main import app
 from promptfed.experiments.bench.entries import parse_entries
-from promptfed.experiments.bench.results import BenchRun
-from promptfed.experiments.bench.runner import Bench
-from promptfed.experiments.bench.sweep import DECIDES, Grid, rates_of, sweep, sweep_table
-from promptfed.experiments.protocols.derived import KNOWN
-from promptfed.experiments.protocols.protocols import PROTOCOLS
-from promptfed.experiments.protocols.setting import Setting
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.experiments.bench.folder import DECIDES, Grid, rates_of, sweep, sweep_table
+from promptfed.experiments.bench.protocols import KNOWN, PROTOCOLS, Setting
+from promptfed.experiments.bench.runner import Bench, BenchRun
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy
 
 DATA = "symbols:{domain}?topic=weather&per_class=8&test_per_class=2"

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
-from promptfed.experiments.bench.results import BenchRun
-from promptfed.experiments.bench.tables import TableRow, table_of
-from promptfed.experiments.figures.bench_metrics import (
+from promptfed.experiments.bench.runner import BenchRun
+from promptfed.experiments.bench.tables import (
     Matrix,
     Measures,
+    TableRow,
     matrix_table,
     measures_of,
     measures_table,
+    table_of,
 )
 from promptfed.sdk.result import Accuracy
-from promptfed.shared.metrics.outcomes import Outcomes
+from promptfed.shared.metrics import Outcomes
 from promptfed.shared.plain_text import markdown_cell, markdown_code
 
 BAD = "<img src=x onerror=alert(1)> a|b [c](javascript:d) `e`"

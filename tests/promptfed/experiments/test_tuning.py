@@ -10,11 +10,11 @@ import yaml
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
+from promptfed.experiments.bench.tuning import held_out_sites
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.experiments.tuning.trials import held_out_sites
+from promptfed.runtime.processes import Site
 from promptfed.runtime.run_file import read_run
-from promptfed.runtime.services import Site
-from promptfed.sdk.errors import Exit
+from promptfed.sdk.client import Exit
 from promptfed.shared.api.remarks import movement, near_chance
 from promptfed.shared.data import open_source
 

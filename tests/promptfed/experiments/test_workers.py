@@ -6,7 +6,7 @@ import pytest
 
 from promptfed.client_service.exits import ClientError
 from promptfed.experiments.simulation.workers import _exit
-from promptfed.shared.service.exit_codes import Exit
+from promptfed.shared.service.reasons import Exit
 
 
 @pytest.mark.parametrize(

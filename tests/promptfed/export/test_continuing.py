@@ -14,11 +14,11 @@ from typer.testing import CliRunner, Result
 
 from promptfed.cli.main import app
 from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
-from promptfed.export.continuing import continued
 from promptfed.export.reading import read_export
-from promptfed.runtime.services import Site
+from promptfed.export.verification import continued
+from promptfed.runtime.processes import Site
 from promptfed.sdk.backbone import resolve
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.api.export_card import STATE_FILE
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.spec.spec import SpecError

@@ -18,15 +18,15 @@ from promptfed.cli.main import app
 from promptfed.export import export as exporting
 from promptfed.export.adapted_model import AdaptedModel, predictor_of
 from promptfed.export.export import ExportOptions
+from promptfed.export.model_card import accuracies as card_accuracies
 from promptfed.export.model_card import snippet
-from promptfed.export.model_card_markdown import accuracies as card_accuracies
 from promptfed.export.reading import read_export
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.export_card import Accuracies, MeasuredAccuracy
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.text_features import name_features
+from promptfed.shared.methods.core.interface import name_features
 from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.support import exports

@@ -24,11 +24,10 @@ from promptfed.export.export import ExportOptions
 from promptfed.export.export import export as write_export
 from promptfed.export.reading import open_export, read_export
 from promptfed.export.verification import verify_export
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.operations import take
-from promptfed.shared.canonical import parse_json
+from promptfed.shared.canonical import export_statement, parse_json, statement
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
-from promptfed.shared.signatures import export_statement, statement
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.support import exports

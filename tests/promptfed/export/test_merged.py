@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from promptfed.export.adapted_model import AdaptedModel
-from promptfed.sdk.errors import CommandError
+from promptfed.sdk.client import CommandError
 from promptfed.shared.clip import Backbone, load_backbone, shape_of
-from promptfed.shared.clip.weights.local_weights import load_into, weights_in
+from promptfed.shared.clip.weights import load_into, weights_in
 from promptfed.shared.methods import make_method
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneSpec, TrainingSpec

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import promptfed
 from promptfed.cli.main import app
 from promptfed.export.onnx_graph import write_onnx
-from promptfed.sdk.errors import CommandError
+from promptfed.sdk.client import CommandError
 from promptfed.shared.methods import METHODS
 from tests.promptfed.export.test_onnx import expect_same_answers
 from tests.support import exports

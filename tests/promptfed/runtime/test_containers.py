@@ -18,10 +18,8 @@ from promptfed.runtime.containers import (
     federation_in_containers,
     with_absolute_paths,
 )
-from promptfed.runtime.processes import MAX_RESTARTS, ProcessFailed
-from promptfed.runtime.services import Site
-from promptfed.sdk.client import Request
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.runtime.processes import MAX_RESTARTS, ProcessFailed, Site
+from promptfed.sdk.client import CommandError, Exit, Request
 from tests.support.fake_docker import FakeEngine, FakeResource
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from promptfed.client_service.settings import ledger_path
-from promptfed.runtime.services import LocalFederation, Site
+from promptfed.runtime.processes import LocalFederation, Site
 
 
 class Recording:

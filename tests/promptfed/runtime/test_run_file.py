@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from promptfed.runtime.processes import Site, client_options
 from promptfed.runtime.run_file import RunFile, read_run
-from promptfed.runtime.services import Site, client_options
-from promptfed.sdk.errors import CommandError
+from promptfed.sdk.client import CommandError
 
 HEAD = "name: run\nmethod: {name: promptfl}\nrounds: 2\n"
 

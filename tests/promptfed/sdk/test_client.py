@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 import promptfed
 from promptfed.cli.main import app
 from promptfed.sdk import operations
-from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, Answer, AsyncCoordinator, Coordinator
-from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.follow import Snapshot
-from promptfed.sdk.summary import FederationList, FederationSummary
+from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, Answer, AsyncCoordinator, CommandError, Coordinator, Exit
+from promptfed.sdk.progress import Snapshot
+from promptfed.sdk.result import FederationList, FederationSummary
 from promptfed.shared.api.api_schemas import FederationView
 from tests.support.coordinators import InThread, in_thread
 from tests.support.waiting import PATIENCE

@@ -10,10 +10,9 @@ import httpx
 import pytest
 
 from promptfed.sdk import client as sdk_client
-from promptfed.sdk.client import Coordinator, Request
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Coordinator, Exit, Request
 from promptfed.shared.api.api_schemas import Health
-from promptfed.shared.service.addresses import TOLD
+from promptfed.shared.service.net import TOLD
 from tests.support.waiting import PATIENCE
 
 A, B = "https://a.example", "https://b.example"

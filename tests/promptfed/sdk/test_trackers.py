@@ -12,8 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
-from promptfed.sdk.client import Coordinator
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.sdk.trackers import metrics_of, open_tracker, record, track
 from promptfed.shared.api.api_schemas import BackboneView, ClientCounts, FederationView

@@ -15,7 +15,7 @@ from PIL import Image
 from torch.func import functional_call
 
 from promptfed.shared.clip import Backbone, load_backbone
-from promptfed.shared.methods.core.trained_tower import trained_kinds
+from promptfed.shared.methods.core.tower import trained_kinds
 from tests.support.equality import assert_gradients, assert_values
 
 VISION = {"image_size": 32, "layers": 3, "width": 64, "head_width": 16, "patch_size": 8}

@@ -9,7 +9,7 @@ import torch
 
 from promptfed.shared.clip import BackboneError, load_backbone, shape_of
 from promptfed.shared.clip.sizes import shape_by_name
-from promptfed.shared.clip.towers.blocks import LowRank
+from promptfed.shared.clip.towers.text import LowRank
 from tests.shared.clip.conftest import (
     CLASS_NAMES,
     assert_image_weights_equal,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from benchmarks.backbones.training import fresh_model, save_weights
+from benchmarks.backbone import fresh_model, save_weights
 from promptfed.shared.clip import BackboneError, load_backbone
 from promptfed.shared.clip.emoji import FROM_TINY, MODEL, PRETRAINED
 from promptfed.shared.clip.tiny import weights_path

@@ -20,7 +20,7 @@ from promptfed.shared.clip.building import seeded
 from promptfed.shared.clip.towers.dense import DenseEncoder
 from promptfed.shared.clip.towers.hub_text import text_tower_of
 from promptfed.shared.clip.towers.prefix import PrefixEncoder
-from promptfed.shared.clip.towers.tokens import ClassPrompts
+from promptfed.shared.clip.towers.text import ClassPrompts
 from tests.shared.clip.conftest import assert_text_weights_equal, noise, prompts_hooked_in, value_and_gradients
 from tests.support.equality import assert_gradients, assert_values
 

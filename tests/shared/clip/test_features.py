@@ -12,9 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from promptfed.shared.clip import FeatureCache, load_backbone
-from promptfed.shared.clip.caches import rows
-from promptfed.shared.clip.caches.slots import BATCH, DEVICE_BATCH, agreeing_slots
+from promptfed.shared.clip import FeatureCache, caches, load_backbone
+from promptfed.shared.clip.caches import BATCH, DEVICE_BATCH, agreeing_slots
 from promptfed.shared.clip.preprocessing import Halves
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data.image_files import middle
@@ -77,8 +76,8 @@ def test_each_image_goes_through_the_tower_once(small: Any, tmp_path: Any) -> No
 
 
 def test_rows_that_are_held_in_blocks_are_those_of_the_files(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(rows, "BLOCK", 4)
-    monkeypatch.setattr(rows, "PART", 3)
+    monkeypatch.setattr(caches, "BLOCK", 4)
+    monkeypatch.setattr(caches, "PART", 3)
     backbone, split = small("small-vit"), Noise(10)
     cache = FeatureCache(tmp_path)
     whole = torch.cat([cache.features(backbone, split, indices=part) for part in ([7, 2, 9], [0, 1, 7, 3, 4, 5, 6, 8])])
@@ -133,7 +132,7 @@ def damage(path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["truncated", "flipped", "empty"])
 def test_a_damaged_file_is_computed_again(small: Any, tmp_path: Any, kind: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(rows, "FILE_ROWS", 1)  # a file for each batch
+    monkeypatch.setattr(caches, "FILE_ROWS", 1)  # a file for each batch
     backbone = small("small-vit")
     whole = len(agreeing_slots(backbone))  # how many images a file holds is the CPU's
     split = Noise(whole + 1)
@@ -276,7 +275,7 @@ def test_other_processes_read_the_same_images(small: Any, tmp_path: Any, monkeyp
         pictures.image(number).save(place / f"{number}.png")
     split = open_source(f"folder:{tmp_path}/images", "evaluator").test
     wanted = FeatureCache(tmp_path / "here").features(backbone, split)
-    monkeypatch.setattr(rows, "apart_on", lambda device: True)
+    monkeypatch.setattr(caches, "apart_on", lambda device: True)
     asked: list[Any] = []
     submit = Readers.submit
     monkeypatch.setattr(Readers, "submit", lambda *given: asked.append(given[1]) or submit(*given))
@@ -321,7 +320,7 @@ def test_many_batches_share_a_file_and_what_was_computed_is_kept(small: Any, tmp
     again.features(backbone, split)
     assert again.images_computed == len(split) - sum(told)
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 2
-    monkeypatch.setattr(rows, "FILE_SECONDS", 0)
+    monkeypatch.setattr(caches, "FILE_SECONDS", 0)
     FeatureCache(tmp_path / "slow").features(backbone, split)
     assert len(list(tmp_path.glob("slow/*/*.safetensors"))) >= 4, "a kill costs little where a tower is slow"
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from promptfed.shared.clip import Backbone, BackboneError, load_backbone
-from promptfed.shared.clip.weights import hub
-from promptfed.shared.clip.weights.hub import known_as
+from promptfed.shared.clip import Backbone, BackboneError, load_backbone, weights
+from promptfed.shared.clip.weights import known_as
 from tests.shared.clip.conftest import CLASS_NAMES
 from tests.support.equality import assert_values
 from tests.support.own_images import SHAPES, picture
@@ -104,11 +103,11 @@ def test_weights_that_are_neither_here_nor_within_reach_are_told_soon(
 
     monkeypatch.setattr("open_clip.factory.download_pretrained", download)
     monkeypatch.setattr("open_clip.factory.download_pretrained_from_hf", download)
-    monkeypatch.setattr(hub, "is_cached", lambda repository, file: False)
+    monkeypatch.setattr(weights, "is_cached", lambda repository, file: False)
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # it takes connections and never answers
         for address in (f"http://127.0.0.1:{deaf.getsockname()[1]}", "http://127.0.0.1:9"):
             monkeypatch.setenv("HF_ENDPOINT", address)
-            monkeypatch.setattr(hub, "REACH_SECONDS", 0.5)
+            monkeypatch.setattr(weights, "REACH_SECONDS", 0.5)
             with pytest.raises(BackboneError) as caught:
                 load_backbone("ViT-B-16", "openai")
             for part in (
@@ -129,7 +128,7 @@ def test_weights_that_are_here_are_not_looked_for_elsewhere(monkeypatch: pytest.
     import huggingface_hub
 
     asked: list[str] = []
-    monkeypatch.setattr(hub, "unreachable", lambda address: asked.append(address))
+    monkeypatch.setattr(weights, "unreachable", lambda address: asked.append(address))
     folder = tmp_path / "models--timm--vit_base_patch16_clip_224.openai"
     (folder / "snapshots" / "abc").mkdir(parents=True)
     (folder / "refs").mkdir()
@@ -139,10 +138,10 @@ def test_weights_that_are_here_are_not_looked_for_elsewhere(monkeypatch: pytest.
     monkeypatch.setattr(
         huggingface_hub, "try_to_load_from_cache", lambda repo, file: find(repo, file, cache_dir=str(tmp_path))
     )
-    hub.expect_at_hand("ViT-B-16", "openai")
+    weights.expect_at_hand("ViT-B-16", "openai")
     assert not asked
-    hub.expect_at_hand("ViT-B-32", "openai")
-    assert asked == [hub.endpoint()]
+    weights.expect_at_hand("ViT-B-32", "openai")
+    assert asked == [weights.endpoint()]
 
 
 SIGLIP = {

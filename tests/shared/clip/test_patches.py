@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from promptfed.shared.clip import BackboneError, FeatureCache, shape_of
-from promptfed.shared.clip.caches.features import PatchCache
-from promptfed.shared.clip.towers.patches import attend_from_everywhere
+from promptfed.shared.clip.caches import PatchCache
+from promptfed.shared.clip.towers.vision import attend_from_everywhere
 from tests.shared.clip.conftest import Noise, noise
 from tests.support.equality import assert_values
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.clip.towers import dense, text
-from promptfed.shared.clip.towers.prefix_attention import ClassBucket, Layout, PrefixAttention
+from promptfed.shared.clip.towers.prefix import ClassBucket, Layout, PrefixAttention
 from tests.shared.clip.conftest import (
     CLASS_NAMES,
     PLAIN_ONLY_MODELS,

@@ -20,7 +20,7 @@ from timm.models._registry import register_model
 from timm.models.vision_transformer import VisionTransformer
 
 from promptfed.shared.clip import BackboneError, load_backbone, shape_of
-from promptfed.shared.clip.timm.timm_vit import VisualBackbone
+from promptfed.shared.clip.timm_towers import VisualBackbone
 from tests.shared.clip.conftest import noise
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.waiting import PATIENCE

@@ -15,9 +15,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.testing import assert_close
 
-from benchmarks.backbones.tiny import corpus
-from benchmarks.backbones.tiny.pretrain import learning_rate, loss_of, pretrain
-from benchmarks.backbones.training import encode_short, normalise, save_weights
+from benchmarks import backbone
+from benchmarks.backbone import encode_short, learning_rate, loss_of, normalise, pretrain, save_weights
 from promptfed.shared.clip.tiny import MODEL, register, weights_path
 from promptfed.shared.data.classes import SYMBOLS
 from promptfed.shared.data.digits import DIGIT_NAMES
@@ -145,9 +144,9 @@ def corpus_digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_batch_is_a_function_of_seed_and_step() -> None:
-    recipe = corpus.Recipe()
-    first, again = (corpus.make_batch(0, 900, 12, recipe) for _ in range(2))
-    other = corpus.make_batch(0, 901, 12, recipe)
+    recipe = backbone.Recipe()
+    first, again = (backbone.make_batch(0, 900, 12, recipe) for _ in range(2))
+    other = backbone.make_batch(0, 901, 12, recipe)
     assert torch.equal(first.images, again.images)
     assert torch.equal(first.tokens, again.tokens)
     assert torch.equal(first.target, again.target)
@@ -155,22 +154,22 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
 
 
 def test_each_image_is_told_by_its_caption() -> None:
-    batch = corpus.make_batch(0, 2000, 32, corpus.Recipe())
+    batch = backbone.make_batch(0, 2000, 32, backbone.Recipe())
     assert batch.target.diagonal().eq(1).all()
     assert batch.target.sum() < 32 * 4
 
 
 def test_words_before_the_name_grow_to_a_context() -> None:
-    recipe = corpus.Recipe()
+    recipe = backbone.Recipe()
     assert recipe.longest_prefix(0) == recipe.longest_prefix(recipe.short_steps) == 0
-    assert recipe.longest_prefix(10_000) == corpus.LONGEST_PREFIX == 16
-    short = corpus.make_batch(0, 0, 64, recipe).tokens
-    long = corpus.make_batch(0, 5000, 64, recipe).tokens
+    assert recipe.longest_prefix(10_000) == backbone.LONGEST_PREFIX == 16
+    short = backbone.make_batch(0, 0, 64, recipe).tokens
+    long = backbone.make_batch(0, 5000, 64, recipe).tokens
     assert short.shape[1] < 16 < long.shape[1] <= 32
 
 
 def test_first_steps_are_easy() -> None:
-    recipe = corpus.Recipe()
+    recipe = backbone.Recipe()
     assert recipe.opening(recipe.easy_steps) == 0
     assert recipe.opening(recipe.easy_steps + recipe.opening_steps) == 1
 
@@ -183,7 +182,7 @@ def arguments(**changes: object) -> argparse.Namespace:
 
 
 def test_pretraining_is_reproducible(tmp_path: Path) -> None:
-    recipe = corpus.Recipe()
+    recipe = backbone.Recipe()
     for name in ("a", "b"):
         save_weights(pretrain(arguments(), recipe), tmp_path / name)
     save_weights(pretrain(arguments(seed=1), recipe), tmp_path / "c")
@@ -192,7 +191,7 @@ def test_pretraining_is_reproducible(tmp_path: Path) -> None:
 
 
 def test_pretraining_leaves_the_word_vectors_alone() -> None:
-    short, longer = (pretrain(arguments(steps=n), corpus.Recipe()) for n in (1, 3))
+    short, longer = (pretrain(arguments(steps=n), backbone.Recipe()) for n in (1, 3))
     assert torch.equal(short.token_embedding.weight, longer.token_embedding.weight)
     assert not torch.equal(short.text_projection, longer.text_projection)
 
@@ -204,8 +203,8 @@ def test_short_text_is_the_whole_text(model: open_clip.CLIP) -> None:
 
 
 def test_a_batch_s_other_true_captions_are_not_held_against_it(model: open_clip.CLIP) -> None:
-    batch = corpus.make_batch(3, 2000, 16, corpus.Recipe())
-    twice = corpus.Batch(torch.cat([batch.images] * 2), torch.cat([batch.tokens] * 2), batch.target.repeat(2, 2))
+    batch = backbone.make_batch(3, 2000, 16, backbone.Recipe())
+    twice = backbone.Batch(torch.cat([batch.images] * 2), torch.cat([batch.tokens] * 2), batch.target.repeat(2, 2))
     image_loss = loss_of(model, batch)
     # Every caption stands there twice, so each of the two equally right ones can have half at best: log 2 more.
     assert_close(loss_of(model, twice), image_loss + torch.log(torch.tensor(2.0)), atol=1e-4, rtol=1e-4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from promptfed.shared.clip import BackboneError
-from promptfed.shared.clip.towers.tokens import PromptTokenizer
+from promptfed.shared.clip.towers.text import PromptTokenizer
 
 PAD, BOS, EOS, CLS = 0, 1, 2, 3
 

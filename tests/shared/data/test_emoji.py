@@ -13,9 +13,8 @@ import torch
 
 from promptfed.shared import messages
 from promptfed.shared.data import DataError, Source, open_source
-from promptfed.shared.data.emoji import store
-from promptfed.shared.data.emoji.source import domain_of
-from promptfed.shared.data.emoji.splits import FILE, POOLS, splits
+from promptfed.shared.data.emoji import source as store
+from promptfed.shared.data.emoji.source import FILE, POOLS, domain_of, splits
 from promptfed.shared.data.emoji.styles import COMMON, RARE, SIZE, STYLES, UNREAD_FAMILIES
 
 PERMISSIVE = {"MIT", "Apache-2.0", "OFL-1.1"}

@@ -16,11 +16,10 @@ from PIL import Image
 from promptfed.client_service.serving import prediction
 from promptfed.client_service.serving.prediction import BadImage
 from promptfed.client_service.training.data import domain_of
-from promptfed.shared.data import DataError, hugging_face, image_files, open_source, torchvision_sets
+from promptfed.shared.data import DataError, image_files, open_source, public_sets
 from promptfed.shared.data.image_files import LARGE, SHRUNK, read_image
 from promptfed.shared.data.options import Options
-from promptfed.shared.data.registry import class_names_of
-from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.registry import SharedSources, class_names_of
 from tests.support.own_images import picture, tiff_with_a_fraction_as_an_offset, union_uri, write_folder
 
 
@@ -234,9 +233,9 @@ def test_a_library_gives_no_image_without_a_finite_number() -> None:
     image = Image.fromarray(np.full((8, 8), np.nan, dtype=np.float32))
     rows = {"label": [0], 0: {"image": image}}
     with pytest.raises(DataError, match=r"column image holds no readable image \(none of its pixels"):
-        hugging_face._split(rows, "image", "label", ("a", "b"), Options("hf:own")).image(0)
+        public_sets._dataset_split(rows, "image", "label", ("a", "b"), Options("hf:own")).image(0)
     with pytest.raises(DataError, match=r"image 0 of torchvision's own cannot be read \(none of its pixels"):
-        torchvision_sets._split("own", [(image, 0)]).image(0)
+        public_sets._torchvision_split("own", [(image, 0)]).image(0)
 
 
 def test_an_ordinary_image_is_read_as_it_is(tmp_path: Path) -> None:

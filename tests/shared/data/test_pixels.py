@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from promptfed.client_service.serving import prediction
-from promptfed.shared.data import DataError, hugging_face, image_files, open_source, torchvision_sets
+from promptfed.shared.data import DataError, image_files, open_source, public_sets
 from promptfed.shared.data.image_files import image_digest, read_image
 from promptfed.shared.data.options import Options
 
@@ -237,8 +237,8 @@ def test_every_orientation_is_read_upright(tmp_path: Path, end: str, orientation
     for image in (
         read_image(path),
         prediction.read_image(path.read_bytes()),
-        hugging_face._split(rows, "image", "label", ("a", "b"), Options("hf:own")).image(0),
-        torchvision_sets._split("own", [(opened, 0)]).image(0),
+        public_sets._dataset_split(rows, "image", "label", ("a", "b"), Options("hf:own")).image(0),
+        public_sets._torchvision_split("own", [(opened, 0)]).image(0),
     ):
         assert image.size == (24, 16)
         assert np.abs(np.subtract(np.asarray(image), np.asarray(CORNER), dtype=int)).max() <= (3 if end == "jpg" else 0)

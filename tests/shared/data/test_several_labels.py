@@ -11,11 +11,10 @@ import torch
 from PIL import Image
 
 from promptfed.shared.data import DataError, Source, open_source
+from promptfed.shared.data.folder import contact_sheet
 from promptfed.shared.data.image_files import image_digest, read_image
 from promptfed.shared.data.partition import class_counts, strata
-from promptfed.shared.data.registry import class_names_of
-from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.data.sheet import contact_sheet
+from promptfed.shared.data.registry import SharedSources, class_names_of
 from tests.support.own_images import SHAPES, write_scenes
 
 SCENES = "emoji-scenes:flat?count=300&test_count=60"

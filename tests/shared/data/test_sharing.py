@@ -10,8 +10,7 @@ from PIL import Image
 
 from promptfed.shared.data import DataError, Source, folder, open_source
 from promptfed.shared.data import source as data_source
-from promptfed.shared.data.registry import SCHEMES
-from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.registry import SCHEMES, SharedSources
 from promptfed.shared.data.source import image_digest
 
 SMALL = "symbols:sketch?topic=faces&per_class=5&test_per_class=5"

@@ -15,8 +15,7 @@ import torch
 from PIL import Image
 
 from promptfed.shared.data import DataError, open_source
-from promptfed.shared.data.registry import class_names_of
-from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.registry import SharedSources, class_names_of
 from tests.support.own_images import union_uri
 from tests.support.waiting import PATIENCE
 

@@ -7,10 +7,17 @@ import pytest
 import torch
 
 from promptfed.shared.data import DataError, open_source
-from promptfed.shared.data.classes import SYMBOLS, TOPIC_TEMPLATES, TOPICS
-from promptfed.shared.data.drawing import glyph, hash_keys
-from promptfed.shared.data.render import render
-from promptfed.shared.data.styles import COMMON, RARE, STYLES
+from promptfed.shared.data.symbols import (
+    COMMON,
+    RARE,
+    STYLES,
+    SYMBOLS,
+    TOPIC_TEMPLATES,
+    TOPICS,
+    glyph,
+    hash_keys,
+    render,
+)
 
 
 def pixels(split: object, index: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
-from promptfed.shared.methods.core.interface.base import ClientContext
+from promptfed.shared.methods.core.interface import ClientContext
 from tests.support.terms import training_terms
 
 NAMES = ("sun", "chess knight", "umbrella", "pair of scissors", "hot air balloon")

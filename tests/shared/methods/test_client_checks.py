@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from promptfed.shared.methods import method_for, resolve_spec
-from promptfed.shared.methods.core.checks.client_checks import (
+from promptfed.shared.methods.core.checks import (
     allowed_rounds,
     check_clients,
     check_hopeless,
@@ -15,7 +15,7 @@ from promptfed.shared.methods.core.checks.client_checks import (
     expected_clients,
     spent,
 )
-from promptfed.shared.methods.core.interface.base import MethodError, ServerContext
+from promptfed.shared.methods.core.interface import MethodError, ServerContext
 from promptfed.shared.privacy.accounting import Event, epsilon_of, replace_one_epsilon
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError
 

@@ -15,13 +15,7 @@ from torch import Tensor
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.client_rows import ClientRowsMethod
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    ClientInfo,
-    ClientUpdate,
-    MethodError,
-    ServerContext,
-)
+from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, ClientUpdate, MethodError, ServerContext
 from promptfed.shared.methods.pfedmoap import Gate, PFedMoAP, PFedMoAPHyper
 from promptfed.shared.methods.promptfl_amp import PromptFLAMP, mixing_weights
 from promptfed.shared.seeds import initial_draws

@@ -12,7 +12,7 @@ from torch import Tensor
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import (
+from promptfed.shared.methods.core.interface import (
     ClientContext,
     ClientUpdate,
     MethodError,

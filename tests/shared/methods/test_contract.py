@@ -9,10 +9,10 @@ import torch
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 from promptfed.shared.data import open_source
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
-from promptfed.shared.methods.core.interface.base import ClientUpdate, ServerContext
+from promptfed.shared.methods.core.interface import ClientUpdate, ServerContext
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
 from tests.support.equality import assert_values

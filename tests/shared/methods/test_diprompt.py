@@ -15,7 +15,7 @@ from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.context import TextPromptClassifier
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, Mixes
+from promptfed.shared.methods.core.interface import ClientContext, ClientUpdate, Mixes
 from promptfed.shared.methods.diprompt import DiPrompt
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit

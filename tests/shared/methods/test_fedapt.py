@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from promptfed.shared.clip import Backbone
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import fedapt, make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientInfo, MethodError, ServerContext
+from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, MethodError, ServerContext
 from promptfed.shared.methods.fedapt import FedAPT, domains_of, mixture_of, scaled
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, ServerContext
+from promptfed.shared.methods.core.interface import ClientContext, ServerContext
 from promptfed.shared.methods.fedclip import attended
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, Fixed, ServerContext
-from promptfed.shared.methods.fedclipadapter import blended
+from promptfed.shared.methods.adapters import blended
+from promptfed.shared.methods.core.interface import ClientContext, Fixed, ServerContext
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientUpdate, Method, MethodError
-from promptfed.shared.methods.core.interface.insights import MeasuresUpdates
+from promptfed.shared.methods.core.interface import ClientUpdate, MeasuresUpdates, Method, MethodError
 from promptfed.shared.methods.zero_shot import ZeroShot
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.tensors import Tensors

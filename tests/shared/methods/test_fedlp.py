@@ -12,7 +12,7 @@ from torch import Tensor
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate
+from promptfed.shared.methods.core.interface import ClientContext, ClientUpdate
 from promptfed.shared.methods.fedlp import Problem
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import initial_draws

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import fedpgp, make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, ServerContext
+from promptfed.shared.methods.core.interface import ClientContext, MethodError, ServerContext
 from promptfed.shared.methods.core.training import batches, learning_rate
 from promptfed.shared.methods.fedpgp import FedPGP
 from promptfed.shared.seeds import generator

@@ -13,7 +13,7 @@ from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.fedpr import FedPR, projection
 from promptfed.shared.methods.fedvpt import PROMPTS
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_tensors import TorchDraws
 from tests.support import literal_visual as literal
 from tests.support.equality import assert_values
 from tests.support.literal import cross_entropy

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method, resolve_spec
-from promptfed.shared.methods.core import fedsr, generalization
+from promptfed.shared.methods.core import generalization
 from promptfed.shared.methods.core.generalization import Subset, adjusted, held_out
-from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdate, Method, MethodError, ServerContext
+from promptfed.shared.methods.core.interface import ClientInfo, ClientUpdate, Method, MethodError, ServerContext
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
@@ -59,7 +59,7 @@ def state_of(method: Method, backbone: Backbone, *clients: str) -> Tensors:
 def reference() -> Tensors:
     """r, s and c of a client that has trained."""
     draws = torch.Generator().manual_seed(9)
-    start = fedsr.reference({}, 3, 5)
+    start = generalization.reference({}, 3, 5)
     return {name: tensor + torch.randn(tensor.shape, generator=draws) * 0.02 for name, tensor in start.items()}
 
 
@@ -114,7 +114,7 @@ def test_fedsr_classifies_by_the_mean_probabilities_of_twenty_draws(backbone: Ba
     found = method.classifier(context, state, {}).logits(context.train, ROWS)
     tower = method.tower(context, state, {})
     features = method.features(tower, context.train.images(ROWS))
-    draws = fedsr.draws_for_images(context.seed, 5)
+    draws = generalization.draws_for_images(context.seed, 5)
     mean = F.linear(features, state["sr_mean_weight"], state["sr_mean_bias"])
     scale = F.softplus(F.linear(features, state["sr_scale_weight"], state["sr_scale_bias"]))
     scored = [F.linear(mean + scale * draw, state["head_weight"], state["head_bias"]) for draw in draws]
@@ -130,8 +130,8 @@ def test_fedsr_classifies_by_the_mean_probabilities_of_twenty_draws(backbone: Ba
 def test_fedsr_starts_as_its_paper_says_and_needs_a_linear_head(backbone: Backbone) -> None:
     method = method_of(**FEDSR)
     state = method.initial_state(replace(server_context(backbone, "a"), class_names=tuple(NAMES)), initial_draws(3))
-    assert not {spec.name for spec in fedsr.REFERENCE} & {spec.name for spec in method.state_tensors()}
-    own = fedsr.reference({}, 3, 5)
+    assert not {spec.name for spec in generalization.REFERENCE} & {spec.name for spec in method.state_tensors()}
+    own = generalization.reference({}, 3, 5)
     assert own["sr_class_mean"].equal(torch.zeros(3, 5))
     assert own["sr_class_scale"].equal(torch.ones(3, 5))
     assert float(own["sr_factor"]) == 1

@@ -11,13 +11,7 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import (
-    Classifier,
-    ClientContext,
-    Fixed,
-    MethodError,
-    ServerContext,
-)
+from promptfed.shared.methods.core.interface import Classifier, ClientContext, Fixed, MethodError, ServerContext
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import generator
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec

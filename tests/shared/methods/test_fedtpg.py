@@ -14,8 +14,13 @@ from torch import Tensor
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import fedtpg, make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, MethodError, ServerContext
-from promptfed.shared.methods.core.text_features import name_features
+from promptfed.shared.methods.core.interface import (
+    ClientContext,
+    ClientUpdate,
+    MethodError,
+    ServerContext,
+    name_features,
+)
 from promptfed.shared.methods.core.training import batches, learning_rate
 from promptfed.shared.methods.fedtpg import FedTPG
 from promptfed.shared.seeds import generator, initial_draws

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.heads import HEAD_RATE, head_start
-from promptfed.shared.methods.core.interface.base import Method
+from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors

@@ -16,7 +16,7 @@ from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import open_source
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.generalization import Subset
-from promptfed.shared.methods.core.interface.base import MethodError
+from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors

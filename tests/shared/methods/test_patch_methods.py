@@ -13,12 +13,10 @@ from torch.nn import functional as F
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, ServerContext
-from promptfed.shared.methods.core.interface.insights import HasVariants
-from promptfed.shared.methods.core.patch_texts import PatchTextLogits
-from promptfed.shared.methods.core.private_context import LOCAL
-from promptfed.shared.methods.core.transport import balanced, unbalanced
+from promptfed.shared.methods.core.interface import ClientContext, HasVariants, MethodError, ServerContext
+from promptfed.shared.methods.core.patch_texts import PatchTextLogits, balanced, unbalanced
 from promptfed.shared.methods.fedotp import FedOTP
+from promptfed.shared.methods.promptfl import LOCAL
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit

@@ -8,8 +8,7 @@ import torch
 from promptfed.client_service.training.payloads import check_payload, known_sizes
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core.interface.base import ClientInfo, ServerContext
-from promptfed.shared.methods.core.interface.hooks import AdoptsStates
+from promptfed.shared.methods.core.interface import AdoptsStates, ClientInfo, ServerContext
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import TensorError

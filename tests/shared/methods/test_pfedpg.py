@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.methods import describe, make_method
-from promptfed.shared.methods.core.interface.base import ClientInfo, MethodError, ServerContext
-from promptfed.shared.methods.core.interface.hooks import check_admission
+from promptfed.shared.methods.core.interface import ClientInfo, MethodError, ServerContext, check_admission
 from promptfed.shared.methods.pfedpg import BASIS, DESCRIPTORS, PFedPG
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_draws import TorchDraws
-from promptfed.shared.tensors.torch_tensors import check, state_hash
+from promptfed.shared.tensors.torch_tensors import TorchDraws, check, state_hash
 from tests.shared.methods.conftest import NAMES
 from tests.support.equality import assert_values
 from tests.support.literal_pfedpg import PROMPTS, Server

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT, LinearHead
-from promptfed.shared.methods.core.interface.base import ClientContext
+from promptfed.shared.methods.core.interface import ClientContext
 from promptfed.shared.methods.core.training import batches
 from promptfed.shared.seeds import generator
 from tests.shared.methods.conftest import NAMES

@@ -22,8 +22,8 @@ from promptfed.client_service.training.trainer import TaskWork
 from promptfed.client_service.worker import Worker
 from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
-from promptfed.sdk.errors import CommandError
+from promptfed.runtime.processes import Site
+from promptfed.sdk.client import CommandError
 from promptfed.shared.clip import Backbone, FeatureCache, shape_of
 from promptfed.shared.data import open_source
 from promptfed.shared.messages import Task

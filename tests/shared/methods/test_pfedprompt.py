@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientContext
+from promptfed.shared.methods.core.interface import ClientContext
 from promptfed.shared.methods.pfedprompt import Memory, MemoryLogits, PFedPrompt, PFedPromptHyper
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate
+from promptfed.shared.methods.core.interface import ClientContext, ClientUpdate
 from promptfed.shared.methods.plan import Aggregator, Reference, aggregator_of, divergence
 from promptfed.shared.tensors import Tensors
 from tests.support import literal_visual as literal

@@ -13,14 +13,14 @@ from PIL import Image
 from torch import Tensor
 
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.data import Source
-from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.data.source import Split, reader_of
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ServerContext
+from promptfed.shared.methods.core.interface import ServerContext
 from promptfed.shared.methods.core.training import batches
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import TrainingSpec

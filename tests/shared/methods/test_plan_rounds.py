@@ -11,9 +11,9 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import MethodError
+from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.methods.plan import Aggregator
-from promptfed.shared.tensors.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_tensors import TorchDraws
 from tests.support.equality import assert_values
 from tests.support.small_plan import check_state, phase_of, plan, run_phase, slow_reference, start
 from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone
@@ -218,7 +218,7 @@ def test_which_phases_are_means() -> None:
 
 def server_context_of(shape: Any) -> Any:
     """A roster of nobody before a backbone of this shape."""
-    from promptfed.shared.methods.core.interface.base import ServerContext
+    from promptfed.shared.methods.core.interface import ServerContext
     from promptfed.shared.spec.spec import TrainingSpec
 
     return ServerContext(TrainingSpec(), shape, None, (), seed=0, rounds=20)

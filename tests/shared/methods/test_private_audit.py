@@ -17,9 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from promptfed.shared.methods.core import private_training
-from promptfed.shared.methods.core.interface.base import ClientContext
-from promptfed.shared.methods.core.interface.protection import Objective, Protection
+from promptfed.shared.methods.core import training
+from promptfed.shared.methods.core.interface import ClientContext, Objective, Protection
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.privacy.accounting import epsilon_of
 from promptfed.shared.privacy.noise import NoiseStream, SeededNoise
@@ -76,7 +75,7 @@ def test_a_mechanism_without_noise_or_clipping_is_found(
     if broken == "no noise":
         stream = NoNoise(bytes(32))
     else:
-        monkeypatch.setattr(private_training, "clipped", lambda gradients, clip: gradients)
+        monkeypatch.setattr(training, "clipped", lambda gradients, clip: gradients)
     bound, epsilon = shown(make_context, 2, 2.0, stream)
     assert bound > epsilon
 
@@ -95,7 +94,7 @@ def test_in_eighteen_of_twenty_runs_a_broken_mechanism_is_found(
     broken: str, make_context: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if broken == "no clip":
-        monkeypatch.setattr(private_training, "clipped", lambda gradients, clip: gradients)
+        monkeypatch.setattr(training, "clipped", lambda gradients, clip: gradients)
     found = []
     for seed in range(20):
         stream: NoiseStream = NoNoise(bytes([seed]) * 32) if broken == "no noise" else SeededNoise(seed).stream()

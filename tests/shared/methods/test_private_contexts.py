@@ -12,9 +12,8 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method, promptfolio
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, ServerContext
-from promptfed.shared.methods.core.interface.insights import HasVariants
-from promptfed.shared.methods.core.private_context import LOCAL, PrivateContextMethod
+from promptfed.shared.methods.core.interface import ClientContext, ClientUpdate, HasVariants, ServerContext
+from promptfed.shared.methods.promptfl import LOCAL, PrivateContextMethod
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit, wide_step

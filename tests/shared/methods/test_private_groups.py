@@ -12,8 +12,7 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientContext
-from promptfed.shared.methods.core.interface.protection import Protection, UnprotectedError
+from promptfed.shared.methods.core.interface import ClientContext, Protection, UnprotectedError
 from promptfed.shared.methods.core.training import make_optimizer, train
 from promptfed.shared.privacy.noise import SeededNoise
 from tests.shared.methods.conftest import NAMES

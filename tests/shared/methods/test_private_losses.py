@@ -12,8 +12,7 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core.interface.base import Method
-from promptfed.shared.methods.core.interface.protection import Protection
+from promptfed.shared.methods.core.interface import Method, Protection
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.tensors import Tensors
 from tests.support.literal_private import Silent

@@ -15,10 +15,14 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, ServerContext
-from promptfed.shared.methods.core.interface.protection import Objective, Protection, UnprotectedError
-from promptfed.shared.methods.core.private_training import PrivateGradients, clipped
-from promptfed.shared.methods.core.training import make_optimizer, train
+from promptfed.shared.methods.core.interface import (
+    ClientContext,
+    Objective,
+    Protection,
+    ServerContext,
+    UnprotectedError,
+)
+from promptfed.shared.methods.core.training import PrivateGradients, clipped, make_optimizer, train
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.noise import NoiseStream, SeededNoise
 from promptfed.shared.seeds import initial_draws

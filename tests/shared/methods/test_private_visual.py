@@ -12,9 +12,8 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, Method
-from promptfed.shared.methods.core.interface.protection import Protection
-from promptfed.shared.methods.core.private_training import PrivateGradients
+from promptfed.shared.methods.core.interface import ClientContext, Method, Protection
+from promptfed.shared.methods.core.training import PrivateGradients
 from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.test_private_training import Silent

@@ -100,9 +100,9 @@ def test_a_package_is_imported_only_when_its_method_is_asked_for(
         ("import not_installed_anywhere", "Mine", "importing {module}:Mine fails (ModuleNotFoundError: No module"),
         ("raise SystemExit(3)", "Mine", "importing {module}:Mine fails (SystemExit: 3)"),
         (SOUND, "Yours", "importing {module}:Yours fails (AttributeError:"),
-        ("Mine = 3", "Mine", "{module}:Mine is not a subclass of promptfed.shared.methods.core.interface.base.Method"),
+        ("Mine = 3", "Mine", "{module}:Mine is not a subclass of promptfed.shared.methods.core.interface.Method"),
         (
-            "from promptfed.shared.methods.core.interface.base import Method\nclass Mine(Method): name = 'mine'",
+            "from promptfed.shared.methods.core.interface import Method\nclass Mine(Method): name = 'mine'",
             "Mine",
             "{module}:Mine does not define classifier, dims, state_tensors, train",
         ),

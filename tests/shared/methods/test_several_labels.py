@@ -15,13 +15,17 @@ from torch import Tensor
 from promptfed.client_service.training.evaluation import presences
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate
-from promptfed.shared.methods.core.interface.label_bias import LabelBias
-from promptfed.shared.methods.core.interface.protection import Objective, Protection
-from promptfed.shared.methods.core.losses import ClassificationLoss
+from promptfed.shared.methods.core.interface import (
+    ClientContext,
+    ClientUpdate,
+    LabelBias,
+    Objective,
+    Protection,
+    template_features,
+)
 from promptfed.shared.methods.core.several_labels import BIAS, PresenceTemplates, absent_template
-from promptfed.shared.methods.core.text_features import template_features
-from promptfed.shared.metrics.clinical import mean_average_precision
+from promptfed.shared.methods.core.training import ClassificationLoss
+from promptfed.shared.metrics import mean_average_precision
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.tensors import Tensors
 from tests import ROOT

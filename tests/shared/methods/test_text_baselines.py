@@ -13,8 +13,7 @@ from torch import Tensor
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import fedcocoop, make_method
 from promptfed.shared.methods.core import toolkit
-from promptfed.shared.methods.core.interface.base import ClientContext, Method, ServerContext
-from promptfed.shared.methods.core.interface.hooks import Retargets
+from promptfed.shared.methods.core.interface import ClientContext, Method, Retargets, ServerContext
 from promptfed.shared.methods.core.training import batches, learning_rate
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.messages import EnrolRequest, EvaluationRequest
-from promptfed.shared.methods.core.interface.base import ClientContext
+from promptfed.shared.methods.core.interface import ClientContext
 from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.spec.section import RELEASE, SYSTEM
 from promptfed.shared.spec.spec import BackboneShape
-from promptfed.shared.spec.versions import RELEASE, SYSTEM
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.shared.methods import test_fedpgp, test_fedtpg

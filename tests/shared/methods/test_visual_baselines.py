@@ -13,24 +13,24 @@ from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.coordinator.operations.federations import resolve
 from promptfed.coordinator.problems import InvalidSpec
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.methods import check_fits, make_method, resolve_spec, runnable
 from promptfed.shared.methods.core.heads import LinearHead
-from promptfed.shared.methods.core.interface.base import (
+from promptfed.shared.methods.core.interface import (
     ClientContext,
     ClientInfo,
     ClientUpdate,
     Method,
     MethodError,
     ServerContext,
+    check_admission,
 )
-from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.fedmaple import FedMaple
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_tensors import TorchDraws
 from tests.support import literal_visual as literal
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal import cross_entropy

@@ -14,8 +14,7 @@ from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.heads import head_start
-from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdate, Method, MethodError
-from promptfed.shared.methods.core.interface.hooks import check_admission
+from promptfed.shared.methods.core.interface import ClientInfo, ClientUpdate, Method, MethodError, check_admission
 from promptfed.shared.methods.fedrod import log_shares
 from promptfed.shared.methods.perfedavg import step
 from promptfed.shared.seeds import generator, initial_draws

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer, fresh_moments, moment_tensors
+from promptfed.coordinator.aggregation.rules import ServerOptimizer, fresh_moments, moment_tensors
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.clip.sizes import shape_by_name
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientUpdate, Method, MethodError, ServerContext
-from promptfed.shared.methods.core.trained_tower import TrainedTower
+from promptfed.shared.methods.core.interface import ClientUpdate, Method, MethodError, ServerContext
+from promptfed.shared.methods.core.tower import TrainedTower
 from promptfed.shared.methods.zero_shot import ZeroShot
 from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec.sections import ServerOptimizerSpec
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
-from promptfed.shared.spec.spec_aggregation import ServerOptimizerSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import tensors_of
 from tests.support.equality import assert_gradients, assert_values

@@ -6,8 +6,14 @@ import math
 
 import pytest
 
-from promptfed.shared.privacy.accounting import PrivacyError, calibrate, epsilon_of
-from promptfed.shared.privacy.client_level import Drowned, budget_rounds, client_event
+from promptfed.shared.privacy.accounting import (
+    Drowned,
+    PrivacyError,
+    budget_rounds,
+    calibrate,
+    client_event,
+    epsilon_of,
+)
 
 NUMBERS = 8192
 

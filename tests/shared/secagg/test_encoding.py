@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from promptfed.shared.secagg import SecureError, encoding
-from promptfed.shared.spec.weighting import WHOLE_WEIGHT, Weighting, whole_weights
+from promptfed.shared.secagg import SecureError, primitives
+from promptfed.shared.spec.sections import WHOLE_WEIGHT, Weighting, whole_weights
 from tests.support.secure_sums import BY_SAMPLES, UNIFORM, encode_change
 
 
@@ -31,10 +31,10 @@ def test_the_mean_is_the_weighted_one_of_the_changes_to_half_a_step_of_each(
     weights = [whole[place] / WHOLE_WEIGHT for place in range(len(clients))]
     total = np.zeros(5, dtype=np.uint64)
     for (change, _), weight in zip(clients, weights, strict=True):
-        x = encoding.encoded(np.array(change), weight)
+        x = primitives.encoded(np.array(change), weight)
         assert np.abs(x).max() <= 1 << 36
         total = total + x.view(np.uint64)
-    mean = encoding.mean_change(encoding.signed_sum(total), sum(weights))
+    mean = primitives.mean_change(primitives.signed_sum(total), sum(weights))
     bound = Fraction(len(clients), 2**33) / sum(map(Fraction, weights))
     for place, found in enumerate(mean.tolist()):
         parts = zip(clients, weights, strict=True)
@@ -43,17 +43,17 @@ def test_the_mean_is_the_weighted_one_of_the_changes_to_half_a_step_of_each(
 
 
 def test_the_largest_sum_does_not_wrap() -> None:
-    change = encoding.encoded(np.array([16.0, -16.0])).view(np.uint64)
+    change = primitives.encoded(np.array([16.0, -16.0])).view(np.uint64)
     total = np.zeros(2, dtype=np.uint64)
     for _ in range(1024):
         total = total + change
-    assert encoding.signed_sum(total).tolist() == [1 << 46, -(1 << 46)]
+    assert primitives.signed_sum(total).tolist() == [1 << 46, -(1 << 46)]
     with pytest.raises(SecureError) as refused:
-        encoding.signed_sum(np.array([1 << 63], dtype=np.uint64))
+        primitives.signed_sum(np.array([1 << 63], dtype=np.uint64))
     assert refused.value.kind == "sum-invalid"
 
 
-def odd_one_out(weights: list[float], payload: torch.Tensor, seed: int) -> tuple[encoding.Whole, encoding.Whole]:
+def odd_one_out(weights: list[float], payload: torch.Tensor, seed: int) -> tuple[primitives.Whole, primitives.Whole]:
     """The sum of clients' changes from ``payload``, and what the last, smallest one has added to it."""
     draws = torch.Generator().manual_seed(seed)
     parts = []
@@ -63,7 +63,7 @@ def odd_one_out(weights: list[float], payload: torch.Tensor, seed: int) -> tuple
     return sum(parts), parts[-1]
 
 
-def chance_of_the_digits(total: encoding.Whole, part: encoding.Whole, modulus: int) -> float:
+def chance_of_the_digits(total: primitives.Whole, part: primitives.Whole, modulus: int) -> float:
     """How often the sum modulo ``modulus`` is that of the one part."""
     return float(np.mean(total % modulus == part % modulus))
 
@@ -87,13 +87,13 @@ def test_the_grid_of_float32_tells_nothing_of_a_client_on_a_finer_one() -> None:
 def test_blurring_stays_within_half_a_step_and_is_the_same_again() -> None:
     payload = {"x": np.array([0.75, 1.0, 0.0, -3.0], np.float32)}
     update = {"x": np.array([0.75, 1.0 + 2**-10, 0.0, -3.5], np.float32)}
-    change = encoding.flat_change(update, payload)
-    moved = encoding.blurred(change, update)
+    change = primitives.flat_change(update, payload)
+    moved = primitives.blurred(change, update)
     step = np.spacing(update["x"]).astype(np.float64)
     assert (np.abs(moved - change) <= np.abs(step) / 2).all()
-    assert np.array_equal(moved, encoding.blurred(change, update))
+    assert np.array_equal(moved, primitives.blurred(change, update))
     assert (moved[[0, 1, 3]] != change[[0, 1, 3]]).all()
-    mean = encoding.as_tensors(moved, payload, {"x": (4,)})["x"]
+    mean = primitives.as_tensors(moved, payload, {"x": (4,)})["x"]
     assert np.array_equal(mean[[0, 2]], payload["x"][[0, 2]]), "what has not changed stays as it was"
 
 
@@ -102,9 +102,9 @@ def test_a_change_starts_from_the_payload_and_goes_back_to_it() -> None:
     payload = {"a": start, "unsent": np.ones(1, np.float32)}
     update = {"a": start + 0.25, "b": np.array([1.0, -2.0], np.float32), "c": np.array(3.0, np.float32)}
     change = encode_change(update, payload)
-    mean = encoding.mean_change(change, 1)
+    mean = primitives.mean_change(change, 1)
     shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
-    back = encoding.as_tensors(mean, payload, shapes)
+    back = primitives.as_tensors(mean, payload, shapes)
     assert set(back) == set(update)
     for name, tensor in update.items():
         assert np.abs(back[name] - tensor).max() <= 1e-6
@@ -120,8 +120,8 @@ def test_what_is_out_of_range_is_refused(value: float) -> None:
 def test_an_update_in_the_clear_is_told_from_a_masked_one() -> None:
     some = torch.randn(100, generator=torch.Generator().manual_seed(2))
     clear = encode_change({"x": some.numpy()}, {}).view(np.uint64)
-    assert encoding.looks_unmasked(clear)
-    assert not encoding.looks_unmasked(clear[:10])
+    assert primitives.looks_unmasked(clear)
+    assert not primitives.looks_unmasked(clear[:10])
 
 
 def test_weights_keep_their_ratio() -> None:

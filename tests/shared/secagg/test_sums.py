@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from promptfed.shared.secagg import SecureError, keys, member, opening, roster, shamir
-from promptfed.shared.secagg.commitments import commitment
-from promptfed.shared.secagg.masks import Words
+from promptfed.shared.secagg import SecureError, member, messages, opening, primitives
 from promptfed.shared.secagg.messages import (
     ConfirmJob,
     Entry,
@@ -21,7 +19,8 @@ from promptfed.shared.secagg.messages import (
     UnmaskAnswer,
     UnmaskJob,
 )
-from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
+from promptfed.shared.secagg.primitives import Words, commitment
+from promptfed.shared.spec.sections import SecureAggregationSpec
 from tests.support.secure_sums import ABOUT, BY_SAMPLES, STEPS, UNIFORM, Member, clear_sum, lost, members, play
 
 SPEC = SecureAggregationSpec()
@@ -72,10 +71,10 @@ def test_nothing_that_the_coordinator_is_sent_holds_a_vector_or_a_secret() -> No
     assert any(window in told for window in windows(clients[2].vector.tobytes()))
 
 
-def sharing(count: int = 5) -> tuple[list[Member], roster.Roster, dict[int, SharesAnswer]]:
+def sharing(count: int = 5) -> tuple[list[Member], messages.Roster, dict[int, SharesAnswer]]:
     """Clients after step 1, by place, and their shares."""
     clients = members(count, 70, SPEC)
-    made, signed = roster.make_roster([client.entry for client in clients], SPEC, UNIFORM)
+    made, signed = messages.make_roster([client.entry for client in clients], SPEC, UNIFORM)
     clients.sort(key=lambda client: made.place_of(client.entry.entry))
     shares = {}
     for place, client in enumerate(clients):
@@ -120,23 +119,23 @@ def test_an_entry_that_is_not_as_it_was_signed_is_refused(changed: str) -> None:
     else:
         forged["entry"][changed] = other[changed]
     entries = [clients[0].entry, clients[1].entry, KeysAnswer.model_validate(forged), clients[3].entry]
-    made, signed = roster.make_roster(entries, SPEC, UNIFORM)
+    made, signed = messages.make_roster(entries, SPEC, UNIFORM)
     refusal("bad-roster", clients[0].share, made.message(signed).model_dump_json())
 
 
 def test_a_signed_entry_for_another_round_is_refused() -> None:
     clients = members(4, 3, SPEC)
     old = member.signed_entry(clients[3].secrets, {**ABOUT, "round": 7, "samples": 1})
-    made, signed = roster.make_roster([*(client.entry for client in clients[:3]), old], SPEC, UNIFORM)
+    made, signed = messages.make_roster([*(client.entry for client in clients[:3]), old], SPEC, UNIFORM)
     assert "round" in refusal("bad-roster", clients[0].share, made.message(signed).model_dump_json())
 
 
 def test_a_roster_without_the_own_entry_twice_a_key_or_too_few_is_refused() -> None:
     clients = members(4, 3, SPEC)
-    made, signed = roster.make_roster([client.entry for client in clients[1:]], SPEC, UNIFORM)
+    made, signed = messages.make_roster([client.entry for client in clients[1:]], SPEC, UNIFORM)
     refusal("bad-roster", clients[0].share, made.message(signed).model_dump_json())
     twice = member.signed_entry(clients[1].secrets, {**ABOUT, "samples": 2})
-    made, signed = roster.make_roster([*(client.entry for client in clients), twice], SPEC, UNIFORM)
+    made, signed = messages.make_roster([*(client.entry for client in clients), twice], SPEC, UNIFORM)
     assert "twice" in refusal("bad-roster", clients[0].share, made.message(signed).model_dump_json())
     few = RosterMessage(entries=[client.entry for client in sorted(clients[:2], key=lambda c: c.entry.entry.digest())])
     refusal("bad-roster", clients[0].share, few.model_dump_json())
@@ -149,7 +148,7 @@ def test_a_heavy_weight_or_too_small_a_set_is_refused() -> None:
     clients[0].limits = member.Limits(minimum=6)
     refusal("policy-minimum", clients[0].mask, opening.mask_job(made, 0, shares).model_dump_json())
     heavy = members(3, 3, SPEC, [65_535, 1, 1])
-    made, signed = roster.make_roster([client.entry for client in heavy], SPEC, BY_SAMPLES)
+    made, signed = messages.make_roster([client.entry for client in heavy], SPEC, BY_SAMPLES)
     place = {made.place_of(client.entry.entry): client for client in heavy}
     shares = {}
     for at, client in place.items():
@@ -159,7 +158,7 @@ def test_a_heavy_weight_or_too_small_a_set_is_refused() -> None:
     assert "uniform" in refusal("policy-share", heavy[0].mask, opening.mask_job(made, at, shares).model_dump_json())
 
 
-def masked(count: int = 5) -> tuple[list[Member], roster.Roster, dict[int, SharesAnswer]]:
+def masked(count: int = 5) -> tuple[list[Member], messages.Roster, dict[int, SharesAnswer]]:
     clients, made, shares = sharing(count)
     for place, client in enumerate(clients):
         client.mask(opening.mask_job(made, place, shares).model_dump_json())
@@ -238,10 +237,10 @@ def test_a_false_share_at_opening_is_refused_and_the_others_open_the_sum(kind: s
     assert np.array_equal(total, clear_sum(clients, LIST.alive))
 
 
-def dealt_falsely(to: Sequence[int]) -> tuple[list[Member], roster.Roster, dict[int, SharesAnswer]]:
+def dealt_falsely(to: Sequence[int]) -> tuple[list[Member], messages.Roster, dict[int, SharesAnswer]]:
     """Member 2 commits to other shares of its seed for the holders ``to``, and deals just these."""
     clients, made, shares = sharing(6)
-    false = shamir.split(keys.new_pair(), made.threshold, range(1, 7))
+    false = primitives.split(primitives.new_pair(), made.threshold, range(1, 7))
     boxes, commitments = list(shares[2].boxes), list(shares[2].commitments)
     for holder in to:
         honest = clients[holder], opening.mask_job(made, holder, shares)

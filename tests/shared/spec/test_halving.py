@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from promptfed.shared.spec.halving import Rung, grid, ranked, rungs, survivors
+from promptfed.experiments.bench.tuning import Rung, grid, ranked, rungs, survivors
 
 
 def test_a_rung_has_a_third_of_the_candidates_and_twice_the_rounds() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from promptfed.shared.spec.versions import VERSION, OtherVersion, expect_ours
+from promptfed.shared.spec.section import VERSION, OtherVersion, expect_ours
 
 
 @pytest.mark.parametrize("told", [None, str(VERSION)])

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core.context import cosine_logits
-from promptfed.shared.methods.core.interface.base import (
+from promptfed.shared.methods.core.interface import (
     ClientContext,
     ClientUpdate,
     Combine,
@@ -28,8 +28,8 @@ from promptfed.shared.methods.core.interface.base import (
     ServerContext,
     Split,
     TrainResult,
+    template_features,
 )
-from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec

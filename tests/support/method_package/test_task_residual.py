@@ -7,9 +7,9 @@ import math
 import torch
 from promptfed_task_residual import TaskResidual, TaskResidualHyper, class_weights
 
-from promptfed.shared.methods.core.interface.base import ServerContext
+from promptfed.shared.methods.core.interface import ServerContext
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
-from promptfed.shared.tensors.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_tensors import TorchDraws
 
 
 def test_the_weights_are_the_papers() -> None:

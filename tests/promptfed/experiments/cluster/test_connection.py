@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from promptfed.cli.main import app
 from promptfed.experiments.cluster.connection import Node, connected, expect_room, import_ray
 from promptfed.experiments.cluster.run import expect_same
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.client import CommandError, Exit
 
 NODES = [Node("192.0.2.1", 4.0, 1.0), Node("192.0.2.2", 2.0, 0.0)]
 

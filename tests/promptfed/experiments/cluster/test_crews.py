@@ -15,19 +15,17 @@ import pytest
 import torch
 
 from promptfed.experiments.cluster import crew
-from promptfed.experiments.cluster.certificate import make_certificate
 from promptfed.experiments.cluster.crew import Assignment, Share, work
-from promptfed.experiments.cluster.run import Conductor, RayCrews
+from promptfed.experiments.cluster.run import Conductor, RayCrews, make_certificate
 from promptfed.experiments.simulation.preparation import prepare
 from promptfed.experiments.simulation.run_folder import RunFolder
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 from promptfed.sdk import operations
-from promptfed.sdk.client import Coordinator
-from promptfed.sdk.errors import CommandError
-from promptfed.sdk.follow import Snapshot
+from promptfed.sdk.client import CommandError, Coordinator
+from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.metrics.outcomes import Outcomes
+from promptfed.shared.metrics import Outcomes
 from tests.support.coordinators import InThread, in_thread
 from tests.support.waiting import PATIENCE
 

@@ -19,7 +19,7 @@ import yaml
 
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.run_file import read_run
-from promptfed.sdk.errors import Exit
+from promptfed.sdk.client import Exit
 from tests.support.ray_kills import KILLED, Kills, Nodes, below, killed, ray_nodes
 from tests.support.waiting import PATIENCE, wait_for
 
@@ -132,7 +132,7 @@ def test_killed_crews_nodes_and_coordinators_change_no_bit() -> None:
     torch.set_num_threads(1)
     spec = {key: value for key, value in run.items() if key != "clients"}
     clients = run["clients"]
-    from promptfed.runtime.services import Site
+    from promptfed.runtime.processes import Site
 
     count = clients["count"]
     data = clients["data"].replace("{count}", str(count))

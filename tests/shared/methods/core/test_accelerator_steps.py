@@ -23,15 +23,20 @@ from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source, open_source
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientInfo, ClientUpdate, MethodError
-from promptfed.shared.methods.core.interface.hooks import Prepares
-from promptfed.shared.methods.core.interface.protection import Protection
+from promptfed.shared.methods.core.interface import (
+    ClientContext,
+    ClientInfo,
+    ClientUpdate,
+    MethodError,
+    Prepares,
+    Protection,
+)
 from promptfed.shared.methods.core.training import batches, leaf, train
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.tensors import replay
 from promptfed.shared.tensors.replay import Operations
-from promptfed.shared.tensors.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_tensors import TorchDraws
 from promptfed.shared.tensors.transfer import sent_to
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.far_device import far_device, waits

@@ -10,7 +10,7 @@ import torch
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT, LinearHead, TextHead, head_width
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError
+from promptfed.shared.methods.core.interface import ClientContext, MethodError
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from tests.shared.methods.conftest import NAMES, MadeUpSplit
 from tests.support.equality import assert_values

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.interface.hooks import check_admission
+from promptfed.shared.methods.core.interface import check_admission
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.torch_draws import TorchDraws
+from promptfed.shared.tensors.torch_tensors import TorchDraws
 
 BIAS = TensorSpec("bias", ("C",))
 SECRET = TensorSpec("secret", ("C",), shared_with_clients=False)

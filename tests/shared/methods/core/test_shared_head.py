@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from promptfed.shared.methods.core.heads import BIAS, WEIGHT, LinearHead, head_start, shared_classes
-from promptfed.shared.methods.core.interface.base import MethodError
+from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.seeds import generator
 
 

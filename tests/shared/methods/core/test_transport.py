@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from promptfed.shared.methods.core.transport import average, balanced, unbalanced
+from promptfed.shared.methods.core.patch_texts import average, balanced, unbalanced
 
 S = torch.tensor([[0.3, 0.1], [0.2, 0.2], [0.0, 0.4]], dtype=torch.float64)
 

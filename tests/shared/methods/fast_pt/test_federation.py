@@ -18,12 +18,12 @@ from promptfed.client_service.training.data import ClientData
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.services import Site
+from promptfed.runtime.processes import Site
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import open_source
 from promptfed.shared.messages import Domain, Peer, Task
-from promptfed.shared.methods.core.interface.base import ClientContext, TrainResult
+from promptfed.shared.methods.core.interface import ClientContext, TrainResult
 from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.seeds import generator, initial_draws

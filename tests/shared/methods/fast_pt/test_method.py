@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError
-from promptfed.shared.methods.fast_pt.objective import contrastive_loss
+from promptfed.shared.methods.core.interface import ClientContext, MethodError
+from promptfed.shared.methods.fast_pt.method import contrastive_loss
 from promptfed.shared.methods.fast_pt.style_transfer import StyleTransfer
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.tensors import Tensors
@@ -231,7 +231,7 @@ def mixture_by_hand(backbone: Backbone, payload: Tensors, features: Tensor, rows
 def test_the_mixture_classifies_each_image_by_its_own_prompt(
     mixture: str, backbone: Backbone, make_context: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("promptfed.shared.methods.fast_pt.domain_mixture.CPU_ROWS", 60)  # a few images at once
+    monkeypatch.setattr("promptfed.shared.methods.fast_pt.domains.CPU_ROWS", 60)  # a few images at once
     context = make_context(8)
     payload = payload_of(backbone, listed=(NEON, CHALK, SKETCH), rows=(NEON, CHALK, SKETCH))
     found = fast_pt(mixture=mixture).classifier(context, payload, {})

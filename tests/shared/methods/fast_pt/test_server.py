@@ -10,7 +10,7 @@ import torch
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone, BackboneError
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdate, MethodError, NeedsBackbone
+from promptfed.shared.methods.core.interface import ClientInfo, ClientUpdate, MethodError, NeedsBackbone
 from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape

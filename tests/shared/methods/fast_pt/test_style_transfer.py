@@ -14,7 +14,7 @@ from torch import Tensor
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
 from promptfed.shared.data import open_source
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientInfo, MethodError
+from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.fast_pt import style_transfer
 from promptfed.shared.methods.fast_pt.domains import described_domains, domain_key, trainer_domains, wording

@@ -1,1 +1,0 @@
-"""The pre-training of the embedded backbones, their corpora and their checks. Not part of the package."""

@@ -1,1 +1,0 @@
-"""promptfed-tiny: corpus, pre-training and evaluation."""

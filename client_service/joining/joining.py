@@ -1,0 +1,574 @@
+"""Joining a federation: everything that can be wrong here is found before the coordinator learns of this client.
+
+The steps that need no coordinator are the doctor's too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.http.connection import Refused
+from promptfed.client_service.http.coordinator_client import CoordinatorClient
+from promptfed.client_service.joining.checks import Check, check_clock, check_data, check_device
+from promptfed.client_service.joining.disclosure import Declared, Disclosure, disclose
+from promptfed.client_service.joining.parts import Consent, Parts
+from promptfed.client_service.monitor import Monitor
+from promptfed.client_service.privacy.agreement import Agreement, terms_of
+from promptfed.client_service.privacy.ledger import Ledger
+from promptfed.client_service.privacy.noisy_counts import NoisyCounts, declared_images, floor_of, states_of, what_leaves
+from promptfed.client_service.privacy.policy import Policy, SiteFacts, enforce, expect_origin, read_policy
+from promptfed.client_service.privacy.protection import SiteProtection, own_ledger, site_facts, site_plan
+from promptfed.client_service.privacy.secure import identity_of
+from promptfed.client_service.serving.prediction import Predictor
+from promptfed.client_service.settings import Settings, read_token
+from promptfed.client_service.state.private_state import Identity, PrivateState, keep_known
+from promptfed.client_service.training.data import (
+    TEST,
+    TRAIN,
+    ClientData,
+    check_classes,
+    check_domain,
+    domain_of,
+    open_data,
+    split_by,
+)
+from promptfed.client_service.training.trainer import Compute, SitePrivacy, SiteRules, TaskWork
+from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, load_backbone, shape_of
+from promptfed.shared.clip.loading import expect_device
+from promptfed.shared.clip.sizes import shape_by_name
+from promptfed.shared.clip.weights import permits
+from promptfed.shared.data import DataError, Source
+from promptfed.shared.messages import ENDED, Domain, EnrolmentInfo, EnrolRequest, Role
+from promptfed.shared.methods import METHODS, check_fits, make_method
+from promptfed.shared.methods.core.interface import Method, MethodError, ReadsDomains
+from promptfed.shared.methods.core.registry import INSTALL
+from promptfed.shared.methods.core.several_labels import is_for_several_labels
+from promptfed.shared.secagg.primitives import public_identity, sign
+from promptfed.shared.service.reasons import offence
+from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, SpecError
+from promptfed.shared.tensors import TensorError
+
+
+def choose_device(wanted: str) -> str:
+    """``auto`` is the first CUDA device, else the CPU. Raises ClientError: BACKBONE where torch has no such device."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        expect_device(wanted)
+    except BackboneError as error:
+        raise ClientError(Exit.BACKBONE, str(error)) from None
+    return wanted
+
+
+def describe_device(device: torch.device) -> str:
+    """As it is declared at enrolment, such as ``cuda (NVIDIA H200)``."""
+    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+
+
+def open_backbone(spec: BackboneSpec, device: str, allowed: Sequence[str], file: Path | None = None) -> Backbone:
+    """The federation's backbone on ``device``; ``allowed`` names what the data owner permits (`permits`).
+
+    ``file`` holds its weights, where the data owner has given one.
+
+    Raises:
+        ClientError: BACKBONE where it cannot be loaded or is not permitted.
+    """
+    try:
+        return load_backbone(
+            spec.model,
+            spec.pretrained,
+            precision=spec.precision,
+            device=choose_device(device),
+            allow_unregistered=permits(allowed, spec),
+            weights_file=file,
+        )
+    except BackboneError as error:
+        raise ClientError(Exit.BACKBONE, str(error)) from None
+
+
+def check_backbone(backbone: Backbone, spec: BackboneSpec) -> None:
+    """Refuse other weights than the federation's, before anything is enrolled with them.
+
+    Raises:
+        ClientError: BACKBONE.
+    """
+    if spec.fingerprint is not None and spec.fingerprint != backbone.fingerprint:
+        text = f"the backbone {spec.model} ({spec.pretrained}) has other weights here ({backbone.fingerprint[:19]}...)"
+        expected = f"than in the federation ({spec.fingerprint[:19]}...)"
+        raise ClientError(Exit.BACKBONE, f"{text} {expected}: install the same version of promptfed and of the weights")
+
+
+def check_protocol(info: EnrolmentInfo) -> None:
+    """Refuse secure sums without a rule of weights.
+
+    Raises:
+        ClientError: PROTOCOL.
+    """
+    if info.secure_aggregation is not None and info.weighting is None:
+        text = "the coordinator has no rule for the weights of its secure sums: it is of an earlier version"
+        raise ClientError(Exit.PROTOCOL, f"{text}; update it")
+
+
+def federation_method(info: EnrolmentInfo) -> Method:
+    """The federation's method, which has to be installed here: nothing is ever fetched.
+
+    Raises:
+        ClientError: PROTOCOL where it is not, or where this machine has another package's method of its name.
+    """
+    try:
+        method = make_method(info.method)
+    except (SpecError, KeyError) as error:
+        text = f"this client does not have the federation's method as the coordinator describes it: {error}"
+        remedy = "install the coordinator's version of promptfed"
+        if info.method_package is not None:
+            remedy = f"it comes from the package {info.method_package}: {INSTALL.format('it')}"
+        raise ClientError(Exit.PROTOCOL, f"{text}: {remedy}") from None
+    here, there = METHODS.package(method.name), info.method_package
+    if _project(here) != _project(there):
+        own = "promptfed's own"
+        text = f"the method {method.name!r} is {there or own} at the coordinator and {here or own} here: two methods"
+        raise ClientError(Exit.PROTOCOL, f"{text}; install what the coordinator has, if you trust it")
+    return method
+
+
+def _project(package: str | None) -> str | None:
+    return package and package.partition("==")[0]
+
+
+def label_space(method: Method, info: EnrolmentInfo, own: tuple[str, ...]) -> tuple[str, ...]:
+    """The classes that a client with ``own`` ones trains over."""
+    return method.label_space(tuple(info.class_names) if info.class_names else None, own)
+
+
+def check_declaration(method: Method, info: EnrolmentInfo, role: Role, source: Source) -> None:
+    """Refuse unknown classes, images without labels, and a domain without words, where the method needs them.
+
+    Raises:
+        ClientError: BAD_INPUT.
+    """
+    check_classes(source.class_names, label_space(method, info, source.class_names))
+    if (source.test.labels.ndim == 2) != is_for_several_labels(method):
+        kinds = ("one label per image", "any number of labels per image")
+        here, there = kinds if is_for_several_labels(method) else kinds[::-1]
+        text = f"the federation {info.name} is for {there}, and {source.uri} has {here}"
+        raise ClientError(Exit.BAD_INPUT, f"{text}: give data of that kind, or set the spec's task")
+    check_domain(method, role, source)
+
+
+def declaration(
+    settings: Settings, source: Source, domain: Domain | None, backbone: Backbone | None, images: int
+) -> Declared:
+    """Everything that the coordinator learns when this client enrols, as far as it is known without a backbone.
+
+    ``images``: how many the client declares.
+    """
+    device = backbone.device if backbone is not None else torch.device(choose_device(settings.device))
+    return Declared(
+        name=settings.name,
+        role=settings.role,
+        num_samples=images,
+        class_names=source.class_names,
+        domain=domain,
+        device=describe_device(device),
+        fingerprint=backbone.fingerprint if backbone is not None else None,
+    )
+
+
+def enrol_request(declared: Declared, secret: str, backbone: Backbone, identity: bytes | None = None) -> EnrolRequest:
+    """What was declared, with the secret and the weights that were loaded; with ``identity``, a key, it signs.
+
+    Raises:
+        ClientError: BAD_INPUT where the class names cannot be declared.
+    """
+    try:
+        request = EnrolRequest(
+            name=declared.name,
+            secret=secret,
+            role=declared.role,
+            num_samples=declared.num_samples,
+            class_names=list(declared.class_names),
+            domain=declared.domain,
+            backbone_fingerprint=backbone.fingerprint,
+            backbone_shape=shape_of(backbone),
+            device=declared.device,
+            release=declared.release,
+            system=declared.system,
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ClientError(Exit.BAD_INPUT, f"the data cannot be declared: {place}: {offence(first)}") from None
+    if identity is None:
+        return request
+    proof = sign(identity, "identity", request.proof_body()).hex()
+    return request.model_copy(update={"identity_key": public_identity(identity).hex(), "identity_proof": proof})
+
+
+def explain(refused: Refused, settings: Settings) -> ClientError:
+    """A refusal that ends the client, with what to do about it."""
+    where = f"federation {settings.federation} at {settings.coordinator}"
+    if refused.kind == "name-taken":
+        text = (
+            f"the name {settings.name!r} is taken in {where}: give another --name, the --state-dir that enrolled it, "
+        )
+        return ClientError(Exit.NAME_TAKEN, text + "or ask the operator to reset the name")
+    if refused.kind == "withdrawn":
+        return ClientError(Exit.WITHDRAWN, f"the operator has withdrawn {settings.name!r} from {where}")
+    if refused.status in (401, 403):
+        text = f"{where} does not accept this client: {refused.detail}: ask the operator for a new enrolment token"
+        return ClientError(Exit.NOT_ALLOWED, text)
+    if "backbone" in refused.kind:
+        return ClientError(Exit.BACKBONE, f"{where} refuses this backbone: {refused.detail}")
+    if "protocol" in refused.kind:
+        return ClientError(Exit.PROTOCOL, f"{where} refuses this version: {refused.detail}")
+    if refused.kind == "unexplained":
+        text = f"{settings.coordinator} answers {refused.status} {refused.detail}, as no coordinator does"
+        return ClientError(Exit.REFUSED, f"{text}: is the address right?")
+    if refused.kind == "not-found":
+        text = f"{settings.coordinator} answers: {refused.detail}, or ask the operator for it"
+        return ClientError(Exit.REFUSED, text)
+    return ClientError(Exit.REFUSED, f"{where} refuses: {refused}")
+
+
+def enrolment_token(settings: Settings, identity: Identity) -> str | None:
+    """The token. A client that has enrolled needs none, because it has its secret. Raises ClientError."""
+    path, enrolled = settings.enrolment_token_file, identity.client_id is not None
+    if path is None and not enrolled:
+        text = "no enrolment token: give --enrolment-token-file (`promptfed federation token` makes one)"
+        raise ClientError(Exit.NOT_ALLOWED, text)
+    if path is None or (enrolled and not path.exists()):
+        return None
+    return read_token(path, "enrolment token")
+
+
+log = logging.getLogger("promptfed.client")
+
+
+class FederationEnded(Exception):
+    """There is nothing left to take part in."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a federation offers, and what this site has for it."""
+
+    info: EnrolmentInfo
+    method: Method
+    source: Source
+    tests: Mapping[str, Source]
+    policy: Policy | None
+
+
+@dataclass
+class Joining:
+    """The steps from settings to an enrolled client."""
+
+    settings: Settings
+    parts: Parts
+    state: PrivateState
+    coordinator: CoordinatorClient
+    compute: Compute
+    monitor: Monitor
+    predictor: Predictor | None
+    info: EnrolmentInfo | None = None  # once it is known
+
+    async def join(self) -> TaskWork:
+        """Enrol, or be recognised, and return the object that carries out tasks.
+
+        Raises:
+            ClientError: what is wrong with data, backbone, state folder or settings.
+            Refused: the coordinator does not take this client.
+            FederationEnded: it is over, and nothing is to be served.
+        """
+        settings = self.settings
+        identity = self.state.identity(settings.name, settings.role, self.parts.secret)
+        source, tests = await self._data()
+
+        self.monitor.stage("enrolling")
+        policy = self._policy()
+        self.coordinator.may_move = partial(expect_origin, policy)
+        keep_known(self.coordinator.book, self.state)
+        token = self.parts.enrolment_token or enrolment_token(settings, identity)
+        self.info, token = await self._offer(token, identity)
+        info = self.info
+        source, tests = split_by(info, source, tests, settings.role)
+        identity = self.state.bind(identity, info.federation_id)
+        self.coordinator.federation = info.federation_id
+        self._expect_use(info, identity)
+        method, asked = self._method(info, source, policy)
+        offer = Offer(info, method, source, tests, policy)
+        protection = await self._protection(offer)
+        agreement, declared = await self._agreement(offer, protection)
+        if protection is not None:
+            await self.compute.run(protection.open)
+
+        privacy = await self._privacy(offer, protection)
+
+        backbone = await self._backbone(offer)
+        agreement.pin(backbone.fingerprint)
+        work = self._work(offer, backbone, agreement, privacy, SiteRules(policy, asked))
+        await self.compute.run(lambda: self._check_texts(work, method, info))
+        await self.compute.run(lambda: self._warm(work, method))
+        signing = identity_of(self.state) if info.secure_aggregation is not None else None
+        declared = replace(declared, device=describe_device(backbone.device))
+        request = enrol_request(declared, identity.secret, backbone, signing)
+        if protection is not None:
+            request = request.model_copy(update={"protection": protection.plan.enrolled()})
+        await self._enrol(identity, token, request, source)
+        await self.compute.run(lambda: _restore(work, self.compute))
+        return work
+
+    def _method(self, info: EnrolmentInfo, source: Source, policy: Policy | None) -> tuple[Method, SiteFacts]:
+        """The federation's method, and what it asks of this site. Raises ClientError if one of them cannot be."""
+        method = federation_method(info)
+        asked = site_facts(info, self.settings, source)
+        enforce(policy, asked)
+        check_declaration(method, info, self.settings.role, source)
+        return method, asked
+
+    def _expect_use(self, info: EnrolmentInfo, identity: Identity) -> None:
+        """Raises ClientError or FederationEnded if the federation is over and this client would serve nothing."""
+        if info.state not in ENDED or self.settings.serve:
+            return
+        if identity.client_id is None:
+            raise ClientError(Exit.REFUSED, f"the federation {info.name} is {info.state}: nobody can enrol any more")
+        raise FederationEnded
+
+    async def _privacy(self, offer: Offer, protection: SiteProtection | None) -> SitePrivacy:
+        """How updates are protected here, and what leaves with evaluations."""
+        parts, counts = self.parts.privacy, None
+        floor, states = self._floor(offer), states_of(offer.policy)
+        asked = offer.info, offer.method, self.settings.role, offer.policy, parts.plain_evaluations
+        leaving = what_leaves(*asked, floor)
+        if leaving == "noisy":
+            counts = await self.compute.run(partial(self._counts, offer))
+            leaving = "noisy" if counts is not None else "withheld"
+        return SitePrivacy(protection, parts.noise, leaving, counts, floor, states)
+
+    def _floor(self, offer: Offer) -> int:
+        given = self.parts.privacy.floor
+        return floor_of(offer.policy) if given is None else given
+
+    def _counts(self, offer: Offer) -> NoisyCounts | None:
+        settings, rules = self.settings, offer.policy.privacy if offer.policy is not None else None
+        most = rules.max_test_epsilon if rules is not None else settings.max_epsilon
+        ledger, noise = self._ledger(offer), self.parts.privacy.noise
+        counts = NoisyCounts(offer.info, ledger, noise, self.state, most, settings.name, settings.first_coordinator)
+        return counts.begun(offer.source, offer.tests, rules.delta if rules is not None else None)
+
+    def _ledger(self, offer: Offer) -> Ledger:
+        return self.parts.privacy.ledger or own_ledger(self.settings, offer.policy)
+
+    async def _data(self) -> tuple[Source, Mapping[str, Source]]:
+        """The client's data and its test sets. One that cannot be declared is refused before anybody is asked."""
+        settings, source, tests = self.settings, self.parts.source, self.parts.tests
+        if source is None:
+            source = await self.compute.run(
+                lambda: open_data(settings.data, settings.name, settings.domain, settings.role)
+            )
+        if tests is None:
+            tests = await self.compute.run(lambda: {name: open_data(uri) for name, uri in settings.tests.items()})
+        domain_of(source)
+        return source, tests
+
+    def _work(
+        self, offer: Offer, backbone: Backbone, agreement: Agreement, privacy: SitePrivacy, rules: SiteRules
+    ) -> TaskWork:
+        settings, parts = self.settings, self.parts
+        cache = parts.features or FeatureCache(settings.features_dir)
+        if settings.reset_private:
+            self.state.reset_private()
+        return parts.work(
+            settings.name,
+            settings.role,
+            backbone,
+            ClientData(offer.source, backbone, cache, self.compute.stopped, offer.tests),
+            self.state,
+            self.predictor,
+            agreement,
+            parts.record,
+            privacy,
+            rules,
+        )
+
+    async def _backbone(self, offer: Offer) -> Backbone:
+        settings, backbone = self.settings, self.parts.backbone
+        if backbone is None:
+            own = settings.device, settings.allow_backbone, settings.backbone_file
+            backbone = await self.compute.run(partial(open_backbone, offer.info.backbone, *own))
+        await self.compute.run(partial(check_backbone, backbone, offer.info.backbone))
+        try:
+            check_fits(offer.method, shape_of(backbone))
+        except MethodError as error:
+            raise ClientError(Exit.BACKBONE, str(error)) from None
+        self.monitor.status.backbone, self.monitor.status.device = backbone.fingerprint, str(backbone.device)
+        return backbone
+
+    async def _offer(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
+        """As `_info`, of a protocol that this client speaks."""
+        info, token = await self._info(token, identity)
+        check_protocol(info)
+        return info, token
+
+    async def _info(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
+        """What the coordinator says of the federation, or said when this client enrolled; the token if it is valid."""
+        known = self.state.enrolment() if identity.client_id is not None else None
+        if known is not None and self.settings.federation not in (known.name, known.federation_id):
+            text = f"the state folder {self.state.folder} belongs to federation {known.name}: give another --state-dir"
+            raise ClientError(Exit.STATE, text)
+        if token is not None:
+            try:
+                info = await self.coordinator.enrolment(token)
+            except Refused as refused:
+                if refused.status != 401 or known is None:
+                    raise
+                log.info("the enrolment token is no longer valid: going on with this client's own secret")
+            else:
+                self.state.save_enrolment(info)
+                return info, token
+        if known is None:
+            text = f"the state folder {self.state.folder} does not hold all that the federation trains by"
+            text += ": give --enrolment-token-file, what the folder holds is kept"
+            raise ClientError(Exit.NOT_ALLOWED, text)
+        return known, None
+
+    def _check_texts(self, work: TaskWork, method: Method, info: EnrolmentInfo) -> None:
+        """Check that every class name, with the method's own tokens, fits into the text tower."""
+        torch.set_num_threads(self.settings.threads)
+        data = work.data
+        spaces = [(label_space(method, info, data.class_names), data.template)]
+        spaces += [(test.class_names, test.template) for test in data.tests.values()]
+        try:
+            for names, template in spaces:
+                method.check_texts(work.backbone, names, info.template or template)
+            if data.domain is not None and self.settings.role == "trainer" and isinstance(method, ReadsDomains):
+                method.check_domain(work.backbone, spaces[0][0], data.domain)
+        except BackboneError as error:
+            raise ClientError(Exit.BAD_INPUT, str(error)) from None
+
+    def _warm(self, work: TaskWork, method: Method) -> None:
+        """Compute image features now: no deadline runs yet, and an image that cannot be read is found."""
+        torch.set_num_threads(self.settings.threads)
+        if not method.needs.cached_features:
+            return
+        watched = self.parts.consent is not None
+        parts = [*([TRAIN] if self.settings.role == "trainer" else []), TEST, *work.data.tests]
+        if method.needs.patch_tokens:
+            self._tell_patch_cost(work, parts)
+        try:
+            for name in parts:
+                work.data.features(name, watched)
+                if method.needs.patch_tokens:
+                    work.data.keep_patches(name)
+        except DataError as error:
+            raise ClientError(Exit.BAD_INPUT, str(error)) from None
+
+    def _tell_patch_cost(self, work: TaskWork, parts: Sequence[str]) -> None:
+        """Tell how much disk the patch features will take before any is computed; refuse if there is no room."""
+        cost = work.data.patch_cost(parts)
+        if not cost.images:
+            return
+        text = f"the patch features of {cost.images:,} images take {cost.bytes / 1e6:,.1f} MB in {cost.folder}"
+        if not cost.fits:
+            free = f"{cost.free / 1e6:,.1f} MB are free there"
+            remedy = "give --feature-cache a folder with room, or fewer images"
+            raise ClientError(Exit.BAD_INPUT, f"{text}; {free}: {remedy}")
+        log.info("%s; %s MB are free there", text, f"{cost.free / 1e6:,.1f}")
+
+    def _policy(self) -> Policy | None:
+        """The site's policy. Raises ClientError (POLICY) if there is one and it cannot be used."""
+        if (path := self.settings.policy_file) is None:
+            return None
+        policy, digest = read_policy(path)
+        log.info("this site's policy %s (sha256 %s) is enforced", path, digest)
+        return policy
+
+    async def _protection(self, offer: Offer) -> SiteProtection | None:
+        """The cost of the federation's differential privacy here. It is refused before anybody is asked if too high.
+
+        Raises:
+            ClientError: LEDGER.
+        """
+        settings, info = self.settings, offer.info
+        if info.privacy is None or not info.privacy.protects_records or settings.role != "trainer":
+            return None
+        ledger, noise = self._ledger(offer), self.parts.privacy.noise
+        job = partial(site_plan, info, offer.method, offer.source.train, settings, offer.policy, ledger, self.state)
+        planned, groups = await self.compute.run(job)
+        where = settings.first_coordinator, info.federation_id
+        return SiteProtection(info.privacy, planned, ledger, noise, *where, groups, info.name, self.state)
+
+    async def _agreement(self, offer: Offer, protection: SiteProtection | None) -> tuple[Agreement, Declared]:
+        """The owner's agreement, asked for now if necessary, and what is declared with it.
+
+        No backbone is loaded for it, and no feature computed: until then nothing is done for the federation.
+        """
+        settings, info, source = self.settings, offer.info, offer.source
+        terms = terms_of(info, offer.method, settings.coordinator, settings.role, list(offer.tests))
+        own = source.train if settings.role == "trainer" else source.test
+        images = declared_images(len(own), self._floor(offer), info)
+        declared = declaration(settings, source, domain_of(source), self.parts.backbone, images)
+        known = Agreement.kept(self.state)
+        changes = known.changes(terms) if known is not None else []
+        if known is not None and not changes:
+            return known, declared
+        if self.parts.consent is not None:
+            planned, shape = protection.plan if protection is not None else None, await self._shape(info)
+            limits = self._floor(offer), states_of(offer.policy)
+            disclosure = disclose(terms, info, offer.method, declared, shape, changes, planned, limits)
+            await self._ask(self.parts.consent, disclosure, source)
+        return Agreement.made(self.state, terms), declared
+
+    async def _shape(self, info: EnrolmentInfo) -> BackboneShape | None:
+        """The backbone's sizes, as far as they are known without its weights."""
+        if self.parts.backbone is not None:
+            return shape_of(self.parts.backbone)
+        return info.backbone.shape or await self.compute.run(lambda: shape_by_name(info.backbone.model))
+
+    async def _ask(self, consent: Consent, disclosure: Disclosure, source: Source) -> None:
+        """Show the checks and what will be sent; continue only with consent."""
+        checks = await self.compute.run(lambda: self._checks(source))
+        if await consent(checks, disclosure):
+            return
+        if not disclosure.changes:
+            raise ClientError(Exit.DECLINED, "not joined, as you decided: nothing of the above was sent")
+        changed = "; ".join(disclosure.changes)
+        remedy = f"start the client at a terminal to be asked, or with --agree {disclosure.terms.digest}"
+        raise ClientError(Exit.DECLINED, f"the federation is not what you agreed to ({changed}): {remedy}")
+
+    def _checks(self, source: Source) -> list[Check]:
+        """The checks, also those that passed."""
+        return [
+            *check_data(source, self.settings.role),
+            check_device(self.settings.device),
+            check_clock(self.coordinator.traffic.clock),
+        ]
+
+    async def _enrol(self, identity: Identity, token: str | None, request: EnrolRequest, source: Source) -> None:
+        self.coordinator.token = identity.secret
+        if token is not None:
+            try:
+                response = await self.coordinator.enrol(token, request)
+            except Refused as refused:
+                # Who has enrolled can go on with its secret; the next poll says where the federation stands.
+                if identity.client_id is None or refused.status not in (401, 410):
+                    raise
+            else:
+                identity = self.state.bind(identity, response.federation_id, response.client_id)
+        self.monitor.status.client_id = identity.client_id
+        self.monitor.tell("enrolled", client_id=identity.client_id, train=len(source.train), test=len(source.test))
+
+
+def _restore(work: TaskWork, compute: Compute) -> None:
+    try:
+        work.restore_serving(compute.stopped)
+    except (MethodError, BackboneError, TensorError, SpecError) as error:
+        log.warning("predictions wait for the next evaluation: the kept prompts cannot be used (%s)", error)

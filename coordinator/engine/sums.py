@@ -1,0 +1,167 @@
+"""Tensor work of means with central noise and of secure sums, from what is stored; a replay computes the same again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.aggregation import global_state, secure_sums
+from promptfed.coordinator.aggregation.private_mean import NoiseTerms, PrivateMean, private_mean
+from promptfed.coordinator.aggregation.rules import Judged
+from promptfed.coordinator.aggregation.secure_sums import Attempt
+from promptfed.coordinator.domain.federation import Federation, OpenTask
+from promptfed.coordinator.domain.run_state import SecureStep
+from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.store.blobs import digest_of
+from promptfed.coordinator.store.fault_points import point
+from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, StateRow, SumRow, TaskRow
+from promptfed.shared.methods.core.checks import change_limit, costs
+from promptfed.shared.methods.core.interface import ClientUpdate, Phase, ServerContext
+from promptfed.shared.secagg import SecureError
+from promptfed.shared.secagg.primitives import Whole, as_tensors, mean_change
+from promptfed.shared.tensors import Arrays
+
+
+def terms_of(federation: Federation, row: PhaseRow) -> NoiseTerms:
+    """What the closed phase of ``row`` is noised with: its key and K̄."""
+    privacy = federation.spec.privacy
+    assert row.noise_key is not None, "a phase at client level closes with its key"
+    assert row.expected is not None, "a phase opens with how many are expected"
+    assert privacy.clip is not None
+    assert privacy.noise_multiplier is not None
+    return NoiseTerms(privacy.clip, privacy.noise_multiplier, row.expected, bytes.fromhex(row.noise_key))
+
+
+def released(session: Session, federation: Federation) -> int:
+    """How many noised sums there have been so far."""
+    mine = (StateRow.federation_id == federation.id, StateRow.phase_id.is_not(None))
+    return session.scalar(select(func.count()).where(*mine)) or 0
+
+
+@dataclass(frozen=True)
+class Noised:
+    """A state with its noise, and what the round's report keeps."""
+
+    after: Arrays
+    mean: PrivateMean
+    terms: NoiseTerms
+
+    def judged(self) -> dict[str, Judged]:
+        """What became of each client's change."""
+        clip, share = self.terms.clip, 1 / self.terms.divisor
+        return {
+            client: Judged("clipped" if length > clip else "counted", share, None)
+            for client, length in self.mean.lengths.items()
+        }
+
+    def measured(self, federation: Federation, phases: int, noise: str) -> dict[str, Any]:
+        """Of the phase: what it was noised with, and what all ``phases`` so far have cost."""
+        return {
+            **costs(federation.spec, phases),
+            "delta": federation.spec.privacy.delta,
+            "clip": self.terms.clip,
+            "noise_multiplier": self.terms.noise_multiplier,
+            "expected": self.terms.expected,
+            "noise": "seeded" if noise == "seeded" else "central",
+        }
+
+
+def noised(
+    federation: Federation,
+    state: Arrays,
+    phase: Phase,
+    updates: Iterable[ClientUpdate],
+    terms: NoiseTerms,
+    context: ServerContext,
+) -> Noised:
+    """The state after ``phase`` of these updates, whose mean is clipped and noised by ``terms``."""
+    payload = global_state.common_payload(federation, state, phase, context)
+    mean = private_mean(updates, payload, secure_sums.shapes(federation, phase), terms)
+    return Noised(global_state.after_mean(federation, state, phase, mean.tensors, context), mean, terms)
+
+
+def attempt_of(registry: Registry, federation: Federation, round: int, step: int) -> Attempt:
+    """The attempt that ``step`` belongs to; what was read of the latest one is kept in memory."""
+    secure = _secure(federation, round, step)
+    key = (round, secure.first)
+    known = registry.attempts.get(federation.id)
+    if known is None or known[0] != key:
+        known = key, Attempt(registry.database, federation, round, secure)
+        registry.attempts[federation.id] = known
+    return known[1]
+
+
+def _secure(federation: Federation, round: int, step: int) -> SecureStep:
+    plan = federation.rules.plan(round, step)
+    assert plan is not None, "only the steps of a phase are secure"
+    assert plan.secure is not None, "only the steps of a secure sum are asked for"
+    return plan.secure
+
+
+def told(registry: Registry, federation: Federation, task: OpenTask) -> bytes:
+    """What a task after the training tells its client."""
+    return attempt_of(registry, federation, task.round, task.step).told(task.client, task.kind)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A secure sum that was opened, and the state that follows from it."""
+
+    after: Arrays
+    total: Whole
+    weight: float
+    clients: int
+    norm: float
+
+    def measured(self) -> dict[str, Any]:
+        """What the round's report keeps: nothing of any one client."""
+        phase = {"sum_clients": self.clients, "sum_weight": self.weight, "mean_norm": self.norm}
+        return {"phase": phase, "clients": {}}
+
+    def row(self, phase_id: int) -> SumRow:
+        """The sum as it is kept."""
+        body = self.total.astype("<i8").tobytes()
+        return SumRow(phase_id=phase_id, sha256=digest_of(body), body=body, count=self.clients, weight=self.weight)
+
+
+def summed(registry: Registry, federation: Federation, state: Arrays, round: int, step: int) -> Summed:
+    """Open the sum of a closed attempt.
+
+    Raises:
+        SecureError: ``bad-shares`` or ``sum-invalid``: it cannot be a sum of honest clients.
+    """
+    attempt = attempt_of(registry, federation, round, step)
+    total, phase = attempt.total(), federation.method_phase(round, step)
+    after, norm = state_after(federation, state, phase, total, attempt.weight, federation.context())
+    point("sum-computed")
+    return Summed(after, total, attempt.weight, len(attempt.confirm.alive), norm)
+
+
+def state_after(
+    federation: Federation, state: Arrays, phase: Phase, total: Whole, weight: float, context: ServerContext
+) -> tuple[Arrays, float]:
+    """The state after ``phase``, whose payload changes by total/(2³²·``weight``); and the L2 norm of that change."""
+    mean = mean_change(total, weight)
+    norm = float(np.linalg.norm(mean))
+    limit = change_limit(federation.spec, federation.method, mean.size)
+    if norm > limit:
+        text = f"the mean change's norm is {norm:.6g}; {limit:.6g} is allowed (admission.max_update_norm)"
+        raise SecureError("sum-invalid", text)
+    payload = global_state.common_payload(federation, state, phase, context)
+    tensors = as_tensors(mean, payload, secure_sums.shapes(federation, phase))
+    return global_state.after_mean(federation, state, phase, tensors, context), norm
+
+
+def forget_answers(session: Session, federation: Federation, round: int) -> None:
+    """Delete the bodies of a round's exchanges: the sum is there, and nothing else is of use. Digests stay."""
+    stages = select(PhaseRow.id).where(PhaseRow.federation_id == federation.id, PhaseRow.round == round)
+    tasks = select(TaskRow.id).where(TaskRow.phase_id.in_(stages))
+    blindly = {"synchronize_session": False}
+    session.execute(
+        update(ExchangeRow).where(ExchangeRow.task_id.in_(tasks)).values(body=None), execution_options=blindly
+    )

@@ -1,0 +1,381 @@
+"""Bodies: tensors and JSON as they arrive, within limits of size, number and time, and large blobs as answers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import mmap
+import os
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi.dependencies.models import Dependant
+from fastapi.responses import FileResponse
+from fastapi.security import HTTPBearer
+from fastapi.security.utils import get_authorization_scheme_param
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.http.callers import is_let_in, look_up
+from promptfed.coordinator.problems import (
+    DigestMismatch,
+    DigestMissing,
+    IncompleteBody,
+    Refusal,
+    TooManyUploads,
+    UploadTimeout,
+)
+from promptfed.coordinator.store.blobs import Upload, digest_of
+from promptfed.coordinator.store.opening import digest
+from promptfed.shared.methods.core.checks import BYTES_PER_SECOND
+
+CHUNK = 1 << 20
+DRAINED = 8 << 20  # how much more than its limit a body may have before we stop listening to it
+WAITING_BYTES = 64 << 20
+SHARE = 4  # a client has at most one place in so many, but always one
+OF_ONE_CLIENT = 8  # bodies that may be under way or wait
+HELD_BYTES = 320 << 10  # of one body, before the server stops reading it: 64 KB and what was under way
+_SHA256 = re.compile(r"(?:^|,)\s*sha-256\s*=\s*:([A-Za-z0-9+/=]*):")
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A request's body that is to come: from where, of what ``length`` if that was announced, and from which client
+    (None: an operator).
+    """
+
+    receive: Receive
+    length: int | None
+    client: object | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Incoming:
+        """The body of a request, before anything of it is read."""
+        length = announced_length(request.headers.get("content-length"))
+        return cls(request.receive, length, getattr(request.state, "client", None))
+
+    @property
+    def held(self) -> int:
+        """The maximum number of bytes in memory while the body waits."""
+        return HELD_BYTES if self.length is None else min(self.length, HELD_BYTES)
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The parts as they arrive. Raises ClientDisconnect."""
+        more = True
+        while more:
+            message = await self.receive()
+            if message["type"] != "http.request":
+                raise ClientDisconnect
+            more = message.get("more_body", False)
+            if part := message.get("body", b""):
+                yield part
+
+
+class _ClientPlaces:
+    """The places of one client; ``bodies``: how many of its bodies are being received or wait."""
+
+    def __init__(self, most: int):
+        self.places = asyncio.Semaphore(most)
+        self.bodies = 0
+
+
+class Uploads:
+    """The current uploads, and those that wait."""
+
+    def __init__(self, registry: Registry, most: int, timeout: float, wait_seconds: float):
+        self._registry = registry
+        self._most = most
+        self._timeout = timeout  # seconds for a body, or longer where it is long
+        self._wait_seconds = wait_seconds
+        self._places = asyncio.Semaphore(most)
+        self._by_client: dict[object, _ClientPlaces] = {}
+        self._running = 0
+        self._waiting_bytes = 0
+
+    @asynccontextmanager
+    async def receive(self, body: Incoming, limit: int, *, compressed: bool = False) -> AsyncIterator[Upload]:
+        """Receive a body, in memory or in a file. The file is removed at the end of the block unless it was moved.
+
+        A small ``compressed`` body may become a large update in the file. A body in memory gives its place to the next
+        one at once; it counts as waiting until the end of the block.
+
+        Raises:
+            TooManyUploads, UploadTimeout, IncompleteBody: it could not be received.
+        """
+        own = self._enter(body)
+        path, in_memory, on_disk = self._registry.blobs.temporary(), 0, True
+        try:
+            await self._take_places(own, body.held)
+            try:
+                upload = await self._receive(body, path, limit)
+                on_disk = upload.content is None
+                if on_disk:
+                    yield upload
+            finally:
+                self._give_places(own)
+            if not on_disk:
+                in_memory = upload.size
+                self._waiting_bytes += in_memory
+                yield upload
+        finally:
+            self._waiting_bytes -= in_memory
+            self._leave(body, own)
+            if on_disk or compressed:
+                await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    def _leave(self, body: Incoming, own: _ClientPlaces) -> None:
+        own.bodies -= 1
+        if own.bodies == 0:
+            del self._by_client[body.client]
+
+    def _enter(self, body: Incoming) -> _ClientPlaces:
+        """Count the body; returns the places of its client. Raises TooManyUploads."""
+        client, held = body.client, body.held
+        most = self._most if client is None else max(1, self._most // SHARE)
+        own = self._by_client.get(client) or _ClientPlaces(most)
+        if self._waiting_bytes + held > WAITING_BYTES or (client is not None and own.bodies >= OF_ONE_CLIENT):
+            raise self._too_many()
+        self._by_client[client] = own
+        own.bodies += 1
+        return own
+
+    async def _take_places(self, own: _ClientPlaces, held: int) -> None:
+        """Wait for one of the client's places, and for one of all places."""
+        self._waiting_bytes += held
+        try:
+            if own.places.locked() or self._places.locked():
+                async with asyncio.timeout(self._wait_seconds):
+                    await self._take(own)
+            else:
+                await self._take(own)
+        except TimeoutError:
+            raise self._too_many() from None
+        finally:
+            self._waiting_bytes -= held
+        self._running += 1
+        self._registry.metrics.uploads.set(self._running)
+
+    async def _take(self, own: _ClientPlaces) -> None:
+        await own.places.acquire()
+        try:
+            await self._places.acquire()
+        except BaseException:
+            own.places.release()
+            raise
+
+    def _give_places(self, own: _ClientPlaces) -> None:
+        self._places.release()
+        own.places.release()
+        self._running -= 1
+        self._registry.metrics.uploads.set(self._running)
+
+    def _too_many(self) -> TooManyUploads:
+        return TooManyUploads(f"too many uploads are under way: try again in {TooManyUploads.retry_after} s")
+
+    async def _receive(self, body: Incoming, path: Path, limit: int) -> Upload:
+        # Of one that is small, or not announced, nobody waits longer.
+        seconds = max(self._timeout, min(body.length or 0, limit) / BYTES_PER_SECOND)
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._stream(body, path, limit)
+        except TimeoutError:
+            raise UploadTimeout(f"the body did not arrive within {seconds:g} s") from None
+        except ClientDisconnect:
+            raise IncompleteBody("the connection ended before the body did") from None
+
+    async def _stream(self, body: Incoming, path: Path, limit: int) -> Upload:
+        file, size = _File(path), 0
+        if body.length is not None and body.length > limit + DRAINED:
+            return Upload(path, body.length, "", too_large=True)
+        async for part in body.parts():
+            size += len(part)
+            if size > limit:
+                # Read on for a while, so that a client that is still sending finds our answer and not a closed door.
+                if size > limit + DRAINED:
+                    break
+                continue
+            file.add(part)
+            if file.bytes_waiting >= CHUNK:
+                await asyncio.to_thread(file.write)
+        if not file.written and size <= limit and self._registry.blobs.is_small(size):
+            content = b"".join(file.waiting)
+            return Upload(path, size, digest_of(content), content=content)
+        await asyncio.to_thread(file.write)
+        return Upload(path, size, "sha256:" + file.digest.hexdigest(), too_large=size > limit)
+
+
+class _File:
+    """A body that is written to a file. Its parts are not joined: copying costs as much as hashing."""
+
+    def __init__(self, path: Path):
+        self.digest = hashlib.sha256()
+        self.waiting: list[bytes] = []
+        self.bytes_waiting = 0
+        self.written = False
+        self._path = path
+
+    def add(self, part: bytes) -> None:
+        """Keep a part until it is written."""
+        self.waiting.append(part)
+        self.bytes_waiting += len(part)
+
+    def write(self) -> None:
+        """Write and hash what waits."""
+        with self._path.open("ab", buffering=0) as file:
+            for part in self.waiting:
+                self.digest.update(part)
+                left = memoryview(part)
+                while left:
+                    left = left[file.write(left) :]
+        self.waiting.clear()
+        self.bytes_waiting = 0
+        self.written = True
+
+
+def announced_length(header: str | None) -> int | None:
+    """The number in a Content-Length header; None if there is none."""
+    return int(header) if header is not None and header.isdecimal() else None
+
+
+def announced_digest(header: str | None) -> str:
+    """The SHA-256 of a Content-Digest header (RFC 9530), as ``sha256:<hex>``. Raises DigestMissing."""
+    match = _SHA256.search(header or "")
+    try:
+        raw = base64.b64decode(match.group(1), validate=True) if match else b""
+    except binascii.Error:
+        raw = b""
+    if len(raw) != hashlib.sha256().digest_size:
+        raise DigestMissing("send the body's SHA-256 as `Content-Digest: sha-256=:<base64>:`")
+    return "sha256:" + raw.hex()
+
+
+def expect_digest(upload: Upload, announced: str) -> None:
+    """Refuse a body with another digest than announced. A body over the limit is not compared."""
+    if not upload.too_large and upload.sha256 != announced:
+        raise DigestMismatch(f"the body has digest {upload.sha256}; {announced} was announced: send it again")
+
+
+JSON_BYTES = 8 << 20
+TENSOR_PATHS = ("/update", "/exchange", "/initial-state")
+NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
+
+
+class JsonBodies:
+    """Passes on bodies of callers with a token, up to a size and within ``seconds``.
+
+    The framework's own limit answers in plain text; this one raises within the request, so that it becomes a problem.
+    """
+
+    def __init__(self, app: ASGIApp, seconds: float):
+        self._app = app
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, with a limited body."""
+        if scope["type"] == "http" and not scope["path"].endswith(TENSOR_PATHS):
+            receive = JsonBody(scope, receive, self._seconds)
+        await self._app(scope, receive, send)
+
+
+class JsonBody:
+    """One request's body. The caller is looked up only when the body is read: most requests have none."""
+
+    def __init__(self, scope: Scope, receive: Receive, seconds: float, known: bool = False):
+        """``scope`` and ``receive`` are the request's; ``known``: the caller is known to be allowed."""
+        self._known = known
+        self._scope = scope
+        self._receive = receive
+        self._seconds = seconds
+        self._received = 0
+        self._until: float | None = None
+        self._whole = False
+
+    async def __call__(self) -> Message:
+        """The next part. Raises HTTPException if it arrives too late or exceeds the limit."""
+        if self._whole:  # What comes now is that the caller has gone.
+            return await self._receive()
+        if self._until is None:
+            if not self._known and not await _may_call(self._scope):
+                self._whole = True
+                return NOTHING
+            self._until = asyncio.get_running_loop().time() + self._seconds
+        try:
+            async with asyncio.timeout_at(self._until):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not arrive within {self._seconds:g} s") from None
+        self._received += len(message.get("body", b""))
+        if self._received > JSON_BYTES:
+            raise HTTPException(413)
+        self._whole = not message.get("more_body", False)
+        return message
+
+
+async def _may_call(scope: Scope) -> bool:
+    """Whether the request's token is valid for its route. The route checks again, and refuses."""
+    connection = HTTPConnection(scope)
+    scheme, token = get_authorization_scheme_param(connection.headers.get("authorization"))
+    if scheme.lower() != "bearer" or not token:
+        return False
+    registry: Registry = scope["app"].state.registry
+    try:
+        caller = look_up(connection, registry, digest(token))
+    except Refusal:
+        return False
+    asked = connection.path_params.get("federation")
+    return all(is_let_in(caller, name, asked, registry) for name in _schemes(scope["route"].dependant))
+
+
+def _schemes(dependant: Dependant) -> Iterator[str]:
+    """The names of the security schemes among a route's dependencies."""
+    if isinstance(dependant.call, HTTPBearer):
+        yield dependant.call.scheme_name
+    for inner in dependant.dependencies:
+        yield from _schemes(inner)
+
+
+BY_PATH = "http.response.pathsend"
+_FROM = re.compile(r"bytes=(\d{1,15})-")
+PART = 256 << 10  # bytes that are handed over at once; the next ones once the connection takes more
+
+
+def first_byte(asked: str | None) -> int:
+    """The first byte of a header ``Range: bytes=N-``, the only form that clients send; else 0."""
+    match = _FROM.fullmatch(asked or "")
+    return int(match[1]) if match else 0
+
+
+class BlobFile(FileResponse):
+    """A file as the body of an answer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+
+        async def send_mapped(message: Message) -> None:
+            if message["type"] == BY_PATH:
+                await _send_mapped(Path(message["path"]), send)
+            else:
+                await send(message)
+
+        extensions = {**scope.get("extensions", {}), BY_PATH: {}}
+        await super().__call__({**scope, "extensions": extensions}, receive, send_mapped)
+
+
+async def _send_mapped(path: Path, send: Send) -> None:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        # Nothing closes it: parts of it may wait in the connection's buffer, and with the last of them it is gone.
+        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+    if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_WILLNEED"):
+        mapped.madvise(mmap.MADV_WILLNEED)
+    whole = memoryview(mapped)
+    for begin in range(0, max(size, 1), PART):
+        more = begin + PART < size
+        await send({"type": "http.response.body", "body": whole[begin : begin + PART], "more_body": more})

@@ -1,0 +1,562 @@
+"""Trials of a run file: the same sites with any method and learning rate, tested on held-out training images."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from promptfed.experiments.bench.plots import Floats, paired_bootstrap
+from promptfed.experiments.bench.protocols import with_options
+from promptfed.experiments.bench.runner import costs
+from promptfed.experiments.simulation.simulation import simulate
+from promptfed.runtime.processes import Site
+from promptfed.runtime.run_file import RunFile
+from promptfed.sdk.backbone import open_backbone, resolve
+from promptfed.sdk.client import CommandError, Exit
+from promptfed.sdk.result import FederationResult
+from promptfed.shared.data import DataError
+from promptfed.shared.data.registry import SharedSources
+from promptfed.shared.methods import method_for
+from promptfed.shared.metrics import ZERO_SHOT
+from promptfed.shared.plain_text import counted
+from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, merged
+
+OF_A_METHOD = ("optimizer", "learning_rate", "momentum", "weight_decay", "schedule")
+"""Training settings of a run file that suit its own method; another method has its defaults."""
+
+Answers = Mapping[tuple[str, str], Floats]  # whether each image was classified rightly, by client and list of images
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method with a learning rate."""
+
+    method: str
+    rate: float
+
+    def __str__(self) -> str:
+        return f"{self.method}, rate {self.rate:g}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a candidate reached after ``rounds``: accuracies are fractions of all held-out images of all trainers.
+
+    With several labels per image the accuracy is the trainers' mean of the mean average precision.
+
+    ``right`` and ``template`` are the answers that pair it with others. ``seconds`` include the evaluation;
+    ``bytes_round`` are those of one client and round, both ways.
+    """
+
+    candidate: Candidate
+    rounds: int
+    right: Answers
+    template: Answers
+    confidences: tuple[tuple[float, ...], ...]
+    seconds: float
+    bytes_round: float
+
+    @property
+    def accuracy(self) -> float:
+        """The share of right answers; 0 for a federation whose updates were refused."""
+        return mean_of(self.right)
+
+
+def mean_of(answers: Answers) -> float:
+    """The mean over all images; 0 without any."""
+    return float(np.concatenate(list(answers.values())).mean()) if answers else 0.0
+
+
+def held_out_sites(sites: Sequence[Site], share: float, seed: int | None = None) -> list[Site]:
+    """The trainers, each tested on a share of its own training images, drawn by ``seed``. No test image is used."""
+    options = {"validation": share, "validation_seed": seed}
+    trainers = [site for site in sites if site.role == "trainer"]
+    return [replace(site, data=with_options(site.data, options), tests={}) for site in trainers]
+
+
+class Trials:
+    """Runs candidates for the sites of a run file. They share the backbone, the data and the image features."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        features: Path,
+        share: float,
+        *,
+        pool: int = 1,
+        device: str = "cpu",
+        allow_backbone: AllowedBackbones = False,
+    ):
+        self._run, self._features, self._share, self._pool = run, features, share, pool
+        self._sources = SharedSources()
+        self.default = resolve(run.spec)
+        self._backbone = open_backbone(self.default.backbone, allow_backbone=allow_backbone, device=device)
+        self._names = self._common_names()
+
+    def _common_names(self) -> list[str] | None:
+        """The classes of all trainers, if they have the same; methods with a row for each class need a list."""
+        try:
+            named = {self._sources.open(site.data).class_names for site in self._run.sites if site.role == "trainer"}
+        except DataError as error:
+            raise CommandError(str(error), Exit.BAD_INPUT) from None
+        return list(named.pop()) if len(named) == 1 else None
+
+    def changes(self, method: str, rate: float | None = None) -> dict[str, Any]:
+        """The keys of the run file that differ for ``method``, as they are to be written. Without ``rate`` it is left.
+
+        Raises:
+            CommandError: the method cannot run with this file; the text says why.
+        """
+        given, own = self._run.spec, method == self.default.method["name"]
+        training = dict(given.get("training") or {})
+        if not own:
+            training = {key: value for key, value in training.items() if key not in OF_A_METHOD}
+        if rate is not None:
+            training["learning_rate"] = rate
+        changes = {"method": given["method"] if own else {"name": method}, "training": training}
+        once: dict[str, Any] = {"rounds": 1}  # the only number for a method that exchanges statistics once
+        named = {"class_names": self._names} if self._names and not given.get("class_names") else {}
+        refusals = []
+        for more in ({}, named, once, named | once):
+            try:
+                self._expect_fits(resolve({**given, **changes, **more}))
+                return changes | more
+            except CommandError as error:
+                refusals.append(error)
+        raise refusals[0]
+
+    def _expect_fits(self, spec: FederationSpec) -> None:
+        if any(site.role == "evaluator" for site in self._run.sites) and not method_for(spec).takes_evaluators:
+            raise CommandError("it has no classifier for evaluators, which the run file has", Exit.BAD_INPUT)
+
+    def spec(self, method: str, rate: float | None = None) -> FederationSpec:
+        """The resolved spec. Raises CommandError as `changes`."""
+        return resolve({**self._run.spec, **self.changes(method, rate)})
+
+    def run(self, candidate: Candidate, rounds: int, seed: int) -> Trial:
+        """Train ``candidate`` for at most ``rounds``; ``seed`` draws the held-out images and everything else.
+
+        Raises:
+            CommandError: the federation cannot be run. One whose updates are refused, as by a rate that is far too
+                high, has a trial with the accuracy 0.
+        """
+        changes = self.changes(candidate.method, candidate.rate)
+        rounds = min(rounds, changes.get("rounds", rounds))
+        changed = {"rounds": rounds, "evaluation": {"every": rounds}, "seed": seed}
+        raw = merged({**self._run.spec, **changes}, changed)
+        sites = held_out_sites(self._run.sites, self._share, seed)
+        shared: dict[str, Any] = {"backbone": self._backbone, "features": self._features, "sources": self._sources}
+        began = time.monotonic()
+        try:
+            result = simulate(raw, sites, pool=self._pool, **shared)
+        except CommandError as error:
+            if not has_diverged(error):
+                raise
+            return Trial(candidate, rounds, {}, {}, (), time.monotonic() - began, 0.0)
+        return _trial(candidate, result, time.monotonic() - began)
+
+
+def _trial(candidate: Candidate, result: FederationResult, seconds: float) -> Trial:
+    if result.federation.spec.task == "multi_label":
+        return _trial_of_several(candidate, result, seconds)
+    right: dict[str, dict[tuple[str, str], Floats]] = {"test": {}, f"test@{ZERO_SHOT}": {}}
+    own = [outcomes for outcomes in result.outcomes if outcomes.split in right]
+    for outcomes in own:
+        answers = np.equal(outcomes.labels, outcomes.predicted).astype(float)
+        right[outcomes.split][outcomes.client, outcomes.images] = answers
+    price = costs(result.reports)
+    return Trial(
+        candidate,
+        result.round,
+        right["test"],
+        right[f"test@{ZERO_SHOT}"],
+        tuple(outcomes.confidence for outcomes in own if outcomes.split == "test"),
+        seconds,
+        price["bytes_up"] + price["bytes_down"],
+    )
+
+
+def _trial_of_several(candidate: Candidate, result: FederationResult, seconds: float) -> Trial:
+    """With several labels per image the mean average precision of each client is paired, as one number."""
+    own = [told for told in result.accuracies(result.round) if told.split == "test"]
+    price = costs(result.reports)
+    return Trial(
+        candidate,
+        result.round,
+        {(told.client, ""): np.array([told.accuracy]) for told in own},
+        {(told.client, ""): np.array([told.zero_shot]) for told in own if told.zero_shot is not None},
+        (),
+        seconds,
+        price["bytes_up"] + price["bytes_down"],
+    )
+
+
+def has_diverged(error: CommandError) -> bool:
+    """Whether the federation ended because a change was too long or the state grew without bound."""
+    ended = error.exit in (Exit.FEDERATION_ENDED_BADLY, Exit.FAILED)  # or a site's evaluation has failed
+    return ended and any(sign in str(error) for sign in ("norm-too-large", "not finite", "NaN or infinity"))
+
+
+CANDIDATES_FACTOR = 3  # candidates of a rung for each that goes on
+ROUNDS_FACTOR = 2  # rounds of a rung for each round of the one before
+DECADES = 4
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """``candidates`` train for ``rounds`` rounds from the start."""
+
+    candidates: int
+    rounds: int
+
+
+def rungs(candidates: int, rounds: int, last: int = 2) -> tuple[Rung, ...]:
+    """The rungs for ``candidates``, from many with few rounds to at most ``last`` with all ``rounds``.
+
+    A rung has a third of the candidates of the one before, and twice its rounds.
+
+    Raises:
+        ValueError: a number is below 1.
+    """
+    if min(candidates, rounds, last) < 1:
+        raise ValueError("candidates, rounds and last must be at least 1")
+    counts = [candidates]
+    while counts[-1] > last:
+        counts.append(max(last, math.ceil(counts[-1] / CANDIDATES_FACTOR)))
+    steps = range(len(counts) - 1, -1, -1)
+    return tuple(
+        Rung(count, math.ceil(rounds / ROUNDS_FACTOR**step)) for count, step in zip(counts, steps, strict=True)
+    )
+
+
+def ranked(scores: Mapping[Key, float]) -> list[Key]:
+    """The candidates from the highest score to the lowest; equal ones in the order of ``scores``."""
+    return sorted(scores, key=lambda key: -scores[key])
+
+
+def survivors(
+    scores: Mapping[Key, float], keep: int, default: Key, group: Callable[[Key], Hashable] | None = None, most: int = 2
+) -> list[Key]:
+    """The ``keep`` best candidates in the order of their scores. The ``default`` always survives, if need be as last.
+
+    With ``group`` at most ``most`` candidates of one group survive, such as the rates of one method.
+
+    Raises:
+        ValueError: ``keep`` is below 1, or the default has no score.
+    """
+    if keep < 1 or default not in scores:
+        raise ValueError("at least one candidate must be kept, and the default must have a score")
+    best: list[Key] = []
+    for key in ranked(scores):
+        if group is None or sum(group(other) == group(key) for other in best) < most:
+            best.append(key)
+    return best[:keep] if default in best[:keep] else [*best[: keep - 1], default]
+
+
+def grid(centre: float, decades: float = DECADES, per_decade: int = 1) -> tuple[float, ...]:
+    """Rates in equal ratios over ``decades``, in ascending order, with ``centre`` in the middle."""
+    half = math.ceil(decades * per_decade / 2)
+    steps = range(-half, half + 1)
+    return tuple(_short(centre * 10 ** (step / per_decade)) if step else centre for step in steps)
+
+
+def _short(rate: float) -> float:
+    """The rate with two digits, as it is written into a spec."""
+    return float(f"{rate:.2g}")
+
+
+AUTO = (
+    "fedtaskres",
+    "fedclipadapter",
+    "fedlp",
+    "fedclip",
+    "fedpgp",
+    "promptfl",
+    "promptfolio",
+    "pfedprompt",
+    "fedlora",
+)
+"""Those that gain most in the sweep of defaults for their time; but for the last, images pass the tower once."""
+LAST = 4  # candidates of the last rung
+MOST_RATE = 1000.0  # that a spec may hold
+
+Done = dict[Candidate, list[Trial]]
+Progress = Callable[[str], None]
+
+
+class Runs(Protocol):
+    """What a choice needs of `Trials`."""
+
+    default: FederationSpec
+
+    def spec(self, method: str) -> FederationSpec:
+        """The resolved spec of a method at its own rate. Raises CommandError if it cannot run."""
+
+    def run(self, candidate: Candidate, rounds: int, seed: int) -> Trial:
+        """One federation."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What may be tried: ``rates`` for every method (None: four decades around its default), under ``seeds``.
+
+    A trial's seed draws the images that it holds out; four in a row hold out each quarter once. ``seconds`` limit the
+    search; ``bytes`` are those that one client may send and receive in all rounds of the chosen federation.
+    """
+
+    methods: tuple[str, ...] = ()
+    rates: tuple[float, ...] | None = None
+    seeds: tuple[int, ...] = (12, 13, 14, 15)
+    seconds: float = 300.0
+    bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A difference of accuracies (fractions) with its 95 % interval over paired images; none of a single seed."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A candidate in the last rung that it reached: its accuracy there, and what one client's part costs in all."""
+
+    candidate: Candidate
+    rounds: int
+    accuracy: float
+    seconds: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The winner, what it gains over the default and over the template, and everything that was tried, best first.
+
+    ``default_gain`` is None if the default wins. ``at_edge``: the rate is the smallest or largest that was tried.
+    ``refused`` has a reason for each method that did not take part; ``untried`` counts candidates for which there was
+    no time.
+    """
+
+    winner: Candidate
+    default: Candidate
+    accuracy: float
+    zero_shot: float | None
+    default_gain: Gain | None
+    template_gain: Gain | None
+    at_edge: bool
+    tried: list[Standing]
+    refused: dict[str, str]
+    untried: int
+
+
+def choose(
+    runs: Runs, plan: Plan, progress: Progress = lambda text: None, clock: Callable[[], float] = time.monotonic
+) -> Chosen:
+    """The candidate with the highest accuracy in the last rung.
+
+    Raises:
+        CommandError: the run file's own method cannot be simulated, or all candidates have the same accuracy.
+    """
+    race = _Race(runs, plan, progress, clock)
+    finals = race.refine(race.halve())
+    scores = _scores(finals)
+    if len(scores) > 1 and len(set(scores.values())) == 1:
+        raise CommandError("every candidate has the same accuracy: nothing was trained that shows", Exit.BAD_INPUT)
+    fits = [candidate for candidate in scores if candidate.method not in race.refused] or [race.default]
+    winner = max(fits, key=lambda candidate: (scores[candidate], candidate == race.default))
+    best = finals[winner]
+    templates = [trial.template for trial in best]
+
+    def told(found: Gain | None) -> Gain | None:
+        """One seed's images say nothing of other draws: its gain has no interval."""
+        return replace(found, low=None, high=None) if found is not None and len(plan.seeds) < 2 else found
+
+    return Chosen(
+        winner=winner,
+        default=race.default,
+        accuracy=scores[winner],
+        zero_shot=fmean(map(mean_of, templates)) if all(templates) else None,
+        default_gain=None
+        if winner == race.default
+        else told(gain(best, [trial.right for trial in finals[race.default]])),
+        template_gain=told(gain(best, templates)),
+        at_edge=winner.method not in race.without_rate and winner.rate in _edges(race.reached, winner.method),
+        tried=race.standings(),
+        refused=race.refused,
+        untried=race.untried,
+    )
+
+
+def gain(trials: Sequence[Trial], others: Sequence[Answers]) -> Gain | None:
+    """Mean difference to ``others`` (by seed), image by image; None if the two have no image in common."""
+    pairs = zip(trials, others, strict=True)
+    differences = [right - other[key] for trial, other in pairs for key, right in trial.right.items() if key in other]
+    if not differences:
+        return None
+    low, high, _ = paired_bootstrap(differences)
+    return Gain(float(np.concatenate(differences).mean()), low, high)
+
+
+def _scores(trials: Done) -> dict[Candidate, float]:
+    return {candidate: fmean(trial.accuracy for trial in done) for candidate, done in trials.items()}
+
+
+def _rates(tried: Iterable[Candidate], method: str) -> list[float]:
+    return [candidate.rate for candidate in tried if candidate.method == method]
+
+
+def _edges(tried: Iterable[Candidate], method: str) -> tuple[float, float]:
+    rates = _rates(tried, method)
+    return min(rates), max(rates)
+
+
+def _between(best: float, rate: float, other: float) -> bool:
+    """Whether ``other`` is on the same side of ``best`` as ``rate``, and not clearly further away."""
+    way, far = math.log(other / best), math.log(rate / best)
+    return way * far > 0 and abs(way) < abs(far) + 0.1
+
+
+class _Race:
+    """The trials of a choice. The first rung, with every candidate, has half of the time; the others share the rest."""
+
+    def __init__(self, runs: Runs, plan: Plan, progress: Progress, clock: Callable[[], float]):
+        self._runs, self._plan, self._progress, self._clock = runs, plan, progress, clock
+        self._began = clock()
+        self.reached: Done = {}
+        self._took: dict[str, float] = {}  # seconds of a round, by method
+        spec = runs.default
+        self.default, self._rounds = Candidate(spec.method["name"], spec.training.learning_rate), spec.rounds
+        self.refused: dict[str, str] = {}
+        self.without_rate: set[str] = set()
+        self.untried = 0
+
+    def halve(self) -> Done:
+        """The trials of the last rung."""
+        candidates, done = self._candidates(), Done()
+        steps = rungs(len(candidates), self._rounds, last=LAST)
+        for index, rung in enumerate(steps):
+            share, last = (1 + index / len(steps)) / 2, rung is steps[-1]
+            if done:
+                candidates = survivors(_scores(done), rung.candidates, self.default, lambda tried: tried.method)
+            if done and not last and self._spent() > share:
+                continue  # the time left is for the last rung
+            others = [candidate for candidate in candidates if candidate != self.default]
+            must = {self.default, *(others[:1] if last and done else ())}
+            seeds = self._plan.seeds if last else self._plan.seeds[:1]
+            done = self._try_all(candidates, rung.rounds, seeds, share, must)
+        return done
+
+    def refine(self, finals: Done) -> Done:
+        """``finals`` with rates half a decade below and above the best one, until these are worse or time ends."""
+        while self._plan.rates is None:
+            best = ranked(_scores(finals))[0]
+            tried = _rates(finals, best.method)
+            wanted = [
+                rate for rate in grid(best.rate, 1, 2) if not any(_between(best.rate, rate, one) for one in tried)
+            ]
+            candidates = [Candidate(best.method, rate) for rate in wanted if rate not in tried and rate <= MOST_RATE]
+            more = self._try_all(candidates, self._rounds, self._plan.seeds, 1)
+            if not more:
+                break
+            finals = finals | more
+        return finals
+
+    def standings(self) -> list[Standing]:
+        """All candidates, those that came furthest first, and the most accurate of these."""
+        scores = _scores(self.reached)
+        rows = [
+            Standing(
+                candidate,
+                trials[0].rounds,
+                scores[candidate],
+                sum(trial.seconds for trial in trials),
+                self._bytes(trials[0]),
+            )
+            for candidate, trials in self.reached.items()
+        ]
+        return sorted(rows, key=lambda row: (-row.rounds, -row.accuracy))
+
+    def _candidates(self) -> list[Candidate]:
+        """The default first, then every method at its own rate, then the other rates."""
+        first, others = [self.default], []
+        for method in dict.fromkeys([self.default.method, *self._plan.methods]):
+            try:
+                own = self._runs.spec(method).training.learning_rate
+            except CommandError as error:
+                self.refused[method] = str(error)
+                continue
+            rates = self._plan.rates or grid(own)
+            first += [Candidate(method, own)] if self._plan.rates is None else []
+            others += [Candidate(method, rate) for rate in rates]
+        return list(dict.fromkeys([*first, *others]))
+
+    def _spent(self, further: float = 0.0) -> float:
+        """The share of the time that is gone after ``further`` seconds."""
+        return (self._clock() - self._began + further) / self._plan.seconds
+
+    def _try_all(
+        self,
+        candidates: Sequence[Candidate],
+        rounds: int,
+        seeds: Sequence[int],
+        share: float,
+        must: Set[Candidate] = frozenset(),
+    ) -> Done:
+        """The trials of the candidates for which there is time, and of those in ``must``."""
+        done = Done()
+        for place, candidate in enumerate(candidates):
+            if self._is_out(candidate):
+                continue
+            expected = self._took.get(candidate.method, 0.0) * rounds * len(seeds)
+            if candidate not in must and self._spent(expected) > share:
+                self.untried += 1
+                continue
+            self._progress(f"{place + 1} of {len(candidates)} for {counted(rounds, 'round')}: {candidate}")
+            trials = self._try(candidate, rounds, seeds)
+            if trials:
+                done[candidate] = self.reached[candidate] = trials
+        return done
+
+    def _try(self, candidate: Candidate, rounds: int, seeds: Sequence[int]) -> list[Trial]:
+        """The trials by seed; none for a method that cannot run, needs too many bytes, or has no learning rate."""
+        trials = []
+        for seed in seeds:
+            began = self._clock()
+            try:
+                trials.append(self._runs.run(candidate, rounds, seed))
+            except CommandError as error:
+                if candidate == self.default:
+                    raise
+                self.refused[candidate.method] = str(error)
+                return []
+            self._took[candidate.method] = (self._clock() - began) / trials[-1].rounds
+        size, most = self._bytes(trials[0]), self._plan.bytes
+        if most is not None and size > most:
+            self.refused[candidate.method] = f"a client would send and receive {size:,.0f} bytes in all rounds"
+            return trials if candidate == self.default else []
+        for other, before in self.reached.items():
+            same = other.method == candidate.method and other.rate != candidate.rate
+            if same and before[0].confidences == trials[0].confidences != ():
+                self.without_rate.add(candidate.method)
+                return []
+        return trials
+
+    def _is_out(self, candidate: Candidate) -> bool:
+        if candidate == self.default or candidate in self.reached:
+            return candidate.method in self.refused and candidate != self.default
+        return candidate.method in self.refused or candidate.method in self.without_rate
+
+    def _bytes(self, trial: Trial) -> float:
+        """Bytes of a client in all rounds, both ways."""
+        return trial.bytes_round * self._runs.spec(trial.candidate.method).rounds

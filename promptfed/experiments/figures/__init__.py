@@ -1,1 +1,0 @@
-"""Metrics, comparisons and plots made from a bench's results."""

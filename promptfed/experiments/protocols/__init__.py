@@ -1,1 +1,0 @@
-"""The evaluation protocols: which federations they need and which accuracies they report."""

@@ -1,1 +1,0 @@
-"""Methods and learning rates chosen for a run file by simulation on held-out training images."""

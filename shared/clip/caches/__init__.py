@@ -1,1 +1,0 @@
-"""Caches of features and activations on the client's disk."""

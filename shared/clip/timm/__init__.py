@@ -1,1 +1,0 @@
-"""Vision transformers of timm as backbones without text."""

@@ -1,0 +1,272 @@
+"""Weights: from the Hugging Face hub or a local file, and what a licence asks for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from safetensors.torch import load_file
+
+from promptfed.shared.clip.errors import BackboneError, near, one_line
+from promptfed.shared.service.reasons import why
+from promptfed.shared.spec.spec import AllowedBackbones, BackboneSpec
+
+REACH_SECONDS = 3.0  # seconds for a first answer of the hub
+# OpenAI's models by transformers' names; open_clip downloads the same weights from another source.
+_OF_OPENAI = {
+    "openai/clip-vit-base-patch32": "ViT-B-32",
+    "openai/clip-vit-base-patch16": "ViT-B-16",
+    "openai/clip-vit-large-patch14": "ViT-L-14",
+    "openai/clip-vit-large-patch14-336": "ViT-L-14-336",
+}
+_UNSAID = (None, "random", "embedded")  # values of `pretrained` in a spec that names no weights
+
+
+def known_as(model: str, pretrained: str | None) -> tuple[str, str | None]:
+    """open_clip's names of a model and its weights, if ``model`` is a name on the hub that open_clip knows."""
+    if "/" not in model or ":" in model:
+        return model, pretrained
+    names = _names_on_the_hub()
+    if model not in names:
+        return model, pretrained
+    name, tag = names[model]
+    if pretrained == "random":
+        return name, pretrained
+    if pretrained not in (*_UNSAID, tag):
+        raise BackboneError(f"The backbone {model!r} brings its own weights, {tag!r}: leave `pretrained` out.")
+    return name, tag
+
+
+@cache
+def _names_on_the_hub() -> dict[str, tuple[str, str]]:
+    from open_clip import get_pretrained_cfg, list_pretrained
+
+    names: dict[str, tuple[str, str]] = {}
+    for model, tag in list_pretrained():
+        where = str(get_pretrained_cfg(model, tag).get("hf_hub", "")).rpartition("/")[0]
+        if where and "quickgelu" not in model:
+            names.setdefault(where, (model, tag))
+    return names | {name: (model, "openai") for name, model in _OF_OPENAI.items()}
+
+
+def expect_at_hand(model: str, tag: str) -> None:
+    """Refuse weights that are not on this machine and cannot be fetched, before a download tries for minutes.
+
+    Raises:
+        BackboneError: the weights are missing; the text says how to provide them.
+    """
+    from open_clip import get_pretrained_cfg
+    from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
+
+    known: Mapping[str, Any] = get_pretrained_cfg(model, tag)
+    if "file" in known or not (known.get("hf_hub") or known.get("url")):
+        return
+    repository, _, file = str(known.get("hf_hub") or "").rpartition("/")
+    if repository:
+        if any(is_cached(repository, name) for name in ([file] if file else [HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME])):
+            return
+        address, bring = endpoint(), f"hf download {repository} {file or HF_SAFE_WEIGHTS_NAME}"
+    else:
+        if (Path("~/.cache/clip").expanduser() / os.path.basename(known["url"])).is_file():
+            return
+        address, bring = str(known["url"]), f"curl -LO {known['url']}"
+    why = unreachable(address)
+    if why is not None:
+        text = f"The weights {tag!r} of {model} are not on this machine, and {urlsplit(address).netloc} {why}"
+        how = (
+            f"fetch them on a machine with a network ({bring}), bring the file here, and give it: --backbone-file PATH"
+        )
+        raise BackboneError(f"{text}: {how}.")
+
+
+def is_cached(repository: str, file: str) -> bool:
+    """Whether a file of the hub is on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(repository, file), str)
+
+
+def endpoint() -> str:
+    """The hub's address."""
+    return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+
+
+def unreachable(address: str) -> str | None:
+    """The reason why ``address`` does not answer; None if it does. Name resolution itself has no timeout."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return "is not asked (HF_HUB_OFFLINE)"
+    answered: list[bool] = []
+
+    def ask() -> None:
+        import httpx
+
+        try:
+            httpx.head(address, timeout=REACH_SECONDS)
+            answered.append(True)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError):
+            answered.append(False)
+
+    asking = threading.Thread(target=ask, name="reach", daemon=True)
+    asking.start()
+    asking.join(REACH_SECONDS)
+    return None if answered and answered[0] else f"cannot be reached ({REACH_SECONDS:.0f} s)"
+
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "spiece.model",
+    "vocab.txt",
+)  # of transformers, of which one is there
+
+
+def tokenizer_of(source: str, text_config: Mapping[str, Any], folder: Path | None) -> Any:
+    """The tokenizer of open_clip's model ``source``; ``folder``: where its weights are, if they came from one.
+
+    Raises:
+        BackboneError: it is not there, or cannot be read.
+    """
+    import open_clip
+
+    name, options = str(text_config.get("hf_tokenizer_name") or ""), dict(text_config.get("tokenizer_kwargs", {}))
+    try:
+        if name and folder is not None and any((folder / file).is_file() for file in FILES):
+            length = text_config.get("context_length")
+            return open_clip.tokenizer.HFTokenizer(str(folder), context_length=length, **options)
+        if name and ":" not in source:
+            _expect_at_hand(name)
+        return open_clip.get_tokenizer(source)
+    except Exception as error:
+        bring = f"bring {' or '.join(FILES)} here, beside the weights, and give the folder (--backbone-file)"
+        how = f": {bring}" if name else ""
+        raise BackboneError(f"The tokenizer of {source!r} cannot be loaded ({why(error)}){how}.") from error
+
+
+def _expect_at_hand(name: str) -> None:
+    """Raise BackboneError for a tokenizer that is neither here nor within reach: a download would try for minutes."""
+    if Path(name).is_dir() or any(is_cached(name, file) for file in FILES):
+        return
+    reason = unreachable(endpoint())
+    if reason is not None:
+        raise BackboneError(f"{name} is not on this machine, and {endpoint()} {reason}")
+
+
+CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+def permits(allowed: AllowedBackbones, spec: BackboneSpec) -> bool:
+    """Whether all in the spec that lies outside open_clip's registry is permitted, by the very names in the spec."""
+    if isinstance(allowed, bool):
+        return allowed
+    weights = spec.pretrained or ""
+    if ":" not in spec.model:
+        return weights in allowed
+    return spec.model in allowed and (weights in allowed or not weights.endswith(CHECKPOINT_SUFFIXES))
+
+
+def expect_permitted(model: str, allow_unregistered: bool) -> None:
+    """Refuse a `model` outside open_clip's registry that the data owner has not permitted."""
+    if not allow_unregistered:
+        raise BackboneError(
+            f"The backbone {model!r} is outside open_clip's registry: the data owner must permit it by "
+            f"--allow-backbone {model}."
+        )
+
+
+def expect_permitted_checkpoint(model: str, pretrained: str, tags: list[str], allow_unregistered: bool) -> None:
+    """Refuse a `pretrained` that is neither one of `tags` nor a checkpoint file that the data owner has permitted."""
+    if not os.path.isfile(pretrained):
+        hint = near(pretrained, tags) or "; it has none, use 'random' or a checkpoint (--allow-backbone)" * (not tags)
+        raise BackboneError(f"The model {model} has no weights {pretrained!r}{hint}.")
+    if not allow_unregistered:
+        raise BackboneError(
+            f"The checkpoint {pretrained!r} is a local file: the data owner must permit it by "
+            f"--allow-backbone {pretrained}."
+        )
+    if not pretrained.endswith(CHECKPOINT_SUFFIXES):
+        raise BackboneError(f"The checkpoint {pretrained!r} is of unknown type: use {', '.join(CHECKPOINT_SUFFIXES)}.")
+
+
+# File names in folders, the safer format first.
+IN_FOLDERS = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
+_TOLD = 8  # names of each kind that are listed; of further ones only the number
+
+
+def weights_in(path: Path) -> Path:
+    """The weights file ``path``, or the weights file in the folder ``path``.
+
+    Raises:
+        BackboneError: there is none.
+    """
+    path = path.expanduser()
+    if path.is_dir():
+        file = next((path / name for name in IN_FOLDERS if (path / name).is_file()), None)
+        if file is None:
+            raise BackboneError(f"The folder {path} holds no weights: give a file, or a folder with {IN_FOLDERS[1]}.")
+        return file
+    if not path.is_file():
+        raise BackboneError(f"There is no file {path} of weights.")
+    if not str(path).endswith(CHECKPOINT_SUFFIXES):
+        raise BackboneError(f"The checkpoint {str(path)!r} is of unknown type: use {', '.join(CHECKPOINT_SUFFIXES)}.")
+    return path
+
+
+def load_into(model: Any, path: Path, name: str) -> None:
+    """Load the weights in the file ``path`` into ``model``, which is open_clip's model ``name``.
+
+    Code in a file is never executed: it is read as safetensors or with ``weights_only``.
+
+    Raises:
+        BackboneError: the file cannot be read, or holds the weights of another model; the text lists what did not fit.
+    """
+    from open_clip.factory import load_checkpoint
+
+    tensors = _read(path)
+    try:
+        load_checkpoint(model, str(path), weights_only=True)
+    except Exception as error:  # open_clip and torch raise many kinds of errors for a file of another model
+        told = _misfits(model, tensors) or one_line(error)
+        raise BackboneError(f"The weights in {path} are not those of {name}: {told}.") from error
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        advice = "save them as safetensors"
+        raise BackboneError(f"{path} cannot be read as weights alone; {advice} ({one_line(error)}).") from error
+    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):  # of a training script
+        loaded = loaded["state_dict"]
+    if not isinstance(loaded, Mapping):
+        raise BackboneError(f"{path} holds no weights by name.")
+    return {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
+
+
+def _misfits(model: Any, tensors: Mapping[str, Any]) -> str:
+    """The names of tensors that do not fit a model; empty if all fit."""
+    own = model.state_dict()
+    given = {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    shapes = [
+        f"{name} {list(given[name])} for {list(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in given and given[name] != tuple(tensor.shape)
+    ]
+    kinds = {
+        "missing": [name for name in own if name not in given],
+        "not of this model": [name for name in given if name not in own],
+        "of another shape": shapes,
+    }
+    return "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+    return ", ".join(names[:_TOLD]) + more

@@ -1,1 +1,0 @@
-"""Weights from files and from the Hugging Face hub, and the data owner's permission."""

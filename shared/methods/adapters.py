@@ -1,0 +1,214 @@
+"""Adapters behind the frozen towers: FedTaskRes and FedCLIP-Adapter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.methods.core.heads import check_class_rows, rows_of_candidates
+from promptfed.shared.seeds import Draws
+from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors.lazy import F, no_grad, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+RESIDUAL = TensorSpec("residual", ("classes", "d_e"))
+
+
+class FedTaskResHyper(pf.Hyperparameters):
+    """The weight of the residual."""
+
+    alpha: float = pf.option(
+        0.5, "α, weight of the residual that is added to a text feature; 0: zero-shot", ge=0, le=100
+    )
+
+
+class FedTaskRes(pf.Method):
+    """One exchange a round: the residuals down, the trained residuals up; the mean weighted by samples.
+
+    A class that is not one of the federation's has no residual and is classified by the template.
+    """
+
+    name = "fedtaskres"
+    summary = (
+        "A residual of each class's text feature; texts are encoded once, and training needs image features alone."
+    )
+    paper = "Yu et al., Task Residual for Tuning Vision-Language Models, 2023, made federated"
+    several_labels = True
+    protects = True
+    Hyper = FedTaskResHyper
+    hyper: FedTaskResHyper
+    defaults = pf.defaults(epochs=1, batch_size=32, optimizer="adam", learning_rate=0.1, weight_decay=0)
+    disclosures = (
+        pf.AGGREGATE,
+        pf.Disclosed(
+            "operator",
+            "about a mean feature of your images of each class, since the residual of a class moves towards it",
+        ),
+    )
+
+    def check(self, spec: pf.FederationSpec) -> None:
+        """A common list of classes."""
+        check_class_rows(self, spec)
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """The residuals."""
+        return (RESIDUAL,)
+
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
+        """``classes`` and ``d_e``."""
+        return {"classes": len(context.class_names or ()), "d_e": context.shape.d_e}
+
+    def class_weights(self, text: Tensor, residual: Tensor) -> Tensor:
+        """(R1) ``(..., C, d_e)`` normalised t_k + α·x_k of ``text (C, d_e)`` and residuals ``(..., C, d_e)``."""
+        return F.normalize(text + self.hyper.alpha * residual, dim=-1)
+
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
+        """E epochs of CE(τ⁻¹·I·w_k) over the residuals, at the rate η/√d_e."""
+        device, scale = context.backbone.device, context.backbone.logit_scale
+        residual = pf.leaf(payload[RESIDUAL.name], context.backbone)
+        features, labels = context.train.features(), context.train.labels.to(device)
+        text = pf.template_features(context.backbone, context.template, context.class_names)
+        loss_of = pf.ClassificationLoss(context)
+
+        def loss(indices: Tensor) -> Tensor:
+            rows = pf.sent_to(indices, device)
+            return loss_of(scale * features[rows] @ self.class_weights(text, residual).T, labels[rows])
+
+        def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
+            rows = pf.sent_to(indices, device)
+            weights = self.class_weights(text, copies[0])
+            logits = scale * torch.einsum("bd,bcd->bc", features[rows], weights)
+            return loss_of.each(logits, labels[rows])
+
+        group = pf.Group([residual], relative_rate(context, text.shape[1]))
+        final = pf.train(context, [], loss, groups=[group], objective=pf.Objective(units))
+        return pf.TrainResult({RESIDUAL.name: residual}, metrics={"loss": final})
+
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextFeatureClassifier:
+        """Cosines with the class weights."""
+        text = pf.template_features(context.backbone, context.template, context.class_names)
+        residual = rows_of_candidates(context, payload[RESIDUAL.name].to(text.device))
+        return pf.TextFeatureClassifier(context.backbone.logit_scale, self.class_weights(text, residual))
+
+
+def relative_rate(context: pf.ClientContext, width: int) -> float:
+    """η/√width: a step of Adam is then about η times a typical coordinate of a normalised vector ``(width,)``."""
+    return context.training.learning_rate / math.sqrt(width)
+
+
+IMAGE, TEXT = "image", "text"
+
+
+class FedCLIPAdapterHyper(pf.Hyperparameters):
+    """Where adapters are, how wide they are, and how much of a feature they replace."""
+
+    sides: Literal["image", "text", "both"] = pf.option("image", "which features have an adapter behind them")
+    reduction: int = pf.option(4, "the hidden layer has d_e / reduction units", ge=1, le=1024)
+    alpha: float = pf.option(0.2, "α, share of A(I) in an image's feature; 0: zero-shot", ge=0, le=1)
+    beta: float = pf.option(0.2, "β, share of A(T) in a text's feature, on the text side", ge=0, le=1)
+
+
+def adapter_of(side: str) -> tuple[TensorSpec, TensorSpec]:
+    """W₁ and W₂ of a side."""
+    return TensorSpec(f"{side}_w1", ("hidden", "d_e")), TensorSpec(f"{side}_w2", ("d_e", "hidden"))
+
+
+def blended(weights: Sequence[Tensor], features: Tensor, share: float) -> Tensor:
+    """(C1) ``(..., N, d_e)`` normalised s·ReLU(W₂·ReLU(W₁v)) + (1 − s)·v of ``features (..., N, d_e)``.
+
+    ``weights``: W₁ ``(..., h, d_e)`` and W₂ ``(..., d_e, h)``.
+    """
+    narrow, wide = weights
+    adapted = torch.relu(torch.relu(features @ narrow.mT) @ wide.mT)
+    return F.normalize(share * adapted + (1 - share) * features, dim=-1)
+
+
+class FedCLIPAdapter(pf.Method):
+    """One exchange a round: the adapters down, the trained adapters up; the mean weighted by samples."""
+
+    name = "fedclipadapter"
+    summary = "A bottleneck network behind the frozen image or text tower, whose output is blended with the feature."
+    paper = "Gao et al., CLIP-Adapter: Better Vision-Language Models with Feature Adapters, 2021, made federated"
+    several_labels = True
+    protects = True
+    Hyper = FedCLIPAdapterHyper
+    hyper: FedCLIPAdapterHyper
+    defaults = pf.defaults(epochs=1, batch_size=32, optimizer="adam", learning_rate=0.1, weight_decay=0)
+    disclosures = (
+        pf.AGGREGATE,
+        pf.Disclosed(
+            "operator",
+            "features of single images, with an adapter on the image side: its gradients are sums of multiples of "
+            "them, and a coordinator that chooses the adapter can read some out of an update",
+        ),
+    )
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The sides with adapters."""
+        return (IMAGE, TEXT) if self.hyper.sides == "both" else (self.hyper.sides,)
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """The adapters."""
+        return tuple(spec for side in self.sides for spec in adapter_of(side))
+
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
+        """``d_e`` and ``hidden``."""
+        return {"d_e": context.shape.d_e, "hidden": max(1, context.shape.d_e // self.hyper.reduction)}
+
+    def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
+        """Every weight uniform in ±1/√(its inputs), as linear layers usually start."""
+        dims = self.dims(context)
+        shapes = {spec.name: spec.resolve(dims) for spec in self.state_tensors()}
+        return {name: (draws.uniform(*shape) * 2 - 1) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+
+    def images(self, adapters: Tensors, features: Tensor) -> Tensor:
+        """Image features ``(..., N, d_e)`` behind the adapter, if the image side has one."""
+        return self._behind(IMAGE, adapters, features, self.hyper.alpha)
+
+    def texts(self, adapters: Tensors, text: Tensor) -> Tensor:
+        """Text features ``(..., C, d_e)`` behind the adapter, if the text side has one."""
+        return self._behind(TEXT, adapters, text, self.hyper.beta)
+
+    def _behind(self, side: str, adapters: Tensors, features: Tensor, share: float) -> Tensor:
+        if side not in self.sides:
+            return features
+        return blended([adapters[spec.name] for spec in adapter_of(side)], features, share)
+
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
+        """E epochs of the adapters on the cross-entropy, each matrix at the rate η/√(its inputs)."""
+        device, scale = context.backbone.device, context.backbone.logit_scale
+        adapters = pf.leaves(payload, context.backbone)
+        features, labels = context.train.features(), context.train.labels.to(device)
+        text = pf.template_features(context.backbone, context.template, context.class_names)
+        loss_of = pf.ClassificationLoss(context)
+
+        def loss(indices: Tensor) -> Tensor:
+            rows = pf.sent_to(indices, device)
+            logits = scale * self.images(adapters, features[rows]) @ self.texts(adapters, text).T
+            return loss_of(logits, labels[rows])
+
+        def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
+            rows, own = pf.sent_to(indices, device), dict(zip(adapters, copies, strict=True))
+            images = self.images(own, features[rows].unsqueeze(1))
+            logits = scale * (images @ self.texts(own, text).mT).squeeze(1)
+            return loss_of.each(logits, labels[rows])
+
+        groups = [pf.Group([matrix], relative_rate(context, matrix.shape[-1])) for matrix in adapters.values()]
+        final = pf.train(context, [], loss, groups=groups, objective=pf.Objective(units))
+        return pf.TrainResult(adapters, metrics={"loss": final})
+
+    @no_grad
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
+        """Cosines of adapted features; with fixed class weights if only texts have an adapter."""
+        backbone = context.backbone
+        adapters = {name: tensor.to(backbone.device) for name, tensor in payload.items()}
+        text = self.texts(adapters, pf.template_features(backbone, context.template, context.class_names))
+        if IMAGE not in self.sides:
+            return pf.TextFeatureClassifier(backbone.logit_scale, text)
+        return pf.FeatureClassifier(lambda features: backbone.logit_scale * self.images(adapters, features) @ text.T)

@@ -1,0 +1,441 @@
+"""Checks of a spec against what each method supports, section by section, and the cost of central noise."""
+
+from __future__ import annotations
+
+import math
+
+from promptfed.shared.methods.core.interface import (
+    AdoptsStates,
+    GrowsWithClients,
+    Method,
+    MethodError,
+    Phase,
+    Prepares,
+    ServerContext,
+)
+from promptfed.shared.privacy import accounting
+from promptfed.shared.privacy.accounting import Drowned, PrivacyError, budget_rounds, client_event
+from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec.section import ceil_fraction
+from promptfed.shared.spec.sections import AggregationSpec
+from promptfed.shared.spec.spec import FederationSpec
+from promptfed.shared.tensors import DTYPES, TensorSpec
+
+
+def distinct_phases(method: Method, rounds: int) -> list[Phase]:
+    """The distinct phases of a first, a second and a last round."""
+    return list(dict.fromkeys(phase for round in (1, 2, rounds) for phase in method.phases(round, rounds)))
+
+
+def check_one_mean(method: Method, rounds: int, nothing: str, so: str) -> None:
+    """Raise MethodError unless the updates of each phase are combined to one mean of real numbers.
+
+    ``nothing`` and ``so`` are the ends of the messages: the purpose that is void, and the consequence.
+    """
+    phases = distinct_phases(method, rounds)
+    if not any(phase.up for phase in phases):
+        raise MethodError(f"{method.name} sends nothing up: there is nothing to {nothing}")
+    others = [phase.name for phase in phases if not phase.mean]
+    if others:
+        raise MethodError(f"{method.name} does not combine its updates by a mean in its phase {others[0]!r}: {so}")
+    if not method.one_payload:
+        raise MethodError(f"{method.name} gives each client another payload, from which it trains: {so}")
+    if type(method).expected_update is not Method.expected_update:
+        raise MethodError(f"{method.name} asks clients for different tensors: {so}")
+    if any(tensor.dtype != "float32" for phase in phases for tensor in phase.up):
+        raise MethodError(f"{method.name} sends tensors that are no real numbers: {so}")
+
+
+def check_central(method: Method, spec: FederationSpec) -> None:
+    """Raise MethodError if noise at the coordinator cannot provide the protection in ``spec``."""
+    given, rule, part = spec.privacy, spec.aggregation, spec.participation
+    check_one_mean(method, spec.rounds, "protect", "no noise fits them")
+    if given.clip is None:
+        raise MethodError("give clip, the longest that one client's change may be, such as the median of plain rounds")
+    if rule.weighting != "uniform" or rule.max_weight_share not in (None, 1.0):
+        raise MethodError("each client counts the same: take aggregation.weighting uniform, and max_weight_share 1")
+    if given.unit == "group":
+        raise MethodError("unit: group is of level sample: a whole client is protected here")
+    if given.noise_multiplier is None and given.epsilon is None:
+        raise MethodError("give noise_multiplier, or epsilon, from which it follows, or both: then rounds end in time")
+    if rule.rule != "mean" or rule.clip_norm is not None:
+        raise MethodError("the noise is for a mean of changes that are clipped already: take rule mean, no clip_norm")
+    if spec.secure_aggregation is not None:
+        raise MethodError("noise at the coordinator needs each update, and secure sums hide them: take level sample")
+    if given.evaluation == "noisy":
+        raise MethodError("noisy counts are of level sample: at level client take evaluation plain or withheld")
+    if part.sampling == "poisson" and any(len(phases) > 1 for phases in _rounds(method, spec)):
+        text = f"{method.name} asks the same clients in several phases of a round"
+        raise MethodError(f"{text}: no accountant amplifies that, take participation.sampling fixed")
+
+
+def check_sampling(spec: FederationSpec) -> None:
+    """Raise MethodError for Poisson sampling without noise for whole clients, its only purpose."""
+    if spec.participation.sampling == "poisson" and not spec.privacy.protects_clients:
+        raise MethodError("sampling poisson is for privacy.level client: leave it out")
+
+
+def _rounds(method: Method, spec: FederationSpec) -> list[tuple[object, ...]]:
+    """The phases of a first, a second and a last round."""
+    return [method.phases(round, spec.rounds) for round in sorted({1, min(2, spec.rounds), spec.rounds})]
+
+
+def noised_phases(method: Method, rounds: int, total: int) -> int:
+    """The number of noised sums in the first ``rounds`` of ``total`` rounds."""
+    return sum(1 for round in range(1, rounds + 1) for phase in method.phases(round, total) if phase.up)
+
+
+def with_noise(method: Method, spec: FederationSpec) -> FederationSpec:
+    """``spec`` with its δ and noise multiplier filled in; unchanged at any other level.
+
+    Raises:
+        MethodError: δ does not suit the number of clients, or no noise multiplier is large enough.
+    """
+    given = spec.privacy
+    if not given.protects_clients:
+        return spec
+    least = spec.participation.min_clients
+    delta = given.delta or accounting.default_delta(least)
+    phases = noised_phases(method, spec.rounds, spec.rounds)
+    try:
+        accounting.check_delta(delta, least)
+        z = given.noise_multiplier or accounting.calibrate(given.epsilon or 0.0, delta, 1.0, phases)
+    except accounting.PrivacyError as error:
+        raise MethodError(str(error)) from None
+    return spec.model_copy(update={"privacy": given.model_copy(update={"delta": delta, "noise_multiplier": z})})
+
+
+def allowed_rounds(method: Method, spec: FederationSpec) -> int | None:
+    """The number of rounds that the privacy budget allows; None if it allows all.
+
+    Raises:
+        MethodError: the budget does not allow a single round.
+    """
+    given = spec.privacy
+    if not given.protects_clients or given.epsilon is None:
+        return None
+    assert given.noise_multiplier is not None
+    assert given.delta is not None
+    per_round = max(len(phases) for phases in _rounds(method, spec))
+    try:
+        allowed = budget_rounds(given.noise_multiplier, 1.0, per_round, spec.rounds, given.epsilon, given.delta)
+    except accounting.PrivacyError as error:
+        raise MethodError(str(error)) from None
+    return None if allowed == spec.rounds else allowed
+
+
+def spent(spec: FederationSpec, phases: int) -> float:
+    """ε of ``phases`` noised sums at the spec's δ for zero-out neighbours, if the participants are known.
+
+    Poisson sampling does not amplify here, since timing, traffic and the operator's pages reveal the participants.
+    Calibration and budgets also use this ε.
+    """
+    given = spec.privacy
+    if phases == 0:
+        return 0.0
+    assert given.noise_multiplier is not None
+    assert given.delta is not None
+    return accounting.epsilon_of([client_event(given.noise_multiplier, 1.0, phases)], given.delta)
+
+
+def costs(spec: FederationSpec, phases: int) -> dict[str, float | None]:
+    """ε of ``phases`` noised sums by the names that reports use.
+
+    ``epsilon``: as `spent`. ``epsilon_replace_one``: for replace-one neighbours. ``epsilon_if_secret``: for zero-out
+    neighbours under Poisson sampling, against attackers who do not know the participants; None without amplification.
+    """
+    given, part = spec.privacy, spec.participation
+    spending: dict[str, float | None] = {"epsilon": spent(spec, phases), "epsilon_if_secret": None}
+    if phases == 0:
+        return spending | {"epsilon_replace_one": 0.0, "epsilon_if_secret": 0.0 if part.is_secret else None}
+    assert given.noise_multiplier is not None
+    assert given.delta is not None
+    spending["epsilon_replace_one"] = accounting.replace_one_epsilon(
+        [client_event(given.noise_multiplier, 1.0, phases)], given.delta
+    )
+    if part.is_secret:
+        amplified = client_event(given.noise_multiplier, part.fraction, phases)
+        spending["epsilon_if_secret"] = accounting.epsilon_of([amplified], given.delta)
+    return spending
+
+
+def expected_clients(spec: FederationSpec, clients: int) -> float:
+    """K̄, the expected participants among ``clients`` trainers: q·N with Poisson sampling, else the sampled number."""
+    part = spec.participation
+    if part.sampling == "poisson":
+        return part.fraction * clients
+    return float(max(part.min_clients, ceil_fraction(part.fraction, clients)))
+
+
+def drowned(method: Method, spec: FederationSpec, context: ServerContext, clients: int) -> Drowned:
+    """Compare the noise with a mean over ``clients`` trainers. Raises MethodError as ``dims``."""
+    dims = method.dims(context)
+    phases = distinct_phases(method, spec.rounds)
+    numbers = max(sum(math.prod(tensor.resolve(dims)) for tensor in phase.up) for phase in phases)
+    expected, z = expected_clients(spec, clients), spec.privacy.noise_multiplier or 0.0
+    return Drowned(z, numbers, expected, noised_phases(method, spec.rounds, spec.rounds))
+
+
+def check_hopeless(method: Method, spec: FederationSpec, context: ServerContext, clients: int) -> None:
+    """Raise MethodError if the noise exceeds the largest possible change by ``clients`` in all rounds."""
+    if not spec.privacy.protects_clients or spec.privacy.accept_noise:
+        return
+    ratio = drowned(method, spec, context, clients)
+    if ratio.after_rounds > 1:
+        text = "; accept_noise: true runs it all the same (clients: participation.min_clients, before they enrol)"
+        raise MethodError(ratio.told() + text)
+
+
+def check_clients(spec: FederationSpec, clients: int) -> None:
+    """Raise MethodError if δ is too large: with δ = 1/N the data of one of N trainers may be published."""
+    if not spec.privacy.protects_clients:
+        return
+    assert spec.privacy.delta is not None
+    try:
+        accounting.check_delta(spec.privacy.delta, max(1, clients))
+    except accounting.PrivacyError as error:
+        raise MethodError(f"{error}: create the federation with a smaller privacy.delta") from None
+
+
+def check_compression(method: Method, spec: FederationSpec) -> None:
+    """Raise MethodError if changes of ``spec`` cannot be compressed."""
+    if spec.compression.up == "none":
+        return
+    if spec.secure_aggregation is not None:
+        raise MethodError("a secure sum has its own grid of whole numbers: leave compression out")
+    check_one_mean(method, spec.rounds, "compress", "what is rounded at random needs a mean")
+
+
+def check_privacy(method: Method, spec: FederationSpec) -> None:
+    """Raise MethodError if ``method`` or this version cannot provide the protection in ``spec.privacy``."""
+    given = spec.privacy
+    check_sampling(spec)
+    if given.evaluation == "noisy" and spec.task == "multi_label":
+        raise MethodError(
+            "noisy counts are of right answers, and with task: multi_label the figure is no count: take evaluation "
+            "withheld"
+        )
+    if given.level == "none":
+        # With secure sums the section determines the form in which accuracies leave a site.
+        alone = PrivacySpec(evaluation=given.evaluation) if spec.secure_aggregation is not None else PrivacySpec()
+        if given != alone:
+            raise MethodError("the level is none, and something else is asked for: give level: sample, or leave it out")
+        return
+    if given.protects_clients:
+        check_central(method, spec)
+        return
+    if given.unit == "group" and given.evaluation == "noisy":
+        raise MethodError("noisy counts protect single test images, and unit is group: take evaluation withheld")
+    if given.clip is None:
+        raise MethodError("give clip, the longest contribution of one record: 0.3 is a sensible start")
+    if (given.noise_multiplier is None) == (given.epsilon is None):
+        raise MethodError("give either noise_multiplier or epsilon: one follows from the other")
+    if not type(method).can_protect():
+        raise MethodError(
+            f"{method.name} cannot be trained at level sample ({method.unprotected}): take another method"
+        )
+    if isinstance(method, Prepares):
+        raise MethodError(
+            f"{method.name} cannot be trained at level sample (what it prepares has no noise): take another"
+        )
+
+
+def training_loops(method: Method, rounds: int) -> int:
+    """The largest number of protected training loops of a client in a federation of ``rounds``.
+
+    Raises:
+        PrivacyError: there is no protected loop.
+    """
+    phases = [phase for round in range(1, rounds + 1) for phase in method.phases(round, rounds)]
+    loops = sum(1 for phase in phases if phase.up)
+    if not loops:
+        raise PrivacyError(f"{method.name} sends nothing up: there is nothing to protect")
+    return loops
+
+
+OF_TRAINING = ("privacy", "secure_aggregation", "selection")
+"""Sections of a spec that say something of training alone."""
+
+
+def check_rounds(spec: FederationSpec) -> None:
+    """Raise MethodError if ``spec`` has no rounds, and no export to evaluate, or says how to train."""
+    if spec.rounds:
+        return
+    if spec.continues is None:
+        raise MethodError("0 rounds evaluate an export on the clients' images: create it --from one, or give 1 or more")
+    given = [name for name in OF_TRAINING if getattr(spec, name) != FederationSpec.model_fields[name].default]
+    if given:
+        raise MethodError(f"0 rounds train nobody: leave {given[0]} out")
+
+
+def check_selection(method: Method, spec: FederationSpec) -> None:
+    """Raise MethodError if no round of a federation of ``spec`` can be selected."""
+    if spec.selection is None:
+        return
+    if spec.evaluations != "plain" or spec.privacy.level != "none" or spec.secure_aggregation is not None:
+        text = "a choice among rounds takes the sites' accuracies, which protection withholds and noise would decide"
+        raise MethodError(f"{text}: leave selection, or privacy and secure_aggregation, out")
+    if spec.retention != "all":
+        raise MethodError("the chosen round may be an early one: give retention all")
+    if isinstance(method, GrowsWithClients | AdoptsStates):
+        raise MethodError(f"the state of {method.name} grows with its clients, and an early one lacks later ones")
+
+
+ROUNDING = 1e-9  # tolerance for a share times a number
+
+
+def check_rule(method: Method, spec: FederationSpec) -> None:
+    """Raise MethodError if the rule of ``spec.aggregation`` does not suit the method or the number of updates."""
+    check_means(method, spec)
+    least = spec.participation.least_answers
+    try:
+        # With f = floor(tolerate * K), a condition that holds for the fewest updates holds for more.
+        check_krum(spec.aggregation, least)
+    except MethodError as error:
+        raise MethodError(
+            f"{error}, and a phase may close with {least}: raise participation.min_clients or quorum, or choose median"
+        ) from None
+
+
+def check_means(method: Method, spec: FederationSpec) -> None:
+    """Raise MethodError if ``spec.aggregation`` is not the plain mean but the method's phases are no means."""
+    given = spec.aggregation
+    if given.is_plain_mean and given.server.optimizer == "none":
+        return
+    if given.is_plain_mean:
+        wanted = f"the server optimizer {given.server.optimizer}"
+    else:
+        wanted = f"the rule {given.rule}" if given.rule != "mean" else "clip_norm"
+    phases = distinct_phases(method, spec.rounds)
+    if not any(phase.up for phase in phases):
+        raise MethodError(f"{wanted} has nothing to work on: {method.name} sends nothing up; leave it out")
+    others = [phase.name for phase in phases if not phase.mean]
+    if others:
+        raise MethodError(
+            f"{wanted} cannot take the mean's place: {method.name} does not combine its updates by a mean in "
+            f"its phase {others[0]!r}; leave it out"
+        )
+
+
+def check_krum(given: AggregationSpec, count: int) -> None:
+    """Raise MethodError if ``count`` updates are too few for Krum: K < 2f + 3 (Blanchard et al., 2017), or f = 0."""
+    if given.rule not in ("krum", "multi_krum"):
+        return
+    tolerate = given.tolerate
+    assert tolerate is not None
+    if count * (1 - 2 * tolerate) < 3 - ROUNDING or count * tolerate < 1 - ROUNDING:
+        least = 3
+        while least * (1 - 2 * tolerate) < 3 - ROUNDING or least * tolerate < 1 - ROUNDING:
+            least += 1
+        raise MethodError(f"{given.rule} with tolerate {tolerate:g} needs at least {least} updates")
+
+
+MOST_CLIENTS = 1024
+
+
+def check_secure(method: Method, spec: FederationSpec) -> None:
+    """Raise MethodError if ``spec`` needs more than the sums that the coordinator sees."""
+    given = spec.secure_aggregation
+    if given is None:
+        return
+    check_one_mean(method, spec.rounds, "sum", "they cannot be summed, and only their sum is known")
+    rule = spec.aggregation
+    if rule.rule != "mean":
+        raise MethodError(f"the rule {rule.rule} needs each update, and only their sum is known: take rule mean")
+    if rule.clip_norm is not None:
+        raise MethodError("clip_norm needs each update, and only their sum is known: leave it out")
+    if spec.privacy.protects_clients:
+        raise MethodError("privacy.level client needs each update, and only their sum is known: take level sample")
+    if spec.participation.min_clients < given.minimum:
+        least = spec.participation.min_clients
+        text = f"a round may begin with {least} clients (participation.min_clients), and a sum is of {given.minimum}"
+        raise MethodError(f"{text} at least: raise min_clients to {given.minimum}")
+    if spec.participation.min_clients > MOST_CLIENTS:
+        raise MethodError(f"a sum is of {MOST_CLIENTS} clients at most: lower participation.min_clients")
+
+
+DEFAULT_LIMIT = 64 << 20  # admission.max_bytes where nobody says otherwise
+LARGEST = 1 << 31  # bytes of an update
+HEADER = 1 << 20  # beside the tensors of an update: names, metadata
+BYTES_PER_SECOND = 1 << 20  # the slowest line that is reckoned with
+LARGE = 16 << 20  # bytes from which tensors are worked on in files
+MOST_SORTED = 1 << 28  # numbers of all updates together that are sorted, or gone through a thousand times
+MOST_IN_MEMORY = 1 << 24  # numbers of one update of which several vectors are held in float64
+NOISY = 10.0  # times the usual limit of changes, where clients add noise
+SORTING = ("median", "trimmed_mean", "geometric_median")
+
+
+def exchanged(method: Method, context: ServerContext) -> tuple[int, int]:
+    """The most bytes of tensors that a client takes, and sends, in any phase. Raises MethodError as ``dims`` does."""
+    dims = method.dims(context)
+    phases = [phase for round in (1, 2, context.rounds) for phase in method.phases(round, max(2, context.rounds))]
+    down = max((_bytes(phase.down, dims) for phase in phases), default=0)
+    return down, max((_bytes(phase.up, dims) for phase in phases), default=0)
+
+
+def update_limit(spec: FederationSpec, method: Method, context: ServerContext) -> int:
+    """How many bytes an update may have: the spec's, or where that is the default as many as the method's needs."""
+    given = spec.admission.max_bytes
+    if given != DEFAULT_LIMIT:
+        return given
+    return max(given, min(LARGEST, int(1.1 * exchanged(method, context)[1]) + HEADER))
+
+
+def change_limit(spec: FederationSpec, method: Method, numbers: int) -> float:
+    """L2 norm that a change of ``numbers`` numbers may have: the spec's, or else the method's c·√numbers.
+
+    At level ``sample`` clients add noise to each step of the training, so their changes may be longer.
+    """
+    given = spec.admission.max_update_norm
+    if given is not None:
+        return given
+    longer = NOISY if spec.privacy.protects_records else 1.0
+    return longer * method.change_per_number * math.sqrt(numbers)
+
+
+def needed_bytes(spec: FederationSpec, method: Method, context: ServerContext, clients: int) -> int:
+    """Disk that a federation of ``clients`` takes while its method's exchanges are large; 0 where they are not.
+
+    Updates and states of the round and of the one before, its payload, and what is being written.
+    """
+    down, up = exchanged(method, context)
+    if max(down, up) < LARGE:
+        return 0
+    kept = 2 if spec.retention == "last_round" else spec.rounds
+    return kept * (clients * up + down) + 2 * down
+
+
+def check_sizes(spec: FederationSpec, method: Method, context: ServerContext, clients: int) -> None:
+    """Raise MethodError where updates of ``clients`` are too large for the spec's limits, times or rule."""
+    down, up = exchanged(method, context)
+    if up + HEADER > LARGEST:
+        raise MethodError(
+            f"an update would have {up:,} bytes, and {LARGEST:,} is the most: train less (trainable: last_k), send "
+            "transport: bfloat16, or take a smaller backbone"
+        )
+    if up > spec.admission.max_bytes != DEFAULT_LIMIT:
+        raise MethodError(
+            f"an update has {up:,} bytes, and admission.max_bytes allows {spec.admission.max_bytes:,}: leave it out"
+        )
+    seconds = math.ceil((down + up) / BYTES_PER_SECOND)
+    if max(down, up) >= LARGE and spec.participation.deadline_seconds < seconds:
+        raise MethodError(
+            f"{down:,} bytes down and {up:,} up take {seconds} s at 1 MB/s, and participation.deadline_seconds is "
+            f"{spec.participation.deadline_seconds:g}: raise it, for the training as well"
+        )
+    rule = spec.aggregation.rule
+    held = rule == "geometric_median" and up // 4 > MOST_IN_MEMORY
+    if held or (rule in SORTING and clients * up // 4 > MOST_SORTED):
+        raise MethodError(
+            f"the rule {rule} goes through all numbers of all updates many times, and {clients} updates of {up // 4:,} "
+            "are too many for it: take krum, multi_krum or clip_norm"
+        )
+
+
+def _bytes(specs: tuple[TensorSpec, ...], dims: dict[str, int]) -> int:
+    """Bytes of ``specs``; a size that depends on who answers counts as 1."""
+    return sum(
+        math.prod(dims.get(size, 1) if isinstance(size, str) else size for size in spec.shape)
+        * DTYPES[spec.dtype].itemsize
+        for spec in specs
+    )

@@ -1,1 +1,0 @@
-"""The interface of a method: its two halves, hyperparameters, disclosures and insights."""
