@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,10 +26,11 @@ from promptfed.client_service.serving.api import create_app
 from promptfed.client_service.serving.prediction import Predictor, read_image
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.worker import Worker
-from promptfed.shared.clip import Backbone
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
 from promptfed.shared.data import Source
 from promptfed.shared.service import http_connection
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.support.far_device import far_device
 from tests.support.own_images import tiff_with_a_fraction_as_an_offset
 
 
@@ -425,3 +427,21 @@ def test_who_hangs_up_is_one_line_and_keeps_the_model_no_longer(idle: Worker, ca
     assert [record.getMessage() for record in caplog.records] == [
         "/v1/predictions: the caller hung up before it was answered"
     ] * 2
+
+
+def test_a_client_on_a_gpu_answers_what_it_answers_on_the_cpu(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, source: Source, tmp_path: Path
+) -> None:
+    """``--device cuda`` on the tests' stand-in for a GPU: joined, trained, evaluated and asked for a picture."""
+    answers = []
+    for device in ("cpu", "cuda"):
+        with far_device():
+            there = load_backbone("promptfed-tiny", None, device=device)
+            coordinator = make_coordinator(rounds=2, method={"name": "fedpgp", "m": 4})
+            own = settings.model_copy(update={"state_dir": tmp_path / device, "device": device})
+            cache = FeatureCache(tmp_path / f"features-{device}")
+            worker = make_worker(coordinator, settings=own, backbone=there, features=cache)
+            assert asyncio.run(worker.run()) is Exit.OK
+            answers.append(call(worker, "POST", "/v1/predict", content=png(source.test.image(5))).json())
+    cpu, gpu = ({one["name"]: one["probability"] for one in answer["classes"]} for answer in answers)
+    assert gpu == pytest.approx(cpu, abs=1e-5)
