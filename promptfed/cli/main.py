@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import logging
 import os
@@ -62,6 +64,7 @@ def main() -> None:
     lines = MessageLines(logging.WARNING)
     logging.getLogger().addHandler(lines)
     logging.captureWarnings(True)
+    atexit.register(gc.freeze)  # else the interpreter's end looks through all that torch brought, for over a second
     try:
         try:
             app()

@@ -106,6 +106,13 @@ def test_all_commands_import_no_torch() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_the_end_of_a_command_does_not_search_all_modules_for_garbage() -> None:
+    seen = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > len(gc.get_objects())))"
+    code = f"{seen}; from promptfed.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "none"], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.stdout, done.returncode) == ("True\n", Exit.USAGE)
+
+
 def sized(size: Annotated[int, typer.Option(min=1)] = 3) -> Iterator[int]:
     yield size
 
