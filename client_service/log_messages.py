@@ -42,7 +42,8 @@ def sentence(event: str, facts: Mapping[str, Any]) -> str | None:
 
 
 def _enrolled(facts: Mapping[str, Any]) -> str:
-    return f"enrolled as {facts['client_id']}: {facts['train']} training and {facts['test']} test images"
+    images = f"{facts['train']} training and {facts['test']} test images"
+    return f"enrolled as {facts['client_id']}: {images}; waiting for tasks, which come once the operator has started"
 
 
 def _trained(facts: Mapping[str, Any]) -> str:

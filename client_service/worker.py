@@ -157,6 +157,8 @@ async def serve(worker: Worker) -> Exit:
         if settings.serve and not stopped.is_set():
             log.info("serving predictions at %s until stopped", url)
             await stopped.wait()
+    if interrupted and worker.monitor.status.stage == "stopped":
+        log.info("interrupted: the same command goes on where this one was")
     return Exit.INTERRUPTED if interrupted else exit
 
 

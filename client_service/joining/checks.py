@@ -171,7 +171,8 @@ def _readable(source: Source) -> list[Check]:
             digests.append({split.digest(row) for row in rows})
     except DataError as error:
         return [Check("images", "fail", str(error))]
-    text = f"{looked} of {len(source.train) + len(source.test)} were read"
+    held = len(source.train) + len(source.test)
+    text = f"{looked} of {held} were read" + (", a sample: the others before anything is sent" if looked < held else "")
     both = digests[0] & digests[1]
     if both:
         advice = "test accuracy will look better than it is: keep copies on one side"

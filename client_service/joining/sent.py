@@ -101,7 +101,13 @@ def sent_lines(folder: Path, log_format: Literal["text", "json"]) -> list[str]:
     total = sum(line.get("bytes", 0) for line in messages)
     sent = f"{counted(len(messages), 'message')} of {total:,} bytes"
     head = f"{folder / FILE}: {sent}; no line was changed or removed"
-    return [head, *(text for line in lines for text in _described(line))]
+    kinds: dict[str, list[int]] = {}
+    for line in messages:
+        kinds.setdefault(line["message"], []).append(line.get("bytes", 0))
+    totals = [
+        f"  {kind}: {counted(len(sizes), 'message')}, {sum(sizes):,} bytes" for kind, sizes in sorted(kinds.items())
+    ]
+    return [head, *totals, *(text for line in lines for text in _described(line))]
 
 
 def _described(line: Line) -> list[str]:

@@ -89,6 +89,7 @@ def test_a_signal_ends_it_in_time(
         assert stage != "waiting" or coordinator.count("GET", "/task") == 0, "the poll was cut off"
         assert not coordinator.accepted
     assert "Traceback" not in process.text()
+    assert ("interrupted: the same command goes on where this one was" in process.text()) is (number == signal.SIGINT)
 
 
 def test_it_serves_predictions_after_the_end_until_stopped(make_coordinator: MakeCoordinator, start: Start) -> None:
