@@ -172,11 +172,7 @@ def test_it_runs_from_enrolment_to_the_last_evaluation(undisturbed: Federation) 
 
 
 def test_many_processes_one_of_them_killed_in_training_reach_the_same_state(
-    coordinator: Coordinator,
-    features: Path,
-    undisturbed: Federation,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    coordinator: Coordinator, features: Path, undisturbed: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     federation = Federation(coordinator, "killed", tmp_path / "killed", features)
     clients = {}

@@ -136,12 +136,7 @@ def test_what_the_budget_has_no_room_for_is_withheld(
 
 @pytest.mark.parametrize("why", ["trained and tested on", "fine-tuned", "the policy", "the floor"])
 def test_what_no_noise_makes_right_is_withheld(
-    why: str,
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    own: Settings,
-    apart: Source,
-    tmp_path: Path,
+    why: str, make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, apart: Source, tmp_path: Path
 ) -> None:
     coordinator = noisy(make_coordinator, rounds=1)
     if why == "fine-tuned":

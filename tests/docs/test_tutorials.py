@@ -117,7 +117,7 @@ done
 until [ "$(promptfed federation clients pets --json | grep -o '"active"' | wc -l)" = 2 ]; do sleep 0.5; done
 promptfed federation start pets
 wait $sites
-""",
+"""
 }
 PAGES = [
     str(page.relative_to(DOCS)) for kind in TESTED for page in sorted((DOCS / kind).glob("*.md")) if shell_blocks(page)

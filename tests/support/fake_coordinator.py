@@ -118,11 +118,7 @@ class FakeCoordinator:
                 "phase": kind,
                 "deadline": datetime.now(UTC) + timedelta(seconds=60),
                 "seconds_left": 60,
-                "payload": {
-                    "url": path,
-                    "bytes": len(body),
-                    "sha256": "sha256:" + hashlib.sha256(body).hexdigest(),
-                },
+                "payload": {"url": path, "bytes": len(body), "sha256": "sha256:" + hashlib.sha256(body).hexdigest()},
                 "config": config,
                 "epoch": self.epoch,
                 "common_payload": "sha256:" + hashlib.sha256(body).hexdigest(),

@@ -52,13 +52,9 @@ class Case:
 
     def spec(self) -> dict[str, Any]:
         participation = {"min_clients": self.clients}
-        return spec(
-            name="campaign",
-            method=None,
-            rounds=self.rounds,
-            participation=participation,
-            **self.changes,
-        ) | {"method": self.method}
+        return spec(name="campaign", method=None, rounds=self.rounds, participation=participation, **self.changes) | {
+            "method": self.method
+        }
 
 
 CASES = {

@@ -172,6 +172,5 @@ class Bench:
         plain = (backbone.encode_images(images) @ text.T).argmax(1)
         marked = (backbone.encode_images(triggered(images)) @ text.T).argmax(1)
         return Backdoor(
-            float((marked[others] == TARGET).float().mean()),
-            float((plain == source.test.labels).float().mean()),
+            float((marked[others] == TARGET).float().mean()), float((plain == source.test.labels).float().mean())
         )

@@ -270,12 +270,7 @@ def test_all_can_be_taken_away_and_the_export_is_one(coordinator: InThread, visi
     assert model.missing() is None
     key = coordinator.get("/v1/signing-key")["public_key"]
     assert verify_export(folder, key).card.federation.name == "styles"
-    assert {path.name for path in folder.iterdir()} == {
-        "prompts.safetensors",
-        "card.json",
-        "card.json.sig",
-        "card.md",
-    }
+    assert {path.name for path in folder.iterdir()} == {"prompts.safetensors", "card.json", "card.json.sig", "card.md"}
 
 
 def test_a_viewer_is_told_so_and_stays_signed_in(coordinator: InThread, visited: Visit) -> None:

@@ -73,10 +73,7 @@ def test_a_further_test_set_is_scored_over_its_own_class_names(
 
 
 def test_variants_are_measured_beside_the_classifier(
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    source: Source,
-    monkeypatch: pytest.MonkeyPatch,
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, "with_variant", WithVariant)
     extra = made_up_source(seed=6)
@@ -146,10 +143,7 @@ def test_options_of_a_test_set_keep_their_equals_signs(tmp_path: Any) -> None:
     settings = make_settings(
         coordinator="http://127.0.0.1:1", federation="f", name="n", data="digits", state_dir=tmp_path, test=given
     )
-    assert settings.tests == {
-        "novel": "symbols:sketch?classes=novel&per_class=2",
-        "base": "digits?classes=base",
-    }
+    assert settings.tests == {"novel": "symbols:sketch?classes=novel&per_class=2", "base": "digits?classes=base"}
 
 
 def test_a_test_set_of_classes_that_the_client_lacks_needs_no_permission(

@@ -59,10 +59,7 @@ def test_another_run_than_was_recorded_is_a_failure(replay: Callable[..., Result
 
 @pytest.mark.parametrize(
     ("arguments", "exit", "says"),
-    [
-        (["nobody"], Exit.REFUSED, "no federation"),
-        (["eyes", "--round", "9"], Exit.REFUSED, "round 9 is not over"),
-    ],
+    [(["nobody"], Exit.REFUSED, "no federation"), (["eyes", "--round", "9"], Exit.REFUSED, "round 9 is not over")],
 )
 def test_what_goes_wrong_is_one_line(
     replay: Callable[..., Result], arguments: list[str], exit: Exit, says: str

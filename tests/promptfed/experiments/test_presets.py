@@ -130,9 +130,7 @@ ROWS = {
     "pfedmma-base-to-novel": {"promptfl", "fedpgp", "fedotp", "pfedmoap"},
 }
 """The rows of the papers' tables that promptfed has a method for, by preset."""
-BESIDE = {
-    **{f"plan-{data}": {"fedavg of the last block", "fedlora"} for data in ("pacs", "officehome", "vlcs")},
-}
+BESIDE = {**{f"plan-{data}": {"fedavg of the last block", "fedlora"} for data in ("pacs", "officehome", "vlcs")}}
 PAPERS_OWN = {"SWAD", "HCVP", "Doprompt", "FedADG", "CCST", "ELCFS", "ELCFS+GA"}
 """Rows of pooled data, or of what a site here never gives away: images' statistics, spectra, a generator against it."""
 

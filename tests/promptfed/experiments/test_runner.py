@@ -137,10 +137,7 @@ def test_variants_have_rows_of_their_own_and_only_the_last_round_counts() -> Non
 
 def test_seeds_become_mean_and_deviation_and_what_is_below_zero_shot_is_flagged() -> None:
     described = Bench(PROTOCOLS["personalisation"], parse_entries("promptfl"), Setting((DATA,)), (0, 1))
-    results = [
-        run_of(accuracy("test", 0.5, 0.55), seed=0),
-        run_of(accuracy("test", 0.3, 0.45), seed=1),
-    ]
+    results = [run_of(accuracy("test", 0.5, 0.55), seed=0), run_of(accuracy("test", 0.3, 0.45), seed=1)]
     rows = rows_of(described, results)
     assert [row.label for row in rows] == ["zero-shot", "promptfl"]
     text = markdown(described, rows)

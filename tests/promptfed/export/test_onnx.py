@@ -65,10 +65,7 @@ def test_logits_are_those_of_python(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "hyper", "text"),
-    [
-        ("pfedpg", {"m": 2}, "classifies with what each client keeps to itself"),
-        ("coop", {"m": 4}, "shares nothing"),
-    ],
+    [("pfedpg", {"m": 2}, "classifies with what each client keeps to itself"), ("coop", {"m": 4}, "shares nothing")],
 )
 def test_a_method_without_a_graph_is_refused(name: str, hyper: dict, text: str, tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=text) as refused:

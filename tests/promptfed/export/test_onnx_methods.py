@@ -32,10 +32,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "hyper"),
-    [*((name, {}) for name in METHODS if name not in CLIENTS_OWN), *VARIANTS],
-)
+@pytest.mark.parametrize(("name", "hyper"), [*((name, {}) for name in METHODS if name not in CLIENTS_OWN), *VARIANTS])
 def test_logits_are_those_of_python(name: str, hyper: dict[str, Any], tmp_path: Path) -> None:
     expect_same_answers(adapted(exports.backbone(), name, **hyper), tmp_path)
 

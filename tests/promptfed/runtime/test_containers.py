@@ -12,12 +12,7 @@ import pytest
 from docker.errors import APIError, DockerException
 
 from promptfed.runtime import containers
-from promptfed.runtime.containers import (
-    ContainerFederation,
-    Containers,
-    federation_in_containers,
-    with_absolute_paths,
-)
+from promptfed.runtime.containers import ContainerFederation, Containers, federation_in_containers, with_absolute_paths
 from promptfed.runtime.processes import MAX_RESTARTS, ProcessFailed, Site
 from promptfed.sdk.client import CommandError, Exit, Request
 from tests.support.fake_docker import FakeEngine, FakeResource

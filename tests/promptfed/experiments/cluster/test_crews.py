@@ -94,11 +94,7 @@ class Local:
 
 
 def conducted(
-    tmp_path: Path,
-    sites: Sequence[Site],
-    crews: int,
-    threads: Threads | None = None,
-    spec: dict[str, Any] = SPEC,
+    tmp_path: Path, sites: Sequence[Site], crews: int, threads: Threads | None = None, spec: dict[str, Any] = SPEC
 ) -> FederationResult:
     wanted, initial, _ = prepare(spec, sites, 1, None, allow_backbone=False)
     snapshots: list[Snapshot] = []
