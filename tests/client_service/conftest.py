@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,6 @@ from tests.support.waiting import PATIENCE
 
 OF_PRIVACY = {field.name for field in fields(PrivacyParts)}
 OF_PARTS = {field.name for field in fields(Parts)} - {"privacy"}
-
-MakeWorker = Callable[..., Worker]
-MakeCoordinator = Callable[..., FakeCoordinator]
 
 
 class Killed(BaseException):
@@ -47,14 +43,6 @@ def source() -> Source:
 
 
 @pytest.fixture
-def make_coordinator(backbone: Backbone) -> MakeCoordinator:
-    def make(**changes: Any) -> FakeCoordinator:
-        return FakeCoordinator(shape_of(backbone), **changes)
-
-    return make
-
-
-@pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     token = tmp_path / "token"
     token.write_text(TOKEN + "\n")
@@ -70,16 +58,28 @@ def settings(tmp_path: Path) -> Settings:
     )
 
 
-@pytest.fixture
-def make_worker(settings: Settings, backbone: Backbone, source: Source, features: FeatureCache) -> MakeWorker:
-    """A worker of ``coordinator``; a second one made with the same settings is the same client, started again."""
+@dataclass(frozen=True)
+class Make:
+    """Coordinators of one client, and workers that talk to them.
 
-    def make(coordinator: FakeCoordinator, *, http: httpx.AsyncClient | None = None, **changes: Any) -> Worker:
-        given: dict[str, Any] = {"backbone": backbone, "source": source, "features": features} | changes
-        own = given.pop("settings", settings)
+    A second worker made with the same settings is the same client, started again.
+    """
+
+    settings: Settings
+    given: dict[str, Any]
+
+    def coordinator(self, **changes: Any) -> FakeCoordinator:
+        return FakeCoordinator(shape_of(self.given["backbone"]), **changes)
+
+    def worker(self, coordinator: FakeCoordinator, *, http: httpx.AsyncClient | None = None, **changes: Any) -> Worker:
+        given = self.given | changes
+        own = given.pop("settings", self.settings)
         chosen = {name: given.pop(name) for name in OF_PRIVACY & given.keys()}
         privacy = PrivacyParts(**{name: value for name, value in chosen.items() if value is not None})
         parts = Parts(privacy=privacy, **{name: given.pop(name) for name in OF_PARTS & given.keys()})
         return Worker(own, parts, http=http or coordinator.http(), **given)
 
-    return make
+
+@pytest.fixture
+def make(settings: Settings, backbone: Backbone, source: Source, features: FeatureCache) -> Make:
+    return Make(settings, {"backbone": backbone, "source": source, "features": features})

@@ -30,7 +30,7 @@ from promptfed.shared.clip.sizes import shape_by_name
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface import Method, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 from tests.support.fake_coordinator import FakeCoordinator, made_up_source
 
 Change = Callable[[dict[str, Any]], None]
@@ -61,10 +61,10 @@ def altered(change: Change) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def test_a_coordinator_that_offers_promptfl_and_asks_for_fedclip_gets_no_features(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The attack of the issue: an adapter with trap weights, one batch of all images, whose update tells features."""
-    coordinator = make_coordinator(rounds=1)
+    coordinator = make.coordinator(rounds=1)
     d_e = coordinator.shape.d_e
     trap = {
         "adapter_w1": torch.eye(d_e),
@@ -76,7 +76,7 @@ def test_a_coordinator_that_offers_promptfl_and_asks_for_fedclip_gets_no_feature
     greedy = coordinator.training | {"batch_size": 100_000, "epochs": 1, "optimizer": "sgd", "learning_rate": 1.0}
     coordinator.garble = altered(lambda config: config.update(method={"name": "fedclip"}, training=greedy))
     with caplog.at_level(logging.WARNING, "promptfed.client"):
-        assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+        assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
     assert coordinator.client is not None
     assert not coordinator.accepted
     assert not sent_updates(coordinator)
@@ -88,50 +88,44 @@ def test_a_coordinator_that_offers_promptfl_and_asks_for_fedclip_gets_no_feature
     assert detail in caplog.text
 
 
-def test_no_more_tasks_than_the_rounds_allow(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    coordinator = make_coordinator(rounds=2)
+def test_no_more_tasks_than_the_rounds_allow(make: Make) -> None:
+    coordinator = make.coordinator(rounds=2)
     coordinator.plan[2:2] = [("train", 1), ("evaluate", 0), ("train", 0)]  # asked once more, and a round of no spec
     coordinator.plan[-1:] = [("train", 2), ("train", 3), ("evaluate", 3), ("evaluate", 2), ("evaluate", 2)]
-    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
     assert len(coordinator.accepted) == len(sent_updates(coordinator)) == 2
     assert len(coordinator.evaluations) == 2
     assert {failure["type"] for failure in coordinator.failures} == {"NotAgreed"}
     assert len(coordinator.failures) == 7
 
 
-def test_what_was_answered_is_remembered_over_a_restart(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker
-) -> None:
-    coordinator = make_coordinator(rounds=1)
-    asyncio.run(make_worker(coordinator).run())
+def test_what_was_answered_is_remembered_over_a_restart(make: Make) -> None:
+    coordinator = make.coordinator(rounds=1)
+    asyncio.run(make.worker(coordinator).run())
     coordinator.plan = [("train", 1), ("evaluate", 1)]
-    asyncio.run(make_worker(coordinator).run())
+    asyncio.run(make.worker(coordinator).run())
     assert (len(coordinator.accepted), len(coordinator.evaluations)) == (1, 2)
     assert len(coordinator.failures) == 2
 
 
-def test_an_update_that_is_refused_for_ever_is_not_made_for_ever(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_is_refused_for_ever_is_not_made_for_ever(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator that takes each update and calls it a bad one would get as many as it likes."""
     from tests.support.fake_coordinator import problem
 
     def refuse(request: Any) -> Any:
         return problem(422, "not-finite") if request.url.path.endswith("/update") else None
 
-    coordinator = make_coordinator(rounds=1, alter=refuse)
+    coordinator = make.coordinator(rounds=1, alter=refuse)
     coordinator.plan = [("train", 1)] * 9
-    asyncio.run(make_worker(coordinator).run())
+    asyncio.run(make.worker(coordinator).run())
     assert len(sent_updates(coordinator)) == agreements.ATTEMPTS
     assert [one["type"] for one in coordinator.failures].count("NotAgreed") == 9 - agreements.ATTEMPTS
 
 
-def test_an_evaluator_trains_nothing(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    coordinator = make_coordinator(rounds=1)
+def test_an_evaluator_trains_nothing(make: Make, settings: Settings) -> None:
+    coordinator = make.coordinator(rounds=1)
     own = settings.model_copy(update={"role": "evaluator"})
-    asyncio.run(make_worker(coordinator, settings=own).run())
+    asyncio.run(make.worker(coordinator, settings=own).run())
     assert [one["detail"] for one in coordinator.failures] == ["this client evaluates: its owner agreed to no training"]
     assert len(coordinator.evaluations) == 2
 
@@ -150,20 +144,16 @@ PAYLOADS: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 @pytest.mark.parametrize("how", PAYLOADS)
-def test_a_payload_is_held_against_what_the_phase_declares(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, how: str
-) -> None:
-    coordinator = make_coordinator(rounds=1)
+def test_a_payload_is_held_against_what_the_phase_declares(make: Make, how: str) -> None:
+    coordinator = make.coordinator(rounds=1)
     coordinator.global_state = PAYLOADS[how](coordinator.global_state)
-    asyncio.run(make_worker(coordinator).run())
+    asyncio.run(make.worker(coordinator).run())
     assert [failure["type"] for failure in coordinator.failures] == ["TensorError"] * 3
     assert not coordinator.accepted
     assert not coordinator.evaluations
 
 
-def test_numbers_that_a_method_does_not_declare_stay_here(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_that_a_method_does_not_declare_stay_here(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     real = PromptFL.train
 
     def telling(self: PromptFL, *arguments: Any) -> TrainResult:
@@ -171,8 +161,8 @@ def test_numbers_that_a_method_does_not_declare_stay_here(
         return replace(result, metrics=result.metrics | {"pixel_3_of_image_0": 0.25})
 
     monkeypatch.setattr(PromptFL, "train", telling)
-    coordinator = make_coordinator(rounds=1)
-    asyncio.run(make_worker(coordinator).run())
+    coordinator = make.coordinator(rounds=1)
+    asyncio.run(make.worker(coordinator).run())
     (update,) = sent_updates(coordinator)
     assert b"loss" in update
     assert b"pixel" not in update
@@ -182,7 +172,7 @@ def test_numbers_that_a_method_does_not_declare_stay_here(
 
 
 def test_consent_comes_before_the_backbone_and_the_features(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    make: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
 
@@ -192,14 +182,14 @@ def test_consent_comes_before_the_backbone_and_the_features(
 
     monkeypatch.setattr(joining, "open_backbone", load)
     features = FeatureCache(settings.features_dir)
-    owner, coordinator = Owner(answer=False), make_coordinator(rounds=0)
+    owner, coordinator = Owner(answer=False), make.coordinator(rounds=0)
     with pytest.raises(ClientError) as end:
-        asyncio.run(make_worker(coordinator, backbone=None, features=features, consent=owner.consent).run())
+        asyncio.run(make.worker(coordinator, backbone=None, features=features, consent=owner.consent).run())
     assert end.value.exit is Exit.DECLINED
     assert (loaded, features.images_computed, coordinator.client) == ([], 0, None)
     # The sizes are told all the same.
     assert owner.shown[0].exchanges[0].tensors[0].shape == (4, coordinator.shape.d_t)
-    assert asyncio.run(make_worker(coordinator, backbone=None, features=features).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator, backbone=None, features=features).run()) is Exit.OK
     assert loaded == ["backbone"]
 
 
@@ -213,46 +203,46 @@ def test_the_sizes_of_a_backbone_are_known_without_it() -> None:
     assert shape_by_name("no-such-model") is None
 
 
-def test_a_change_of_the_offer_is_asked_again(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    coordinator, owner = make_coordinator(rounds=1), Owner()
-    asyncio.run(make_worker(coordinator, consent=owner.consent).run())
+def test_a_change_of_the_offer_is_asked_again(make: Make) -> None:
+    coordinator, owner = make.coordinator(rounds=1), Owner()
+    asyncio.run(make.worker(coordinator, consent=owner.consent).run())
     assert owner.shown[0].changes == ()
     coordinator.training = coordinator.training | {"epochs": 9}
     owner.answer = False
     with pytest.raises(ClientError, match=r"training\.epochs is 9 instead of 1") as end:
-        asyncio.run(make_worker(coordinator, consent=owner.consent).run())
+        asyncio.run(make.worker(coordinator, consent=owner.consent).run())
     assert end.value.exit is Exit.DECLINED
     assert owner.shown[1].changes == ("training.epochs is 9 instead of 1",)
     assert "NOT WHAT YOU AGREED TO" in owner.shown[1].lines()[0]
     owner.answer = True
-    asyncio.run(make_worker(coordinator, consent=owner.consent).run())
-    asyncio.run(make_worker(coordinator, consent=owner.consent).run())
+    asyncio.run(make.worker(coordinator, consent=owner.consent).run())
+    asyncio.run(make.worker(coordinator, consent=owner.consent).run())
     assert len(owner.shown) == 3  # a yes is kept
 
 
-def test_nobody_at_the_terminal_agrees_to_a_change(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    coordinator = make_coordinator(rounds=1)
+def test_nobody_at_the_terminal_agrees_to_a_change(make: Make) -> None:
+    coordinator = make.coordinator(rounds=1)
     alone = Terminal("text", ask=False)
-    assert asyncio.run(make_worker(coordinator, consent=alone.consent).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator, consent=alone.consent).run()) is Exit.OK
     coordinator.method = {"name": "promptfl", "m": 6}
     with pytest.raises(ClientError, match=r"method\.m is 6 instead of 4.*--agree") as end:
-        asyncio.run(make_worker(coordinator, consent=alone.consent).run())
+        asyncio.run(make.worker(coordinator, consent=alone.consent).run())
     digest = str(end.value).rsplit(" ", 1)[1]
     with pytest.raises(ClientError):
         other = Terminal("text", ask=False, agree="0" * 16)
-        asyncio.run(make_worker(coordinator, consent=other.consent).run())
+        asyncio.run(make.worker(coordinator, consent=other.consent).run())
     coordinator.plan = []
     named = Terminal("text", ask=False, agree=digest)
-    assert asyncio.run(make_worker(coordinator, consent=named.consent).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator, consent=named.consent).run()) is Exit.OK
 
 
-def test_a_coordinator_that_does_not_say_its_terms(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+def test_a_coordinator_that_does_not_say_its_terms(make: Make) -> None:
     def silent(request: Any) -> Any:
         return JSONResponse({"federation_id": "fed-1", "name": "pets", "method": {"name": "promptfl"}})
 
-    coordinator = make_coordinator(rounds=1, alter=silent)
+    coordinator = make.coordinator(rounds=1, alter=silent)
     with pytest.raises(ClientError, match="install the same version") as end:
-        asyncio.run(make_worker(coordinator).run())
+        asyncio.run(make.worker(coordinator).run())
     assert end.value.exit is Exit.PROTOCOL
 
 
@@ -291,13 +281,13 @@ def test_what_other_sites_learn_is_told() -> None:
 
 
 def test_the_text_says_what_others_learn_and_shows_names_as_text(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, capsys: pytest.CaptureFixture[str]
+    make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostile = ["sun\x1b[8m\x1b[2J", "anchor\u202e", "umbrella\r\nLeaves it never", "pair\x9b3J"]
-    coordinator = make_coordinator(rounds=0, method={"name": "fedclip"}, class_names=hostile)
+    coordinator = make.coordinator(rounds=0, method={"name": "fedclip"}, class_names=hostile)
     coordinator.template = "\x1b]0;x\x07{}"
     terminal = Terminal("text", ask=False)
-    asyncio.run(make_worker(coordinator, source=made_up_source(names=hostile), consent=terminal.consent).run())
+    asyncio.run(make.worker(coordinator, source=made_up_source(names=hostile), consent=terminal.consent).run())
     shown = capsys.readouterr().err
     assert "the operator: features of single images" in shown
     assert r"sun\x1b[8m\x1b[2J, anchor\u202e, umbrella\x0d\x0aLeaves it never, pair\x9b3J" in shown
@@ -315,57 +305,51 @@ def test_a_log_line_is_one_line_of_plain_text() -> None:
 # One payload for all
 
 
-def test_the_owner_is_told_where_others_were_given_something_else(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker
-) -> None:
+def test_the_owner_is_told_where_others_were_given_something_else(make: Make) -> None:
     other = "sha256:" + "e" * 64
 
     def lie(task: dict[str, Any]) -> dict[str, Any]:
         return task | {"common_payload": other if task["round"] == 1 else None}
 
     told: list[Any] = []
-    coordinator = make_coordinator(rounds=2, garble=lie)
-    worker = make_worker(coordinator, hook=lambda event, facts: told.append(facts) if "other" in event else None)
+    coordinator = make.coordinator(rounds=2, garble=lie)
+    worker = make.worker(coordinator, hook=lambda event, facts: told.append(facts) if "other" in event else None)
     assert asyncio.run(worker.run()) is Exit.OK
     assert [one["common"] for one in told] == [None, other, None, None]
-    honest = make_coordinator(rounds=0)
-    asyncio.run(make_worker(honest, hook=lambda event, facts: told.append(facts) if "other" in event else None).run())
+    honest = make.coordinator(rounds=0)
+    asyncio.run(make.worker(honest, hook=lambda event, facts: told.append(facts) if "other" in event else None).run())
     assert len(told) == 4
 
 
 # A coordinator that was restored from a backup
 
 
-def test_rounds_are_answered_again_for_a_restored_coordinator_but_not_for_ever(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker
-) -> None:
-    coordinator = make_coordinator(rounds=2)
+def test_rounds_are_answered_again_for_a_restored_coordinator_but_not_for_ever(make: Make) -> None:
+    coordinator = make.coordinator(rounds=2)
     events: list[str] = []
-    asyncio.run(make_worker(coordinator).run())
+    asyncio.run(make.worker(coordinator).run())
     for number in range(agreements.RESTORES):
         coordinator.epoch = f"restored {number}"
         coordinator.plan = [("train", 2), ("evaluate", 2)]
         coordinator.accepted.clear()
-        asyncio.run(make_worker(coordinator, hook=lambda event, facts: events.append(event)).run())
+        asyncio.run(make.worker(coordinator, hook=lambda event, facts: events.append(event)).run())
         assert len(coordinator.accepted) == 1
     assert events.count("again") == agreements.RESTORES
     assert coordinator.failures == []
     coordinator.plan, coordinator.epoch = [("train", 1)], "once more"
     terminal = Terminal("text", ask=False)
     with pytest.raises(ClientError, match="went back to earlier rounds 3 times"):
-        asyncio.run(make_worker(coordinator, consent=terminal.consent).run())
+        asyncio.run(make.worker(coordinator, consent=terminal.consent).run())
 
 
 # Calling it back
 
 
-def test_consent_can_be_called_back(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    coordinator, owner = make_coordinator(rounds=2), Owner()
+def test_consent_can_be_called_back(make: Make, settings: Settings) -> None:
+    coordinator, owner = make.coordinator(rounds=2), Owner()
 
     async def scenario() -> None:
-        worker = make_worker(coordinator, consent=owner.consent)
+        worker = make.worker(coordinator, consent=owner.consent)
 
         def call_back(event: str, facts: Any) -> None:
             if event == "accepted":
@@ -380,24 +364,20 @@ def test_consent_can_be_called_back(
     assert len(coordinator.accepted) == 1
     owner.answer = False
     with pytest.raises(ClientError, match="consent was withdrawn at now"):
-        asyncio.run(make_worker(coordinator, consent=owner.consent).run())
+        asyncio.run(make.worker(coordinator, consent=owner.consent).run())
     assert len(coordinator.accepted) == 1
     owner.answer = True  # agreed to anew
-    assert asyncio.run(make_worker(coordinator, consent=owner.consent).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator, consent=owner.consent).run()) is Exit.OK
     assert len(coordinator.accepted) == 2
 
 
 def test_the_command_calls_back_and_deletes(
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    settings: Settings,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Make, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_client, "ANSWER_SECONDS", 0.5)
-    source = make_coordinator(rounds=1, method={"name": "coop", "m": 4})
+    source = make.coordinator(rounds=1, method={"name": "coop", "m": 4})
     features = FeatureCache(settings.features_dir)
-    asyncio.run(make_worker(source, features=features).run())
+    asyncio.run(make.worker(source, features=features).run())
     folder = settings.state_dir
     assert {"committed.safetensors", "serving.json", "features"} <= {path.name for path in folder.iterdir()}
     line = ["--coordinator", "http://127.0.0.1:9", "--federation", "pets", "--state-dir", str(folder), "--withdraw"]

@@ -20,7 +20,7 @@ from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.methods import make_method
 from promptfed.shared.spec.spec import BackboneSpec, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from tests.client_service.conftest import MakeWorker
+from tests.client_service.conftest import Make
 from tests.support.fake_coordinator import FakeCoordinator
 
 
@@ -54,7 +54,7 @@ class Attacker(FakeCoordinator):
 
 
 def test_a_site_answers_few_states_and_every_field_follows_from_ranges(
-    tmp_path: Path, backbone: Backbone, make_worker: MakeWorker, settings: Settings
+    tmp_path: Path, backbone: Backbone, make: Make, settings: Settings
 ) -> None:
     """The attacker has all fields of all answers; what it sends again is answered again, also after a restart."""
     draws = torch.Generator().manual_seed(3)
@@ -76,7 +76,7 @@ def test_a_site_answers_few_states_and_every_field_follows_from_ranges(
         coordinator.chosen = chosen
         for rounds in (range(7), range(7, 9)):
             coordinator.plan = [("evaluate", round) for round in rounds]
-            assert asyncio.run(make_worker(coordinator, settings=own).run()) is Exit.OK
+            assert asyncio.run(make.worker(coordinator, settings=own).run()) is Exit.OK
         answers[kind] = coordinator.evaluations
     assert len({answer["splits"]["test"]["accuracy"] for answer in answers["open"]}) > 1
     for round, (told, exact) in enumerate(zip(answers["floor"], answers["open"], strict=True)):

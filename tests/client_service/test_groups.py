@@ -21,7 +21,7 @@ from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.privacy.accounting import Event
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 
 GROUP = PrivacySpec(level="sample", clip=0.3, noise_multiplier=2.0, delta=1e-3, unit="group", per_group=2)
 CLASSES = ("sun", "umbrella")
@@ -109,12 +109,12 @@ def test_the_first_images_of_a_group_in_order_of_digest_stand_for_it(folder: Pat
 
 
 def test_a_client_enrols_its_groups_and_spends_them(
-    folder: Path, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, tmp_path: Path
+    folder: Path, make: Make, settings: Settings, tmp_path: Path
 ) -> None:
     training = TrainingSpec(learning_rate=0.1, batch_size=4).model_dump()
-    coordinator = make_coordinator(privacy=GROUP.model_dump(), training=training, rounds=1, class_names=list(CLASSES))
+    coordinator = make.coordinator(privacy=GROUP.model_dump(), training=training, rounds=1, class_names=list(CLASSES))
     own = settings.model_copy(update={"ledger": tmp_path / "ledger.jsonl", "max_epsilon": 50.0})
-    assert asyncio.run(make_worker(coordinator, settings=own, source=opened(folder)).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator, settings=own, source=opened(folder)).run()) is Exit.OK
     ledger = Ledger(own.ledger_file)
     assert ledger.kept_unit() == "group"
     assert [one.events for one in ledger.spends()] == [(Event("gaussian", 0.5, 2.0, 2),)], "8 groups in batches of 4"
@@ -122,10 +122,10 @@ def test_a_client_enrols_its_groups_and_spends_them(
     told = coordinator.client.protection
     assert told is not None
     assert (coordinator.client.num_samples, told.units, told.noise_multiplier) == (32, 8, 2.0)
-    single = make_coordinator(privacy=GROUP.model_copy(update={"unit": "record"}).model_dump(), training=training)
+    single = make.coordinator(privacy=GROUP.model_copy(update={"unit": "record"}).model_dump(), training=training)
     another = own.model_copy(update={"state_dir": tmp_path / "other"})
     with pytest.raises(ClientError, match="the ledger of 'default' is of groups, and the federation protects records"):
-        asyncio.run(make_worker(single, settings=another).run())
+        asyncio.run(make.worker(single, settings=another).run())
 
 
 def test_a_site_s_policy_names_the_unit_and_counts_steps_over_groups(folder: Path) -> None:

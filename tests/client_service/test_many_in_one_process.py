@@ -18,7 +18,7 @@ from promptfed.client_service.state.private_state import PrivateState, TensorOri
 from promptfed.shared.methods.core.interface import ClientContext, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 from tests.support.waiting import PATIENCE
 
 
@@ -47,24 +47,22 @@ def test_ephemeral_state_is_neither_locked_nor_synced(tmp_path: Path, monkeypatc
     durable.close()
 
 
-def test_an_ephemeral_worker_keeps_nothing_for_predictions(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    worker = make_worker(make_coordinator(rounds=1), ephemeral=True)
+def test_an_ephemeral_worker_keeps_nothing_for_predictions(make: Make, settings: Settings) -> None:
+    worker = make.worker(make.coordinator(rounds=1), ephemeral=True)
     assert asyncio.run(worker.run()) is Exit.OK
     assert worker.monitor.status.evaluated == 2
     assert worker.predictor.served is None
     assert not list(settings.state_dir.glob("serving*"))
-    ordinary = make_worker(make_coordinator(rounds=1), settings=_elsewhere(settings, "ordinary"))
+    ordinary = make.worker(make.coordinator(rounds=1), settings=_elsewhere(settings, "ordinary"))
     assert asyncio.run(ordinary.run()) is Exit.OK
     assert ordinary.predictor.served is not None
 
 
 @pytest.mark.parametrize("resumable", [False, True])
 def test_consent_is_written_only_where_another_process_may_read_it(
-    resumable: bool, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
+    resumable: bool, make: Make, settings: Settings
 ) -> None:
-    worker = make_worker(make_coordinator(rounds=1), ephemeral=True, synced=resumable)
+    worker = make.worker(make.coordinator(rounds=1), ephemeral=True, synced=resumable)
     assert asyncio.run(worker.run()) is Exit.OK
     assert worker.work is not None
     assert worker.work.agreement.sent.sent, "answers are counted all the same"
@@ -78,12 +76,7 @@ def _elsewhere(settings: Settings, name: str) -> Settings:
 
 @pytest.mark.parametrize(("turns", "together"), [(1, 1), (2, 2)])
 def test_only_so_many_compute_as_there_are_turns(
-    turns: int,
-    together: int,
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    settings: Settings,
-    monkeypatch: pytest.MonkeyPatch,
+    turns: int, together: int, make: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = PromptFL.train
     running, most, guard = 0, 0, threading.Condition()
@@ -107,8 +100,8 @@ def test_only_so_many_compute_as_there_are_turns(
         with ThreadPoolExecutor(3) as executor:
             common = asyncio.Semaphore(turns)
             workers = [
-                make_worker(
-                    make_coordinator(rounds=2), settings=_elsewhere(settings, name), executor=executor, turns=common
+                make.worker(
+                    make.coordinator(rounds=2), settings=_elsewhere(settings, name), executor=executor, turns=common
                 )
                 for name in ("one", "two", "three")
             ]

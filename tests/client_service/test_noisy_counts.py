@@ -26,7 +26,7 @@ from promptfed.shared.privacy.accounting import Event, epsilon_of
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 from tests.support.fake_coordinator import FakeCoordinator
 
 TRAINING = TrainingSpec(learning_rate=0.1, batch_size=6).model_dump()
@@ -48,8 +48,8 @@ def apart(source: Source) -> Source:
     return replace(source, test=source.test.select(source.test.labels.new_tensor(rows)))
 
 
-def noisy(make_coordinator: MakeCoordinator, **changes: Any) -> FakeCoordinator:
-    return make_coordinator(**({"privacy": NOISY.model_dump(), "training": TRAINING, "rounds": 2} | changes))
+def noisy(make: Make, **changes: Any) -> FakeCoordinator:
+    return make.coordinator(**({"privacy": NOISY.model_dump(), "training": TRAINING, "rounds": 2} | changes))
 
 
 def test_a_count_has_just_the_distribution_that_it_is_paid_for() -> None:
@@ -69,11 +69,9 @@ def test_a_count_has_just_the_distribution_that_it_is_paid_for() -> None:
     assert (told.num_samples, told.ece, told.macro_f1) == (images, None, None), "no other figure leaves"
 
 
-def test_each_release_is_paid_once_and_the_template_s_is_drawn_once(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, apart: Source
-) -> None:
-    coordinator = noisy(make_coordinator)
-    assert asyncio.run(make_worker(coordinator, settings=own, source=apart).run()) is Exit.OK
+def test_each_release_is_paid_once_and_the_template_s_is_drawn_once(make: Make, own: Settings, apart: Source) -> None:
+    coordinator = noisy(make)
+    assert asyncio.run(make.worker(coordinator, settings=own, source=apart).run()) is Exit.OK
     first, second = coordinator.evaluations
     ledger = Ledger(own.ledger_file)
     spends = [one for one in ledger.spends() if one.split == "test"]
@@ -91,14 +89,9 @@ def test_each_release_is_paid_once_and_the_template_s_is_drawn_once(
 
 @pytest.mark.parametrize("at", ["counts-written", "counts-spent"])
 def test_a_client_that_dies_between_drawing_and_sending_sends_the_same_and_pays_once(
-    at: str,
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    own: Settings,
-    apart: Source,
-    monkeypatch: pytest.MonkeyPatch,
+    at: str, make: Make, own: Settings, apart: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator = noisy(make_coordinator, rounds=1)
+    coordinator = noisy(make, rounds=1)
 
     class Died(BaseException):
         pass
@@ -109,25 +102,23 @@ def test_a_client_that_dies_between_drawing_and_sending_sends_the_same_and_pays_
 
     with monkeypatch.context() as patched, pytest.raises(Died):
         patched.setattr(noisy_counts, "point", die)
-        asyncio.run(make_worker(coordinator, settings=own, source=apart).run())
+        asyncio.run(make.worker(coordinator, settings=own, source=apart).run())
     drawn = json.loads((own.state_dir / DRAWN_FILE).read_text())
     ledger = Ledger(own.ledger_file)
     assert len(ledger.spends()) == (at == "counts-spent")
     assert coordinator.evaluations == []
-    assert asyncio.run(make_worker(coordinator, settings=own, source=apart).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator, settings=own, source=apart).run()) is Exit.OK
     sent = coordinator.evaluations[0]
     assert sent["splits"] == drawn["body"]["splits"]
     assert [one.split for one in ledger.spends()] == ["test", "train", "test"]
 
 
-def test_what_the_budget_has_no_room_for_is_withheld(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, apart: Source, tmp_path: Path
-) -> None:
+def test_what_the_budget_has_no_room_for_is_withheld(make: Make, own: Settings, apart: Source, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text(f"version: 1\nprivacy: {{max_epsilon: 50, max_test_epsilon: 1.1}}\nledger: {own.ledger_file}\n")
-    coordinator = noisy(make_coordinator)
+    coordinator = noisy(make)
     settings = own.model_copy(update={"policy": policy})
-    assert asyncio.run(make_worker(coordinator, settings=settings, source=apart).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator, settings=settings, source=apart).run()) is Exit.OK
     first, second = coordinator.evaluations
     assert first["splits"] != {}
     assert (second["splits"], second["zero_shot"], second["withheld"]) == ({}, {}, True)
@@ -136,11 +127,11 @@ def test_what_the_budget_has_no_room_for_is_withheld(
 
 @pytest.mark.parametrize("why", ["trained and tested on", "fine-tuned", "the policy", "the floor"])
 def test_what_no_noise_makes_right_is_withheld(
-    why: str, make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, apart: Source, tmp_path: Path
+    why: str, make: Make, own: Settings, apart: Source, tmp_path: Path
 ) -> None:
-    coordinator = noisy(make_coordinator, rounds=1)
+    coordinator = noisy(make, rounds=1)
     if why == "fine-tuned":
-        coordinator = noisy(make_coordinator, rounds=1, method={"name": "promptfl_ft", "m": 4})
+        coordinator = noisy(make, rounds=1, method={"name": "promptfl_ft", "m": 4})
     if why == "trained and tested on":
         apart = replace(apart, test=apart.train)
     if why in ("the policy", "the floor"):
@@ -148,7 +139,7 @@ def test_what_no_noise_makes_right_is_withheld(
         policy = tmp_path / "policy.yaml"
         policy.write_text(f"version: 1\nmetrics: {{{metrics}}}\nledger: {own.ledger_file}\n")
         own = own.model_copy(update={"policy": policy})
-    assert asyncio.run(make_worker(coordinator, settings=own, source=apart).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator, settings=own, source=apart).run()) is Exit.OK
     assert coordinator.failures == []
     assert [(one["splits"], one["withheld"]) for one in coordinator.evaluations] == [({}, True)] * 2
     assert [one.split for one in Ledger(own.ledger_file).spends()] == ["train"]

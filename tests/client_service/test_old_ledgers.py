@@ -16,7 +16,7 @@ from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.api.api_schemas import SpendList
 from promptfed.shared.privacy.accounting import Event, epsilon_of
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 from tests.client_service.test_ledger import DELTA, ONE, opened, spend
 
 PRIVACY = {"level": "sample", "clip": 0.3, "noise_multiplier": 8.0, "delta": 1e-3}
@@ -86,14 +86,12 @@ def test_what_was_part_of_a_sum_is_known_by_its_phase(tmp_path: Path) -> None:
         ledger.expect_whole(told(release(2, release=None)))
 
 
-def test_a_client_with_an_old_copy_sends_nothing_more(
-    tmp_path: Path, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
+def test_a_client_with_an_old_copy_sends_nothing_more(tmp_path: Path, make: Make, settings: Settings) -> None:
     own = settings.model_copy(update={"ledger": tmp_path / "ledger.jsonl"})
-    coordinator = make_coordinator(rounds=1, privacy=PRIVACY, training={"batch_size": 24})
+    coordinator = make.coordinator(rounds=1, privacy=PRIVACY, training={"batch_size": 24})
     coordinator.spends = [release(1, delta=1e-3)]
     with pytest.raises(ClientError, match="ledger-behind") as end:
-        asyncio.run(make_worker(coordinator, settings=own).run())
+        asyncio.run(make.worker(coordinator, settings=own).run())
     assert end.value.exit is Exit.LEDGER
     assert not any(path.endswith(("/payload", "/update", "/evaluation")) for _, path, _ in coordinator.calls)
     assert coordinator.client is not None
@@ -101,17 +99,17 @@ def test_a_client_with_an_old_copy_sends_nothing_more(
     assert coordinator.client.protection.noise_multiplier == 8.0
     assert coordinator.client.protection.units == coordinator.client.num_samples
     coordinator.spends = []
-    assert asyncio.run(make_worker(coordinator, settings=own).run()) == Exit.OK
+    assert asyncio.run(make.worker(coordinator, settings=own).run()) == Exit.OK
 
 
 def test_a_coordinator_that_goes_back_on_a_ledger_between_tasks_is_noticed(
-    tmp_path: Path, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
+    tmp_path: Path, make: Make, settings: Settings
 ) -> None:
     """The ledger is looked at before each task, and before its payload is fetched."""
     own = settings.model_copy(update={"ledger": tmp_path / "ledger.jsonl"})
-    coordinator = make_coordinator(rounds=2, privacy=PRIVACY, training={"batch_size": 24})
+    coordinator = make.coordinator(rounds=2, privacy=PRIVACY, training={"batch_size": 24})
     coordinator.spends = []
-    worker = make_worker(coordinator, settings=own)
+    worker = make.worker(coordinator, settings=own)
 
     def restore(event: str, facts: Any) -> None:
         if event == "accepted":
@@ -125,14 +123,14 @@ def test_a_coordinator_that_goes_back_on_a_ledger_between_tasks_is_noticed(
 
 @pytest.mark.parametrize("answers", ["nothing", "no such resource"])
 def test_a_restored_copy_is_found_whatever_the_coordinator_says(
-    tmp_path: Path, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, answers: str
+    tmp_path: Path, make: Make, settings: Settings, answers: str
 ) -> None:
     """The state folder knows how long the ledger was and what its last line said."""
     own = settings.model_copy(update={"ledger": tmp_path / "ledger.jsonl"})
     assert own.ledger is not None
-    coordinator = make_coordinator(rounds=2, privacy=PRIVACY, training={"batch_size": 24})
+    coordinator = make.coordinator(rounds=2, privacy=PRIVACY, training={"batch_size": 24})
     coordinator.spends = [] if answers == "nothing" else None
-    worker = make_worker(coordinator, settings=own)
+    worker = make.worker(coordinator, settings=own)
 
     def restore(event: str, facts: Any) -> None:
         if event == "accepted":  # the copy is from before the first spend

@@ -12,7 +12,7 @@ import pytest
 from promptfed.client_service.exits import Exit
 from promptfed.client_service.state.site_log import FILE
 from promptfed.shared import machine
-from tests.client_service.conftest import MakeCoordinator
+from tests.client_service.conftest import Make
 from tests.support.client_processes import ClientProcess, served, wait_for
 from tests.support.fake_coordinator import TOKEN
 
@@ -23,10 +23,10 @@ class WithoutPosix(ClientProcess):
     module = "tests.support.windows_like"
 
 
-def test_a_client_without_posix_takes_part(make_coordinator: MakeCoordinator, tmp_path: Path) -> None:
+def test_a_client_without_posix_takes_part(make: Make, tmp_path: Path) -> None:
     """Its folder is locked while it runs, a signal ends it, and its record of what it sent is whole."""
     (tmp_path / "token").write_text(TOKEN)
-    coordinator = make_coordinator(class_names=None, rounds=2)
+    coordinator = make.coordinator(class_names=None, rounds=2)
     with served(coordinator.app) as url:
         options = {
             "coordinator": url,

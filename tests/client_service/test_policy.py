@@ -22,7 +22,7 @@ from promptfed.shared.data import Source
 from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import BackboneSpec, TrainingSpec
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 
 PEER = "ed25519:" + "0" * 64
 FACTS = SiteFacts(
@@ -123,22 +123,17 @@ def test_the_other_rules() -> None:
     ],
 )
 def test_a_policy_that_is_not_understood_ends_the_client_before_it_asks_anybody(
-    tmp_path: Path,
-    given: Any,
-    said: str,
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    settings: Settings,
+    tmp_path: Path, given: Any, said: str, make: Make, settings: Settings
 ) -> None:
-    coordinator = make_coordinator()
+    coordinator = make.coordinator()
     own = settings.model_copy(update={"policy": written(tmp_path, given)})
     with pytest.raises(ClientError, match=said) as end:
-        asyncio.run(make_worker(coordinator, settings=own).run())
+        asyncio.run(make.worker(coordinator, settings=own).run())
     assert end.value.exit is Exit.POLICY
     assert coordinator.client is None
     missing = settings.model_copy(update={"policy": tmp_path / "none.yaml"})
     with pytest.raises(ClientError, match="cannot read the policy"):
-        asyncio.run(make_worker(make_coordinator(), settings=missing).run())
+        asyncio.run(make.worker(make.coordinator(), settings=missing).run())
 
 
 @pytest.mark.parametrize(
@@ -157,17 +152,12 @@ def test_a_policy_that_is_not_understood_ends_the_client_before_it_asks_anybody(
     ],
 )
 def test_a_federation_that_offends_learns_nothing_of_this_site(
-    tmp_path: Path,
-    given: dict[str, Any],
-    kind: str,
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    settings: Settings,
+    tmp_path: Path, given: dict[str, Any], kind: str, make: Make, settings: Settings
 ) -> None:
-    coordinator = make_coordinator()
+    coordinator = make.coordinator()
     own = settings.model_copy(update={"policy": written(tmp_path, given)})
     with pytest.raises(ClientError, match=kind) as end:
-        asyncio.run(make_worker(coordinator, settings=own).run())
+        asyncio.run(make.worker(coordinator, settings=own).run())
     assert end.value.exit is Exit.POLICY
     assert coordinator.client is None
     assert {(verb, path.rsplit("/", 1)[-1]) for verb, path, _ in coordinator.calls} == {("GET", "enrolment")}
@@ -175,13 +165,9 @@ def test_a_federation_that_offends_learns_nothing_of_this_site(
 
 
 def test_a_policy_that_expires_stops_the_tasks_before_their_payload_is_fetched(
-    tmp_path: Path,
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    settings: Settings,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, make: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator = make_coordinator(rounds=1)
+    coordinator = make.coordinator(rounds=1)
     own = settings.model_copy(update={"policy": written(tmp_path, {"limits": {"until": date(2999, 1, 1)}})})
 
     class Later(datetime):
@@ -190,18 +176,16 @@ def test_a_policy_that_expires_stops_the_tasks_before_their_payload_is_fetched(
             return datetime(2999, 1, 2, tzinfo=tz)
 
     monkeypatch.setattr(trainer, "datetime", Later)
-    asyncio.run(make_worker(coordinator, settings=own).run())
+    asyncio.run(make.worker(coordinator, settings=own).run())
     assert {one["type"] for one in coordinator.failures} == {"policy-expired"}
     assert not any(path.endswith("/payload") for _, path, _ in coordinator.calls)
 
 
-def test_metrics_stay_at_the_site_where_its_policy_says_so(
-    tmp_path: Path, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    coordinator = make_coordinator(rounds=1)
+def test_metrics_stay_at_the_site_where_its_policy_says_so(tmp_path: Path, make: Make, settings: Settings) -> None:
+    coordinator = make.coordinator(rounds=1)
     given = {"metrics": {"accuracy": "withheld", "training": False}}
     own = settings.model_copy(update={"policy": written(tmp_path, given)})
-    asyncio.run(make_worker(coordinator, settings=own).run())
+    asyncio.run(make.worker(coordinator, settings=own).run())
     (update,) = (body for body in coordinator.received if b"payload_sha256" in body)
     assert b"loss" not in update
     assert b"seconds" not in update
@@ -212,34 +196,26 @@ def test_metrics_stay_at_the_site_where_its_policy_says_so(
     ("spec", "site", "told"), [("plain", "plain", True), ("plain", None, False), (None, "plain", False)]
 )
 def test_accuracies_of_a_protected_federation_take_the_spec_and_the_policy(
-    tmp_path: Path,
-    spec: Any,
-    site: str | None,
-    told: bool,
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    settings: Settings,
+    tmp_path: Path, spec: Any, site: str | None, told: bool, make: Make, settings: Settings
 ) -> None:
     privacy = PrivacySpec(level="sample", clip=0.3, noise_multiplier=8.0, delta=1e-3, evaluation=spec).model_dump()
-    coordinator = make_coordinator(rounds=1, privacy=privacy, training=TrainingSpec(batch_size=24).model_dump())
+    coordinator = make.coordinator(rounds=1, privacy=privacy, training=TrainingSpec(batch_size=24).model_dump())
     given = {"metrics": {"accuracy": site}, "ledger": str(tmp_path / "ledger.jsonl"), "privacy": {"delta": 1e-3}}
     asyncio.run(
-        make_worker(coordinator, settings=settings.model_copy(update={"policy": written(tmp_path, given)})).run()
+        make.worker(coordinator, settings=settings.model_copy(update={"policy": written(tmp_path, given)})).run()
     )
     assert bool(coordinator.evaluations[-1]["splits"]) is told
     assert (tmp_path / "ledger.jsonl").exists()
 
 
-def test_the_policys_budget_holds_whatever_the_settings_say(
-    tmp_path: Path, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
+def test_the_policys_budget_holds_whatever_the_settings_say(tmp_path: Path, make: Make, settings: Settings) -> None:
     privacy = PrivacySpec(level="sample", clip=0.3, noise_multiplier=1.0, delta=1e-3).model_dump()
     limit = {"require": "sample", "max_epsilon": 1.0}
     for partial in (False, True):
         given = {"privacy": limit | {"partial": partial}, "ledger": str(tmp_path / "ledger.jsonl")}
-        coordinator = make_coordinator(rounds=1, privacy=privacy)
+        coordinator = make.coordinator(rounds=1, privacy=privacy)
         update = {"policy": written(tmp_path, given), "max_epsilon": 1000.0}
-        worker = make_worker(coordinator, settings=settings.model_copy(update=update))
+        worker = make.worker(coordinator, settings=settings.model_copy(update=update))
         if partial:
             asyncio.run(worker.run())
             assert [one["type"] for one in coordinator.failures] == ["privacy-budget-exhausted"]
@@ -249,12 +225,10 @@ def test_the_policys_budget_holds_whatever_the_settings_say(
             assert end.value.exit is Exit.LEDGER
 
 
-def test_no_request_of_a_refused_task_says_what_depends_on_data(
-    tmp_path: Path, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
+def test_no_request_of_a_refused_task_says_what_depends_on_data(tmp_path: Path, make: Make, settings: Settings) -> None:
     """Terms are pinned: less noise than agreed is refused before the payload is asked for."""
     privacy = PrivacySpec(level="sample", clip=0.3, noise_multiplier=8.0, delta=1e-3).model_dump()
-    coordinator = make_coordinator(rounds=1, privacy=privacy)
+    coordinator = make.coordinator(rounds=1, privacy=privacy)
     seen: list[str] = []
 
     def note(request: Request) -> Response | None:
@@ -265,7 +239,7 @@ def test_no_request_of_a_refused_task_says_what_depends_on_data(
     coordinator.garble = lambda task: task | {"config": task["config"] | {"privacy": privacy | {"clip": 0.6}}}
     given = {"privacy": {"require": "sample"}, "ledger": str(tmp_path / "ledger.jsonl")}
     asyncio.run(
-        make_worker(coordinator, settings=settings.model_copy(update={"policy": written(tmp_path, given)})).run()
+        make.worker(coordinator, settings=settings.model_copy(update={"policy": written(tmp_path, given)})).run()
     )
     assert "payload" not in seen
     assert "update" not in seen
@@ -273,7 +247,7 @@ def test_no_request_of_a_refused_task_says_what_depends_on_data(
 
 
 def test_the_doctor_tells_every_rule_and_what_the_budget_would_be(
-    tmp_path: Path, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, source: Source
+    tmp_path: Path, make: Make, settings: Settings, source: Source
 ) -> None:
     privacy = PrivacySpec(level="sample", clip=0.3, noise_multiplier=8.0, delta=1e-3)
     backbone = BackboneSpec(model="promptfed-tiny", pretrained=None)

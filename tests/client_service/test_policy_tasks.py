@@ -18,7 +18,7 @@ from promptfed.client_service.privacy.policy import expect_origin, read_policy
 from promptfed.client_service.settings import Settings
 from promptfed.shared.privacy.accounting import Event, epsilon_of
 from promptfed.shared.spec.section import PROTOCOL, VERSION
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 from tests.support.fake_coordinator import FakeCoordinator
 
 LISTED, ELSEWHERE = "http://127.0.0.1:1", "http://127.0.0.1:2"
@@ -48,24 +48,22 @@ class TwoOrigins(httpx.AsyncBaseTransport):
 
 @pytest.mark.parametrize("moved", ["enrolment", "clients", "task", "payload", "update", "evaluation"])
 def test_a_307_to_an_origin_that_the_policy_does_not_list_gets_no_byte(
-    moved: str, tmp_path: Path, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
+    moved: str, tmp_path: Path, make: Make, settings: Settings
 ) -> None:
-    network = TwoOrigins(make_coordinator(rounds=1), moved)
+    network = TwoOrigins(make.coordinator(rounds=1), moved)
     own = with_policy(settings, tmp_path, {"allow": {"coordinators": [LISTED]}})
-    worker = make_worker(make_coordinator(), http=httpx.AsyncClient(transport=network), settings=own)
+    worker = make.worker(make.coordinator(), http=httpx.AsyncClient(transport=network), settings=own)
     with pytest.raises(ClientError, match=f"policy-coordinator: .* not {ELSEWHERE}; nothing was sent there") as end:
         asyncio.run(worker.run())
     assert end.value.exit is Exit.POLICY
     assert network.second == []
 
 
-def test_a_307_to_an_origin_that_the_policy_lists_is_followed(
-    tmp_path: Path, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    coordinator = make_coordinator(rounds=1)
+def test_a_307_to_an_origin_that_the_policy_lists_is_followed(tmp_path: Path, make: Make, settings: Settings) -> None:
+    coordinator = make.coordinator(rounds=1)
     network = TwoOrigins(coordinator, "")
     own = with_policy(settings, tmp_path, {"allow": {"coordinators": [LISTED, ELSEWHERE]}})
-    worker = make_worker(coordinator, http=httpx.AsyncClient(transport=network), settings=own)
+    worker = make.worker(coordinator, http=httpx.AsyncClient(transport=network), settings=own)
     assert asyncio.run(worker.run()) == Exit.OK
     assert any(path.endswith("/update") for path, _ in network.second)
 
@@ -109,20 +107,14 @@ def training(**values: Any) -> Change:
     ],
 )
 def test_a_task_that_offends_is_refused_by_name_before_its_payload_is_fetched(
-    given: dict[str, Any],
-    change: Change,
-    kind: str,
-    tmp_path: Path,
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    settings: Settings,
+    given: dict[str, Any], change: Change, kind: str, tmp_path: Path, make: Make, settings: Settings
 ) -> None:
     privacy = {"level": "sample", "clip": 0.3, "noise_multiplier": 8.0, "delta": 1e-3}
     protected = {"privacy": privacy} if "privacy" in given else {}
-    coordinator = make_coordinator(rounds=2, training={"epochs": 3, "batch_size": 24}, **protected)
+    coordinator = make.coordinator(rounds=2, training={"epochs": 3, "batch_size": 24}, **protected)
     coordinator.garble = change
     own = with_policy(settings, tmp_path, given | {"ledger": str(tmp_path / "ledger.jsonl")})
-    assert asyncio.run(make_worker(coordinator, settings=own).run()) == Exit.OK
+    assert asyncio.run(make.worker(coordinator, settings=own).run()) == Exit.OK
     trained = [one for one in coordinator.failures if one["type"] == kind]
     assert len(trained) >= 2, coordinator.failures
     assert not any(path.endswith(("/payload", "/update", "/evaluation")) for _, path, _ in coordinator.calls)
@@ -136,28 +128,22 @@ def test_a_task_that_offends_is_refused_by_name_before_its_payload_is_fetched(
     ],
 )
 def test_further_keys_that_a_federation_offends(
-    given: dict[str, Any],
-    changes: dict[str, Any],
-    kind: str,
-    tmp_path: Path,
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    settings: Settings,
+    given: dict[str, Any], changes: dict[str, Any], kind: str, tmp_path: Path, make: Make, settings: Settings
 ) -> None:
-    coordinator = make_coordinator(**changes)
+    coordinator = make.coordinator(**changes)
     with pytest.raises(ClientError, match=kind) as end:
-        asyncio.run(make_worker(coordinator, settings=with_policy(settings, tmp_path, given)).run())
+        asyncio.run(make.worker(coordinator, settings=with_policy(settings, tmp_path, given)).run())
     assert end.value.exit is Exit.POLICY
     assert set(coordinator.received) == {b""}
 
 
 def test_a_policy_that_has_expired_holds_back_the_update_that_waited(
-    tmp_path: Path, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
+    tmp_path: Path, make: Make, settings: Settings
 ) -> None:
     """Trained in time, sent too late: the policy is asked again before the bytes leave."""
-    coordinator = make_coordinator(rounds=1)
+    coordinator = make.coordinator(rounds=1)
     own = with_policy(settings, tmp_path, {"limits": {"until": date(2999, 1, 1)}})
-    worker = make_worker(coordinator, settings=own)
+    worker = make.worker(coordinator, settings=own)
     asked: list[bool] = []
 
     def expire(event: str, facts: Any) -> None:
@@ -177,16 +163,14 @@ def test_a_policy_that_has_expired_holds_back_the_update_that_waited(
     assert not (settings.state_dir / "pending").exists()
 
 
-def test_a_new_state_folder_and_name_find_the_same_budget_spent(
-    tmp_path: Path, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
+def test_a_new_state_folder_and_name_find_the_same_budget_spent(tmp_path: Path, make: Make, settings: Settings) -> None:
     privacy = {"level": "sample", "clip": 0.3, "noise_multiplier": 4.0, "delta": 1e-3}
     limit = 1.2 * epsilon_of([Event("gaussian", 1.0, 4.0, 1)], 1e-3)
     for name in ("first", "second"):
-        coordinator = make_coordinator(rounds=1, privacy=privacy, training={"batch_size": 24})
+        coordinator = make.coordinator(rounds=1, privacy=privacy, training={"batch_size": 24})
         own = with_policy(settings, tmp_path, {"ledger": str(tmp_path / "l.jsonl"), "privacy": {"max_epsilon": limit}})
         own = own.model_copy(update={"name": name, "state_dir": tmp_path / name})
-        worker = make_worker(coordinator, settings=own)
+        worker = make.worker(coordinator, settings=own)
         assert asyncio.run(worker.run()) == Exit.OK
         assert len(coordinator.accepted) == (name == "first")
         failed = [one["type"] for one in coordinator.failures]

@@ -19,7 +19,7 @@ from promptfed.client_service.__main__ import main
 from promptfed.client_service.exits import Exit
 from promptfed.shared.data import open_source
 from promptfed.shared.spec.spec import TrainingSpec
-from tests.client_service.conftest import MakeCoordinator
+from tests.client_service.conftest import Make
 from tests.support.client_processes import ClientProcess, served, wait_for
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator
 from tests.support.waiting import PATIENCE
@@ -60,9 +60,9 @@ def start(tmp_path: Path, options: dict[str, str]) -> Iterator[Start]:
         process.stop()
 
 
-def small(make_coordinator: MakeCoordinator, **changes: Any) -> FakeCoordinator:
+def small(make: Make, **changes: Any) -> FakeCoordinator:
     training = TrainingSpec(epochs=15, batch_size=4, learning_rate=0.05).model_dump()
-    return make_coordinator(**({"class_names": None, "rounds": 2, "training": training} | changes))
+    return make.coordinator(**({"class_names": None, "rounds": 2, "training": training} | changes))
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,8 @@ def small(make_coordinator: MakeCoordinator, **changes: Any) -> FakeCoordinator:
         pytest.param(signal.SIGINT, "waiting", Exit.INTERRUPTED, id="ctrl-c-in-a-poll"),
     ],
 )
-def test_a_signal_ends_it_in_time(
-    make_coordinator: MakeCoordinator, start: Start, number: signal.Signals, stage: str, code: Exit
-) -> None:
-    coordinator = small(make_coordinator, training=LONG, state="paused" if stage == "waiting" else "running")
+def test_a_signal_ends_it_in_time(make: Make, start: Start, number: signal.Signals, stage: str, code: Exit) -> None:
+    coordinator = small(make, training=LONG, state="paused" if stage == "waiting" else "running")
     coordinator.poll_seconds = 2 * PATIENCE
     with served(coordinator.app) as url:
         process = start(url)
@@ -92,11 +90,11 @@ def test_a_signal_ends_it_in_time(
     assert ("interrupted: the same command goes on where this one was" in process.text()) is (number == signal.SIGINT)
 
 
-def test_it_serves_predictions_after_the_end_until_stopped(make_coordinator: MakeCoordinator, start: Start) -> None:
+def test_it_serves_predictions_after_the_end_until_stopped(make: Make, start: Start) -> None:
     source = open_source(DATA)
     file = io.BytesIO()
     source.test.image(0).save(file, "PNG")
-    coordinator = small(make_coordinator, rounds=1)
+    coordinator = small(make, rounds=1)
     with served(coordinator.app) as url:
         process = start(url, "--serve")
         wait_for(lambda: process.stage() == "ended")

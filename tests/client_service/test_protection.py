@@ -23,7 +23,7 @@ from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import decode
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 from tests.support.fake_coordinator import FakeCoordinator, problem
 
 TRAINING = TrainingSpec(learning_rate=0.1, batch_size=6).model_dump()
@@ -36,15 +36,13 @@ def own(settings: Settings, tmp_path: Path) -> Settings:
     return settings.model_copy(update={"ledger": tmp_path / "ledger.jsonl", "max_epsilon": 50.0})
 
 
-def protected(make_coordinator: MakeCoordinator, **changes: Any) -> FakeCoordinator:
-    return make_coordinator(**({"privacy": PRIVACY, "training": TRAINING, "rounds": 2} | changes))
+def protected(make: Make, **changes: Any) -> FakeCoordinator:
+    return make.coordinator(**({"privacy": PRIVACY, "training": TRAINING, "rounds": 2} | changes))
 
 
-def test_updates_say_what_they_cost_and_nothing_that_depends_on_records(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings
-) -> None:
-    coordinator = protected(make_coordinator)
-    assert asyncio.run(make_worker(coordinator, settings=own).run()) is Exit.OK
+def test_updates_say_what_they_cost_and_nothing_that_depends_on_records(make: Make, own: Settings) -> None:
+    coordinator = protected(make)
+    assert asyncio.run(make.worker(coordinator, settings=own).run()) is Exit.OK
     updates = [body for body in coordinator.received if b"payload_sha256" in body]
     assert len(updates) == 2
     ledger = Ledger(own.ledger_file)
@@ -62,24 +60,22 @@ def test_updates_say_what_they_cost_and_nothing_that_depends_on_records(
     assert all(one["zero_shot"] == {} and one["metrics"] == {} for one in coordinator.evaluations)
 
 
-def test_noise_is_new_in_every_attempt_unless_it_is_handed_in(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, tmp_path: Path
-) -> None:
+def test_noise_is_new_in_every_attempt_unless_it_is_handed_in(make: Make, own: Settings, tmp_path: Path) -> None:
     found = []
     for number, noise in enumerate([None, None, SeededNoise(1), SeededNoise(1)]):
-        coordinator = protected(make_coordinator, rounds=1)
+        coordinator = protected(make, rounds=1)
         settings = own.model_copy(update={"state_dir": tmp_path / f"state-{number}"})
-        asyncio.run(make_worker(coordinator, settings=settings, noise=noise).run())
+        asyncio.run(make.worker(coordinator, settings=settings, noise=noise).run())
         found.append(coordinator.global_state["context"])
     assert not found[0].equal(found[1])
     assert found[2].equal(found[3])
 
 
 def test_a_task_beyond_the_budget_is_refused_before_training_and_costs_nothing(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, monkeypatch: pytest.MonkeyPatch
+    make: Make, own: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another federation has spent most of it meanwhile."""
-    coordinator = protected(make_coordinator)
+    coordinator = protected(make)
     ledger, trained = Ledger(own.ledger_file), []
 
     def spend_elsewhere(request: Request) -> Response | None:
@@ -92,21 +88,19 @@ def test_a_task_beyond_the_budget_is_refused_before_training_and_costs_nothing(
     train = PromptFL.train
     monkeypatch.setattr(PromptFL, "train", lambda *given: trained.append(1) or train(*given))
     limit = epsilon_of([PER_ROUND] * 3, 1e-3)
-    asyncio.run(make_worker(coordinator, settings=own.model_copy(update={"max_epsilon": limit})).run())
+    asyncio.run(make.worker(coordinator, settings=own.model_copy(update={"max_epsilon": limit})).run())
     assert [one["type"] for one in coordinator.failures] == ["privacy-budget-exhausted"] * 2
     assert "has spent ε" in coordinator.failures[0]["detail"]
     assert trained == []
     assert len(ledger.spends()) == 1
 
 
-def test_a_schedule_that_cannot_fit_ends_the_client_before_it_enrols(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings
-) -> None:
-    coordinator = protected(make_coordinator, rounds=50)
+def test_a_schedule_that_cannot_fit_ends_the_client_before_it_enrols(make: Make, own: Settings) -> None:
+    coordinator = protected(make, rounds=50)
     with pytest.raises(
         ClientError, match=r"all rounds would make ε = .* of the 2 that the data set 'default' has"
     ) as end:
-        asyncio.run(make_worker(coordinator, settings=own.model_copy(update={"max_epsilon": 2.0})).run())
+        asyncio.run(make.worker(coordinator, settings=own.model_copy(update={"max_epsilon": 2.0})).run())
     assert end.value.exit is Exit.LEDGER
     assert coordinator.client is None
     assert not own.ledger_file.exists()
@@ -120,13 +114,13 @@ def test_a_schedule_that_cannot_fit_ends_the_client_before_it_enrols(
     ],
 )
 def test_what_cannot_be_protected_is_refused_before_enrolment(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, changes: dict[str, Any], said: str
+    make: Make, own: Settings, changes: dict[str, Any], said: str
 ) -> None:
-    coordinator = protected(make_coordinator)
+    coordinator = protected(make)
     for key, value in changes.items():
         setattr(coordinator, key, value)
     with pytest.raises(ClientError, match=said):
-        asyncio.run(make_worker(coordinator, settings=own).run())
+        asyncio.run(make.worker(coordinator, settings=own).run())
     assert coordinator.client is None
 
 
@@ -134,16 +128,16 @@ def test_what_cannot_be_protected_is_refused_before_enrolment(
     "other", [None, PRIVACY | {"noise_multiplier": 0.3}, PRIVACY | {"clip": 16.0}, PRIVACY | {"evaluation": "plain"}]
 )
 def test_a_task_with_less_protection_than_was_agreed_is_refused(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, other: dict[str, Any] | None
+    make: Make, own: Settings, other: dict[str, Any] | None
 ) -> None:
-    coordinator = protected(make_coordinator, rounds=1)
+    coordinator = protected(make, rounds=1)
 
     def garble(task: dict[str, Any]) -> dict[str, Any]:
         config = {key: value for key, value in task["config"].items() if key != "privacy"}
         return task | {"config": config if other is None else config | {"privacy": other}}
 
     coordinator.garble = garble
-    asyncio.run(make_worker(coordinator, settings=own).run())
+    asyncio.run(make.worker(coordinator, settings=own).run())
     assert {one["type"] for one in coordinator.failures} == {"NotAgreed"}
     assert all("privacy" in one["detail"] for one in coordinator.failures)
     assert coordinator.accepted == {}
@@ -174,14 +168,13 @@ def test_why_protected_training_failed_is_not_told(
     where: str,
     change: Callable[..., Any],
     privacy: dict[str, Any],
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
+    make: Make,
     own: Settings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(PromptFL, where, change, raising=False)
-    coordinator = protected(make_coordinator, rounds=1, privacy=privacy)
-    asyncio.run(make_worker(coordinator, settings=own).run())
+    coordinator = protected(make, rounds=1, privacy=privacy)
+    asyncio.run(make.worker(coordinator, settings=own).run())
     works = {one["type"].removesuffix("-failed") for one in coordinator.failures}
     assert works == {"training", "evaluation"} if where == "prepare" else {"training"}
     for work in coordinator.failures:
@@ -190,41 +183,37 @@ def test_why_protected_training_failed_is_not_told(
     assert Ledger(own.ledger_file).spends() == []
 
 
-def test_why_evaluation_failed_is_not_told(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_evaluation_failed_is_not_told(make: Make, own: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PromptFL, "classifier", _fail)
-    coordinator = protected(make_coordinator, rounds=1)
-    asyncio.run(make_worker(coordinator, settings=own).run())
+    coordinator = protected(make, rounds=1)
+    asyncio.run(make.worker(coordinator, settings=own).run())
     assert {(one["type"], one["detail"]) for one in coordinator.failures} == {
         ("evaluation-failed", f"protected evaluation failed; {NOT_TOLD}")
     }
 
 
 def test_a_method_that_trains_without_its_protection_sends_nothing(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, monkeypatch: pytest.MonkeyPatch
+    make: Make, own: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PromptFL, "train", lambda self, context, payload, private: TrainResult(dict(payload)))
-    coordinator = protected(make_coordinator, rounds=1)
-    asyncio.run(make_worker(coordinator, settings=own).run())
+    coordinator = protected(make, rounds=1)
+    asyncio.run(make.worker(coordinator, settings=own).run())
     assert [one["type"] for one in coordinator.failures] == ["training-failed"]
     assert coordinator.accepted == {}
 
 
-def test_private_tensors_of_unprotected_training_are_no_start(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings
-) -> None:
+def test_private_tensors_of_unprotected_training_are_no_start(make: Make, own: Settings) -> None:
     method = {"name": "fedpgp", "m": 4, "b": 2}
-    plain = protected(make_coordinator, method=method, rounds=1, privacy=None)
-    asyncio.run(make_worker(plain, settings=own).run())
-    coordinator = protected(make_coordinator, method=method, rounds=2, epoch="second")
+    plain = protected(make, method=method, rounds=1, privacy=None)
+    asyncio.run(make.worker(plain, settings=own).run())
+    coordinator = protected(make, method=method, rounds=2, epoch="second")
     coordinator.client = plain.client
-    asyncio.run(make_worker(coordinator, settings=own).run())
+    asyncio.run(make.worker(coordinator, settings=own).run())
     assert [one["type"] for one in coordinator.failures] == ["private-state-unprotected"] * 2
-    again = protected(make_coordinator, method=method, rounds=2, epoch="third")
+    again = protected(make, method=method, rounds=2, epoch="third")
     again.client = plain.client
     anew = own.model_copy(update={"reset_private": True})
-    asyncio.run(make_worker(again, settings=anew).run())
+    asyncio.run(make.worker(again, settings=anew).run())
     assert again.failures == []
     assert len(again.accepted) == 2
     state = PrivateState(own.state_dir)
@@ -232,10 +221,8 @@ def test_private_tensors_of_unprotected_training_are_no_start(
     state.close()
 
 
-def test_an_update_is_paid_before_it_is_sent_and_once_however_often_it_is_sent(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings
-) -> None:
-    coordinator = protected(make_coordinator, rounds=1)
+def test_an_update_is_paid_before_it_is_sent_and_once_however_often_it_is_sent(make: Make, own: Settings) -> None:
+    coordinator = protected(make, rounds=1)
     ledger, seen = Ledger(own.ledger_file), []
 
     def lose(request: Request) -> Response | None:
@@ -246,13 +233,13 @@ def test_an_update_is_paid_before_it_is_sent_and_once_however_often_it_is_sent(
         return None
 
     coordinator.alter = lose
-    asyncio.run(make_worker(coordinator, settings=own).run())
+    asyncio.run(make.worker(coordinator, settings=own).run())
     assert seen == [1, 1, 1]
     assert len(ledger.spends()) == 1
 
 
 def test_an_update_that_waits_is_paid_after_a_restart_with_the_same_bytes(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, monkeypatch: pytest.MonkeyPatch
+    make: Make, own: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed between the update's writing and its spend: it costs once, and is not trained again."""
     from promptfed.client_service.training import trainer
@@ -264,37 +251,33 @@ def test_an_update_that_waits_is_paid_after_a_restart_with_the_same_bytes(
         if name == "pending-written":
             raise Killed
 
-    coordinator = protected(make_coordinator, rounds=1)
+    coordinator = protected(make, rounds=1)
     with monkeypatch.context() as patched:
         patched.setattr(trainer, "point", die)
         with pytest.raises(Killed):
-            asyncio.run(make_worker(coordinator, settings=own).run())
+            asyncio.run(make.worker(coordinator, settings=own).run())
     assert Ledger(own.ledger_file).spends() == []
     monkeypatch.setattr(PromptFL, "train", None)  # not called: the bytes are there
-    asyncio.run(make_worker(coordinator, settings=own).run())
+    asyncio.run(make.worker(coordinator, settings=own).run())
     assert len(Ledger(own.ledger_file).spends()) == 1
     assert len(coordinator.accepted) == 1
 
 
-def test_noise_that_was_planned_for_other_terms_is_not_kept(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings
-) -> None:
+def test_noise_that_was_planned_for_other_terms_is_not_kept(make: Make, own: Settings) -> None:
     """The same client, asked for more noise after its owner agreed anew: the spec's multiplier holds."""
-    first = protected(make_coordinator, rounds=1)
-    asyncio.run(make_worker(first, settings=own).run())
-    second = protected(make_coordinator, privacy=PRIVACY | {"noise_multiplier": 4.0}, epoch="second")
+    first = protected(make, rounds=1)
+    asyncio.run(make.worker(first, settings=own).run())
+    second = protected(make, privacy=PRIVACY | {"noise_multiplier": 4.0}, epoch="second")
     second.client = first.client
-    asyncio.run(make_worker(second, settings=own).run())
+    asyncio.run(make.worker(second, settings=own).run())
     assert [one.events[0].z for one in Ledger(own.ledger_file).spends()] == [2.0, 4.0, 4.0]
 
 
 @pytest.mark.slow
-def test_a_budget_of_the_spec_calibrates_the_noise_once_and_keeps_it(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings
-) -> None:
+def test_a_budget_of_the_spec_calibrates_the_noise_once_and_keeps_it(make: Make, own: Settings) -> None:
     privacy = PRIVACY | {"noise_multiplier": None, "epsilon": 4.0}
-    coordinator = protected(make_coordinator, privacy=privacy, rounds=2)
-    asyncio.run(make_worker(coordinator, settings=own).run())
+    coordinator = protected(make, privacy=privacy, rounds=2)
+    asyncio.run(make.worker(coordinator, settings=own).run())
     spends = Ledger(own.ledger_file).spends()
     assert len({one.events for one in spends}) == 1
     assert 3.9 < spends[-1].epsilon <= 4.0

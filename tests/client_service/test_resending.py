@@ -19,7 +19,7 @@ from promptfed.client_service.training import trainer
 from promptfed.shared.methods.promptfl import CoOp
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import state_hash
-from tests.client_service.conftest import Killed, MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Killed, Make
 from tests.support.fake_coordinator import FakeCoordinator, Wire, problem
 
 TRAINING = TrainingSpec(learning_rate=0.1, batch_size=8).model_dump()
@@ -77,24 +77,17 @@ def method(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture
-def undisturbed(
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    settings: Settings,
-    tmp_path: Path,
-    method: dict[str, Any],
-) -> tuple[str, str, Any]:
+def undisturbed(make: Make, settings: Settings, tmp_path: Path, method: dict[str, Any]) -> tuple[str, str, Any]:
     own = settings.model_copy(update={"state_dir": tmp_path / "undisturbed"})
-    coordinator = make_coordinator(rounds=2, method=method, training=TRAINING)
-    assert asyncio.run(make_worker(coordinator, settings=own).run()) is Exit.OK
+    coordinator = make.coordinator(rounds=2, method=method, training=TRAINING)
+    assert asyncio.run(make.worker(coordinator, settings=own).run()) is Exit.OK
     return outcome(coordinator, own)
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("which", [1, 2])
 def test_killed_round_the_sending_the_stored_update_is_sent(
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
+    make: Make,
     settings: Settings,
     undisturbed: tuple[str, str, Any],
     trainings: list[str],
@@ -102,13 +95,13 @@ def test_killed_round_the_sending_the_stored_update_is_sent(
     moment: str,
     which: int,
 ) -> None:
-    coordinator = make_coordinator(rounds=2, method=method, training=TRAINING)
+    coordinator = make.coordinator(rounds=2, method=method, training=TRAINING)
     wire = Wire(coordinator.app, **{moment: once(kill, which)})
     with pytest.raises(Killed):
-        asyncio.run(make_worker(coordinator, http=httpx.AsyncClient(transport=wire)).run())
+        asyncio.run(make.worker(coordinator, http=httpx.AsyncClient(transport=wire)).run())
     stored = (settings.state_dir / "pending" / "update.safetensors").read_bytes()
 
-    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
     assert len(trainings) == len(set(trainings)) == 2
     assert outcome(coordinator, settings) == undisturbed
     updates = [body for body in coordinator.received if b"payload_sha256" in body]
@@ -118,15 +111,14 @@ def test_killed_round_the_sending_the_stored_update_is_sent(
 
 
 def test_killed_in_training_the_task_is_trained_again_from_committed_state(
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
+    make: Make,
     settings: Settings,
     undisturbed: tuple[str, str, Any],
     trainings: list[str],
     method: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    coordinator = make_coordinator(rounds=2, method=method, training=TRAINING)
+    coordinator = make.coordinator(rounds=2, method=method, training=TRAINING)
     with monkeypatch.context() as patch:
 
         def killed(self: PrivateState, *arguments: Any) -> None:
@@ -138,25 +130,20 @@ def test_killed_in_training_the_task_is_trained_again_from_committed_state(
         write = PrivateState.write_pending
         patch.setattr(PrivateState, "write_pending", killed)
         with pytest.raises(Killed):
-            asyncio.run(make_worker(coordinator).run())
-    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+            asyncio.run(make.worker(coordinator).run())
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
     assert len(trainings) == 3
     assert trainings[1] == trainings[2]
     assert outcome(coordinator, settings) == undisturbed
 
 
 def test_an_answer_that_was_lost_is_asked_for_again_and_commits_once(
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    settings: Settings,
-    undisturbed: tuple[str, str, Any],
-    trainings: list[str],
-    method: dict[str, Any],
+    make: Make, settings: Settings, undisturbed: tuple[str, str, Any], trainings: list[str], method: dict[str, Any]
 ) -> None:
-    coordinator = make_coordinator(rounds=2, method=method, training=TRAINING)
+    coordinator = make.coordinator(rounds=2, method=method, training=TRAINING)
     events: list[str] = []
     http = httpx.AsyncClient(transport=Wire(coordinator.app, after=once(lose)))
-    worker = make_worker(coordinator, http=http, hook=lambda event, facts: events.append(event))
+    worker = make.worker(coordinator, http=http, hook=lambda event, facts: events.append(event))
     assert asyncio.run(worker.run()) is Exit.OK
     assert [call[2] for call in coordinator.calls if call[1].endswith("/update")] == [201, 200, 201]
     assert events.count("accepted") == 2
@@ -165,7 +152,7 @@ def test_an_answer_that_was_lost_is_asked_for_again_and_commits_once(
 
 
 def test_an_update_that_comes_too_late_takes_its_private_state_with_it(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    make: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started_from: list[str] = []
     real = CoOp.train
@@ -175,9 +162,9 @@ def test_an_update_that_comes_too_late_takes_its_private_state_with_it(
         return real(self, context, payload, private)
 
     monkeypatch.setattr(CoOp, "train", watched)
-    coordinator = make_coordinator(rounds=3, method=COOP, training=TRAINING, closed_phases={2})
+    coordinator = make.coordinator(rounds=3, method=COOP, training=TRAINING, closed_phases={2})
     events: list[str] = []
-    worker = make_worker(coordinator, hook=lambda event, facts: events.append(event))
+    worker = make.worker(coordinator, hook=lambda event, facts: events.append(event))
     assert asyncio.run(worker.run()) is Exit.OK
     # Round 3 starts from what round 1 left; round 2 never happened here.
     assert started_from[0] == state_hash({})
@@ -190,27 +177,25 @@ def test_an_update_that_comes_too_late_takes_its_private_state_with_it(
     assert not coordinator.failures
 
 
-def test_a_kill_while_the_late_update_is_discarded_changes_nothing(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    coordinator = make_coordinator(rounds=1, method=COOP, training=TRAINING)
+def test_a_kill_while_the_late_update_is_discarded_changes_nothing(make: Make, settings: Settings) -> None:
+    coordinator = make.coordinator(rounds=1, method=COOP, training=TRAINING)
     wire = Wire(coordinator.app, before=once(kill))
     with pytest.raises(Killed):
-        asyncio.run(make_worker(coordinator, http=httpx.AsyncClient(transport=wire)).run())
+        asyncio.run(make.worker(coordinator, http=httpx.AsyncClient(transport=wire)).run())
     coordinator.plan.pop(0)  # the deadline passes while the client is away
-    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
     assert outcome(coordinator, settings)[1] == state_hash({})
 
 
 @pytest.mark.parametrize(("status", "kind"), [(413, "too-large"), (422, "norm-too-large"), (422, "wrong-shape")])
 def test_an_update_that_is_refused_is_reported_and_not_sent_for_ever(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, status: int, kind: str
+    make: Make, settings: Settings, status: int, kind: str
 ) -> None:
     def refuse(request: Request) -> Response | None:
         return problem(status, kind, "not like this") if request.url.path.endswith("/update") else None
 
-    coordinator = make_coordinator(rounds=1, method=COOP, alter=refuse)
-    worker = make_worker(coordinator)
+    coordinator = make.coordinator(rounds=1, method=COOP, alter=refuse)
+    worker = make.worker(coordinator)
     assert asyncio.run(worker.run()) is Exit.OK
     assert coordinator.failures == [{"type": "update-refused", "detail": f"{kind}: not like this"}]
     assert coordinator.count("PUT", "/update") == 1
@@ -219,27 +204,23 @@ def test_an_update_that_is_refused_is_reported_and_not_sent_for_ever(
 
 
 @pytest.mark.parametrize(("status", "kind"), [(401, "unauthorized"), (403, "withdrawn"), (307, "redirect")])
-def test_an_update_without_a_verdict_is_kept(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, status: int, kind: str
-) -> None:
+def test_an_update_without_a_verdict_is_kept(make: Make, settings: Settings, status: int, kind: str) -> None:
     def refuse(request: Request) -> Response | None:
         return problem(status, kind, location="/elsewhere") if request.url.path.endswith("/update") else None
 
-    coordinator = make_coordinator(rounds=1, method=COOP, alter=refuse)
+    coordinator = make.coordinator(rounds=1, method=COOP, alter=refuse)
     with pytest.raises(ClientError):
-        asyncio.run(make_worker(coordinator).run())
+        asyncio.run(make.worker(coordinator).run())
     assert (settings.state_dir / "pending").exists()
     coordinator.alter = lambda request: None
-    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
     assert outcome(coordinator, settings)[2].round == 1
 
 
-def test_no_private_tensor_is_in_any_byte_that_is_sent(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    coordinator = make_coordinator(rounds=3, method=COOP, training=TRAINING)
+def test_no_private_tensor_is_in_any_byte_that_is_sent(make: Make, settings: Settings) -> None:
+    coordinator = make.coordinator(rounds=3, method=COOP, training=TRAINING)
     private: list[bytes] = []
-    worker = make_worker(coordinator)
+    worker = make.worker(coordinator)
 
     def collect(event: str, facts: Any) -> None:
         if event == "trained":

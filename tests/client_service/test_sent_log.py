@@ -20,7 +20,7 @@ from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.site_log import FILE, SiteLog, read, verify
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import decode
-from tests.client_service.conftest import Killed, MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Killed, Make
 from tests.support.fake_coordinator import Wire
 
 TRAINING = TrainingSpec(learning_rate=0.1, batch_size=8).model_dump()
@@ -32,9 +32,9 @@ def messages(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_every_request_of_a_federation_is_in_it_before_it_leaves(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, capsys: pytest.CaptureFixture[str]
+    make: Make, settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    coordinator = make_coordinator(rounds=2, method={"name": "promptfl", "m": 4}, training=TRAINING)
+    coordinator = make.coordinator(rounds=2, method={"name": "promptfl", "m": 4}, training=TRAINING)
     bodies, shown = list[bytes](), list[str]()
 
     def look(request: httpx.Request) -> None:
@@ -48,7 +48,7 @@ def test_every_request_of_a_federation_is_in_it_before_it_leaves(
             ).hexdigest()
 
     assert (
-        asyncio.run(make_worker(coordinator, http=httpx.AsyncClient(transport=Wire(coordinator.app, look))).run()) == 0
+        asyncio.run(make.worker(coordinator, http=httpx.AsyncClient(transport=Wire(coordinator.app, look))).run()) == 0
     )
     recorded = messages(settings.state_dir)
     assert [line["sha256"] for line in recorded] == [hashlib.sha256(body).hexdigest() for body in bodies]
@@ -74,10 +74,8 @@ def test_every_request_of_a_federation_is_in_it_before_it_leaves(
 
 
 @pytest.mark.parametrize("arrives", [False, True])
-def test_a_kill_between_record_and_message_loses_no_record(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, arrives: bool
-) -> None:
-    coordinator = make_coordinator(rounds=1, method={"name": "promptfl", "m": 4}, training=TRAINING)
+def test_a_kill_between_record_and_message_loses_no_record(make: Make, settings: Settings, arrives: bool) -> None:
+    coordinator = make.coordinator(rounds=1, method={"name": "promptfl", "m": 4}, training=TRAINING)
 
     def kill(request: httpx.Request) -> None:
         if request.url.path.endswith("/update"):
@@ -85,25 +83,23 @@ def test_a_kill_between_record_and_message_loses_no_record(
 
     wire = Wire(coordinator.app, **{"after" if arrives else "before": kill})
     with pytest.raises(Killed):
-        asyncio.run(make_worker(coordinator, http=httpx.AsyncClient(transport=wire)).run())
+        asyncio.run(make.worker(coordinator, http=httpx.AsyncClient(transport=wire)).run())
     assert [line["message"] for line in messages(settings.state_dir)].count("update") == 1
-    assert asyncio.run(make_worker(coordinator).run()) == 0
+    assert asyncio.run(make.worker(coordinator).run()) == 0
     both = [line["sha256"] for line in messages(settings.state_dir) if line["message"] == "update"]
     assert len(both) == 2
     assert both[0] == both[1]
 
 
-def test_without_room_for_the_record_nothing_leaves(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    coordinator = make_coordinator(rounds=1)
+def test_without_room_for_the_record_nothing_leaves(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = make.coordinator(rounds=1)
 
     def full(self: SiteLog) -> Any:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(SiteLog, "_found", full)
     with pytest.raises(ClientError, match=r"nothing is done unrecorded.*free some space") as caught:
-        asyncio.run(make_worker(coordinator).run())
+        asyncio.run(make.worker(coordinator).run())
     assert caught.value.exit == Exit.STATE
     assert coordinator.calls == []
 

@@ -23,7 +23,7 @@ from promptfed.client_service.state import site_log
 from promptfed.client_service.state.durable_files import VARIABLE
 from promptfed.client_service.state.site_log import FILE, HEAD, ChangedLog, SiteLog, chained, verify
 from promptfed.shared.plain_text import plain
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 
 MUTATIONS = 200
 
@@ -128,9 +128,9 @@ def test_a_kill_between_line_and_head_leaves_a_log_that_verifies_and_goes_on(tmp
     assert verify(tmp_path).n == written + 2
 
 
-def test_a_clients_life_is_in_it(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    coordinator = make_coordinator()
-    worker = make_worker(coordinator)
+def test_a_clients_life_is_in_it(make: Make) -> None:
+    coordinator = make.coordinator()
+    worker = make.worker(coordinator)
     assert asyncio.run(worker.run()) == Exit.OK
     folder = worker.settings.state_dir
     lines = site_log.read(folder)
@@ -145,17 +145,17 @@ def test_a_clients_life_is_in_it(make_coordinator: MakeCoordinator, make_worker:
     assert CliRunner().invoke(app, ["site-log", "verify", str(folder)]).exit_code == 6
 
 
-def test_what_was_shown_and_agreed_to_is_in_it(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+def test_what_was_shown_and_agreed_to_is_in_it(make: Make) -> None:
     texts: list[str] = []
 
     async def agree(checks: Sequence[Check], disclosure: Disclosure) -> bool:
         texts.append("\n".join(map(plain, disclosure.lines())))
         return len(texts) > 1
 
-    first = make_worker(make_coordinator(), consent=agree)
+    first = make.worker(make.coordinator(), consent=agree)
     with pytest.raises(ClientError):
         asyncio.run(first.run())
-    assert asyncio.run(make_worker(make_coordinator(), consent=agree).run()) == Exit.OK
+    assert asyncio.run(make.worker(make.coordinator(), consent=agree).run()) == Exit.OK
     lines = [line for line in site_log.read(first.settings.state_dir) if line["what"] != "questions"]
     verify(first.settings.state_dir)
     assert [line["what"] for line in lines[:4]] == ["shown", "declined", "shown", "agreed"]

@@ -20,7 +20,7 @@ from promptfed.shared.clip import Backbone, tiny
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.sections import SecureAggregationSpec
 from promptfed.shared.spec.spec import TrainingSpec
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 from tests.support.coordinators import in_thread
 from tests.support.fake_coordinator import problem, until
 from tests.support.waiting import PATIENCE
@@ -80,7 +80,7 @@ def test_a_cancelled_federation_stops_training_while_the_question_is_held_back(
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_long_task_is_asked_about_and_its_progress_told_unless_the_policy_keeps_it(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, hidden: bool, tmp_path: Path
+    make: Make, settings: Settings, hidden: bool, tmp_path: Path
 ) -> None:
     requests: list[str] = []
 
@@ -92,8 +92,8 @@ def test_a_long_task_is_asked_about_and_its_progress_told_unless_the_policy_keep
 
     policy = tmp_path / "policy.yaml"
     policy.write_text(f"version: 1\nmetrics: {{training: {str(not hidden).lower()}, accuracy: plain}}\n")
-    coordinator = make_coordinator(rounds=1, training=LONG, alter=held_back)
-    worker = make_worker(coordinator, settings=settings.model_copy(update={"policy": policy}))
+    coordinator = make.coordinator(rounds=1, training=LONG, alter=held_back)
+    worker = make.worker(coordinator, settings=settings.model_copy(update={"policy": policy}))
 
     async def scenario() -> None:
         running = asyncio.ensure_future(worker.run())
@@ -106,9 +106,7 @@ def test_a_long_task_is_asked_about_and_its_progress_told_unless_the_policy_keep
     assert all(told[1:]) if not hidden else not any(told)
 
 
-def test_a_task_that_was_closed_is_dropped_and_the_next_one_carried_out(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker
-) -> None:
+def test_a_task_that_was_closed_is_dropped_and_the_next_one_carried_out(make: Make) -> None:
     closed: list[str] = []
 
     def close(request: Request) -> Response | None:
@@ -118,9 +116,9 @@ def test_a_task_that_was_closed_is_dropped_and_the_next_one_carried_out(
         coordinator.plan.pop(0)
         return problem(409, "phase-closed")
 
-    coordinator = make_coordinator(rounds=1, training=LONG, alter=close)
+    coordinator = make.coordinator(rounds=1, training=LONG, alter=close)
     events: list[str] = []
-    worker = make_worker(coordinator, hook=lambda event, facts: events.append(event))
+    worker = make.worker(coordinator, hook=lambda event, facts: events.append(event))
     assert asyncio.run(worker.run()) is Exit.OK
     assert events[-3:] == ["cancelled", "evaluated", "ended"]
     assert len(closed) == 1

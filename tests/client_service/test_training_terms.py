@@ -23,7 +23,7 @@ from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.sections import CompressionSpec, SecureAggregationSpec, Weighting
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 from tests.client_service.test_agreement import Owner, sent_updates
 from tests.support.fake_coordinator import NAMES
 
@@ -185,14 +185,12 @@ ON_THE_WIRE: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_client_trains_and_evaluates_by_no_changed_field(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker
-) -> None:
+def test_a_client_trains_and_evaluates_by_no_changed_field(make: Make) -> None:
     """Training and evaluation for each field of a task's configuration, with that field changed; then one as agreed."""
     whole = {path.removeprefix("config.") for path in FIELDS if path.startswith("config.")}
     nested = {path for path in whole if path.partition(".")[0] in ("training", "backbone") and "shape" not in path}
     assert set(ON_THE_WIRE) == nested | set(TaskConfig.model_fields) - {"training", "backbone"}
-    coordinator = make_coordinator(rounds=1)
+    coordinator = make.coordinator(rounds=1)
     changes = list(ON_THE_WIRE.items())
     coordinator.plan = [*[("train", 1)] * len(changes), *[("evaluate", 0)] * len(changes), ("train", 1)]
 
@@ -205,7 +203,7 @@ def test_a_client_trains_and_evaluates_by_no_changed_field(
         return task
 
     coordinator.garble = garble
-    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
     assert [failure["type"] for failure in coordinator.failures] == ["NotAgreed"] * len(changes) * 2
     assert not coordinator.evaluations
     for path, failure in zip([*ON_THE_WIRE, *ON_THE_WIRE], coordinator.failures, strict=True):
@@ -236,39 +234,33 @@ def test_the_number_of_peers_is_bounded(tmp_path: Path, monkeypatch: pytest.Monk
 # What the owner is shown and asked
 
 
-def test_the_owner_is_shown_seed_and_peers(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_owner_is_shown_seed_and_peers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PromptFL, "needs", Needs(domain_descriptions=True))
     owner = Owner()
-    coordinator = make_coordinator(rounds=0, seed=4711)
-    asyncio.run(make_worker(coordinator, consent=owner.consent).run())
+    coordinator = make.coordinator(rounds=0, seed=4711)
+    asyncio.run(make.worker(coordinator, consent=owner.consent).run())
     text = "\n".join(owner.shown[0].lines())
     assert "4711" in text
     assert f"domain descriptions of at most {MOST_PEERS:,} clients" in text
 
 
 @pytest.mark.parametrize(("what", "value"), [("seed", 8), ("template", "a scan of a {}.")])
-def test_another_offer_after_a_restart_is_asked_again(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, what: str, value: Any
-) -> None:
-    coordinator, owner = make_coordinator(rounds=0), Owner()
-    asyncio.run(make_worker(coordinator, consent=owner.consent).run())
+def test_another_offer_after_a_restart_is_asked_again(make: Make, what: str, value: Any) -> None:
+    coordinator, owner = make.coordinator(rounds=0), Owner()
+    asyncio.run(make.worker(coordinator, consent=owner.consent).run())
     setattr(coordinator, what, value)
     owner.answer = False
     with pytest.raises(ClientError, match=f"the federation is not what you agreed to .*{what}"):
-        asyncio.run(make_worker(coordinator, consent=owner.consent).run())
+        asyncio.run(make.worker(coordinator, consent=owner.consent).run())
 
 
 # State folders that are not whole
 
 
-def test_an_offer_that_is_lost_is_fetched_again(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
+def test_an_offer_that_is_lost_is_fetched_again(make: Make, settings: Settings) -> None:
     """Without a valid enrolment token the client says what it needs; with one it is the client that it was."""
-    coordinator = make_coordinator(rounds=1)
-    asyncio.run(make_worker(coordinator).run())
+    coordinator = make.coordinator(rounds=1)
+    asyncio.run(make.worker(coordinator).run())
     folder = settings.state_dir
     (folder / "enrolment.json").unlink()
     before = {path.name: path.read_bytes() for path in folder.glob("*.json")}
@@ -276,12 +268,12 @@ def test_an_offer_that_is_lost_is_fetched_again(
     with pytest.raises(
         ClientError, match="does not hold all that the federation trains by: give --enrolment-token-file"
     ) as end:
-        asyncio.run(make_worker(coordinator, settings=lost).run())
+        asyncio.run(make.worker(coordinator, settings=lost).run())
     assert end.value.exit is Exit.NOT_ALLOWED
     assert {path.name: path.read_bytes() for path in folder.glob("*.json")} == before
-    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
     assert (folder / "identity.json").read_bytes() == before["identity.json"]
-    assert asyncio.run(make_worker(coordinator, settings=lost).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator, settings=lost).run()) is Exit.OK
 
 
 def test_the_terms_of_a_spec_are_all_there() -> None:

@@ -28,7 +28,7 @@ from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import state_hash
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 from tests.support.fake_coordinator import problem, until
 from tests.support.waiting import PATIENCE
 
@@ -45,13 +45,11 @@ def accuracy_of(context: Tensor, backbone: Backbone, source: Source) -> float:
     return right / len(source.test)
 
 
-def test_a_federation_from_enrolment_to_its_end(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, backbone: Backbone, source: Source
-) -> None:
-    coordinator = make_coordinator(rounds=2)
+def test_a_federation_from_enrolment_to_its_end(make: Make, backbone: Backbone, source: Source) -> None:
+    coordinator = make.coordinator(rounds=2)
     start = coordinator.global_state["context"].clone()
     events = []
-    worker = make_worker(coordinator, hook=lambda event, facts: events.append(event))
+    worker = make.worker(coordinator, hook=lambda event, facts: events.append(event))
 
     assert asyncio.run(worker.run()) is Exit.OK
 
@@ -69,12 +67,10 @@ def test_a_federation_from_enrolment_to_its_end(
     assert worker.monitor.status.accuracy == coordinator.evaluations[1]["splits"]["test"]["accuracy"]
 
 
-def test_the_update_names_its_task_its_payload_and_finite_metrics(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker
-) -> None:
-    coordinator = make_coordinator(rounds=1)
+def test_the_update_names_its_task_its_payload_and_finite_metrics(make: Make) -> None:
+    coordinator = make.coordinator(rounds=1)
     facts: dict[str, Mapping[str, Any]] = {}
-    asyncio.run(make_worker(coordinator, hook=facts.__setitem__).run())
+    asyncio.run(make.worker(coordinator, hook=facts.__setitem__).run())
     assert set(facts["trained"]) == {
         "round", "rounds", "phase", "payload", "loss", "train_seconds", "trained_parameters",
     }  # fmt: skip
@@ -84,12 +80,10 @@ def test_the_update_names_its_task_its_payload_and_finite_metrics(
     assert b'\\"task_id\\":\\"task-2\\"' in update
 
 
-def test_labels_follow_the_federations_order_of_classes(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, backbone: Backbone, source: Source
-) -> None:
+def test_labels_follow_the_federations_order_of_classes(make: Make, backbone: Backbone, source: Source) -> None:
     names = ["zebra", *reversed(source.class_names), "apple"]
-    coordinator = make_coordinator(rounds=1, class_names=names)
-    asyncio.run(make_worker(coordinator).run())
+    coordinator = make.coordinator(rounds=1, class_names=names)
+    asyncio.run(make.worker(coordinator).run())
     context = coordinator.global_state["context"]
     text = backbone.encode_prompts(context, backbone.class_prompts(names, len(context)))
     right = 0
@@ -102,12 +96,10 @@ def test_labels_follow_the_federations_order_of_classes(
     assert coordinator.evaluations[1]["splits"]["test"]["accuracy"] == right / len(source.test)
 
 
-def test_an_evaluator_declares_its_test_images_and_is_never_asked_for_others(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    coordinator = make_coordinator(rounds=0)
+def test_an_evaluator_declares_its_test_images_and_is_never_asked_for_others(make: Make, settings: Settings) -> None:
+    coordinator = make.coordinator(rounds=0)
     features = FeatureCache(settings.features_dir)
-    worker = make_worker(coordinator, settings=settings.model_copy(update={"role": "evaluator"}), features=features)
+    worker = make.worker(coordinator, settings=settings.model_copy(update={"role": "evaluator"}), features=features)
     assert asyncio.run(worker.run()) is Exit.OK
     assert coordinator.client is not None
     assert (coordinator.client.role, coordinator.client.num_samples) == ("evaluator", 24)
@@ -115,16 +107,14 @@ def test_an_evaluator_declares_its_test_images_and_is_never_asked_for_others(
     assert len(coordinator.evaluations) == 1
 
 
-def test_many_workers_share_one_process(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, tmp_path: Any
-) -> None:
+def test_many_workers_share_one_process(make: Make, settings: Settings, tmp_path: Any) -> None:
     def settings_of(name: str) -> Settings:
         return settings.model_copy(update={"name": name, "state_dir": tmp_path / name})
 
     async def run_all(coordinators: list[Any]) -> list[Exit]:
         with ThreadPoolExecutor(1) as executor:
             workers = [
-                make_worker(coordinator, settings=settings_of(f"c{number}"), executor=executor)
+                make.worker(coordinator, settings=settings_of(f"c{number}"), executor=executor)
                 for number, coordinator in enumerate(coordinators)
             ]
             return await asyncio.gather(*(worker.run() for worker in workers))
@@ -132,21 +122,21 @@ def test_many_workers_share_one_process(
     # The batches depend on the client's name, nothing on what else runs: the same hashes alone and together.
     alone = []
     for number in range(3):
-        coordinator = make_coordinator(rounds=2)
+        coordinator = make.coordinator(rounds=2)
         own = settings.model_copy(update={"name": f"c{number}", "state_dir": tmp_path / f"alone{number}"})
-        asyncio.run(make_worker(coordinator, settings=own).run())
+        asyncio.run(make.worker(coordinator, settings=own).run())
         alone.append(state_hash(coordinator.global_state))
-    together = [make_coordinator(rounds=2) for _ in range(3)]
+    together = [make.coordinator(rounds=2) for _ in range(3)]
     assert asyncio.run(run_all(together)) == [Exit.OK] * 3
     assert [state_hash(coordinator.global_state) for coordinator in together] == alone
     assert len(set(alone)) == 3
 
 
-def test_a_paused_federation_is_waited_for(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    coordinator = make_coordinator(rounds=0, state="paused")
+def test_a_paused_federation_is_waited_for(make: Make) -> None:
+    coordinator = make.coordinator(rounds=0, state="paused")
 
     async def scenario() -> None:
-        running = asyncio.ensure_future(make_worker(coordinator).run())
+        running = asyncio.ensure_future(make.worker(coordinator).run())
         await until(lambda: coordinator.count("GET", "/task") >= 2)
         coordinator.state = "running"
         assert await running is Exit.OK
@@ -155,21 +145,19 @@ def test_a_paused_federation_is_waited_for(make_coordinator: MakeCoordinator, ma
     assert len(coordinator.evaluations) == 1
 
 
-def test_a_method_that_cannot_is_reported_and_the_client_goes_on(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker
-) -> None:
+def test_a_method_that_cannot_is_reported_and_the_client_goes_on(make: Make) -> None:
     words = "many more words than there is room for here"
-    coordinator = make_coordinator(rounds=1, method={"name": "coop", "m": 1, "context_init": words})
-    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    coordinator = make.coordinator(rounds=1, method={"name": "coop", "m": 1, "context_init": words})
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
     assert [failure["type"] for failure in coordinator.failures] == ["MethodError"] * 3
     assert "raise m or use fewer words" in coordinator.failures[0]["detail"]
 
 
 def test_a_failure_of_another_kind_says_nothing_of_the_machine(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, caplog: pytest.LogCaptureFixture
+    make: Make, settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    coordinator = make_coordinator(rounds=0)
-    worker = make_worker(coordinator)
+    coordinator = make.coordinator(rounds=0)
+    worker = make.worker(coordinator)
 
     def spoil(event: str, facts: Mapping[str, Any]) -> None:
         if event == "enrolled":
@@ -183,43 +171,41 @@ def test_a_failure_of_another_kind_says_nothing_of_the_machine(
     assert not any(str(settings.state_dir).encode() in body for body in coordinator.received)
 
 
-def test_a_corrupted_payload_is_not_used(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+def test_a_corrupted_payload_is_not_used(make: Make) -> None:
     def corrupt(request: Request) -> Response | None:
         return Response(b"\0" * 600) if request.url.path.endswith("/payload") else None
 
-    coordinator = make_coordinator(rounds=1, alter=corrupt)
-    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    coordinator = make.coordinator(rounds=1, alter=corrupt)
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
     assert [failure["type"] for failure in coordinator.failures] == ["BadAnswer"] * 3
     assert not coordinator.accepted
 
 
-def test_a_payload_of_another_origin_is_not_fetched(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+def test_a_payload_of_another_origin_is_not_fetched(make: Make) -> None:
     def point_elsewhere(task: dict[str, Any]) -> dict[str, Any]:
         return task | {"payload": task["payload"] | {"url": "http://169.254.169.254/latest/meta-data"}}
 
-    coordinator = make_coordinator(rounds=0, garble=point_elsewhere)
-    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    coordinator = make.coordinator(rounds=0, garble=point_elsewhere)
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
     assert coordinator.count("GET", "/payload") == coordinator.count("GET", "/latest/meta-data") == 0
     assert "not on the coordinator" in coordinator.failures[0]["detail"]
 
 
-def test_a_withdrawn_client_ends(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+def test_a_withdrawn_client_ends(make: Make) -> None:
     def withdraw(request: Request) -> Response | None:
         return problem(403, "withdrawn") if request.url.path.endswith("/task") else None
 
     with pytest.raises(ClientError, match="the operator has withdrawn 'hospital-a'") as end:
-        asyncio.run(make_worker(make_coordinator(alter=withdraw)).run())
+        asyncio.run(make.worker(make.coordinator(alter=withdraw)).run())
     assert end.value.exit is Exit.WITHDRAWN
 
 
-def test_training_stops_when_the_task_is_no_longer_ours(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_stops_when_the_task_is_no_longer_ours(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_loop, "FIRST_SECONDS", 0.05)
     monkeypatch.setattr(task_loop, "WATCH_SECONDS", 0)
-    coordinator = make_coordinator(rounds=1, training=LONG)
+    coordinator = make.coordinator(rounds=1, training=LONG)
     events = []
-    worker = make_worker(coordinator, hook=lambda event, facts: events.append(event))
+    worker = make.worker(coordinator, hook=lambda event, facts: events.append(event))
 
     async def scenario() -> None:
         running = asyncio.ensure_future(worker.run())
@@ -234,14 +220,12 @@ def test_training_stops_when_the_task_is_no_longer_ours(
 
 
 @pytest.mark.parametrize("stage", ["training", "waiting"])
-def test_a_stop_ends_training_and_polls_at_once(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, stage: str
-) -> None:
-    coordinator = make_coordinator(rounds=1, training=LONG, poll_seconds=2 * PATIENCE)
+def test_a_stop_ends_training_and_polls_at_once(make: Make, settings: Settings, stage: str) -> None:
+    coordinator = make.coordinator(rounds=1, training=LONG, poll_seconds=2 * PATIENCE)
     if stage == "waiting":
         coordinator.state = "paused"
     events: list[str] = []
-    worker = make_worker(coordinator, hook=lambda event, facts: events.append(event))
+    worker = make.worker(coordinator, hook=lambda event, facts: events.append(event))
 
     async def scenario() -> None:
         running = asyncio.ensure_future(worker.run())
@@ -258,13 +242,11 @@ def test_a_stop_ends_training_and_polls_at_once(
     PrivateState(settings.state_dir).close()  # the lock is free again
 
 
-def test_a_client_that_is_withdrawn_while_it_trains_stops(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_is_withdrawn_while_it_trains_stops(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_loop, "FIRST_SECONDS", 0.05)
     monkeypatch.setattr(task_loop, "WATCH_SECONDS", 0)
-    coordinator = make_coordinator(rounds=1, training=LONG)
-    worker = make_worker(coordinator)
+    coordinator = make.coordinator(rounds=1, training=LONG)
+    worker = make.worker(coordinator)
 
     async def scenario() -> None:
         running = asyncio.ensure_future(worker.run())
@@ -280,11 +262,7 @@ def test_a_client_that_is_withdrawn_while_it_trains_stops(
 
 @pytest.mark.parametrize("role", ["trainer", "evaluator"])
 def test_private_state_is_prepared_once_and_again_when_the_peers_change(
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    settings: Settings,
-    monkeypatch: pytest.MonkeyPatch,
-    role: str,
+    make: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
     prepared: list[tuple[tuple[str, ...], bool]] = []
 
@@ -298,9 +276,9 @@ def test_private_state_is_prepared_once_and_again_when_the_peers_change(
     peers = [{"name": "b", "role": "trainer", "domain": domain}, {"name": "c", "role": "evaluator", "domain": None}]
     own = settings.model_copy(update={"role": role})
     for rounds, those in (([0, 1], peers[:1]), ([2], peers[:1]), ([3], peers[::-1])):  # started again in between
-        coordinator = make_coordinator(rounds=3, peers=those)
+        coordinator = make.coordinator(rounds=3, peers=those)
         coordinator.plan = [("evaluate", round) for round in rounds]
-        asyncio.run(make_worker(coordinator, settings=own).run())
+        asyncio.run(make.worker(coordinator, settings=own).run())
     state = PrivateState(settings.state_dir)
     private, _ = state.committed()
     state.close()
@@ -325,15 +303,11 @@ class Stuck(FeatureCache):
 
 
 def test_a_computation_that_does_not_stop_is_left_behind(
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    settings: Settings,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Make, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "STOP_SECONDS", 0.1)
     stuck = Stuck(tmp_path / "features")
-    worker = make_worker(make_coordinator(), features=stuck)
+    worker = make.worker(make.coordinator(), features=stuck)
 
     async def scenario() -> None:
         running = asyncio.ensure_future(worker.run())
@@ -349,9 +323,7 @@ def test_a_computation_that_does_not_stop_is_left_behind(
     asyncio.run(scenario())
 
 
-def test_features_are_those_of_the_specs_number_of_threads(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, tmp_path: Path
-) -> None:
+def test_features_are_those_of_the_specs_number_of_threads(make: Make, tmp_path: Path) -> None:
     threads: list[int] = []
 
     class Watched(FeatureCache):
@@ -359,27 +331,23 @@ def test_features_are_those_of_the_specs_number_of_threads(
             threads.append(torch.get_num_threads())
             return super().features(*arguments, **options)
 
-    coordinator = make_coordinator(rounds=0, training=TrainingSpec(threads=2).model_dump())
+    coordinator = make.coordinator(rounds=0, training=TrainingSpec(threads=2).model_dump())
     try:
-        asyncio.run(make_worker(coordinator, features=Watched(tmp_path / "features")).run())
+        asyncio.run(make.worker(coordinator, features=Watched(tmp_path / "features")).run())
     finally:
         torch.set_num_threads(1)
     assert threads == [1, 1, 2]  # train and test before enrolment, test again for the evaluation
 
 
-def test_a_worker_that_was_stopped_before_it_ran_does_nothing(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker
-) -> None:
-    coordinator = make_coordinator()
-    worker: Worker = make_worker(coordinator)
+def test_a_worker_that_was_stopped_before_it_ran_does_nothing(make: Make) -> None:
+    coordinator = make.coordinator()
+    worker: Worker = make.worker(coordinator)
     worker.stop()
     assert asyncio.run(worker.run()) is Exit.OK
     assert not coordinator.calls
 
 
-def test_a_task_that_was_answered_is_not_carried_out_again(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_was_answered_is_not_carried_out_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_loop, "SHORTEST_POLL", 0.05)
     stale: list[dict[str, Any]] = []
 
@@ -387,6 +355,6 @@ def test_a_task_that_was_answered_is_not_carried_out_again(
         stale.append(task)
         return stale[0] if len(stale) in (2, 3) else task
 
-    coordinator = make_coordinator(rounds=1, garble=repeat)
-    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    coordinator = make.coordinator(rounds=1, garble=repeat)
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
     assert coordinator.count("PUT", "/evaluation") == 2

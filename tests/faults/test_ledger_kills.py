@@ -14,12 +14,11 @@ from promptfed.client_service.exits import Exit
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.protection import reported
 from promptfed.client_service.state.durable_files import VARIABLE
+from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.privacy.accounting import epsilon_of
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
-from tests.client_service.conftest import MakeCoordinator
 from tests.client_service.conftest import backbone as backbone
-from tests.client_service.conftest import make_coordinator as make_coordinator
 from tests.support.client_processes import ClientProcess, served, wait_for
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator
 from tests.support.waiting import PATIENCE
@@ -33,9 +32,9 @@ ROUNDS, RANDOM_KILLS = 3, 6
 PRIVACY = PrivacySpec(level="sample", clip=0.3, noise_multiplier=4.0, delta=1e-3).model_dump()
 
 
-def coordinator_of(make_coordinator: MakeCoordinator) -> FakeCoordinator:
+def coordinator_of(backbone: Backbone) -> FakeCoordinator:
     training = TrainingSpec(epochs=3, batch_size=8).model_dump()
-    return make_coordinator(class_names=None, rounds=ROUNDS, training=training, privacy=PRIVACY)
+    return FakeCoordinator(shape_of(backbone), class_names=None, rounds=ROUNDS, training=training, privacy=PRIVACY)
 
 
 def client(folder: Path, url: str) -> ClientProcess:
@@ -64,10 +63,8 @@ def assert_spends_are_the_releases(folder: Path, coordinator: FakeCoordinator) -
 
 
 @pytest.mark.parametrize("place", [f"{name}:{count}" for name in POINTS for count in (1, 2)])
-def test_at_every_point(
-    place: str, tmp_path: Path, make_coordinator: MakeCoordinator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    coordinator = coordinator_of(make_coordinator)
+def test_at_every_point(place: str, tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = coordinator_of(backbone)
     with served(coordinator.app) as url:
         monkeypatch.setenv(VARIABLE, place)
         process = client(tmp_path, url)
@@ -81,8 +78,8 @@ def test_at_every_point(
     assert_spends_are_the_releases(tmp_path, coordinator)
 
 
-def test_at_random_moments(tmp_path: Path, make_coordinator: MakeCoordinator) -> None:
-    coordinator, moments = coordinator_of(make_coordinator), random.Random(5)
+def test_at_random_moments(tmp_path: Path, backbone: Backbone) -> None:
+    coordinator, moments = coordinator_of(backbone), random.Random(5)
     with served(coordinator.app) as url:
         process = client(tmp_path, url)
         try:

@@ -42,7 +42,7 @@ from promptfed.shared.spec.sections import SecureAggregationSpec
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
 from promptfed.shared.tensors.torch_tensors import decode
 from tests import ROOT
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 from tests.support.fake_coordinator import NAMES
 from tests.support.waiting import PATIENCE
 
@@ -59,11 +59,9 @@ class Told:
         return self.answer
 
 
-def test_what_is_told_is_what_is_sent(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, backbone: Backbone
-) -> None:
-    owner, coordinator = Told(), make_coordinator(rounds=2)
-    assert asyncio.run(make_worker(coordinator, consent=owner.consent).run()) is Exit.OK
+def test_what_is_told_is_what_is_sent(make: Make, backbone: Backbone) -> None:
+    owner, coordinator = Told(), make.coordinator(rounds=2)
+    assert asyncio.run(make.worker(coordinator, consent=owner.consent).run()) is Exit.OK
     (_, told), *others = owner.calls
     assert others == []
     assert coordinator.client is not None
@@ -83,20 +81,20 @@ def test_what_is_told_is_what_is_sent(
     assert f"context (4, {backbone.d_t}) float32, {4 * backbone.d_t * 4:,} bytes" in text
 
 
-def test_a_no_sends_nothing(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    owner, coordinator = Told(answer=False), make_coordinator()
+def test_a_no_sends_nothing(make: Make) -> None:
+    owner, coordinator = Told(answer=False), make.coordinator()
     with pytest.raises(ClientError, match="nothing of the above was sent") as end:
-        asyncio.run(make_worker(coordinator, consent=owner.consent).run())
+        asyncio.run(make.worker(coordinator, consent=owner.consent).run())
     assert end.value.exit is Exit.DECLINED
     assert coordinator.client is None
     assert [(verb, path) for verb, path, _ in coordinator.calls if not path.endswith("/enrolment")] == []
 
 
-def test_who_has_joined_is_not_asked_again(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    coordinator, owner = make_coordinator(rounds=0), Told()
-    asyncio.run(make_worker(coordinator, consent=owner.consent).run())
+def test_who_has_joined_is_not_asked_again(make: Make) -> None:
+    coordinator, owner = make.coordinator(rounds=0), Told()
+    asyncio.run(make.worker(coordinator, consent=owner.consent).run())
     coordinator.plan = [("evaluate", 0)]
-    asyncio.run(make_worker(coordinator, consent=Told(answer=False).consent).run())
+    asyncio.run(make.worker(coordinator, consent=Told(answer=False).consent).run())
     assert len(owner.calls) == 1
 
 

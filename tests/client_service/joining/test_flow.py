@@ -19,7 +19,7 @@ from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import ImageDomain
 from promptfed.shared.spec.section import RELEASE, SYSTEM
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator, made_up_source, problem
 
 
@@ -31,51 +31,43 @@ def ends(worker: Worker) -> ClientError:
     return end.value
 
 
-def test_starting_again_is_the_same_client(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    coordinator = make_coordinator(rounds=0)
-    asyncio.run(make_worker(coordinator).run())
+def test_starting_again_is_the_same_client(make: Make, settings: Settings) -> None:
+    coordinator = make.coordinator(rounds=0)
+    asyncio.run(make.worker(coordinator).run())
     first = coordinator.client
     coordinator.plan = [("evaluate", 0)]
-    asyncio.run(make_worker(coordinator).run())
+    asyncio.run(make.worker(coordinator).run())
     assert coordinator.client == first
     assert [call[2] for call in coordinator.calls if call[1].endswith("/clients")] == [201, 200]
 
 
-def test_a_taken_name(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, tmp_path: Path
-) -> None:
-    coordinator = make_coordinator(rounds=0)
-    asyncio.run(make_worker(coordinator).run())
+def test_a_taken_name(make: Make, settings: Settings, tmp_path: Path) -> None:
+    coordinator = make.coordinator(rounds=0)
+    asyncio.run(make.worker(coordinator).run())
     other = settings.model_copy(update={"state_dir": tmp_path / "other"})
-    error = ends(make_worker(coordinator, settings=other))
+    error = ends(make.worker(coordinator, settings=other))
     assert error.exit is Exit.NAME_TAKEN
     assert "'hospital-a' is taken" in str(error)
 
 
 @pytest.mark.parametrize("content", [None, "", "\n", "not\x00printable"])
-def test_no_usable_enrolment_token(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, content: str | None
-) -> None:
+def test_no_usable_enrolment_token(make: Make, settings: Settings, content: str | None) -> None:
     assert settings.enrolment_token_file is not None
     settings.enrolment_token_file.unlink()
     if content is not None:
         settings.enrolment_token_file.write_text(content)
-    coordinator = make_coordinator()
-    assert ends(make_worker(coordinator)).exit is Exit.NOT_ALLOWED
-    assert ends(make_worker(coordinator, settings=settings.model_copy(update={"enrolment_token_file": None}))).exit is (
+    coordinator = make.coordinator()
+    assert ends(make.worker(coordinator)).exit is Exit.NOT_ALLOWED
+    assert ends(make.worker(coordinator, settings=settings.model_copy(update={"enrolment_token_file": None}))).exit is (
         Exit.NOT_ALLOWED
     )
     assert not coordinator.calls
 
 
 @pytest.mark.parametrize("lost", ["expired", "deleted", "not given"])
-def test_who_has_enrolled_needs_no_token_any_more(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, lost: str
-) -> None:
-    coordinator = make_coordinator(rounds=0)
-    asyncio.run(make_worker(coordinator).run())
+def test_who_has_enrolled_needs_no_token_any_more(make: Make, settings: Settings, lost: str) -> None:
+    coordinator = make.coordinator(rounds=0)
+    asyncio.run(make.worker(coordinator).run())
     coordinator.plan, coordinator.epoch = [("evaluate", 0)], "restored"
     assert settings.enrolment_token_file is not None
     if lost == "expired":
@@ -84,7 +76,7 @@ def test_who_has_enrolled_needs_no_token_any_more(
         settings.enrolment_token_file.unlink()
     else:
         settings = settings.model_copy(update={"enrolment_token_file": None})
-    assert asyncio.run(make_worker(coordinator, settings=settings).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator, settings=settings).run()) is Exit.OK
     assert len(coordinator.evaluations) == 2
 
 
@@ -144,17 +136,12 @@ def answers(response: Response) -> dict[str, Any]:
     ],
 )
 def test_what_does_not_fit_is_one_line_before_the_client_enrols(
-    offered: dict[str, Any],
-    parts: dict[str, Any],
-    exit: Exit,
-    said: str,
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
+    offered: dict[str, Any], parts: dict[str, Any], exit: Exit, said: str, make: Make
 ) -> None:
-    coordinator = make_coordinator(**{key: value for key, value in offered.items() if key != "unknown"})
+    coordinator = make.coordinator(**{key: value for key, value in offered.items() if key != "unknown"})
     if "unknown" in offered:
         coordinator.method = {"name": offered["unknown"]}
-    error = ends(make_worker(coordinator, **parts))
+    error = ends(make.worker(coordinator, **parts))
     assert error.exit is exit
     assert re.search(said, str(error)), str(error)
     assert coordinator.client is None
@@ -172,49 +159,46 @@ def test_consent_is_to_one_name_and_to_a_model_of_timm_none_to_a_file_with_weigh
     refused: list[list[str]],
     permitted: list[str],
     said: str,
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
+    make: Make,
     settings: Settings,
     tmp_path: Path,
 ) -> None:
     checkpoint = tmp_path / "weights.pt"
     checkpoint.write_bytes(b"no checkpoint")
-    coordinator = make_coordinator(model=model, pretrained=str(checkpoint))
+    coordinator = make.coordinator(model=model, pretrained=str(checkpoint))
 
     def told(allowed: list[str]) -> str:
         names = [str(checkpoint) if one == "FILE" else one for one in allowed]
         own = settings.model_copy(update={"allow_backbone": names})
-        return str(ends(make_worker(coordinator, backbone=None, settings=own)))
+        return str(ends(make.worker(coordinator, backbone=None, settings=own)))
 
     assert all(said in told(allowed) for allowed in refused)
     assert "cannot be loaded" in told(permitted)
 
 
-def test_a_wrong_enrolment_token_and_a_device_that_is_not_here(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    coordinator = make_coordinator()
-    error = ends(make_worker(coordinator, backbone=None, settings=settings.model_copy(update={"device": "cuda:99"})))
+def test_a_wrong_enrolment_token_and_a_device_that_is_not_here(make: Make, settings: Settings) -> None:
+    coordinator = make.coordinator()
+    error = ends(make.worker(coordinator, backbone=None, settings=settings.model_copy(update={"device": "cuda:99"})))
     assert error.exit is Exit.BACKBONE
     assert str(error).startswith("The device 'cuda:99' cannot be used: ")
     assert str(error).endswith("Or give --device cpu.")
     assert coordinator.client is None
     assert settings.enrolment_token_file is not None
     settings.enrolment_token_file.write_text("another")
-    error = ends(make_worker(coordinator))
+    error = ends(make.worker(coordinator))
     assert error.exit is Exit.NOT_ALLOWED
     assert "the enrolment token is not valid" in str(error)
 
 
-def test_a_federation_that_is_over(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    coordinator = make_coordinator(rounds=0, state="finished")
-    error = ends(make_worker(coordinator))
+def test_a_federation_that_is_over(make: Make) -> None:
+    coordinator = make.coordinator(rounds=0, state="finished")
+    error = ends(make.worker(coordinator))
     assert error.exit is Exit.REFUSED
     assert "is finished" in str(error)
     coordinator.state = "running"
-    asyncio.run(make_worker(coordinator).run())
+    asyncio.run(make.worker(coordinator).run())
     coordinator.state = "finished"
-    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
 
 
 def folder(root: Path, spoil: str) -> str:
@@ -242,40 +226,31 @@ def folder(root: Path, spoil: str) -> str:
         ("domain", "'two words'"),
     ],
 )
-def test_data_that_cannot_be_used(
-    make_coordinator: MakeCoordinator,
-    make_worker: MakeWorker,
-    settings: Settings,
-    tmp_path: Path,
-    spoil: str,
-    words: str,
-) -> None:
-    coordinator = make_coordinator()
+def test_data_that_cannot_be_used(make: Make, settings: Settings, tmp_path: Path, spoil: str, words: str) -> None:
+    coordinator = make.coordinator()
     data = "floppy:a" if spoil == "uri" else folder(tmp_path / "images", spoil)
     source = replace(made_up_source(), domain=ImageDomain("two words", "a {}")) if spoil == "domain" else None
     own = settings.model_copy(update={"data": data})
-    error = ends(make_worker(coordinator, settings=own, source=source))
+    error = ends(make.worker(coordinator, settings=own, source=source))
     assert error.exit is Exit.BAD_INPUT
     assert words in str(error)
     assert not coordinator.calls
 
 
-def test_a_state_folder_of_another_federation(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
-) -> None:
-    coordinator = make_coordinator(rounds=0)
-    asyncio.run(make_worker(coordinator).run())
-    error = ends(make_worker(coordinator, settings=settings.model_copy(update={"federation": "birds"})))
+def test_a_state_folder_of_another_federation(make: Make, settings: Settings) -> None:
+    coordinator = make.coordinator(rounds=0)
+    asyncio.run(make.worker(coordinator).run())
+    error = ends(make.worker(coordinator, settings=settings.model_copy(update={"federation": "birds"})))
     assert error.exit is Exit.STATE
     assert "belongs to federation pets" in str(error)
 
 
 def test_what_enrolment_sends_is_all_that_it_may(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, backbone: Backbone, tmp_path: Path
+    make: Make, settings: Settings, backbone: Backbone, tmp_path: Path
 ) -> None:
     own = settings.model_copy(update={"data": folder(tmp_path / "secret-place", "")})
-    coordinator: FakeCoordinator = make_coordinator(rounds=0, class_names=None)
-    asyncio.run(make_worker(coordinator, settings=own, source=None).run())
+    coordinator: FakeCoordinator = make.coordinator(rounds=0, class_names=None)
+    asyncio.run(make.worker(coordinator, settings=own, source=None).run())
     (body,) = (json.loads(body) for body in coordinator.received if b'"secret"' in body)
     secret: Any = body.pop("secret")
     assert len(secret) == 64
@@ -304,13 +279,11 @@ def test_what_enrolment_sends_is_all_that_it_may(
     assert not any(b"secret-place" in body or TOKEN.encode() in body for body in coordinator.received)
 
 
-def test_refusal_of_enrolment_leaves_nothing_that_hinders_a_second_try(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker
-) -> None:
+def test_refusal_of_enrolment_leaves_nothing_that_hinders_a_second_try(make: Make) -> None:
     def other_backbone(request: Request) -> Response | None:
         return problem(409, "other-backbone", "x") if request.url.path.endswith("/clients") else None
 
-    coordinator = make_coordinator(rounds=0, alter=other_backbone)
-    assert ends(make_worker(coordinator)).exit is Exit.BACKBONE
+    coordinator = make.coordinator(rounds=0, alter=other_backbone)
+    assert ends(make.worker(coordinator)).exit is Exit.BACKBONE
     coordinator.alter = lambda request: None
-    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK

@@ -29,7 +29,7 @@ from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
 from promptfed.shared.data import Source
 from promptfed.shared.service import http_connection
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 from tests.support.far_device import far_device
 from tests.support.own_images import tiff_with_a_fraction_as_an_offset
 
@@ -61,10 +61,10 @@ def idle() -> Worker:
 
 @pytest.mark.parametrize("method", ["promptfl", "coop"])
 def test_predictions_are_those_of_the_last_prompts_with_the_private_part(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, backbone: Backbone, source: Source, method: str
+    make: Make, backbone: Backbone, source: Source, method: str
 ) -> None:
-    coordinator = make_coordinator(rounds=2, method={"name": method, "m": 4})
-    worker = make_worker(coordinator)
+    coordinator = make.coordinator(rounds=2, method={"name": method, "m": 4})
+    worker = make.worker(coordinator)
     assert asyncio.run(worker.run()) is Exit.OK
     image = source.test.image(5)
 
@@ -92,16 +92,14 @@ def test_predictions_are_those_of_the_last_prompts_with_the_private_part(
     assert (found["method"], found["round"]) == (method, 2)
 
 
-def test_predictions_survive_a_restart_after_the_end(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, source: Source
-) -> None:
-    coordinator = make_coordinator(rounds=1)
-    first = make_worker(coordinator)
+def test_predictions_survive_a_restart_after_the_end(make: Make, settings: Settings, source: Source) -> None:
+    coordinator = make.coordinator(rounds=1)
+    first = make.worker(coordinator)
     asyncio.run(first.run())
     body = png(source.test.image(0))
     before = call(first, "POST", "/v1/predict", content=body).json()
     coordinator.state = "finished"
-    again = make_worker(coordinator, settings=settings.model_copy(update={"serve": True}))
+    again = make.worker(coordinator, settings=settings.model_copy(update={"serve": True}))
     assert asyncio.run(again.run()) is Exit.OK
     assert call(again, "POST", "/v1/predict", content=body).json() == before
 
@@ -116,8 +114,8 @@ def test_before_the_first_evaluation_there_is_nothing_to_predict_with(idle: Work
 
 
 @pytest.fixture
-def serving(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> Worker:
-    worker = make_worker(make_coordinator(rounds=0))
+def serving(make: Make) -> Worker:
+    worker = make.worker(make.coordinator(rounds=0))
     asyncio.run(worker.run())
     return worker
 
@@ -430,17 +428,17 @@ def test_who_hangs_up_is_one_line_and_keeps_the_model_no_longer(idle: Worker, ca
 
 
 def test_a_client_on_a_gpu_answers_what_it_answers_on_the_cpu(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, source: Source, tmp_path: Path
+    make: Make, settings: Settings, source: Source, tmp_path: Path
 ) -> None:
     """``--device cuda`` on the tests' stand-in for a GPU: joined, trained, evaluated and asked for a picture."""
     answers = []
     for device in ("cpu", "cuda"):
         with far_device():
             there = load_backbone("promptfed-tiny", None, device=device)
-            coordinator = make_coordinator(rounds=2, method={"name": "fedpgp", "m": 4})
+            coordinator = make.coordinator(rounds=2, method={"name": "fedpgp", "m": 4})
             own = settings.model_copy(update={"state_dir": tmp_path / device, "device": device})
             cache = FeatureCache(tmp_path / f"features-{device}")
-            worker = make_worker(coordinator, settings=own, backbone=there, features=cache)
+            worker = make.worker(coordinator, settings=own, backbone=there, features=cache)
             assert asyncio.run(worker.run()) is Exit.OK
             answers.append(call(worker, "POST", "/v1/predict", content=png(source.test.image(5))).json())
     cpu, gpu = ({one["name"]: one["probability"] for one in answer["classes"]} for answer in answers)

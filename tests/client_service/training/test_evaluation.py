@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from promptfed.shared.methods.core.interface import Classifier, ClientContext, M
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.metrics import Outcomes, calibration_error, macro_f1
 from promptfed.shared.tensors import Tensors
-from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.conftest import Make
 from tests.support.fake_coordinator import NAMES, made_up_source
 
 OTHERS = ["moon", "pencil"]
@@ -53,18 +52,16 @@ def zero_shot_of(backbone: Backbone, source: Source, template: str) -> float:
     return right / len(source.test)
 
 
-def run(make_coordinator: MakeCoordinator, make_worker: MakeWorker, tests: dict[str, Source], **changes: Any) -> Any:
-    coordinator = make_coordinator(rounds=1, **changes)
-    assert asyncio.run(make_worker(coordinator, tests=tests).run()) is Exit.OK
+def run(make: Make, tests: dict[str, Source], **changes: Any) -> Any:
+    coordinator = make.coordinator(rounds=1, **changes)
+    assert asyncio.run(make.worker(coordinator, tests=tests).run()) is Exit.OK
     return coordinator.evaluations
 
 
-def test_a_further_test_set_is_scored_over_its_own_class_names(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, backbone: Backbone
-) -> None:
+def test_a_further_test_set_is_scored_over_its_own_class_names(make: Make, backbone: Backbone) -> None:
     novel = made_up_source(seed=5, names=OTHERS)
     other = made_up_source(seed=6)
-    before, after = run(make_coordinator, make_worker, {"novel": novel, "other": other})
+    before, after = run(make, {"novel": novel, "other": other})
     assert set(before["splits"]) == set(after["splits"]) == {"test", "novel", "other"}
     for found in (before, after):
         expected = zero_shot_of(backbone, novel, "a photo of a {}.")
@@ -73,22 +70,20 @@ def test_a_further_test_set_is_scored_over_its_own_class_names(
 
 
 def test_variants_are_measured_beside_the_classifier(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, source: Source, monkeypatch: pytest.MonkeyPatch
+    make: Make, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, "with_variant", WithVariant)
     extra = made_up_source(seed=6)
-    found = run(make_coordinator, make_worker, {"other": extra}, method={"name": "with_variant", "m": 4})[-1]
+    found = run(make, {"other": extra}, method={"name": "with_variant", "m": 4})[-1]
     assert set(found["splits"]) == {"test", "test@first", "other", "other@first"}
     share = float((source.test.labels == 0).float().mean())
     assert found["splits"]["test@first"]["accuracy"] == pytest.approx(share)
     assert set(found["zero_shot"]) == {"test", "other"}
 
 
-def test_calibration_and_macro_f1_of_the_learned_classifier_go_with_its_accuracy(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker
-) -> None:
+def test_calibration_and_macro_f1_of_the_learned_classifier_go_with_its_accuracy(make: Make) -> None:
     told: list[Outcomes] = []
-    found = run(make_coordinator, partial(make_worker, record=told.append), {"other": made_up_source(seed=6)})[-1]
+    found = run(replace(make, given=make.given | {"record": told.append}), {"other": made_up_source(seed=6)})[-1]
     assert set(found["zero_shot"]["test"]) == {"accuracy", "num_samples"}
     for split in ("test", "other"):
         answers = [one for one in told if one.split == split][-1]
@@ -111,11 +106,11 @@ def test_a_classifier_that_has_diverged_is_told_in_words(wrong: float) -> None:
 
 
 def test_without_a_template_in_the_spec_each_data_source_has_its_own(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, backbone: Backbone, source: Source
+    make: Make, backbone: Backbone, source: Source
 ) -> None:
     extra = replace(made_up_source(seed=6), template="a blurred picture of the {} in the dark.")
 
-    found = run(make_coordinator, make_worker, {"other": extra}, template=None)[-1]
+    found = run(make, {"other": extra}, template=None)[-1]
     assert found["zero_shot"]["other"]["accuracy"] == zero_shot_of(backbone, extra, extra.template)
     assert found["zero_shot"]["test"]["accuracy"] == zero_shot_of(backbone, source, source.template)
 
@@ -146,10 +141,8 @@ def test_options_of_a_test_set_keep_their_equals_signs(tmp_path: Any) -> None:
     assert settings.tests == {"novel": "symbols:sketch?classes=novel&per_class=2", "base": "digits?classes=base"}
 
 
-def test_a_test_set_of_classes_that_the_client_lacks_needs_no_permission(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker
-) -> None:
-    found = run(make_coordinator, make_worker, {"novel": made_up_source(names=OTHERS)}, class_names=list(NAMES))
+def test_a_test_set_of_classes_that_the_client_lacks_needs_no_permission(make: Make) -> None:
+    found = run(make, {"novel": made_up_source(names=OTHERS)}, class_names=list(NAMES))
     assert found[-1]["splits"]["novel"]["num_samples"] > 0
 
 
@@ -169,10 +162,8 @@ class WithMixture(PromptFL):
         return Mixing()
 
 
-def test_how_a_classifier_mixes_domains_is_told_as_a_mean(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_a_classifier_mixes_domains_is_told_as_a_mean(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "with_mixture", WithMixture)
-    [*_, last] = run(make_coordinator, make_worker, {}, method={"name": "with_mixture"})
+    [*_, last] = run(make, {}, method={"name": "with_mixture"})
     shares = {name: value for name, value in last["metrics"].items() if name.startswith("domain_share:")}
     assert shares == {"domain_share:neon": pytest.approx(0.7), "domain_share:sketch": pytest.approx(0.3)}
