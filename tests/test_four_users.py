@@ -187,15 +187,8 @@ def test_a_researcher_lets_a_search_choose_the_method(own: Path, tmp_path: Path)
     run = {"method": {"name": "promptfl", "m": 2}, "rounds": 2, "clients": clients}
     (tmp_path / "run.yaml").write_text(json.dumps(run))
     line = (
-        "tune",
-        tmp_path / "run.yaml",
-        "--out",
-        tmp_path / "tuned.yaml",
-        "--methods",
-        "fedtaskres",
-        "--seconds",
-        "5",
-    )
+        "tune", tmp_path / "run.yaml", "--out", tmp_path / "tuned.yaml", "--methods", "fedtaskres", "--seconds", "5",
+    )  # fmt: skip
     tuned = promptfed(*line, "--json")
     assert tuned.exit_code == 0, tuned.output
     chosen = yaml.safe_load((tmp_path / "tuned.yaml").read_text())
@@ -227,13 +220,9 @@ kill %1"""
     guard = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n"
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-c", guard + script],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
+        ["bash", "-c", guard + script], cwd=tmp_path, env=environment, capture_output=True, text=True,
         timeout=2 * PATIENCE,
-    )
+    )  # fmt: skip
     logs = "\n".join(f"== {log.name}\n{log.read_text()[-2000:]}" for log in sorted((tmp_path / "run").glob("*.log")))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
     [told] = re.findall(r'^\{"images.*$', done.stdout, re.MULTILINE)

@@ -57,13 +57,11 @@ global.index-url='https://everybody.test/simple'
 install.index-url='https://index.test/simple'
 """
     assert set_up(tmp_path, settings, HOME=str(tmp_path)) == [
-        "installing promptfed[test]",
-        "pip install -q -c constraints.txt uv",
-        "UV_DEFAULT_INDEX=https://index.test/simple",
-        "UV_INDEX=https://one.test/simple https://two.test/simple",
+        "installing promptfed[test]", "pip install -q -c constraints.txt uv",
+        "UV_DEFAULT_INDEX=https://index.test/simple", "UV_INDEX=https://one.test/simple https://two.test/simple",
         f"UV_FIND_LINKS={tmp_path}/a,file://{tmp_path}/b,https://wheels.test/x,{tmp_path}/c",
         "SSL_CERT_FILE=/certs.pem",
-    ]
+    ]  # fmt: skip
 
 
 def test_without_settings_uv_has_none(tmp_path: Path) -> None:

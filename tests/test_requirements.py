@@ -44,12 +44,9 @@ def listed(name: str) -> list[Requirement]:
 
 
 LISTS = {
-    "services": ("services",),
-    "coordinator": ("services", "coordinator"),
-    "torch": ("services", "torch"),
-    "client": ("services", "torch", "client"),
-    "serve": ("services", "torch", "client", "command"),
-}
+    "services": ("services",), "coordinator": ("services", "coordinator"), "torch": ("services", "torch"),
+    "client": ("services", "torch", "client"), "serve": ("services", "torch", "client", "command"),
+}  # fmt: skip
 """What each lock, and each stage of the Dockerfile that uses it, has of the lists."""
 
 

@@ -30,11 +30,9 @@ def run(*arguments: str) -> Any:
 
 def spec() -> dict[str, Any]:
     return {
-        "task": "multi_label",
-        "class_names": list(open_source(SITES["one"], "trainer").class_names),
-        "training": {"learning_rate": 0.01},
-        "rounds": 2,
-    }
+        "task": "multi_label", "class_names": list(open_source(SITES["one"], "trainer").class_names),
+        "training": {"learning_rate": 0.01}, "rounds": 2,
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

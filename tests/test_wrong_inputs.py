@@ -34,12 +34,9 @@ WAY_OUT = re.compile(
 RAW = ("Errno", "Traceback", "Error(", "httpx", "pydantic", "ssl.c", "_io.", "<class", "Exception", "codec")
 CLIENTS = [{"name": name, "data": "symbols:neon?topic=weather&per_class=2&test_per_class=1"} for name in "ab"]
 RUN = {
-    "name": "pets",
-    "method": {"name": "promptfl", "m": 4},
-    "rounds": 1,
-    "participation": {"min_clients": 2},
+    "name": "pets", "method": {"name": "promptfl", "m": 4}, "rounds": 1, "participation": {"min_clients": 2},
     "clients": CLIENTS,
-}
+}  # fmt: skip
 CHANGED: dict[str, dict[str, Any]] = {
     "run": {},
     "typo": {"ruonds": 3},
@@ -69,12 +66,10 @@ CHANGED: dict[str, dict[str, Any]] = {
     "weights": {"backbone": {"model": "promptfed-tiny", "pretrained": "laion"}},
 }
 TABLES = {
-    "age": ("path,cat,age", "pets/cat/0.png,1,57"),
-    "gone": ("path,cat,dog", "pets/cat/7.png,1,0"),
-    "double": ("path,labels", "pets/cat/0.png,cat||dog"),
-    "nameless": ("path,labels", "pets/cat/0.png,"),
+    "age": ("path,cat,age", "pets/cat/0.png,1,57"), "gone": ("path,cat,dog", "pets/cat/7.png,1,0"),
+    "double": ("path,labels", "pets/cat/0.png,cat||dog"), "nameless": ("path,labels", "pets/cat/0.png,"),
     "short": ("path,cat,dog", "pets/cat/0.png,1"),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -11,25 +11,15 @@ from benchmarks import coordinator_load, players
 from benchmarks.flower import beside
 
 OURS: dict[str, Any] = {
-    "kilobytes": 32,
-    "updates": 500,
-    "p50_ms": 100.0,
-    "p99_ms": 2500.0,
-    "too_many_uploads": 50,
-    "enrolments_per_second": 1234.5,
-    "idle_mb": 500.0,
-    "peak_mb": 580.0,
-    "cpu_ms_per_update": 1.25,
-}
+    "kilobytes": 32, "updates": 500, "p50_ms": 100.0, "p99_ms": 2500.0, "too_many_uploads": 50,
+    "enrolments_per_second": 1234.5, "idle_mb": 500.0, "peak_mb": 580.0, "cpu_ms_per_update": 1.25,
+}  # fmt: skip
 
 
 def case(database: str, clients: int, rate: float) -> dict[str, Any]:
     return OURS | {
-        "database": database,
-        "clients": clients,
-        "updates_per_second": rate,
-        "whole_run_updates_per_second": rate / 2,
-    }
+        "database": database, "clients": clients, "updates_per_second": rate, "whole_run_updates_per_second": rate / 2,
+    }  # fmt: skip
 
 
 def flower(clients: int, rate: float) -> dict[str, Any]:

@@ -18,22 +18,13 @@ from promptfed.shared.data import open_source
 from promptfed.shared.methods import METHODS
 
 SIGLIP = {
-    "embed_dim": 16,
-    "custom_text": True,
-    "init_logit_bias": -10,
+    "embed_dim": 16, "custom_text": True, "init_logit_bias": -10,
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
     "text_cfg": {
-        "context_length": 16,
-        "vocab_size": 1000,
-        "hf_tokenizer_name": "nobody/has-this",
-        "width": 24,
-        "heads": 4,
-        "layers": 2,
-        "no_causal_mask": True,
-        "proj_bias": True,
-        "pool_type": "last",
+        "context_length": 16, "vocab_size": 1000, "hf_tokenizer_name": "nobody/has-this", "width": 24, "heads": 4,
+        "layers": 2, "no_causal_mask": True, "proj_bias": True, "pool_type": "last",
     },
-}
+}  # fmt: skip
 
 
 def test_the_distance_of_two_states() -> None:

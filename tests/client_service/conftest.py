@@ -47,15 +47,9 @@ def settings(tmp_path: Path) -> Settings:
     token = tmp_path / "token"
     token.write_text(TOKEN + "\n")
     return make_settings(
-        coordinator="http://127.0.0.1:1",
-        federation="pets",
-        name="hospital-a",
-        data="made-up",
-        state_dir=tmp_path / "state",
-        enrolment_token_file=token,
-        device="cpu",
-        give_up_after=PATIENCE,
-    )
+        coordinator="http://127.0.0.1:1", federation="pets", name="hospital-a", data="made-up",
+        state_dir=tmp_path / "state", enrolment_token_file=token, device="cpu", give_up_after=PATIENCE,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

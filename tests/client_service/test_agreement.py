@@ -67,11 +67,9 @@ def test_a_coordinator_that_offers_promptfl_and_asks_for_fedclip_gets_no_feature
     coordinator = make.coordinator(rounds=1)
     d_e = coordinator.shape.d_e
     trap = {
-        "adapter_w1": torch.eye(d_e),
-        "adapter_b1": torch.zeros(d_e),
-        "adapter_w2": torch.eye(d_e) * 1e-3,
+        "adapter_w1": torch.eye(d_e), "adapter_b1": torch.zeros(d_e), "adapter_w2": torch.eye(d_e) * 1e-3,
         "adapter_b2": torch.zeros(d_e),
-    }
+    }  # fmt: skip
     coordinator.global_state = trap
     greedy = coordinator.training | {"batch_size": 100_000, "epochs": 1, "optimizer": "sgd", "learning_rate": 1.0}
     coordinator.garble = altered(lambda config: config.update(method={"name": "fedclip"}, training=greedy))
@@ -384,15 +382,9 @@ def test_the_command_calls_back_and_deletes(
     assert command.main([*line, "--delete-private"]) == Exit.UNREACHABLE  # nobody listens: the operator is to be told
     left = {path.name for path in folder.iterdir()}
     assert left == {
-        "identity.json",
-        "enrolment.json",
-        "consent.json",
-        "answers.json",
-        "withdrawn",
-        "site-log.head",
-        "site-log.jsonl",
-        "lock",
-    }
+        "identity.json", "enrolment.json", "consent.json", "answers.json", "withdrawn", "site-log.head",
+        "site-log.jsonl", "lock",
+    }  # fmt: skip
     state = PrivateState(folder)
     terms = agreements.Consent.model_validate_json((folder / agreements.FILE).read_bytes()).terms
     kept = Agreement.kept(state)

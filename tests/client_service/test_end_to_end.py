@@ -65,12 +65,8 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinato
     port_file = folder / "url"
     with (folder / "log").open("wb") as log:
         command = [
-            "-m",
-            "promptfed.coordinator",
-            f"--data-dir={folder / 'data'}",
-            "--port=0",
-            f"--port-file={port_file}",
-        ]
+            "-m", "promptfed.coordinator", f"--data-dir={folder / 'data'}", "--port=0", f"--port-file={port_file}",
+        ]  # fmt: skip
         process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log)
     try:
         wait_for(lambda: port_file.exists() or process.poll() is not None)
@@ -97,22 +93,17 @@ class Federation:
         self.folder = folder
         folder.mkdir()
         spec = {
-            "name": name,
-            "method": {"name": "promptfl", "m": 4},
-            "rounds": ROUNDS,
+            "name": name, "method": {"name": "promptfl", "m": 4}, "rounds": ROUNDS,
             "training": {"epochs": 12, "batch_size": 4, "learning_rate": 0.02},
-            "participation": {"min_clients": len(TRAINERS), "deadline_seconds": 300.0},
-            "seed": 3,
-        }
+            "participation": {"min_clients": len(TRAINERS), "deadline_seconds": 300.0}, "seed": 3,
+        }  # fmt: skip
         self.path = "/v1/federations/" + coordinator.call("POST", "/v1/federations", json=spec).json()["id"]
         minted = coordinator.call("POST", self.path + "/enrolment-tokens", json={"uses": 4}).json()
         (folder / "token").write_text(minted["token"])
         common = {
-            "coordinator": coordinator.url,
-            "federation": name,
-            "enrolment_token_file": str(folder / "token"),
+            "coordinator": coordinator.url, "federation": name, "enrolment_token_file": str(folder / "token"),
             "feature_cache": str(features),
-        }
+        }  # fmt: skip
         sites = [*((site, "trainer", uri) for site, uri in TRAINERS.items()), (EVALUATOR[0], "evaluator", EVALUATOR[1])]
         self.options = {site: common | {"name": site, "role": role, "data": data(uri)} for site, role, uri in sites}
 

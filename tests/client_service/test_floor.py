@@ -117,16 +117,8 @@ def test_of_several_labels_no_figure_leaves_under_a_floor() -> None:
     """A mean average precision under constant scores is the share of positives, to the unit."""
     method = make_method({"name": "promptfl", "task": "multi_label"})
     info = EnrolmentInfo(
-        federation_id="f",
-        name="pets",
-        template=None,
-        state="running",
-        class_names=None,
-        method={"name": "promptfl", "task": "multi_label"},
-        backbone=BackboneSpec(),
-        rounds=3,
-        training=TrainingSpec(),
-        seed=0,
-        evaluate_every=1,
-    )
+        federation_id="f", name="pets", template=None, state="running", class_names=None,
+        method={"name": "promptfl", "task": "multi_label"}, backbone=BackboneSpec(), rounds=3, training=TrainingSpec(),
+        seed=0, evaluate_every=1,
+    )  # fmt: skip
     assert [what_leaves(info, method, "trainer", None, floor=floor) for floor in (1, 2)] == ["plain", "withheld"]

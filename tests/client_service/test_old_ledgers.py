@@ -29,16 +29,10 @@ def told(*spends: dict[str, Any]) -> SpendList:
 def release(number: int, **changes: Any) -> dict[str, Any]:
     """A spend as a coordinator tells of it; its release is that of `tests.client_service.test_ledger.spend`."""
     return {
-        "round": number,
-        "phase": "train",
-        "task_id": f"task-{number}",
-        "release": hashlib.sha256(str(number).encode()).hexdigest(),
-        "events": [one.as_json() for one in ONE],
-        "epsilon": 0.5,
-        "delta": DELTA,
-        "noise": "secret",
-        "at": "2026-11-22T10:00:00Z",
-    } | changes
+        "round": number, "phase": "train", "task_id": f"task-{number}",
+        "release": hashlib.sha256(str(number).encode()).hexdigest(), "events": [one.as_json() for one in ONE],
+        "epsilon": 0.5, "delta": DELTA, "noise": "secret", "at": "2026-11-22T10:00:00Z",
+    } | changes  # fmt: skip
 
 
 def test_a_restored_copy_is_found_and_what_it_lacks_is_adopted(tmp_path: Path) -> None:

@@ -29,13 +29,9 @@ def test_a_client_without_posix_takes_part(make: Make, tmp_path: Path) -> None:
     coordinator = make.coordinator(class_names=None, rounds=2)
     with served(coordinator.app) as url:
         options = {
-            "coordinator": url,
-            "federation": "pets",
-            "name": "hospital-a",
-            "data": "digits?shots=2",
-            "enrolment_token_file": str(tmp_path / "token"),
-            "feature_cache": str(tmp_path / "features"),
-        }
+            "coordinator": url, "federation": "pets", "name": "hospital-a", "data": "digits?shots=2",
+            "enrolment_token_file": str(tmp_path / "token"), "feature_cache": str(tmp_path / "features"),
+        }  # fmt: skip
         client = WithoutPosix(tmp_path / "client", "--serve", **options)
         try:
             wait_for(lambda: client.process.poll() is not None or coordinator.count("PUT", "/update") == 2)

@@ -26,34 +26,16 @@ from tests.client_service.conftest import Make
 
 PEER = "ed25519:" + "0" * 64
 FACTS = SiteFacts(
-    coordinator="https://coordinator.example.org",
-    federation="eyes",
-    method="promptfl",
-    backbone="ViT-B-16/openai",
-    rounds=50,
-    epochs=5,
-    steps=35,
-    images=200,
-    role="trainer",
-    level="sample",
-    class_names=True,
-    sums=3,
+    coordinator="https://coordinator.example.org", federation="eyes", method="promptfl", backbone="ViT-B-16/openai",
+    rounds=50, epochs=5, steps=35, images=200, role="trainer", level="sample", class_names=True, sums=3,
     today=date(2027, 6, 30),
-)
+)  # fmt: skip
 OFFENCES: dict[str, dict[str, Any]] = {
-    "coordinator": {"coordinator": "https://coordinator.example.com"},
-    "federation": {"federation": "ears"},
-    "method": {"method": "plan"},
-    "backbone": {"backbone": "ViT-B-16/laion2b"},
-    "rounds": {"rounds": 51},
-    "epochs": {"epochs": 6},
-    "steps": {"steps": 4},
-    "images": {"images": 199},
-    "expired": {"today": date(2027, 7, 1)},
-    "privacy": {"level": "none"},
-    "unit": {"unit": "group"},
-    "secure-aggregation": {"sums": None},
-}
+    "coordinator": {"coordinator": "https://coordinator.example.com"}, "federation": {"federation": "ears"},
+    "method": {"method": "plan"}, "backbone": {"backbone": "ViT-B-16/laion2b"}, "rounds": {"rounds": 51},
+    "epochs": {"epochs": 6}, "steps": {"steps": 4}, "images": {"images": 199}, "expired": {"today": date(2027, 7, 1)},
+    "privacy": {"level": "none"}, "unit": {"unit": "group"}, "secure-aggregation": {"sums": None},
+}  # fmt: skip
 
 
 def written(folder: Path, given: Any) -> Path:

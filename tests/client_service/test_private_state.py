@@ -117,16 +117,10 @@ def test_a_kill_while_writing_an_update_leaves_it_whole_or_absent(tmp_path: Path
 def test_a_kill_while_keeping_a_payload_leaves_one_that_can_be_served(tmp_path: Path) -> None:
     config = TaskConfig.model_validate(
         {
-            "method": {"name": "promptfl"},
-            "training": {},
-            "backbone": {},
-            "class_names": None,
-            "template": "{}",
-            "rounds": 2,
-            "seed": 0,
-            "peers": [],
+            "method": {"name": "promptfl"}, "training": {}, "backbone": {}, "class_names": None, "template": "{}",
+            "rounds": 2, "seed": 0, "peers": [],
         }
-    )
+    )  # fmt: skip
 
     def change(state: PrivateState) -> None:
         state.save_serving(Serving(2, "train", config, b"new payload"))

@@ -37,13 +37,9 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("clients")
     (folder / "token").write_text(TOKEN)
     return {
-        "federation": "pets",
-        "name": "hospital-a",
-        "data": DATA,
-        "enrolment_token_file": str(folder / "token"),
-        "feature_cache": str(folder / "features"),
-        "device": "cpu",
-    }
+        "federation": "pets", "name": "hospital-a", "data": DATA, "enrolment_token_file": str(folder / "token"),
+        "feature_cache": str(folder / "features"), "device": "cpu",
+    }  # fmt: skip
 
 
 @pytest.fixture

@@ -39,25 +39,18 @@ def test_a_cancelled_federation_stops_training_while_the_question_is_held_back(
 ) -> None:
     monkeypatch.setattr(task_loop, "WATCH_SECONDS", 60)  # longer than this test: no second question can tell it
     spec = {
-        "rounds": 1,
-        "training": LONG,
-        "backbone": {"model": tiny.MODEL, "pretrained": tiny.PRETRAINED},
+        "rounds": 1, "training": LONG, "backbone": {"model": tiny.MODEL, "pretrained": tiny.PRETRAINED},
         "method": {"name": "promptfl", "m": 4},
-    }
+    }  # fmt: skip
     with in_thread(tmp_path / "coordinator") as coordinator:
         federation = coordinator.create(**spec, participation={"min_clients": 1})
         token = tmp_path / "token"
         token.write_text(coordinator.token(federation))
         settings = make_settings(
-            coordinator=coordinator.url,
-            federation=federation,
-            name="north",
-            data="symbols:sketch?topic=signs&per_class=2&test_per_class=1",
-            state_dir=tmp_path / "north",
-            enrolment_token_file=token,
-            feature_cache=tmp_path / "features",
-            device="cpu",
-        )
+            coordinator=coordinator.url, federation=federation, name="north",
+            data="symbols:sketch?topic=signs&per_class=2&test_per_class=1", state_dir=tmp_path / "north",
+            enrolment_token_file=token, feature_cache=tmp_path / "features", device="cpu",
+        )  # fmt: skip
         worker = Worker(settings, Parts(backbone=backbone))
 
         def progress() -> float | None:

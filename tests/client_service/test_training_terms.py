@@ -155,34 +155,21 @@ def test_a_task_without_a_part_that_was_agreed_to_is_refused(tmp_path: Path, par
 # Over the wire, to a client at work
 
 ON_THE_WIRE: dict[str, dict[str, Any]] = {
-    "method": {"method": {"name": "promptfl", "m": 5}},
-    "training.epochs": {"epochs": 2},
-    "training.batch_size": {"batch_size": 31},
-    "training.optimizer": {"optimizer": "adam"},
-    "training.learning_rate": {"learning_rate": 0.2},
-    "training.momentum": {"momentum": 0.5},
-    "training.weight_decay": {"weight_decay": 0.5},
-    "training.schedule": {"schedule": "cosine"},
-    "training.augmentation": {"augmentation": "crop_flip"},
-    "training.views": {"views": 9},
-    "training.threads": {"threads": 2},
-    "training.deterministic": {"deterministic": True},
-    "training.tf32": {"tf32": True},
-    "backbone.model": {"model": "ViT-B-32"},
-    "backbone.pretrained": {"pretrained": "openai"},
-    "backbone.precision": {"precision": "fp16"},
-    "backbone.fingerprint": {"fingerprint": FINGERPRINT},
-    "class_names": {"class_names": [*NAMES, "x"]},
-    "template": {"template": "{}"},
-    "rounds": {"rounds": 4},
-    "seed": {"seed": 8},
+    "method": {"method": {"name": "promptfl", "m": 5}}, "training.epochs": {"epochs": 2},
+    "training.batch_size": {"batch_size": 31}, "training.optimizer": {"optimizer": "adam"},
+    "training.learning_rate": {"learning_rate": 0.2}, "training.momentum": {"momentum": 0.5},
+    "training.weight_decay": {"weight_decay": 0.5}, "training.schedule": {"schedule": "cosine"},
+    "training.augmentation": {"augmentation": "crop_flip"}, "training.views": {"views": 9},
+    "training.threads": {"threads": 2}, "training.deterministic": {"deterministic": True},
+    "training.tf32": {"tf32": True}, "backbone.model": {"model": "ViT-B-32"},
+    "backbone.pretrained": {"pretrained": "openai"}, "backbone.precision": {"precision": "fp16"},
+    "backbone.fingerprint": {"fingerprint": FINGERPRINT}, "class_names": {"class_names": [*NAMES, "x"]},
+    "template": {"template": "{}"}, "rounds": {"rounds": 4}, "seed": {"seed": 8},
     "privacy": {"privacy": {"level": "sample", "clip": 1.0, "noise_multiplier": 1.0}},
-    "secure_aggregation": {"secure_aggregation": {}},
-    "weighting": {"weighting": {"weighting": "samples"}},
-    "compression": {"compression": {"up": "int8"}},
-    "selection": {"selection": {"share": 0.5}},
+    "secure_aggregation": {"secure_aggregation": {}}, "weighting": {"weighting": {"weighting": "samples"}},
+    "compression": {"compression": {"up": "int8"}}, "selection": {"selection": {"share": 0.5}},
     "peers": {"peers": [{"name": "b", "role": "trainer"}]},
-}
+}  # fmt: skip
 
 
 def test_a_client_trains_and_evaluates_by_no_changed_field(make: Make) -> None:

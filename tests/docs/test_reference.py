@@ -18,19 +18,9 @@ from tests import ROOT
 REFERENCE = ROOT / "docs" / "reference"
 CLIENTS = 3
 VIT_B_16 = BackboneShape(
-    d_t=512,
-    d_v=768,
-    d_e=512,
-    text_layers=12,
-    vision_layers=12,
-    context_length=77,
-    patch_size=16,
-    patch_tokens=196,
-    mlp_width=3072,
-    positions=197,
-    heads_v=12,
-    heads_t=8,
-)
+    d_t=512, d_v=768, d_e=512, text_layers=12, vision_layers=12, context_length=77, patch_size=16, patch_tokens=196,
+    mlp_width=3072, positions=197, heads_v=12, heads_t=8,
+)  # fmt: skip
 
 
 def context() -> ServerContext:

@@ -137,19 +137,13 @@ def run_page(name: str, folder: Path) -> str:
         "8080", str(free_port())
     )
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "HOME": str(folder),
-        "XDG_STATE_HOME": str(folder / "state"),
-        "XDG_CONFIG_HOME": str(folder / "config"),
-    }
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(folder),
+        "XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config"),
+    }  # fmt: skip
     done = subprocess.run(
-        ["bash", "-c", GUARD + script],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
+        ["bash", "-c", GUARD + script], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=3 * PATIENCE,
-    )
+    )  # fmt: skip
     logs = "\n".join(f"== {log.name}\n{log.read_text()[-2000:]}" for log in sorted(folder.rglob("*.log")))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
     return done.stdout

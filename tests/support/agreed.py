@@ -17,19 +17,10 @@ def agreed(state: PrivateState, method: dict[str, Any], rounds: int = 3, **chang
     ``changes`` are those of the offer.
     """
     info = EnrolmentInfo(
-        federation_id="fed-1",
-        name="pets",
-        method=method,
-        seed=0,
-        backbone=BackboneSpec(),
-        class_names=None,
-        template=None,
-        state="running",
-        rounds=rounds,
-        training=TrainingSpec().model_dump(),
-        evaluate_every=1,
+        federation_id="fed-1", name="pets", method=method, seed=0, backbone=BackboneSpec(), class_names=None,
+        template=None, state="running", rounds=rounds, training=TrainingSpec().model_dump(), evaluate_every=1,
         **changes,
-    )
+    )  # fmt: skip
     return Agreement.made(state, terms_of(info, make_method(method), "http://127.0.0.1", "trainer", []))
 
 
@@ -37,13 +28,9 @@ def asked(kind: str, round: int, phase: str, payload: bytes, spec: dict[str, Any
     """What a coordinator would ask of a client in a federation of this spec."""
     return Task.model_validate(
         {
-            "task_id": f"{kind}-{round}",
-            "kind": kind,
-            "round": round,
-            "phase": phase,
-            "deadline": "2030-01-01T00:00:00Z",
-            "seconds_left": 60,
+            "task_id": f"{kind}-{round}", "kind": kind, "round": round, "phase": phase,
+            "deadline": "2030-01-01T00:00:00Z", "seconds_left": 60,
             "payload": {"url": "/", "bytes": len(payload), "sha256": "sha256:" + "0" * 64},
             "config": {key: value for key, value in spec.items() if key != "name"},
         }
-    )
+    )  # fmt: skip

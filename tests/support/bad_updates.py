@@ -21,42 +21,12 @@ MOST_NORM = 1e6
 MOST_BYTES = 4096
 DTYPES = ("F32", "F64", "F16", "BF16", "I64", "I32", "I8", "U8", "BOOL", "F8_E4M3", "", "f32", "X" * 50)
 NUMBERS = (
-    -1,
-    0,
-    1,
-    2,
-    3,
-    4,
-    7,
-    8,
-    31,
-    32,
-    127,
-    128,
-    129,
-    2**31,
-    2**32,
-    2**53,
-    2**63 - 1,
-    2**63,
-    2**64,
-    2**64 + 1,
-    10**30,
-)
+    -1, 0, 1, 2, 3, 4, 7, 8, 31, 32, 127, 128, 129, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, 2**64 + 1, 10**30,
+)  # fmt: skip
 TEXTS = (
-    "",
-    "\0",
-    "context\0",
-    "ctx",
-    "../../etc/passwd",
-    "Контекст",
-    "💥",
-    "a" * 5000,
-    "__metadata__",
-    "\ud800",
-    "%s%n",
+    "", "\0", "context\0", "ctx", "../../etc/passwd", "Контекст", "💥", "a" * 5000, "__metadata__", "\ud800", "%s%n",
     "'; DROP TABLE tasks",
-)
+)  # fmt: skip
 ODD: tuple[Any, ...] = (None, True, -1, 1e308, "x", [], {}, [[]], {"a": {"b": []}}, 10**400)
 
 
@@ -83,14 +53,9 @@ class Attacker:
         }
         self._good = update_body({"context": torch.ones(4, 8)}, task)
         self._kinds: tuple[Callable[[], bytes], ...] = (
-            self._mutated,
-            self._mutated_header,
-            self._lying_header,
-            self._lying_metadata,
-            self._lying_numbers,
-            self._lying_tensors,
-            self._noise,
-        )
+            self._mutated, self._mutated_header, self._lying_header, self._lying_metadata, self._lying_numbers,
+            self._lying_tensors, self._noise,
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[BadUpdate]:
         while True:
@@ -123,9 +88,7 @@ class Attacker:
         draws = self._draws
         return draws.choice(
             [
-                {},
-                {"Content-Digest": ""},
-                {"Content-Digest": content_digest(body + b"x")},
+                {}, {"Content-Digest": ""}, {"Content-Digest": content_digest(body + b"x")},
                 {"Content-Digest": digest.replace("sha-256", "sha-512")},
                 {"Content-Digest": digest[: draws.randrange(len(digest))]},
                 {"Content-Digest": "sha-256=:" + "A" * draws.randrange(200) + ":"},
@@ -135,7 +98,7 @@ class Attacker:
                 },
                 {"Content-Digest": digest, "Content-Encoding": draws.choice(["gzip", "br", "identity", "x" * 99])},
             ]
-        )
+        )  # fmt: skip
 
     def _some(self, *choices: Any) -> Any:
         return self._draws.choice(choices)

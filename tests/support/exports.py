@@ -23,16 +23,9 @@ from tests.support.coordinators import InThread
 NAMES = ["anchor", "sun", "umbrella", "pair of scissors"]
 DOMAINS = ("sketch", "neon")
 SPECS: dict[str, dict[str, Any]] = {
-    "promptfl": {"m": 4},
-    "fedpgp": {"m": 4},
-    "fedtpg": {"m": 4},
-    "fast_pt": {"m": 2},
-    "zero_shot": {},
-    "fedclip": {},
-    "plan": {"m": 2},
-    "pfedpg": {"m": 2},
-    "coop": {"m": 4},
-}
+    "promptfl": {"m": 4}, "fedpgp": {"m": 4}, "fedtpg": {"m": 4}, "fast_pt": {"m": 2}, "zero_shot": {}, "fedclip": {},
+    "plan": {"m": 2}, "pfedpg": {"m": 2}, "coop": {"m": 4},
+}  # fmt: skip
 
 # Runs cards' code in their folders where nothing of promptfed can be imported, and writes the logits.
 WITHOUT_PROMPTFED = """

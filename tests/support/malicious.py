@@ -67,27 +67,15 @@ class World:
         where = {"round": 1, "attempt": 1} | about
         digest = "sha256:" + hashlib.sha256(payload).hexdigest()
         return Task(
-            task_id=f"{kind}-{client}-{where['round']}-{where['attempt']}",
-            kind=kind,
-            round=where["round"],
-            phase="train",
-            deadline=datetime.now(UTC),
-            seconds_left=60.0,
+            task_id=f"{kind}-{client}-{where['round']}-{where['attempt']}", kind=kind, round=where["round"],
+            phase="train", deadline=datetime.now(UTC), seconds_left=60.0,
             payload=PayloadRef(url="/payload", bytes=len(payload), sha256=digest),
             config=TaskConfig(
-                method={"name": "promptfl"},
-                training={},
-                backbone=BackboneSpec(),
-                class_names=None,
-                template=None,
-                rounds=9,
-                seed=0,
-                peers=[],
-                secure_aggregation=SPEC,
-                weighting=self.rule,
+                method={"name": "promptfl"}, training={}, backbone=BackboneSpec(), class_names=None, template=None,
+                rounds=9, seed=0, peers=[], secure_aggregation=SPEC, weighting=self.rule,
             ),
             secure=SecurePart(phase="train", attempt=where["attempt"]),
-        )
+        )  # fmt: skip
 
     def keys(self, client: int, payload: bytes = b"prompts", **about: Any) -> KeysAnswer:
         """Step 0 of one client: it trains where it has not, and signs."""
@@ -350,29 +338,16 @@ def strangers(world: World) -> None:
 ATTACKS: Mapping[str, tuple[Callable[[World], None], str]] = {
     attack.__name__: (attack, kind)
     for attack, kind in (
-        (other_lists, "bad-roster"),
-        (too_few_signatures, "bad-roster"),
-        (one_signature_thrice, "bad-roster"),
-        (forged_signatures, "bad-roster"),
-        (a_second_list, "kept"),
-        (a_second_mask, "kept"),
-        (another_attempt, "already-revealed"),
-        (an_attempt_set_back, "already-revealed"),
-        (the_same_payload, "payload-repeated"),
-        (an_earlier_round, "payload-repeated"),
-        (another_payload, "bad-roster"),
-        (swapped_keys, "bad-roster"),
-        (one_identity_twice, "bad-roster"),
-        (swapped_boxes, "bad-shares"),
-        (too_few_share, "policy-minimum"),
-        (too_few_alive, "policy-minimum"),
-        (forgotten_in_the_list, "bad-roster"),
-        (fewer_than_the_spec_promises, "policy-minimum"),
-        (heavy_weight, "policy-share"),
-        (light_weights, "policy-effective"),
-        (strangers, "policy-peers"),
+        (other_lists, "bad-roster"), (too_few_signatures, "bad-roster"), (one_signature_thrice, "bad-roster"),
+        (forged_signatures, "bad-roster"), (a_second_list, "kept"), (a_second_mask, "kept"),
+        (another_attempt, "already-revealed"), (an_attempt_set_back, "already-revealed"),
+        (the_same_payload, "payload-repeated"), (an_earlier_round, "payload-repeated"),
+        (another_payload, "bad-roster"), (swapped_keys, "bad-roster"), (one_identity_twice, "bad-roster"),
+        (swapped_boxes, "bad-shares"), (too_few_share, "policy-minimum"), (too_few_alive, "policy-minimum"),
+        (forgotten_in_the_list, "bad-roster"), (fewer_than_the_spec_promises, "policy-minimum"),
+        (heavy_weight, "policy-share"), (light_weights, "policy-effective"), (strangers, "policy-peers"),
     )
-}
+}  # fmt: skip
 """Each attack by its name, with the failure that a client reports; ``kept``: it answers as before."""
 
 

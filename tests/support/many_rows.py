@@ -39,21 +39,12 @@ def _stage(connection: Connection, id: str, round: int, step: int, kind: str, na
     [phase] = connection.execute(insert(PhaseRow).values(federation_id=id, **about, **times)).inserted_primary_key
     tasks: list[dict[str, Any]] = [
         {
-            "id": f"{id}-{phase}-{number}",
-            "federation_id": id,
-            "phase_id": phase,
-            "number": number,
-            "client": name,
-            "status": "answered",
-            "opened_at": now,
-            "counted": True,
-            "payload_sha256": None,
-            "payload_stored": False,
-            "bytes_down": 100,
-            "weight": 1 / len(names),
+            "id": f"{id}-{phase}-{number}", "federation_id": id, "phase_id": phase, "number": number, "client": name,
+            "status": "answered", "opened_at": now, "counted": True, "payload_sha256": None, "payload_stored": False,
+            "bytes_down": 100, "weight": 1 / len(names),
         }
         for number, name in enumerate(names)
-    ]
+    ]  # fmt: skip
     connection.execute(insert(TaskRow), tasks)
     if kind == "train":
         same = {"bytes": 32_000, "metrics": METRICS, "received_at": now, "stored": False}

@@ -79,13 +79,9 @@ def run(
             workers = []
             for name, source in sources.items():
                 settings = make_settings(
-                    coordinator=server.url,
-                    federation=federation,
-                    name=name,
-                    data="made-up",
-                    state_dir=folder / name,
+                    coordinator=server.url, federation=federation, name=name, data="made-up", state_dir=folder / name,
                     device="cpu",
-                )
+                )  # fmt: skip
                 http = httpx.AsyncClient(transport=RecordingTransport(name, sent), trust_env=False, timeout=PATIENCE)
                 parts = Parts(backbone, source, features=cache, enrolment_token=token)
                 workers.append(Worker(settings, parts, http=http, executor=executor))

@@ -52,11 +52,9 @@ class ObjectStoreServer:
     def environment(self) -> Mapping[str, str]:
         """What a coordinator finds it and is let in by."""
         return {
-            "AWS_ENDPOINT_URL": self.endpoint,
-            "AWS_REGION": REGION,
-            "AWS_ACCESS_KEY_ID": "tests",
+            "AWS_ENDPOINT_URL": self.endpoint, "AWS_REGION": REGION, "AWS_ACCESS_KEY_ID": "tests",
             "AWS_SECRET_ACCESS_KEY": "tests",
-        }
+        }  # fmt: skip
 
     def bucket(self) -> str:
         """The URL of a prefix of a fresh bucket."""

@@ -40,14 +40,10 @@ CLIENTS, MALICIOUS = 10, ("site-3", "site-7")
 DATA = "symbols:neon?topic=weather&per_class=40&test_per_class=40&partition=iid&clients=10&client={}"
 SITES = [Site(f"site-{number}", DATA.format(number)) for number in range(CLIENTS)]
 RULES: dict[str, dict[str, Any]] = {
-    "mean": {},
-    "mean, clipped": {"clip_norm": "median"},
-    "median": {"rule": "median"},
-    "trimmed_mean": {"rule": "trimmed_mean"},
-    "krum": {"rule": "krum"},
-    "multi_krum": {"rule": "multi_krum"},
+    "mean": {}, "mean, clipped": {"clip_norm": "median"}, "median": {"rule": "median"},
+    "trimmed_mean": {"rule": "trimmed_mean"}, "krum": {"rule": "krum"}, "multi_krum": {"rule": "multi_krum"},
     "geometric_median": {"rule": "geometric_median"},
-}
+}  # fmt: skip
 SQUARE = 2  # side of the chessboard's squares, in pixels; its own side is half of the image's
 BOOST = 2.0  # factor by which a malicious client with a backdoor multiplies its step
 TARGET = 0  # the class that the trigger stands for

@@ -24,12 +24,8 @@ CREWS = 2
 NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 CREW_PROCESS, COORDINATOR_MODULE = "ray::CrewActor", "promptfed.coordinator"
 KILLED: dict[str, Any] = {
-    "name": "killed",
-    "method": {"name": "fedpgp"},
-    "rounds": 40,
-    "seed": 1,
-    "training": {"batch_size": 8, "learning_rate": 0.02},
-    "participation": {"min_clients": 2},
+    "name": "killed", "method": {"name": "fedpgp"}, "rounds": 40, "seed": 1,
+    "training": {"batch_size": 8, "learning_rate": 0.02}, "participation": {"min_clients": 2},
     "evaluation": {"every": 20},
     "clients": {
         "count": 6,
@@ -37,7 +33,7 @@ KILLED: dict[str, Any] = {
         "data": "symbols:painting?topic=faces&per_class=12&test_per_class=2&partition=iid"
         "&clients={count}&client={index}",
     },
-}
+}  # fmt: skip
 
 
 def command(run: Mapping[str, Any], folder: Path, *options: str) -> list[str]:

@@ -18,13 +18,9 @@ from promptfed.shared.tensors import Array
 UNIFORM, BY_SAMPLES = Weighting(weighting="uniform"), Weighting(weighting="samples", max_weight_share=1.0)
 STEPS = ("keys", "share", "mask", "confirm", "unmask")
 ABOUT = {
-    "federation_id": "fed-1",
-    "round": 1,
-    "phase": "prompts",
-    "attempt": 1,
-    "payload_sha256": "sha256:" + "1" * 64,
+    "federation_id": "fed-1", "round": 1, "phase": "prompts", "attempt": 1, "payload_sha256": "sha256:" + "1" * 64,
     "terms": "2" * 64,
-}
+}  # fmt: skip
 
 
 def encode_change(update: Mapping[str, Array], payload: Mapping[str, Array], weight: float = 1.0) -> Whole:

@@ -64,13 +64,10 @@ def payload_of(backbone: Backbone, *, listed: Iterable[Domain] = (), rows: tuple
     """A payload whose classifier tells ``rows`` apart, with drawn prompts for the domains ``listed``."""
     listed = tuple(listed)
     return {
-        "global_prompt": drawn(1, 3, backbone.d_t),
-        "classifier_weight": drawn(2, len(rows), backbone.d_e, scale=2.0),
-        "classifier_bias": drawn(3, len(rows), scale=0.5),
-        "domains": keys(*rows),
-        "domain_prompts": drawn(4, len(listed), 3, backbone.d_t),
-        "listed_domains": keys(*listed),
-    }
+        "global_prompt": drawn(1, 3, backbone.d_t), "classifier_weight": drawn(2, len(rows), backbone.d_e, scale=2.0),
+        "classifier_bias": drawn(3, len(rows), scale=0.5), "domains": keys(*rows),
+        "domain_prompts": drawn(4, len(listed), 3, backbone.d_t), "listed_domains": keys(*listed),
+    }  # fmt: skip
 
 
 def count_transforms(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -83,11 +83,9 @@ class Group:
             through_line = database.set(port=line.port).render_as_string(hide_password=False)
             options = shared_options(folder / "shared", through_line, store) | own
             process = ForkedCoordinator(
-                folder / f"data-{number}",
-                *as_arguments(options),
-                constants=FILES,
+                folder / f"data-{number}", *as_arguments(options), constants=FILES,
                 environment=environment | {"AWS_ENDPOINT_URL": objects.url},
-            )
+            )  # fmt: skip
             if process.dead:
                 raise SystemExit(process.log())
             self.processes[own["advertise_url"]] = process
@@ -266,22 +264,15 @@ def campaign(
         runs += 1
         print(f"{case.name}: as undisturbed; {disturber.left} left; {len(witness.stale)} stale answers", flush=True)
     return {
-        "disturbances": dict(tally.done),
-        "federations": runs,
-        "as_undisturbed": runs,
-        "updates": updates,
-        "watched_answers": witness.answers,
-        "stale_answers": witness.stale,
-        "takeover_seconds": _figures(tally.takeovers),
-        "seconds": time.monotonic() - begun,
-    }
+        "disturbances": dict(tally.done), "federations": runs, "as_undisturbed": runs, "updates": updates,
+        "watched_answers": witness.answers, "stale_answers": witness.stale,
+        "takeover_seconds": _figures(tally.takeovers), "seconds": time.monotonic() - begun,
+    }  # fmt: skip
 
 
 def _figures(takeovers: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     every = sorted(seconds for kind in takeovers.values() for seconds in kind)
     return {
-        "median": statistics.median(every),
-        "p95": every[int(0.95 * (len(every) - 1))],
-        "most": every[-1],
+        "median": statistics.median(every), "p95": every[int(0.95 * (len(every) - 1))], "most": every[-1],
         "all": {way: [round(seconds, 2) for seconds in kind] for way, kind in takeovers.items()},
-    }
+    }  # fmt: skip

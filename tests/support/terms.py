@@ -11,12 +11,7 @@ from promptfed.shared.spec.training_terms import TrainingTerms
 def training_terms(training: dict[str, Any] | TrainingSpec | None = None, **changes: Any) -> TrainingTerms:
     """Terms with these settings; ``changes`` replace any other field."""
     known: dict[str, Any] = {
-        "method": {"name": "promptfl"},
-        "training": training or {},
-        "backbone": BackboneSpec(),
-        "class_names": None,
-        "template": None,
-        "rounds": 4,
-        "seed": 3,
-    }
+        "method": {"name": "promptfl"}, "training": training or {}, "backbone": BackboneSpec(), "class_names": None,
+        "template": None, "rounds": 4, "seed": 3,
+    }  # fmt: skip
     return TrainingTerms(**known | changes)

@@ -258,11 +258,9 @@ def test_the_policy_forbids_markup_made_of_text_and_the_tests_would_see_it(
 def test_what_is_damaged_and_whose_change_is_far_off_is_said(coordinator: InThread, visited: Visit) -> None:
     """A federation that waits for damaged bytes says which; a change ten times its round's median is pointed out."""
     federation = coordinator.create(
-        name="styles",
-        rounds=2,
-        participation={"min_clients": 3, "deadline_seconds": 3600},
+        name="styles", rounds=2, participation={"min_clients": 3, "deadline_seconds": 3600},
         admission={"max_update_norm": 1e6},
-    )
+    )  # fmt: skip
     clients = coordinator.enrol(federation, "a", "b", "c")
     coordinator.post(f"{federation}/start")
     tasks = coordinator.training(clients)

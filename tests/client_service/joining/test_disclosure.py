@@ -101,12 +101,8 @@ def test_who_has_joined_is_not_asked_again(make: Make) -> None:
 def info_of(method: str) -> EnrolmentInfo:
     backbone = BackboneSpec()
     known: dict[str, Any] = {
-        "federation_id": "f",
-        "name": "pets",
-        "template": None,
-        "state": "running",
-        "class_names": NAMES,
-    }
+        "federation_id": "f", "name": "pets", "template": None, "state": "running", "class_names": NAMES,
+    }  # fmt: skip
     plan: dict[str, Any] = {"rounds": 3, "training": TrainingSpec(), "seed": 0, "evaluate_every": 1}
     return EnrolmentInfo(method={"name": method}, backbone=backbone, **known, **plan)
 

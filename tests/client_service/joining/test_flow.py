@@ -255,27 +255,15 @@ def test_what_enrolment_sends_is_all_that_it_may(
     secret: Any = body.pop("secret")
     assert len(secret) == 64
     assert body == {
-        "name": "hospital-a",
-        "role": "trainer",
-        "num_samples": 6,
-        "class_names": ["anchor", "sun"],
-        "domain": None,
+        "name": "hospital-a", "role": "trainer", "num_samples": 6, "class_names": ["anchor", "sun"], "domain": None,
         "backbone_fingerprint": backbone.fingerprint,
         "backbone_shape": {
-            "d_t": backbone.d_t,
-            "d_v": backbone.d_v,
-            "d_e": backbone.d_e,
-            "text_layers": backbone.text_layers,
-            "vision_layers": backbone.vision_layers,
-            "context_length": backbone.context_length,
-            "patch_size": 8,
-            "patch_tokens": backbone.patch_tokens,
-            **backbone.sizes,
+            "d_t": backbone.d_t, "d_v": backbone.d_v, "d_e": backbone.d_e, "text_layers": backbone.text_layers,
+            "vision_layers": backbone.vision_layers, "context_length": backbone.context_length, "patch_size": 8,
+            "patch_tokens": backbone.patch_tokens, **backbone.sizes,
         },
-        "device": "cpu",
-        "release": RELEASE,
-        "system": SYSTEM,
-    }
+        "device": "cpu", "release": RELEASE, "system": SYSTEM,
+    }  # fmt: skip
     assert not any(b"secret-place" in body or TOKEN.encode() in body for body in coordinator.received)
 
 

@@ -33,12 +33,10 @@ class Canned(Predictor):
         names = [HOSTILE, *(f"class {number}" for number in range(1, 11))]
         shares = [0.5, *[0.05] * 10]
         return {
-            "method": "fast_pt",
-            "round": 3,
-            "class_name": names[0],
+            "method": "fast_pt", "round": 3, "class_name": names[0],
             "classes": [{"name": n, "probability": p, "zero_shot": 0.25} for n, p in zip(names, shares, strict=True)],
             "domains": [{"name": "sketch", "share": 0.75}, {"name": "neon", "share": 0.25}],
-        }
+        }  # fmt: skip
 
 
 @contextmanager

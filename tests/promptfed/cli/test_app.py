@@ -86,12 +86,9 @@ def test_shell_completion(tmp_path: Path) -> None:
         variables = {"_PROMPTFED_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
         code = "from promptfed.cli.main import app; app(prog_name='promptfed')"
         done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, **variables},
-            capture_output=True,
-            text=True,
+            [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True,
             timeout=PATIENCE,
-        )
+        )  # fmt: skip
         return done.stdout.split()
 
     assert complete("promptfed fed", 1) == ["federation"]

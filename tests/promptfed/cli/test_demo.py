@@ -137,11 +137,9 @@ def all_started(found: dict[str, psutil.Process]) -> dict[str, psutil.Process] |
 @pytest.mark.parametrize("method", ["zero_shot", "coop"])
 def test_digits_with_methods_that_send_nothing(method: str) -> None:
     done = subprocess.run(
-        [*DEMO, "--data", "digits", "--method", method, "--rounds", "1", "--json"],
-        capture_output=True,
-        text=True,
+        [*DEMO, "--data", "digits", "--method", method, "--rounds", "1", "--json"], capture_output=True, text=True,
         timeout=PATIENCE,
-    )
+    )  # fmt: skip
     assert done.returncode == Exit.OK, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     check_result(result, "digits", method, 1)

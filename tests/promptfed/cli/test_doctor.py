@@ -77,12 +77,9 @@ def verdicts(done: Result) -> dict[str, str]:
 
 def joining(server: InThread, token: Path, pets: Path, **changes: Any) -> list[str]:
     options = {
-        "coordinator": server.url,
-        "federation": "pets",
-        "enrolment-token-file": token,
-        "data": f"folder:{pets}",
+        "coordinator": server.url, "federation": "pets", "enrolment-token-file": token, "data": f"folder:{pets}",
         "state-dir": token.parent / "state",
-    } | changes
+    } | changes  # fmt: skip
     return [f"--{key}={value}" for key, value in options.items()]
 
 

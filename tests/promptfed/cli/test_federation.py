@@ -52,13 +52,9 @@ class Command:
     def enrol(self, federation: str, name: str, **changes: Any) -> httpx.Response:
         token = json.loads(self("token", federation, "--json").stdout)["token"]
         body = {
-            "name": name,
-            "secret": secrets.token_hex(32),
-            "num_samples": 5,
-            "class_names": ["cat", "dog"],
-            "backbone_fingerprint": FINGERPRINT,
-            "backbone_shape": {"d_t": 8, "d_e": 8},
-        } | changes
+            "name": name, "secret": secrets.token_hex(32), "num_samples": 5, "class_names": ["cat", "dog"],
+            "backbone_fingerprint": FINGERPRINT, "backbone_shape": {"d_t": 8, "d_e": 8},
+        } | changes  # fmt: skip
         url = f"{self.url}/v1/federations/{federation}/clients"
         return httpx.post(url, json=body, headers={"Authorization": f"Bearer {token}"}, timeout=PATIENCE)
 

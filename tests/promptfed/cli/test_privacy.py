@@ -25,12 +25,9 @@ from promptfed.shared.privacy.accounting import Event, epsilon_of
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=2&client={}"
 
 SPEC = {
-    "name": "planned",
-    "method": {"name": "promptfl"},
-    "rounds": 25,
-    "training": {"batch_size": 80},
+    "name": "planned", "method": {"name": "promptfl"}, "rounds": 25, "training": {"batch_size": 80},
     "privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 2.0},
-}
+}  # fmt: skip
 
 
 def run(*arguments: str) -> Any:
@@ -105,13 +102,10 @@ def test_a_ledger_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_plan_says_what_a_federation_of_whole_clients_will_cost(tmp_path: Path) -> None:
     spec = {
-        "name": "planned",
-        "method": {"name": "promptfl"},
-        "rounds": 4,
+        "name": "planned", "method": {"name": "promptfl"}, "rounds": 4,
         "participation": {"min_clients": 100, "sampling": "poisson", "fraction": 0.1},
-        "aggregation": {"weighting": "uniform"},
-        "privacy": {"level": "client", "clip": 1.0, "noise_multiplier": 1.0},
-    }
+        "aggregation": {"weighting": "uniform"}, "privacy": {"level": "client", "clip": 1.0, "noise_multiplier": 1.0},
+    }  # fmt: skip
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     done = run("privacy", "plan", str(tmp_path / "spec.json"), "--clients", "200", "--json")
     assert done.exit_code == 0, done.output
@@ -159,13 +153,9 @@ def test_an_export_says_what_protects_it(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     backbone = load_backbone(tiny.MODEL, tiny.PRETRAINED)
     spec = {
-        "name": "attacked",
-        "method": {"name": "promptfl", "m": 4},
-        "rounds": 1,
-        "training": {"batch_size": 4},
-        "seed": 3,
-        "privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 4.0},
-    }
+        "name": "attacked", "method": {"name": "promptfl", "m": 4}, "rounds": 1, "training": {"batch_size": 4},
+        "seed": 3, "privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 4.0},
+    }  # fmt: skip
     sites = [Site(f"site-{number}", DATA.format(number)) for number in range(2)]
     result = simulate(spec, sites, backbone=backbone, features=FeatureCache(tmp_path / "features"))
     summary = result.privacy()

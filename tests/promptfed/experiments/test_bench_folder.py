@@ -120,16 +120,9 @@ def test_a_bench_remarks_a_template_that_is_near_chance() -> None:
         rows = [Accuracy(1, "a", "trainer", None, "test", accuracy, zero_shot, 10)]
         spec: Any = {"class_names": [f"class {k}" for k in range(50)], "backbone": {"model": "promptfed-tiny"}}
         return BenchRun(
-            label="x",
-            seed=0,
-            trial="all",
-            accuracies=rows,
-            rounds=1,
-            costs={},
-            wall_seconds=0,
-            setup_seconds=0,
+            label="x", seed=0, trial="all", accuracies=rows, rounds=1, costs={}, wall_seconds=0, setup_seconds=0,
             spec=spec,
-        )
+        )  # fmt: skip
 
     assert remarks_on([run(0.5, 0.5), run(0.4, 0.5)]) == []
     assert remarks_on([run(0.02, 0.5), run(0.04, 0.5)]) == []  # training showed that it does know them
@@ -147,16 +140,9 @@ def test_a_bench_remarks_entries_that_rise_fall_or_lose() -> None:
             for index, value in enumerate(values)
         ]
         return BenchRun(
-            label=label,
-            seed=0,
-            trial="all",
-            accuracies=rows,
-            rounds=8,
-            costs={},
-            wall_seconds=0,
-            setup_seconds=0,
+            label=label, seed=0, trial="all", accuracies=rows, rounds=8, costs={}, wall_seconds=0, setup_seconds=0,
             spec={"training": {"learning_rate": 0.1}},
-        )
+        )  # fmt: skip
 
     steady = (0.6, 0.6, 0.6)
     assert remarks_on([run("x", {0: (0.5,) * 3, 6: steady, 8: steady})]) == []

@@ -52,14 +52,9 @@ class Given:
         off = abs(math.log10(candidate.rate / peak)) if peak else 0.0
         share = self.best[candidate.method] - off / 10
         return Trial(
-            candidate,
-            rounds,
-            right(share),
-            right(0.3),
-            ((share,),),
-            rounds,
+            candidate, rounds, right(share), right(0.3), ((share,),), rounds,
             self.bytes_round.get(candidate.method, 100),
-        )
+        )  # fmt: skip
 
     def clock(self) -> float:
         return self.seconds

@@ -15,15 +15,13 @@ from promptfed.shared.clip import FeatureCache, load_backbone, tiny
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=3&client={}"
 SITES = [Site(f"site-{k}", DATA.format(k)) for k in range(3)]
 SPEC = {
-    "name": "simulated",
-    "method": {"name": "promptfl", "m": 4},
-    "rounds": 2,
+    "name": "simulated", "method": {"name": "promptfl", "m": 4}, "rounds": 2,
     "training": {"learning_rate": 0.02, "batch_size": 4},
     "participation": {"min_clients": 3, "fraction": 0.7, "sampling": "poisson"},
     "aggregation": {"weighting": "uniform"},
     "privacy": {"level": "client", "clip": 0.5, "noise_multiplier": 1.0, "accept_noise": True, "evaluation": "plain"},
     "evaluation": {"every": 2},
-}
+}  # fmt: skip
 
 
 @pytest.mark.extended

@@ -33,13 +33,10 @@ SPEC = {"name": "simulated", "method": {"name": "promptfl", "m": 2}, "rounds": 1
 
 def raise_error(here: Inherited, number: int) -> None:
     errors = [
-        MethodError("the loss is not finite"),
-        Failure("data-changed", "4 records instead of 5"),
-        ClientError(Exit.WITHDRAWN, "withdrawn"),
-        OSError(28, "no room", "somewhere"),
-        KeyError("name"),
+        MethodError("the loss is not finite"), Failure("data-changed", "4 records instead of 5"),
+        ClientError(Exit.WITHDRAWN, "withdrawn"), OSError(28, "no room", "somewhere"), KeyError("name"),
         TaskCancelled(),
-    ]
+    ]  # fmt: skip
     raise errors[number]
 
 

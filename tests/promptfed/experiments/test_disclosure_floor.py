@@ -16,12 +16,9 @@ from tests.support import exports
 from tests.support.own_images import SHAPES, write_folder
 
 SPEC = {
-    "name": "floor",
-    "method": {"name": "promptfl", "m": 2},
-    "class_names": list(SHAPES),
-    "rounds": 2,
+    "name": "floor", "method": {"name": "promptfl", "m": 2}, "class_names": list(SHAPES), "rounds": 2,
     "participation": {"min_clients": 2},
-}
+}  # fmt: skip
 
 
 def federation(folder: Path, each: dict[str, int], floor: int, **more: Any) -> Any:

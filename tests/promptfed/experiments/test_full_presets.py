@@ -29,35 +29,15 @@ from promptfed.shared.spec.spec import BackboneShape, FederationSpec
 # Classes, and training and test images of each class (0 of the latter: one undivided set). Sizes of ImageNet and
 # SUN397 are cut to what the presets' shots leave of them.
 TORCHVISION = {
-    "OxfordIIITPet": (37, 99, 99),
-    "Flowers102": (102, 10, 60),
-    "DTD": (47, 40, 40),
-    "Caltech101": (101, 85, 0),
-    "Food101": (101, 750, 250),
-    "SUN397": (397, 50, 0),
-    "StanfordCars": (196, 41, 41),
-    "FGVCAircraft": (100, 66, 33),
-    "EuroSAT": (10, 2700, 0),
-    "ImageNet": (1000, 20, 5),
-    "CIFAR10": (10, 5000, 1000),
-    "CIFAR100": (100, 500, 100),
-}
+    "OxfordIIITPet": (37, 99, 99), "Flowers102": (102, 10, 60), "DTD": (47, 40, 40), "Caltech101": (101, 85, 0),
+    "Food101": (101, 750, 250), "SUN397": (397, 50, 0), "StanfordCars": (196, 41, 41), "FGVCAircraft": (100, 66, 33),
+    "EuroSAT": (10, 2700, 0), "ImageNet": (1000, 20, 5), "CIFAR10": (10, 5000, 1000), "CIFAR100": (100, 500, 100),
+}  # fmt: skip
 FOLDERS = {
-    "ucf101": 101,
-    "pacs": 7,
-    "vlcs": 5,
-    "office_home": 65,
-    "terra_incognita": 10,
-    "domainnet": 345,
-    "office31": 31,
-    "office_caltech_10": 10,
-    "office_home_10": 10,
-    "dermoscopic_fl": 3,
-    "imagenetv2": 1000,
-    "imagenet_sketch": 1000,
-    "imagenet_a": 200,
-    "imagenet_r": 200,
-}
+    "ucf101": 101, "pacs": 7, "vlcs": 5, "office_home": 65, "terra_incognita": 10, "domainnet": 345, "office31": 31,
+    "office_caltech_10": 10, "office_home_10": 10, "dermoscopic_fl": 3, "imagenetv2": 1000, "imagenet_sketch": 1000,
+    "imagenet_a": 200, "imagenet_r": 200,
+}  # fmt: skip
 IMAGES = 5  # of each class in a folder
 TEN = ("bird", "feather", "headphones", "ice cream", "teapot", "tiger", "whale", "windmill", "wine glass", "zebra")
 VIT_B = {"d_v": 768, "vision_layers": 12, "patch_size": 16, "mlp_width": 3072, "positions": 197, "heads_v": 12}

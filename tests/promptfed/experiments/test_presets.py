@@ -223,18 +223,12 @@ def test_fedtpg_words_each_data_set_as_its_table_5_does(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wanted = {
-        "Caltech101": "a photo of a {}.",
-        "Flowers102": "a photo of a {}, a type of flower.",
-        "FGVCAircraft": "a photo of a {}, a type of aircraft.",
-        "ucf101": "a photo of a person doing {}.",
-        "OxfordIIITPet": "a photo of a {}, a type of pet.",
-        "Food101": "a photo of a {}, a type of food.",
-        "DTD": "a photo of a {}, a type of texture.",
-        "StanfordCars": "a photo of a {}.",
-        "SUN397": "a photo of a {}.",
-        "EuroSAT": "a centered satellite photo of {}.",
-        "ImageNet": "a photo of a {}.",
-    }
+        "Caltech101": "a photo of a {}.", "Flowers102": "a photo of a {}, a type of flower.",
+        "FGVCAircraft": "a photo of a {}, a type of aircraft.", "ucf101": "a photo of a person doing {}.",
+        "OxfordIIITPet": "a photo of a {}, a type of pet.", "Food101": "a photo of a {}, a type of food.",
+        "DTD": "a photo of a {}, a type of texture.", "StanfordCars": "a photo of a {}.", "SUN397": "a photo of a {}.",
+        "EuroSAT": "a centered satellite photo of {}.", "ImageNet": "a photo of a {}.",
+    }  # fmt: skip
     small = open_source("digits?shots=2")
 
     def opened(body: str, options: Options) -> Source:

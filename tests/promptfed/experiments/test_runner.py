@@ -98,11 +98,9 @@ def test_it_goes_on_where_it_stopped(finished: tuple[Path, dict[str, Any]], monk
 
 def report(asked: int, up: int, down: int, seconds: list[float]) -> dict[str, Any]:
     phase = {
-        "asked": [f"c{k}" for k in range(asked)],
-        "bytes_up": up,
-        "bytes_down": down,
+        "asked": [f"c{k}" for k in range(asked)], "bytes_up": up, "bytes_down": down,
         "updates": [{"metrics": {"train_seconds": one, "trained_parameters": asked + 1.0}} for one in seconds],
-    }
+    }  # fmt: skip
     return {"round": 1, "phases": [phase]}
 
 

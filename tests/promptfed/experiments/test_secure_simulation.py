@@ -25,13 +25,9 @@ SITES = [Site(f"site-{k}", DATA.format(k)) for k in range(4)]
 
 def spec(method: str = "promptfl", **changes: Any) -> dict[str, Any]:
     return {
-        "name": "summed",
-        "method": {"name": method, "m": 4},
-        "rounds": 2,
-        "training": {"learning_rate": 0.02, "batch_size": 4},
-        "participation": {"min_clients": 4},
-        "seed": 3,
-    } | changes
+        "name": "summed", "method": {"name": method, "m": 4}, "rounds": 2,
+        "training": {"learning_rate": 0.02, "batch_size": 4}, "participation": {"min_clients": 4}, "seed": 3,
+    } | changes  # fmt: skip
 
 
 @pytest.mark.parametrize("method", ["promptfl", "fedpgp"])

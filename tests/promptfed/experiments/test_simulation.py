@@ -49,13 +49,9 @@ SITES = [Site(f"site-{k}", DATA.format(k)) for k in range(3)]
 
 def spec(**changes: Any) -> dict[str, Any]:
     return {
-        "name": "simulated",
-        "method": {"name": "promptfl", "m": 4},
-        "rounds": 2,
-        "training": {"learning_rate": 0.02, "batch_size": 4},
-        "participation": {"min_clients": 2},
-        "seed": 3,
-    } | changes
+        "name": "simulated", "method": {"name": "promptfl", "m": 4}, "rounds": 2,
+        "training": {"learning_rate": 0.02, "batch_size": 4}, "participation": {"min_clients": 2}, "seed": 3,
+    } | changes  # fmt: skip
 
 
 def test_it_runs_to_its_end(backbone: Backbone, features: FeatureCache, tmp_path: Path) -> None:

@@ -70,16 +70,8 @@ def test_what_cannot_be_swept_is_refused() -> None:
 
 def test_a_sweep_from_the_command_line(tmp_path: Path) -> None:
     command = [
-        "bench",
-        "personalisation",
-        "--data",
-        DATA,
-        "--domains",
-        "neon,chalk",
-        "--methods",
-        "fedclip",
-        "--rounds",
-    ]
+        "bench", "personalisation", "--data", DATA, "--domains", "neon,chalk", "--methods", "fedclip", "--rounds",
+    ]  # fmt: skip
     command += ["1", "--seeds", "0", "--sweep", "0.1,0.0001", "--out", str(tmp_path), "--json"]
     found = CliRunner().invoke(app, command)
     assert found.exit_code == 0, found.stderr

@@ -28,20 +28,12 @@ ROWS = {
     "measures": measures_table(
         [
             Measures(
-                label=BAD,
-                split=BAD,
-                seeds=[0],
-                accuracy=[1],
-                ece=[0],
-                macro_f1=[1],
-                worst_class=[1],
-                sd_clients=[0],
-                worst_client=[1],
-                reliability=[],
+                label=BAD, split=BAD, seeds=[0], accuracy=[1], ece=[0], macro_f1=[1], worst_class=[1], sd_clients=[0],
+                worst_client=[1], reliability=[],
             )
         ]
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("which", ROWS)

@@ -102,20 +102,10 @@ def another_participant(folder: Path, card: Card) -> None:
 
 def invented_privacy(folder: Path, card: Card) -> None:
     card["privacy"] = {
-        "level": "sample",
-        "unit": "record",
-        "relation": "zero-out",
-        "epsilon_max": 0.1,
-        "epsilon_median": 0.1,
-        "clients": 2,
-        "delta": 1e-6,
-        "clip": 1.0,
-        "noise_multiplier": 9.0,
-        "noise": "secret",
-        "accountant": "pld",
-        "rounds_counted": 1,
-        "evaluation": "withheld",
-    }
+        "level": "sample", "unit": "record", "relation": "zero-out", "epsilon_max": 0.1, "epsilon_median": 0.1,
+        "clients": 2, "delta": 1e-6, "clip": 1.0, "noise_multiplier": 9.0, "noise": "secret", "accountant": "pld",
+        "rounds_counted": 1, "evaluation": "withheld",
+    }  # fmt: skip
 
 
 def another_text(folder: Path, card: Card) -> None:
@@ -128,16 +118,9 @@ def an_added_pickle(folder: Path, card: Card) -> None:
 
 
 FORGERIES: tuple[Forgery, ...] = (
-    rotated_class_names,
-    swapped_weights,
-    another_template,
-    another_backbone,
-    another_federation_name,
-    another_participant,
-    invented_privacy,
-    another_text,
-    an_added_pickle,
-)
+    rotated_class_names, swapped_weights, another_template, another_backbone, another_federation_name,
+    another_participant, invented_privacy, another_text, an_added_pickle,
+)  # fmt: skip
 
 
 def forge(folder: Path, forgery: Forgery) -> None:
@@ -227,20 +210,13 @@ def an_unknown_key(folder: Path, card: Card) -> None:
 
 
 LIES: dict[Forgery, tuple[int, str]] = {
-    rotated_class_names: (409, "class_names"),
-    another_template: (409, "template"),
-    another_backbone: (409, "backbone"),
-    another_federation_name: (409, "federation"),
-    another_participant: (409, "participants"),
-    invented_privacy: (409, "privacy"),
-    another_accuracy: (409, "accuracy"),
-    another_spec: (409, "hashes"),
-    another_round: (409, "round"),
-    another_state: (409, "files.prompts.safetensors"),
-    a_path_outside: (409, "files.../outside.bin"),
-    an_old_signature: (409, "signature"),
-    an_unknown_key: (422, "approved_by"),
-}
+    rotated_class_names: (409, "class_names"), another_template: (409, "template"),
+    another_backbone: (409, "backbone"), another_federation_name: (409, "federation"),
+    another_participant: (409, "participants"), invented_privacy: (409, "privacy"),
+    another_accuracy: (409, "accuracy"), another_spec: (409, "hashes"), another_round: (409, "round"),
+    another_state: (409, "files.prompts.safetensors"), a_path_outside: (409, "files.../outside.bin"),
+    an_old_signature: (409, "signature"), an_unknown_key: (422, "approved_by"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)

@@ -37,14 +37,9 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
 def adapted(backbone: Backbone, method: dict[str, Any], state: Tensors, model: str = "small-both") -> AdaptedModel:
     spec = BackboneSpec(model=model, pretrained=None, fingerprint=backbone.fingerprint, shape=shape_of(backbone))
     terms = TrainingTerms(
-        method=method,
-        training=TrainingSpec(),
-        backbone=spec,
-        class_names=None,
-        template="a photo of a {}.",
-        rounds=4,
+        method=method, training=TrainingSpec(), backbone=spec, class_names=None, template="a photo of a {}.", rounds=4,
         seed=3,
-    )
+    )  # fmt: skip
     return AdaptedModel(terms, 4, (), state)
 
 

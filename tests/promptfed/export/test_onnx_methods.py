@@ -23,13 +23,9 @@ from tests.support.own_images import SHAPES, write_folder
 
 CLIENTS_OWN = ("coop", "fedbabu", "fedrep", "pfedpg", "singleset_full", "singleset_vpt")
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("fast_pt", {"mixture": "soft"}),
-    ("fedclip", {"features": "normalized"}),
-    ("fedvpt", {"m": 3}),
-    ("fedapt", {"mixture": "hard"}),
-    ("fedapt", {"t": 1.0}),
-    ("fedotp", {"transport": "balanced"}),
-)
+    ("fast_pt", {"mixture": "soft"}), ("fedclip", {"features": "normalized"}), ("fedvpt", {"m": 3}),
+    ("fedapt", {"mixture": "hard"}), ("fedapt", {"t": 1.0}), ("fedotp", {"transport": "balanced"}),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "hyper"), [*((name, {}) for name in METHODS if name not in CLIENTS_OWN), *VARIANTS])

@@ -24,81 +24,42 @@ from tests.support.coordinators import in_thread
 SPEC = FederationSpec(name="styles", method={"name": "promptfl", "m": 4})
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 FEDERATION = FederationView(
-    name="styles",
-    id="fed-1",
-    state="finished",
-    reason=None,
-    round=2,
-    phase=None,
-    spec=SPEC,
-    created_at=NOW,
-    started_at=NOW,
-    ended_at=NOW,
-    backbone=BackboneView(fingerprint=None, shape=None, confirmed=True),
-    clients=ClientCounts(trainers=2, evaluators=0, withdrawn=0),
-    stage=None,
-    asked=[],
-    answered=[],
-    failed=[],
-    awaited=[],
-    state_hash=None,
-)
+    name="styles", id="fed-1", state="finished", reason=None, round=2, phase=None, spec=SPEC, created_at=NOW,
+    started_at=NOW, ended_at=NOW, backbone=BackboneView(fingerprint=None, shape=None, confirmed=True),
+    clients=ClientCounts(trainers=2, evaluators=0, withdrawn=0), stage=None, asked=[], answered=[], failed=[],
+    awaited=[], state_hash=None,
+)  # fmt: skip
 TIME = NOW.isoformat()
 STAGE: dict[str, Any] = {
-    "opened_at": TIME,
-    "deadline": TIME,
-    "closed_at": TIME,
-    "completed_at": TIME,
-    "seconds": 1.0,
-    "asked": ["a", "b"],
-    "answered": ["a"],
-    "failed": [],
-    "expired": [],
-    "withdrawn": [],
-    "bytes_up": 1,
-    "bytes_down": 1,
-}
+    "opened_at": TIME, "deadline": TIME, "closed_at": TIME, "completed_at": TIME, "seconds": 1.0, "asked": ["a", "b"],
+    "answered": ["a"], "failed": [], "expired": [], "withdrawn": [], "bytes_up": 1, "bytes_down": 1,
+}  # fmt: skip
 
 
 def report(round: int) -> dict[str, Any]:
     """As the coordinator makes one; the numbers are the round's own."""
     update = {"client": "a", "task_id": "t", "sha256": "0", "bytes": 1, "norm": 2.0, "received_at": TIME, "metrics": {}}
     phase = STAGE | {
-        "phase": "train",
-        "sample_size": 2,
-        "extended": False,
-        "metrics": {"loss": 1.0 / (round + 1)},
-        "measured": {"phase": {"spread": 0.25}},
-        "counted": [{"client": "a", "sha256": "0", "weight": 1.0}],
+        "phase": "train", "sample_size": 2, "extended": False, "metrics": {"loss": 1.0 / (round + 1)},
+        "measured": {"phase": {"spread": 0.25}}, "counted": [{"client": "a", "sha256": "0", "weight": 1.0}],
         "updates": [update | {"verdict": "counted", "weight": 1.0, "influence": None, "distance": None}],
         "state_hash": None,
-    }
+    }  # fmt: skip
     splits = {"test": {"accuracy": 0.75, "num_samples": 4}}
     evaluation = STAGE | {
         "by_split": {"trainer": {"test@adapted": {"accuracy": 0.5 + round / 10}, "test": {"zero_shot": 0.25}}},
         "mean": {},
         "clients": {
             "a": {
-                "role": "trainer",
-                "domain": None,
-                "splits": splits,
-                "zero_shot": {},
-                "metrics": {},
+                "role": "trainer", "domain": None, "splits": splits, "zero_shot": {}, "metrics": {},
                 "received_at": TIME,
             }
         },
-    }
+    }  # fmt: skip
     return {
-        "round": round,
-        "state_hash": None,
-        "started_at": TIME,
-        "ended_at": TIME,
-        "bytes_up": 10 * round,
-        "bytes_down": 20,
-        "seconds": 1.5,
-        "phases": [phase] if round else [],
-        "evaluation": evaluation,
-    }
+        "round": round, "state_hash": None, "started_at": TIME, "ended_at": TIME, "bytes_up": 10 * round,
+        "bytes_down": 20, "seconds": 1.5, "phases": [phase] if round else [], "evaluation": evaluation,
+    }  # fmt: skip
 
 
 RESULT = FederationResult(FEDERATION.model_dump(mode="json"), [report(0), report(1), report(2)])
