@@ -39,7 +39,6 @@ def pytest_configure() -> None:
 LONG = (
     "test_end_to_end.py",
     "test_demo.py",
-    "test_readme.py",
     "test_method_package.py",
     "test_wheel.py",
     "test_process.py",

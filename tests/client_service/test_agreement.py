@@ -15,7 +15,6 @@ from fastapi.responses import JSONResponse
 
 from promptfed.client_service import __main__ as command
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http import coordinator_client
 from promptfed.client_service.joining import joining
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.consent import Terminal
@@ -372,7 +371,7 @@ def test_consent_can_be_called_back(make: Make, settings: Settings) -> None:
 def test_the_command_calls_back_and_deletes(
     make: Make, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator_client, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr("promptfed.client_service.joining.consent.ANSWER_SECONDS", 0.5)
     source = make.coordinator(rounds=1, method={"name": "coop", "m": 4})
     features = FeatureCache(settings.features_dir)
     asyncio.run(make.worker(source, features=features).run())

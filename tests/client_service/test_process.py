@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
@@ -17,6 +18,8 @@ import pytest
 
 from promptfed.client_service.__main__ import main
 from promptfed.client_service.exits import Exit
+from promptfed.client_service.state.site_log import FILE
+from promptfed.shared import machine
 from promptfed.shared.data import open_source
 from promptfed.shared.spec.spec import TrainingSpec
 from tests.client_service.conftest import Make
@@ -25,8 +28,13 @@ from tests.support.fake_coordinator import TOKEN, FakeCoordinator
 from tests.support.waiting import PATIENCE
 
 DATA = "digits?shots=2"
+
+
 IMAGE = {"Content-Type": "application/octet-stream"}
+
+
 LONG = TrainingSpec(epochs=10_000).model_dump()
+
 
 Start = Callable[..., ClientProcess]
 
@@ -193,3 +201,37 @@ def test_help_names_the_command_and_what_must_be_given(capsys: pytest.CaptureFix
 def test_what_the_command_imports_is_free_of_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE).returncode == 0
+
+
+# A whole client on a machine that has nothing of POSIX, as promptfed's own modules see it.
+
+
+class WithoutPosix(ClientProcess):
+    """The same client, started by `tests.support.windows_like`."""
+
+    module = "tests.support.windows_like"
+
+
+def test_a_client_without_posix_takes_part(make: Make, tmp_path: Path) -> None:
+    """Its folder is locked while it runs, a signal ends it, and its record of what it sent is whole."""
+    (tmp_path / "token").write_text(TOKEN)
+    coordinator = make.coordinator(class_names=None, rounds=2)
+    with served(coordinator.app) as url:
+        options = {
+            "coordinator": url, "federation": "pets", "name": "hospital-a", "data": "digits?shots=2",
+            "enrolment_token_file": str(tmp_path / "token"), "feature_cache": str(tmp_path / "features"),
+        }  # fmt: skip
+        client = WithoutPosix(tmp_path / "client", "--serve", **options)
+        try:
+            wait_for(lambda: client.process.poll() is not None or coordinator.count("PUT", "/update") == 2)
+            assert client.process.poll() is None, client.text()
+            with (client.state_dir / "lock").open("r+b") as lock, pytest.raises(BlockingIOError):
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, machine.LOCKED_BYTE)
+            client.process.send_signal(signal.SIGTERM)
+            assert client.wait() == Exit.OK, client.text()
+        finally:
+            client.stop()
+    assert "Traceback" not in client.text()
+    assert coordinator.count("PUT", "/update") == 2
+    lines = [json.loads(line) for line in (client.state_dir / FILE).read_text().splitlines()]
+    assert [line["n"] for line in lines] == list(range(1, len(lines) + 1))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
+import os
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,20 +21,36 @@ from fastapi import Request, Response
 from torch import Tensor
 
 from promptfed.client_service import task_loop
-from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.__main__ import main
+from promptfed.client_service.exits import ClientError, Exit, Failure
+from promptfed.client_service.log_messages import EventJsonLines, EventTextLines, sentence
+from promptfed.client_service.monitor import Monitor, Status
+from promptfed.client_service.privacy.agreement import ANSWERS, FILE
+from promptfed.client_service.privacy.ledger import Ledger
+from promptfed.client_service.privacy.protection import PrivacyPlan, SiteProtection
+from promptfed.client_service.privacy.secure import SecureWork, StepAnswer, Trained, meet, own_fingerprint
 from promptfed.client_service.settings import Settings
-from promptfed.client_service.state.private_state import PrivateState
+from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
+from promptfed.client_service.task_loop import TaskLoop
 from promptfed.client_service.training import trainer
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
-from promptfed.shared.methods.core.interface import ClientContext, Needs
+from promptfed.shared.messages import PrivacyEvent, SpendReport
+from promptfed.shared.methods.core.interface import ClientContext, Needs, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.privacy.accounting import epsilon_of
+from promptfed.shared.privacy.noise import SeededNoise
+from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec.sections import SecureAggregationSpec
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import state_hash
 from tests.client_service.conftest import Make
+from tests.privacy.mutants import PLAIN_PATH, UNPAID
+from tests.support.agreed import agreed
 from tests.support.fake_coordinator import problem, until
+from tests.support.malicious import World
 from tests.support.waiting import PATIENCE
 
 LONG = TrainingSpec(epochs=10_000).model_dump()
@@ -358,3 +379,304 @@ def test_a_task_that_was_answered_is_not_carried_out_again(make: Make, monkeypat
     coordinator = make.coordinator(rounds=1, garble=repeat)
     assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
     assert coordinator.count("PUT", "/evaluation") == 2
+
+
+# What clients of one process do differently: they take turns, and what nobody takes up again is not made durable.
+
+
+def test_ephemeral_state_is_neither_locked_nor_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(handle), fsync(handle))[1])
+    first = PrivateState(tmp_path / "ephemeral", ephemeral=True)
+    identity = first.identity("a", "trainer")
+    first.write_pending(b"update", {}, TensorOrigin("task"))
+    second = PrivateState(tmp_path / "ephemeral", ephemeral=True)
+    assert second.identity("a", "trainer") == identity
+    pending = second.pending()
+    assert pending is not None
+    assert pending.update.read() == b"update"
+    second.commit()
+    assert second.committed() == ({}, TensorOrigin("task"))
+    assert synced == []
+    for state in (first, second):
+        state.close()
+    durable = PrivateState(tmp_path / "durable")
+    durable.identity("a", "trainer")
+    assert synced
+    with pytest.raises(ClientError, match="in use by another client process"):
+        PrivateState(tmp_path / "durable")
+    durable.close()
+
+
+def test_an_ephemeral_worker_keeps_nothing_for_predictions(make: Make, settings: Settings) -> None:
+    worker = make.worker(make.coordinator(rounds=1), ephemeral=True)
+    assert asyncio.run(worker.run()) is Exit.OK
+    assert worker.monitor.status.evaluated == 2
+    assert worker.predictor.served is None
+    assert not list(settings.state_dir.glob("serving*"))
+    ordinary = make.worker(make.coordinator(rounds=1), settings=_elsewhere(settings, "ordinary"))
+    assert asyncio.run(ordinary.run()) is Exit.OK
+    assert ordinary.predictor.served is not None
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_consent_is_written_only_where_another_process_may_read_it(
+    resumable: bool, make: Make, settings: Settings
+) -> None:
+    worker = make.worker(make.coordinator(rounds=1), ephemeral=True, synced=resumable)
+    assert asyncio.run(worker.run()) is Exit.OK
+    assert worker.work is not None
+    assert worker.work.agreement.sent.sent, "answers are counted all the same"
+    notes = {name for name in (FILE, ANSWERS) if (settings.state_dir / name).exists()}
+    assert notes == ({FILE, ANSWERS} if resumable else set())
+
+
+def _elsewhere(settings: Settings, name: str) -> Settings:
+    return settings.model_copy(update={"state_dir": settings.state_dir.parent / name})
+
+
+@pytest.mark.parametrize(("turns", "together"), [(1, 1), (2, 2)])
+def test_only_so_many_compute_as_there_are_turns(
+    turns: int, together: int, make: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = PromptFL.train
+    running, most, guard = 0, 0, threading.Condition()
+
+    def slow(self: PromptFL, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        nonlocal running, most
+        with guard:
+            running += 1
+            most = max(most, running)
+            guard.notify_all()
+            assert guard.wait_for(lambda: most >= together, PATIENCE), "as many as may come together"
+        time.sleep(0.2)  # in which one too many would come
+        found = train(self, context, payload, private)
+        with guard:
+            running -= 1
+        return found
+
+    monkeypatch.setattr(PromptFL, "train", slow)
+
+    async def run() -> list[Exit]:
+        with ThreadPoolExecutor(3) as executor:
+            common = asyncio.Semaphore(turns)
+            workers = [
+                make.worker(
+                    make.coordinator(rounds=2), settings=_elsewhere(settings, name), executor=executor, turns=common
+                )
+                for name in ("one", "two", "three")
+            ]
+            return await asyncio.gather(*(worker.run() for worker in workers))
+
+    assert set(asyncio.run(run())) == {Exit.OK}
+    assert most == together
+
+
+# What a data owner reads while a client takes part: a tidy line for each step, events as JSON where asked for.
+
+
+def lines(formatter: logging.Formatter, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the course of a round looks like."""
+    monitor = Monitor(Status("a", "trainer", "pets", "http://127.0.0.1:1"))
+    with caplog.at_level(logging.INFO, "promptfed.client"):
+        for event, facts in COURSE:
+            monitor.tell(event, **facts)
+    return [formatter.format(record) for record in caplog.records]
+
+
+COURSE: list[tuple[str, Mapping[str, Any]]] = [
+    ("enrolled", {"client_id": "cli-1", "train": 24, "test": 8}),
+    ("trained", {"round": 1, "rounds": 8, "phase": "train", "loss": 1.20394, "train_seconds": 1.84}),
+    ("accepted", {"round": 1, "phase": "train", "bytes": 7368}),
+    ("evaluated", {"round": 1, "rounds": 8, "accuracy": 0.435, "zero_shot": 0.334}),
+    ("evaluated", {"round": 2, "rounds": 8, "accuracy": 0.5, "zero_shot": None}),
+    ("evaluated", {"round": 3, "rounds": 8, "accuracy": None, "zero_shot": None}),
+    ("failed", {"round": 4, "phase": "train", "type": "MethodError", "detail": "lower training.learning_rate"}),
+    ("ended", {"federation": "pets", "detail": "the federation finished"}),
+]
+
+
+def test_lines_for_people(caplog: pytest.LogCaptureFixture) -> None:
+    assert lines(EventTextLines("%(message)s"), caplog) == [
+        "enrolled as cli-1: 24 training and 8 test images", "round 1/8 train: loss 1.204, 1.8 s",
+        "round 1 train: the coordinator has the update, 7,368 bytes", "round 1/8 accuracy 43.5% (zero-shot 33.4%)",
+        "round 2/8 accuracy 50.0%", "round 3/8 evaluated",
+        "warning: failed round=4 phase=train type=MethodError detail=lower training.learning_rate",
+        "the federation pets has ended",
+    ]  # fmt: skip
+
+
+def test_protected_training_tells_no_seconds() -> None:
+    told = sentence("trained", {"round": 1, "rounds": 8, "phase": "train", "steps": 5, "trained_parameters": 256})
+    assert told == "round 1/8 train: 5 steps"
+
+
+def test_events_for_programs(caplog: pytest.LogCaptureFixture) -> None:
+    told = [json.loads(line) for line in lines(EventJsonLines(), caplog)]
+    assert [(one["event"], one["facts"]) for one in told] == [(event, dict(facts)) for event, facts in COURSE]
+
+
+def test_a_traceback_that_another_handler_has_formatted_is_cleaned_too() -> None:
+    try:
+        raise ValueError("colour \x1b[31m")
+    except ValueError as error:
+        record = logging.makeLogRecord(
+            {"msg": "failed", "levelno": logging.ERROR, "levelname": "ERROR", "exc_info": (type(error), error, None)}
+        )
+    assert "\x1b" in logging.Formatter().format(record)  # keeps its text in the record
+    assert "\x1b" not in EventTextLines("%(message)s").format(record)
+
+
+def test_a_plain_message_stays_what_it_is() -> None:
+    record = logging.makeLogRecord({"msg": "api %s", "args": ("http://127.0.0.1:1",), "levelno": logging.INFO})
+    assert EventTextLines("%(message)s").format(record) == "api http://127.0.0.1:1"
+
+
+# What leaves a client with secure sums: never an update in the clear, and no masked change that is not paid for.
+
+
+EVENT = PrivacyEvent(mechanism="gaussian", q=0.25, z=2.0, count=4)
+
+
+SPENT = SpendReport(events=[EVENT], epsilon=1.0, delta=1e-3, noise="seeded")
+
+
+class Coordinator:
+    """Notes what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    async def send_update(self, task_id: str, body: Any) -> None:
+        self.sent.append(task_id)
+
+    async def send_failure(self, task_id: str, failure: Any) -> None:
+        self.sent.append(failure.type)
+
+
+class Here:
+    """Computes at once."""
+
+    async def run(self, work: Any) -> Any:
+        return work()
+
+
+def loop_of(state: PrivateState, protection: SiteProtection | None = None) -> TaskLoop:
+    agreement = agreed(state, {"name": "promptfl", "m": 4}, secure_aggregation=SecureAggregationSpec())
+    data = SimpleNamespace(count=lambda which: 4)
+    rules = SimpleNamespace(policy=None, payloads=None)
+    own = {"state": state, "agreement": agreement, "rules": rules, "data": data, "protection": protection}
+    work = SimpleNamespace(**own, expect_policy=lambda task=None: None)
+    monitor = SimpleNamespace(task=lambda *about: None, tell=lambda *about, **facts: None)
+    return TaskLoop(*cast(Any, (Coordinator(), work, Here(), monitor)))
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_an_update_in_the_clear_never_leaves(mutant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mutant:
+        PLAIN_PATH.apply(monkeypatch)
+    loop = loop_of(PrivateState(tmp_path))
+    loop.state.write_pending(b"an update", {}, TensorOrigin("task-1", 1, "train"))
+    asyncio.run(loop._send_pending())
+    assert loop.coordinator.sent == (["task-1"] if mutant else [])
+
+
+def protected(ledger: Ledger, most: float = 8.0) -> SiteProtection:
+    plan = PrivacyPlan(24, 2.0, 1e-3, 8, 0.25, 1.0, 1.0, most)
+    ledger.open(1e-3)
+    return SiteProtection(PrivacySpec(level="sample", clip=0.3), plan, ledger, SeededNoise(1), "http://x", "fed-1")
+
+
+def trained_work(folder: Path) -> SecureWork:
+    """A client that has trained under protection."""
+    world = World(folder, count=1)
+    task, work = world.task("train", 0), world.works[0]
+    update = {"context": torch.full((70,), 0.5)}
+    trained = Trained(update, {}, TensorOrigin(task.task_id, 1, "train", privacy="sample"), {}, SPENT)
+    work.keep(task, {"context": torch.zeros(70)}, trained)
+    return work
+
+
+def test_a_change_is_paid_for_once_whatever_the_attempt(tmp_path: Path) -> None:
+    work, ledger = trained_work(tmp_path / "work"), Ledger(None)
+    loop = loop_of(PrivateState(tmp_path / "state"), protected(ledger))
+    for attempt in (1, 2):
+        asyncio.run(loop._pay_masked(work, StepAnswer(f"keys-{attempt}", "train", b"")))
+        assert len(ledger.spends()) == attempt - 1, "keys cost nothing, nor does another attempt"
+        asyncio.run(loop._pay_masked(work, StepAnswer(f"mask-{attempt}", "mask", b"")))
+        (spend,) = ledger.spends()
+        content = work._state.read_file("secure-work.safetensors") or b""
+        assert spend.release == hashlib.sha256(content).hexdigest()
+        assert spend.epsilon == epsilon_of(spend.events, 1e-3)
+        assert (spend.round, spend.phase, spend.noise) == (1, "train", "seeded")
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_what_the_data_set_cannot_afford_is_deleted_unsent(
+    mutant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mutant:
+        UNPAID.apply(monkeypatch)
+    work, ledger = trained_work(tmp_path / "work"), Ledger(None)
+    loop = loop_of(PrivateState(tmp_path / "state"), protected(ledger, most=0.1))
+    try:
+        asyncio.run(loop._pay_masked(work, StepAnswer("mask-1", "mask", b"")))
+        kind = "left"
+    except Failure as failure:
+        kind = failure.kind
+    assert kind == ("left" if mutant else "privacy-budget-exhausted")
+    assert (work.cost() is None) is not mutant
+    assert ledger.spends() == []
+
+
+def test_what_was_trained_without_protection_is_no_masked_change_of_a_protected_federation(tmp_path: Path) -> None:
+    world = World(tmp_path / "work", count=1)
+    world.keys(0)
+    loop = loop_of(PrivateState(tmp_path / "state"), protected(Ledger(None)))
+    with pytest.raises(Failure, match="not trained under protection") as refused:
+        asyncio.run(loop._pay_masked(world.works[0], StepAnswer("mask-1", "mask", b"")))
+    assert refused.value.kind == "privacy-missing"
+
+
+def test_a_kept_attempt_is_gone_on_with_and_a_damaged_one_ends_the_client_by_name(tmp_path: Path) -> None:
+    world = World(tmp_path, count=1)
+    sent = world.keys(0)
+    work, note = world.works[0], "secure-attempt.json"
+    kept = json.loads(work._state.read_note(note) or "")
+    needed = {name: kept[name] for name in ("about", "secrets", "answers", "accepted", "last")}
+    assert {len(bytes.fromhex(secret)) for secret in needed["secrets"].values()} == {32}
+    work._state.write_note(note, json.dumps(needed))
+    assert world.keys(0) == sent
+    without = {name: value for name, value in needed["about"].items() if name != "samples"}
+    for damaged in (needed | {"about": without}, {"about": needed["about"]}):
+        work._state.write_note(note, json.dumps(damaged))
+        with pytest.raises(ClientError, match=r"secure-attempt\.json is damaged: restore it, or enrol anew"):
+            world.keys(0)
+
+
+def test_peers_are_remembered_from_their_first_use(tmp_path: Path) -> None:
+    state = PrivateState(tmp_path)
+    listed = frozenset({"ed25519:" + "aa" * 32})
+    first = meet(state, ["aa" * 32, "bb" * 32], 1, listed)
+    assert (first.members, first.new, first.listed) == (2, 2, 1)
+    state.close()
+    again = meet(PrivateState(tmp_path), ["aa" * 32, "bb" * 32, "cc" * 32], 4, listed)
+    assert (again.members, again.new, again.listed) == (3, 1, 1)
+    assert '"ed25519:' in (tmp_path / "peers.json").read_text()
+
+
+def test_the_fingerprint_is_that_of_the_key_that_signs_also_while_the_client_runs(tmp_path: Path) -> None:
+    made = own_fingerprint(tmp_path)
+    state = PrivateState(tmp_path)
+    assert own_fingerprint(tmp_path) == made
+    assert made.startswith("ed25519:")
+    state.close()
+
+
+def test_the_command_prints_the_fingerprint_and_needs_no_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--coordinator", "http://127.0.0.1:9", "--federation", "eyes", "--state-dir", str(tmp_path)]
+    assert main(["--fingerprint", *options]) == Exit.OK
+    assert capsys.readouterr().out == own_fingerprint(tmp_path) + "\n"

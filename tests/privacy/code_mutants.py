@@ -7,7 +7,7 @@ from dataclasses import dataclass
 TRAINING = "shared/methods/core/training.py"
 MECHANISM = "tests/shared/methods/test_private_training.py"
 LOOP = "client_service/task_loop.py"
-TASKS = "tests/client_service/test_policy_tasks.py"
+TASKS = "tests/client_service/test_policy.py"
 PROTECTION = "tests/client_service/test_protection.py"
 
 

@@ -5,14 +5,22 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
 from promptfed.shared.service.static_page import MEDIA_TYPES
+from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread
+from tests.web.conftest import PATIENCE, visit
 
 ROOT = Path(__file__).parents[2]
+
+
 FOLDER = ROOT / "coordinator" / "api" / "web"
+
+
 OWN = [path for path in sorted(FOLDER.iterdir()) if not path.name.startswith("chart.")]
 
 
@@ -82,3 +90,80 @@ def test_the_page_is_part_of_the_package() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     packed = {path for pattern in data["promptfed.coordinator"] for path in (ROOT / "coordinator").glob(pattern)}
     assert set(FOLDER.iterdir()) <= packed
+
+
+# ``/docs`` works where nothing but the coordinator can be reached.
+
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+
+def test_the_page_and_its_files_come_from_the_coordinator(coordinator: InThread) -> None:
+    def get(path: str) -> httpx.Response:
+        return httpx.get(coordinator.url + path)
+
+    page = get("/docs")
+    assert page.status_code == 200
+    assert "://" not in page.text
+    named = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert len(named) == 2
+    for address in named:
+        answer = get(address)
+        assert answer.status_code == 200
+        assert len(answer.content) > 100_000
+    assert get("/docs/files/nothing.js").status_code == 404
+    assert get("/docs/files/..%2fcore.py").status_code == 404
+    assert not any(path.startswith("/docs") for path in coordinator.http.get("/openapi.json").json()["paths"])
+
+
+def test_a_browser_shows_the_routes_and_asks_nobody_else(browser: Browser, coordinator: InThread) -> None:
+    seen = visit(browser, coordinator)
+    asked: list[str] = []
+    seen.page.on("request", lambda request: asked.append(request.url))
+    seen.open("/docs")
+    seen.page.get_by_text("/v1/federations", exact=True).first.wait_for()
+    assert all(url.startswith((coordinator.url, "data:")) for url in asked), asked
+    assert seen.wrong == []
+    assert seen.violations() == []
+
+
+# Titles of a federation with several labels per image name what is measured, in a real browser, wide and narrow.
+
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+
+expect = pytest.importorskip("playwright.sync_api").expect
+
+
+expect.set_options(timeout=PATIENCE)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("width", [1400, 420])
+def test_titles_say_mean_average_precision(browser: Browser, coordinator: InThread, width: int) -> None:
+    names = ["sun", "cloud", "rain"]
+    made = {}
+    for name, task in (("several", {"task": "multi_label", "class_names": names}), ("one", {"class_names": names})):
+        made[name] = coordinator.create(name=name, rounds=1, **task)
+        clients = coordinator.enrol(made[name], "a", "b", class_names=names)
+        coordinator.post(f"{made[name]}/start")
+        drive(clients)
+    visited = visit(browser, coordinator, viewport={"width": width, "height": 900})
+    page = visited.page
+    visited.open(f"/#/federations/{made['several']}")
+    visited.sign_in()
+    panel = page.get_by_role("region", name="Mean average precision", exact=True)
+    expect(panel.get_by_role("region", name="Mean average precision after round 1")).to_be_visible()
+    expect(panel.get_by_role("img", name="Mean average precision by round on test")).to_be_visible()
+    expect(page.locator(".status")).to_contain_text("Clients' mean average precision")
+    expect(page.get_by_role("region", name="Accuracy", exact=True)).to_have_count(0)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    visited.open(f"/#/compare/{made['several']},{made['one']}")
+    compared = page.get_by_role("region", name="Accuracy or Mean average precision", exact=True)
+    other = page.get_by_role("region", name="Mean average precision or Accuracy", exact=True)
+    expect(compared.or_(other)).to_be_visible()
+    visited.open(f"/#/federations/{made['one']}")
+    expect(page.get_by_role("region", name="Accuracy", exact=True)).to_be_visible()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +16,11 @@ from torch import Tensor
 
 from promptfed.client_service.training.data import ClientData
 from promptfed.client_service.training.images import HeldImages, ImageCache, ReadAhead
-from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.client_service.training.trainer import torch_settings
+from promptfed.shared.clip import Backbone, FeatureCache, loading
+from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.data import DataError, open_source
+from promptfed.shared.spec.spec import TrainingSpec
 from tests.support.waiting import PATIENCE
 
 
@@ -144,3 +150,69 @@ def test_held_images_need_no_thread() -> None:
 
     ReadAhead(read, lambda row: image).take([4, 5])
     assert threads == [threading.get_ident()] * 2
+
+
+# Torch's settings belong to tasks: on a GPU the kernels and the precision that a spec asks for, and no longer.
+
+
+GPU: Any = SimpleNamespace(device=torch.device("cuda"))
+
+
+def task(**training: Any) -> Any:
+    """A task on a GPU."""
+    return SimpleNamespace(training=TrainingSpec(**training), backbone=GPU, phase="train", cancelled=lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def _put_back() -> Iterator[None]:
+    kept = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_num_threads(kept[0])
+    torch.set_float32_matmul_precision(kept[1])
+    torch.backends.cudnn.allow_tf32 = kept[2]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_overlapping_tasks_have_deterministic_kernels_until_the_last_one_ends() -> None:
+    asked, begun, end = task(deterministic=True), threading.Event(), threading.Event()
+
+    def other() -> None:
+        with torch_settings(asked):
+            begun.set()
+            end.wait(PATIENCE)
+
+    thread = threading.Thread(target=other)
+    with torch_settings(asked):
+        thread.start()
+        assert begun.wait(PATIENCE)
+    assert torch.are_deterministic_algorithms_enabled()  # the other one still runs
+    with torch_settings(task()):
+        assert torch.are_deterministic_algorithms_enabled()
+    end.set()
+    thread.join()
+    assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(ZeroDivisionError), torch_settings(asked):
+        raise ZeroDivisionError
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_products_are_exact_unless_the_spec_permits_tf32() -> None:
+    for permitted, name in ((True, "high"), (False, "highest")):
+        with torch_settings(task(tf32=permitted)):
+            assert torch.get_float32_matmul_precision() == name
+            assert torch.backends.cudnn.allow_tf32 is permitted
+
+
+def test_cublas_is_told_before_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    told: list[str | None] = []
+
+    def refuse(device: str) -> None:
+        told.append(loading.os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        raise BackboneError("stop here")
+
+    monkeypatch.setattr(loading, "expect_device", refuse)
+    for device in ("cpu", "cuda:0"):
+        with pytest.raises(BackboneError, match="stop here"):
+            loading.load_backbone("promptfed-tiny", "embedded", device=device)
+    assert told == [None, ":4096:8"]

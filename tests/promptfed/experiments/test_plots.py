@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation, Text
+from matplotlib.transforms import Bbox
 from PIL import Image
 
 from promptfed.experiments.bench import plots
 from promptfed.experiments.bench.entries import parse_entries
-from promptfed.experiments.bench.plots import draw
+from promptfed.experiments.bench.plots import Point, draw, name_points, paired_bootstrap, scatter
 from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
 from promptfed.experiments.bench.runner import Bench, BenchRun
-from promptfed.experiments.bench.tables import TableRow, rows_of
+from promptfed.experiments.bench.tables import (
+    Matrix,
+    Measures,
+    TableRow,
+    figures,
+    matrices_of,
+    matrix_table,
+    measures_of,
+    measures_table,
+    rows_of,
+    table_of,
+)
+from promptfed.sdk.result import Accuracy
+from promptfed.shared.metrics import Outcomes
+from promptfed.shared.plain_text import markdown_cell, markdown_code
 from tests.promptfed.experiments.test_runner import accuracy, run_of
 
 
@@ -109,3 +128,185 @@ def test_accuracy_over_bytes_has_a_point_for_each_row_that_something_travels_for
     assert points[0].accuracy == pytest.approx(30), "base-to-novel's harmonic mean stands for its columns"
     assert points[0].sd == pytest.approx(5)
     assert points[0].colour != points[1].colour
+
+
+# Names beside points: each is written once, near its point, and none over another.
+
+
+def written(points: list[Point], zero_shot: float | None = None) -> tuple[Figure, list[tuple[str, Bbox]]]:
+    figure = Figure(figsize=(5, 4))
+    axes = figure.add_subplot()
+    scatter(axes, points, zero_shot)
+    name_points(figure, axes, points)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    texts = [text for text in axes.texts if isinstance(text, Annotation)]
+    return figure, [(text.get_text(), Text.get_window_extent(text, renderer)) for text in texts]
+
+
+def test_names_of_points_that_lie_close_do_not_cover_each_other() -> None:
+    points = [Point(f"method {number}", 1000 * 1.05**number, 50 + 0.3 * (number % 3)) for number in range(12)]
+    _, found = written(points)
+    assert sorted(name for name, _ in found) == sorted(point.label for point in points)
+    boxes = [box for _, box in found]
+    assert not any(a.overlaps(b) for k, a in enumerate(boxes) for b in boxes[:k])
+
+
+def test_a_name_without_any_room_is_written_all_the_same() -> None:
+    long = "a name that is longer than the whole picture is wide, " * 3
+    _, found = written([Point(long, 1000, 50), Point("b", 2000, 50)])
+    assert {name for name, _ in found} == {long, "b"}
+
+
+def test_the_axis_is_logarithmic_tells_bytes_and_has_room_for_all() -> None:
+    figure, found = written([Point("small", 300, 40, sd=2), Point("large", 6.6e6, 60)], zero_shot=35)
+    [axes] = figure.axes
+    low, high = axes.get_xlim()
+    assert low < 300
+    assert high > 6.6e6
+    assert axes.get_xscale() == "log"
+    assert axes.xaxis.get_major_formatter()(1000.0) == "1.0 kB"
+    lines = [line.get_ydata() for line in axes.lines]
+    assert any(list(y) == pytest.approx([35, 35]) for y in lines), "zero-shot is a line"
+    assert "zero-shot" in {name for name, _ in found}
+
+
+# Tables in Markdown: names that somebody else chose (methods of packages, domains, clients, data), and their rows.
+
+
+BAD = "<img src=x onerror=alert(1)> a|b [c](javascript:d) `e`"
+
+
+ROWS = {
+    "accuracy": table_of([BAD], [TableRow(BAD, ({BAD: 0.5},))]),
+    "matrix": matrix_table(Matrix(label=BAD, clients=[BAD, BAD], accuracy=[[1.0, 0.5], [0.5, 1.0]])),
+    "measures": measures_table(
+        [
+            Measures(
+                label=BAD, split=BAD, seeds=[0], accuracy=[1], ece=[0], macro_f1=[1], worst_class=[1], sd_clients=[0],
+                worst_client=[1], reliability=[],
+            )
+        ]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", ROWS)
+def test_no_name_is_html_a_link_or_a_further_column(which: str) -> None:
+    lines = ROWS[which]
+    assert any("&lt;img" in line for line in lines)
+    table = [line for line in lines if line.startswith("|")]
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1, "each line has as many columns"
+    for line in lines:
+        assert "<" not in line
+        assert not re.search(r"(?<!\\)[\[`]", line)
+
+
+def test_names_stay_readable() -> None:
+    assert markdown_cell("zero_shot (lr=0.1, 2*3)") == "zero_shot (lr=0.1, 2*3)"
+    assert markdown_cell("a\n\x1bb") == "a \\\\x1bb"
+
+
+@pytest.mark.parametrize(("given", "shown"), [("a_b", "`a_b`"), ("a`<b>", "`` a`<b> ``"), ("a\nb``", "``` a b`` ```")])
+def test_code_is_ended_by_nothing_in_it(given: str, shown: str) -> None:
+    assert markdown_code(given) == shown
+
+
+def test_trainers_and_unseen_targets_have_rows_of_their_own() -> None:
+    """A global method's evaluator and a personal method's trainers measure the same target: both rows are `target`."""
+
+    def one(client: str, role: str, split: str, right: int) -> tuple[Accuracy, Outcomes]:
+        accuracy = Accuracy(1, client, role, None, split, right / 4, 0.25, 4)
+        predicted = tuple(0 if row < right else 1 for row in range(4))
+        return accuracy, Outcomes(1, client, split, ("a", "b"), (0,) * 4, predicted, (0.9,) * 4, "images")
+
+    def run(label: str, *told: tuple[Accuracy, Outcomes]) -> BenchRun:
+        accuracies, outcomes = (list(each) for each in zip(*told, strict=True))
+        numbers: dict[str, Any] = {"seed": 0, "trial": "t", "rounds": 1, "costs": {}, "wall_seconds": 0}
+        return BenchRun(label=label, accuracies=accuracies, outcomes=outcomes, setup_seconds=0, **numbers)
+
+    shared = run("promptfl", one("a", "trainer", "test", 4), one("target-b", "evaluator", "test", 1))
+    personal = run("fedpgp", one("a", "trainer", "test", 3), one("a", "trainer", "target", 2))
+    measured = {(row.label, row.split): (row.accuracy, row.ece) for row in measures_of([shared, personal])}
+    assert measured == {
+        ("promptfl", "test"): ([1.0], [pytest.approx(0.1)]),
+        ("promptfl", "target"): ([0.25], [pytest.approx(0.65)]),
+        ("fedpgp", "test"): ([0.75], [pytest.approx(0.15)]),
+        ("fedpgp", "target"): ([0.5], [pytest.approx(0.4)]),
+    }
+
+
+# The paired bootstrap, and figures of a bench's answers, against literal versions.
+
+
+NAMES = ("sun", "moon", "star")
+
+
+def told(client: str, split: str, labels: str, predicted: str, images: str = "x", sure: float = 0.75) -> Outcomes:
+    answers = tuple(map(int, labels)), tuple(map(int, predicted))
+    return Outcomes(2, client, split, NAMES, *answers, (sure,) * len(labels), images)
+
+
+def run(label: str, *outcomes: Outcomes, seed: int = 0, trial: str = "all", accuracies: Any = ()) -> BenchRun:
+    return BenchRun(
+        label=label, seed=seed, trial=trial, accuracies=list(accuracies), rounds=2, costs={}, wall_seconds=1.0,
+        setup_seconds=1.0, outcomes=list(outcomes),
+    )  # fmt: skip
+
+
+def test_the_bootstrap_is_that_of_resampled_pairs() -> None:
+    rng = np.random.default_rng(1)
+    lists = [rng.choice([-1.0, 0.0, 1.0], size=size, p=[0.1, 0.6, 0.3]) for size in (40, 90)]
+    low, high, p = paired_bootstrap(lists, draws=4000)
+    literal = np.random.default_rng(5)
+    means = [sum(sum(rows[literal.integers(len(rows))] for _ in rows) for rows in lists) / 130 for _ in range(600)]
+    assert (low, high) == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.03)
+    assert p < 0.05
+    assert paired_bootstrap([np.zeros(10)])[2] == 1.0
+    assert paired_bootstrap(lists, draws=4000) == (low, high, p)
+
+
+def test_a_picture_that_several_seeds_were_shown_counts_once() -> None:
+    rng = np.random.default_rng(2)
+    once = rng.choice([-1.0, 0.0, 1.0], size=60, p=[0.2, 0.5, 0.3])
+    assert paired_bootstrap([np.stack([once, once, once])]) == pytest.approx(paired_bootstrap([once]))
+    apart = paired_bootstrap([once, once, once])
+    assert apart[1] - apart[0] < 0.7 * (paired_bootstrap([once])[1] - paired_bootstrap([once])[0])
+
+
+def test_figures_count_clients_once_and_pool_what_is_of_images() -> None:
+    clients = [told("a", "test", "0011", "0010", sure=0.9), told("b", "test", "22", "20", sure=0.6)]
+    found = figures(clients)
+    assert found["accuracy"] == pytest.approx((0.75 + 0.5) / 2)
+    assert found["ece"] == pytest.approx((4 * abs(0.75 - 0.9) + 2 * abs(0.5 - 0.6)) / 6)
+    assert found["worst_class"] == 0.5
+    assert found["worst_client"] == 0.5
+    assert found["sd_clients"] == pytest.approx(0.125)
+    assert found["macro_f1"] == pytest.approx(((0.8 + 2 / 3) / 2 + (2 / 3 + 0) / 2) / 2)
+
+
+def test_rows_are_by_variant_and_test_set_over_the_seeds() -> None:
+    runs = [
+        run("a", told("c", "test", "01", "01"), told("c", "test@zero-shot", "01", "00"), told("c", "of-d", "01", "10")),
+        run("a", told("c", "test", "01", "11"), seed=1),
+    ]
+    rows = measures_of(runs)
+    assert [(row.label, row.split, row.seeds) for row in rows] == [
+        ("a", "test", [0, 1]),
+        ("a (zero-shot)", "test", [0]),
+    ]
+    assert rows[0].accuracy == [1.0, 0.5]
+    assert [bin for bin in rows[0].reliability if bin[2]] == [
+        (pytest.approx(11 / 15), pytest.approx(12 / 15), 4, 0.75, 0.75)
+    ]
+
+
+def test_the_matrix_holds_everybody_on_everybody_s_images() -> None:
+    def one(client: str, split: str, value: float) -> Accuracy:
+        return Accuracy(2, client, "trainer", None, split, value, None, 4)
+
+    cells = [one("a", "test", 0.9), one("a", "of-b", 0.2), one("b", "test", 0.8), one("b", "of-a", 0.4)]
+    [matrix] = matrices_of([run("m", accuracies=[*cells, one("a", "test@global", 0.0)])])
+    assert matrix.accuracy == [[0.9, 0.2], [0.4, 0.8]]
+    assert matrix.elsewhere == pytest.approx(0.3)
+    assert matrices_of([run("m", accuracies=[cells[0], cells[2]])]) == []

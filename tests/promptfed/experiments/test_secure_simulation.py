@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
+import promptfed
 from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger
+from promptfed.client_service.privacy.noisy_counts import coded_accuracy, lowest
+from promptfed.client_service.privacy.policy import FLOOR
 from promptfed.client_service.privacy.secure import SecureWork
+from promptfed.client_service.training.data import held_out
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.data import DataError
+from promptfed.shared.data import DataError, open_source
 from promptfed.shared.methods.core.interface import MethodError, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.tensors.torch_tensors import decode
+from tests.support import exports
+from tests.support.own_images import SHAPES, write_folder
 
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=4&client={}"
+
+
 SITES = [Site(f"site-{k}", DATA.format(k)) for k in range(4)]
 
 
@@ -125,7 +138,11 @@ def _raise(error: Exception) -> Any:
 
 
 UNREADABLE = DataError("image 17 cannot be read")
+
+
 DIVERGED = MethodError("the tensor 'context' does not converge")
+
+
 WRONG = ValueError("record 17 has label 3")
 
 
@@ -177,3 +194,203 @@ def test_under_protection_the_coordinator_is_not_told_why_evaluation_failed(
     said = "evaluation-failed: protected evaluation failed; this client's own log says why$"
     with pytest.raises(CommandError, match=said):
         under_noise(monkeypatch, lambda context, payload: dict(payload), backbone, features)
+
+
+# What leaves sites with a disclosure floor, in whole federations.
+
+
+SPEC = {
+    "name": "floor", "method": {"name": "promptfl", "m": 2}, "class_names": list(SHAPES), "rounds": 2,
+    "participation": {"min_clients": 2},
+}  # fmt: skip
+
+
+def federation(folder: Path, each: dict[str, int], floor: int, **more: Any) -> Any:
+    sites = [
+        Site(name, f"folder:{write_folder(folder / name, seed=9 * number, each=count)}", floor=floor)
+        for number, (name, count) in enumerate(each.items())
+    ]
+    return simulate(SPEC | more, sites, backbone=exports.backbone())
+
+
+def test_sites_with_a_floor_tell_ranges(tmp_path: Path) -> None:
+    each = {"large": 29, "small": 12}  # of each class, a fifth to test on
+    exact, floored = (federation(tmp_path / str(floor), each, floor) for floor in (1, FLOOR))
+    assert [client.num_samples for client in exact.clients] == [92, 40]
+    assert [client.num_samples for client in floored.clients] == [90, 40]
+    for ours, theirs in zip(floored.reports, exact.reports, strict=True):
+        told, known = (report["evaluation"]["clients"] for report in (ours, theirs))
+        assert told["small"]["splits"] == told["small"]["zero_shot"] == {}
+        assert set(told["large"]["splits"]) == {"test"}
+        for name in ("splits", "zero_shot"):
+            mine, own = told["large"][name]["test"], known["large"][name]["test"]
+            assert mine["num_samples"] == own["num_samples"] - 4 == 20
+            assert abs(mine["accuracy"] - own["accuracy"]) < 0.25
+            assert "macro_f1" not in mine
+            assert ("macro_f1" in own) is (name == "splits")
+    assert [told.num_samples for told in floored.accuracies()] == [20] * 3
+
+
+def test_fractions_of_training_images_stay_at_a_site_with_a_floor(tmp_path: Path) -> None:
+    for floor in (1, FLOOR):
+        method = {"name": "diprompt", "m": 2, "candidates": ["a photo of a {}.", "a drawing of a {}."]}
+        run = federation(tmp_path / str(floor), {"a": 8, "b": 8}, floor, rounds=1, method=method)
+        told = run.reports[-1]["phases"][0]["updates"][0]["metrics"]
+        assert "loss" in told
+        assert ("domain_share_0" in told) is (floor == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_a_hundred_federations_tell_no_small_count(tmp_path: Path, part: int) -> None:
+    """An attacker with everything that sites sent narrows no count below the floor."""
+    tried = 0
+    for seed in range(10 * part, 10 * part + 10):
+        draws = np.random.default_rng(seed)
+        each = {name: int(draws.integers(9, 40)) for name in ("a", "b")}
+        classes = int(draws.integers(2, len(SHAPES) + 1))
+        folder = tmp_path / str(seed)
+        names = list(SHAPES[:classes])
+        data = {
+            name: f"folder:{write_folder(folder / name, dict.fromkeys(names, count), seed=seed)}"
+            for name, count in each.items()
+        }
+        spec = SPEC | {"class_names": names, "seed": seed}
+        exact, told = (
+            simulate(spec, [Site(name, uri, floor=floor) for name, uri in data.items()], backbone=exports.backbone())
+            for floor in (1, FLOOR)
+        )
+        for ours, theirs in zip(told.reports, exact.reports, strict=True):
+            tried += _attack_accuracies(ours["evaluation"]["clients"], theirs["evaluation"]["clients"])
+    assert tried > 0, "some answers were few"
+
+
+def _attack_accuracies(told: dict[str, Any], exact: dict[str, Any]) -> int:
+    """How many answers were few, and could be any number below the floor for each number of images."""
+    tried = 0
+    for name, client in told.items():
+        for kind in ("splits", "zero_shot"):
+            assert set(client[kind]) <= set(exact[name][kind])
+            for split, result in client[kind].items():
+                own = exact[name][kind][split]
+                count = own["num_samples"]
+                right = round(own["accuracy"] * count)
+                few = {"right": right, "wrong": count - right}
+                possible = [
+                    k for k in range(count + 1) if _answer(k, count) == (result["accuracy"], result["num_samples"])
+                ]
+                for what, number in few.items():
+                    if number < FLOOR:
+                        tried += 1
+                        could = {k if what == "right" else count - k for k in possible}
+                        assert could >= set(range(FLOOR))
+    return tried
+
+
+def _answer(right: int, count: int) -> tuple[float, int] | None:
+    told = coded_accuracy(right, count, FLOOR)
+    return None if told is None else (told, lowest(count, FLOOR))
+
+
+# The best round on held-out training images becomes the result, and the test images are used once.
+
+
+ROUNDS = 3
+
+
+TRAINING = {"learning_rate": 0.2, "epochs": 2, "batch_size": 4}  # so fast that the best round is not the last one
+
+
+METHOD = {"name": "fedpgp", "m": 2}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("data")
+    return {name: f"folder:{write_folder(folder / name, seed=seed, each=8)}" for seed, name in enumerate(("a", "b"))}
+
+
+def run(method: dict[str, Any], data: dict[str, str], **more: Any) -> promptfed.Result:
+    options = {"rounds": ROUNDS, "class_names": list(SHAPES), "training": TRAINING, "selection": {"share": 0.25}}
+    return promptfed.run(method, data, backbone=exports.backbone(), **(options | more))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs") / "selected"
+
+
+@pytest.fixture(scope="module")
+def selected(data: dict[str, str], folder: Path) -> promptfed.Result:
+    return run(METHOD, data, folder=folder)
+
+
+def test_the_result_is_the_best_rounds(selected: promptfed.Result, tmp_path: Path) -> None:
+    result = selected.taken
+    view = result.federation.selection
+    assert view is not None
+    assert (view.metric, view.split, view.share, view.compared) == ("accuracy", "validation", 0.25, ROUNDS + 1)
+    assert result.round == view.round
+    by_round = {
+        report["round"]: [client["splits"] for client in report["evaluation"]["clients"].values()]
+        for report in result.reports
+    }
+    for round, splits in by_round.items():
+        mean = fmean(split["validation"]["accuracy"] for split in splits)
+        assert mean <= view.value + 1e-12
+        assert (mean == pytest.approx(view.value)) or round != view.round
+        # Test images are looked at once: with the state of the chosen round.
+        assert all(set(split) == {"validation", *(["test"] if round == view.round else [])} for split in splits)
+    selected.export(tmp_path / "export")
+    card = json.loads((tmp_path / "export" / "card.json").read_text())
+    assert card["round"] == view.round
+    assert card["selection"]["value"] == view.value
+    assert "the best of 4 by a mean accuracy" in (tmp_path / "export" / "card.md").read_text()
+    assert card["accuracy"]["mean"]["trainer"]["adapted"] > 0
+
+
+def test_held_out_images_are_those_of_the_shared_function(selected: promptfed.Result, data: dict[str, str]) -> None:
+    source = open_source(data["a"])
+    apart = held_out(source, 0.25, selected.taken.spec["seed"])
+    [evaluation] = [
+        client
+        for report in selected.taken.reports[:1]
+        for name, client in report["evaluation"]["clients"].items()
+        if name == "a"
+    ]
+    assert evaluation["splits"]["validation"]["num_samples"] == len(apart.test)
+    assert [client.num_samples for client in selected.taken.clients] == [len(apart.train)] * 2
+
+
+def test_personalised_clients_end_with_the_private_state_of_the_chosen_round(
+    selected: promptfed.Result, folder: Path, data: dict[str, str], tmp_path: Path
+) -> None:
+    view = selected.taken.federation.selection
+    assert view is not None
+    assert 0 < view.round < ROUNDS
+    # The same federation without selection, which ends with that round and trains on the same images.
+    seed = selected.taken.spec["seed"]
+    apart = {name: held_out(open_source(uri), 0.25, seed) for name, uri in data.items()}
+    run(METHOD, apart, folder=tmp_path / "short", rounds=view.round, selection=None)
+    run(METHOD, apart, folder=tmp_path / "long", selection=None)
+    for name in data:
+        chosen, short, longer = (
+            decode((place / f"client-{name}" / "committed.safetensors").read_bytes())[0]
+            for place in (folder, tmp_path / "short", tmp_path / "long")
+        )
+        assert chosen.keys() == short.keys() != set()
+        assert all(bool((chosen[key] == short[key]).all()) for key in chosen)
+        assert any(bool((chosen[key] != longer[key]).any()) for key in chosen)
+        assert [path.name for path in (folder / f"client-{name}").glob("round-*")] == [
+            f"round-{view.round}.safetensors"
+        ]
+
+
+def test_a_selection_under_protection_is_refused_with_a_reason(data: dict[str, str]) -> None:
+    for more, text in (
+        ({"privacy": {"level": "sample", "clip": 1.0, "noise_multiplier": 1.0}}, "protection withholds"),
+        ({"secure_aggregation": {}}, "protection withholds"),
+        ({"retention": "last_round"}, "give retention all"),
+    ):
+        with pytest.raises(CommandError, match=text):
+            run({"name": "promptfl", "m": 2}, data, **more)

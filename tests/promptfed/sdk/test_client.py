@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +19,26 @@ from typer.testing import CliRunner
 
 import promptfed
 from promptfed.cli.main import app
+from promptfed.sdk import client as sdk_client
 from promptfed.sdk import operations
-from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, Answer, AsyncCoordinator, CommandError, Coordinator, Exit
+from promptfed.sdk.client import (
+    CA_VARIABLE,
+    PLAIN_VARIABLE,
+    Answer,
+    AsyncCoordinator,
+    CommandError,
+    Coordinator,
+    Exit,
+    Request,
+)
 from promptfed.sdk.progress import Snapshot
-from promptfed.sdk.result import FederationList, FederationSummary
-from promptfed.shared.api.api_schemas import FederationView
+from promptfed.sdk.result import FederationList, FederationResult, FederationSummary
+from promptfed.sdk.trackers import metrics_of, open_tracker, record, track
+from promptfed.shared.api.api_schemas import BackboneView, ClientCounts, FederationView, Health
+from promptfed.shared.api.report_schemas import RoundReport
+from promptfed.shared.service.net import TOLD
+from promptfed.shared.spec.spec import FederationSpec
+from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread, in_thread
 from tests.support.waiting import PATIENCE
 
@@ -164,3 +183,330 @@ def test_the_options_of_the_connection_stand_before_the_command(
     line = ["--allow-plain-http", "federation", "list", "--coordinator", "http://coordinator.invalid:9"]
     assert CliRunner().invoke(app, line, env=environment).exit_code == Exit.UNREACHABLE
     assert set(asked) == {"coordinator.invalid"}
+
+
+# The operator's client of several coordinators: it goes on when one of them is gone.
+
+
+A, B = "https://a.example", "https://b.example"
+
+
+READ, ACT = Request("GET", "/v1/federations/f", Health), Request("POST", "/v1/federations/f/start", Health)
+
+
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+def silent(request: httpx.Request) -> httpx.Response:
+    raise httpx.ReadTimeout("nothing comes", request=request)
+
+
+def fine(request: httpx.Request) -> httpx.Response:
+    return httpx.Response(200, json={"status": "ok"})
+
+
+def moving(request: httpx.Request) -> httpx.Response:
+    kind = "https://promptfed.invalid/problems/federation-moving"
+    return httpx.Response(503, json={"type": kind, "detail": "wait"})
+
+
+class Group:
+    """Coordinators by host, and which of them was asked for what."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **handlers: Handler):
+        self.handlers = handlers
+        self.asked: list[tuple[str, str]] = []
+        monkeypatch.setattr(sdk_client, "RETRY_SECONDS", 0.0)
+        monkeypatch.setattr(sdk_client, "TAKEOVER_SECONDS", 0.3)
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.host.partition(".")[0]
+        self.asked.append((host, request.url.path.rpartition("/")[2]))
+        return self.handlers[host](request)
+
+    def api(self, given: str) -> Coordinator:
+        api = Coordinator(given, "token")
+        api._http = httpx.Client(transport=httpx.MockTransport(self.answer))
+        return api
+
+
+def test_what_only_reads_is_asked_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch, a=silent, b=fine)
+    api = group.api(f"{A}, {B}/")
+    assert api.send(READ).view.status == "ok"
+    assert group.asked == [("a", "f"), ("a", "readyz"), ("b", "f")]
+    api.send(READ)
+    assert group.asked[-1] == ("b", "f")
+
+
+def test_what_changes_something_is_sent_to_one_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch, a=silent, b=fine)
+    assert group.api(f"{A},{B}").send(ACT).view.status == "ok"
+    assert group.asked == [("a", "readyz"), ("b", "readyz"), ("b", "start")]
+
+
+def test_who_needs_long_but_is_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def slow(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/readyz":
+            return httpx.Response(200)
+        limits.append(request.extensions["timeout"]["read"])
+        return silent(request) if len(limits) < 3 else fine(request)
+
+    group = Group(monkeypatch, a=slow, b=fine)
+    assert group.api(f"{A},{B}").send(READ).view.status == "ok"
+    assert limits == [5, 10, 20]
+    assert "b" not in dict(group.asked)
+
+
+def test_a_change_is_given_up_soon_where_its_coordinator_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdk_client, "QUIET_SECONDS", 0.05)
+    hangs, healthy = threading.Event(), iter([True, True])
+
+    def hanging(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/readyz":
+            return httpx.Response(200) if next(healthy, False) else silent(request)
+        assert hangs.wait(PATIENCE)
+        return fine(request)
+
+    group = Group(monkeypatch, a=hanging, b=fine)
+    begun = time.monotonic()
+    with pytest.raises(CommandError, match=f"{A} took the request and gives no answer") as refusal:
+        group.api(f"{A},{B}").send(ACT)
+    assert time.monotonic() - begun < PATIENCE / 2
+    assert refusal.value.exit is Exit.UNREACHABLE
+    assert group.asked.count(("a", "start")) == 1, "it is not sent twice"
+    assert ("b", "start") not in group.asked
+    hangs.set()
+
+
+def test_a_change_that_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdk_client, "QUIET_SECONDS", 0.05)
+    asked = threading.Semaphore(0)
+
+    def slow(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/readyz":
+            asked.release()
+            return httpx.Response(200)
+        assert all(asked.acquire(timeout=PATIENCE) for _ in range(4))
+        return fine(request)
+
+    assert Group(monkeypatch, a=slow, b=fine).api(f"{A},{B}").send(ACT).view.status == "ok"
+
+
+def test_a_takeover_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = 0
+
+    def takes_over(request: httpx.Request) -> httpx.Response:
+        nonlocal turns
+        turns += 1
+        elsewhere = httpx.Response(307, headers={"Location": f"{A}{request.url.path}"})
+        return {1: elsewhere, 2: moving(request)}.get(turns, fine(request))
+
+    group = Group(monkeypatch, a=silent, b=takes_over)
+    assert group.api(f"{A},{B}").send(READ).view.status == "ok"
+    assert group.asked.count(("a", "f")) == 1, "a redirect to who was silent just now is not followed"
+
+
+def test_addresses_are_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def telling(request: httpx.Request) -> httpx.Response:
+        response = fine(request)
+        response.headers[TOLD] = f"{A}, {B}, http://c.example"
+        return response
+
+    group = Group(monkeypatch, a=telling, b=fine)
+    api = group.api(A)
+    api.send(READ)
+    group.handlers["a"] = silent
+    assert api.send(READ).view.status == "ok"
+    assert group.asked[-1] == ("b", "f")
+    assert api._book.all == [A, B]
+
+
+def test_if_nobody_answers_all_addresses_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch, a=silent, b=silent)
+    with pytest.raises(CommandError, match=f"cannot reach the coordinator at {A},{B}") as refusal:
+        group.api(f"{A},{B}").send(READ)
+    assert refusal.value.exit is Exit.UNREACHABLE
+
+
+def test_one_coordinator_alone_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch, a=moving)
+    with pytest.raises(CommandError, match="wait"):
+        group.api(A).send(READ)
+    assert group.asked == [("a", "f")]
+
+
+@pytest.mark.parametrize("url", [f"{A},http://b.example", f"http://b.example,{A}"])
+def test_every_address_is_protected(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    with pytest.raises(CommandError, match=r"http://b\.example would carry the operator token unencrypted"):
+        Coordinator(url, "token")
+
+
+# Experiment trackers, read back: TensorBoard's event file and MLflow's database hold what the reports say.
+
+
+SPEC = FederationSpec(name="styles", method={"name": "promptfl", "m": 4})
+
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+FEDERATION = FederationView(
+    name="styles", id="fed-1", state="finished", reason=None, round=2, phase=None, spec=SPEC, created_at=NOW,
+    started_at=NOW, ended_at=NOW, backbone=BackboneView(fingerprint=None, shape=None, confirmed=True),
+    clients=ClientCounts(trainers=2, evaluators=0, withdrawn=0), stage=None, asked=[], answered=[], failed=[],
+    awaited=[], state_hash=None,
+)  # fmt: skip
+
+
+TIME = NOW.isoformat()
+
+
+STAGE: dict[str, Any] = {
+    "opened_at": TIME, "deadline": TIME, "closed_at": TIME, "completed_at": TIME, "seconds": 1.0, "asked": ["a", "b"],
+    "answered": ["a"], "failed": [], "expired": [], "withdrawn": [], "bytes_up": 1, "bytes_down": 1,
+}  # fmt: skip
+
+
+def report(round: int) -> dict[str, Any]:
+    """As the coordinator makes one; the numbers are the round's own."""
+    update = {"client": "a", "task_id": "t", "sha256": "0", "bytes": 1, "norm": 2.0, "received_at": TIME, "metrics": {}}
+    phase = STAGE | {
+        "phase": "train", "sample_size": 2, "extended": False, "metrics": {"loss": 1.0 / (round + 1)},
+        "measured": {"phase": {"spread": 0.25}}, "counted": [{"client": "a", "sha256": "0", "weight": 1.0}],
+        "updates": [update | {"verdict": "counted", "weight": 1.0, "influence": None, "distance": None}],
+        "state_hash": None,
+    }  # fmt: skip
+    splits = {"test": {"accuracy": 0.75, "num_samples": 4}}
+    evaluation = STAGE | {
+        "by_split": {"trainer": {"test@adapted": {"accuracy": 0.5 + round / 10}, "test": {"zero_shot": 0.25}}},
+        "mean": {},
+        "clients": {
+            "a": {
+                "role": "trainer", "domain": None, "splits": splits, "zero_shot": {}, "metrics": {},
+                "received_at": TIME,
+            }
+        },
+    }  # fmt: skip
+    return {
+        "round": round, "state_hash": None, "started_at": TIME, "ended_at": TIME, "bytes_up": 10 * round,
+        "bytes_down": 20, "seconds": 1.5, "phases": [phase] if round else [], "evaluation": evaluation,
+    }  # fmt: skip
+
+
+RESULT = FederationResult(FEDERATION.model_dump(mode="json"), [report(0), report(1), report(2)])
+
+
+def test_a_reports_numbers_have_names_of_their_own() -> None:
+    found = metrics_of(RoundReport.model_validate(report(1)))
+    assert found["loss/train"] == 0.5
+    assert found["spread/train"] == 0.25
+    assert found["accuracy/trainer/test@adapted"] == pytest.approx(0.6)
+    assert found["zero_shot/trainer/test"] == 0.25
+    assert found["accuracy/client a/test"] == 0.75
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_federation_is_followed(tmp_path: Path, ended: bool) -> None:
+    rounds: list[tuple[str, int]] = []
+    seen: list[tuple[str, int]] = []
+    with in_thread(tmp_path / "data") as server:
+        federation = server.create(name="styles", rounds=1, participation={"deadline_seconds": 3600})
+        drivers = server.enrol(federation, "a", "b")
+        server.post(f"{federation}/start")
+        if ended:
+            drive(drivers)
+        else:
+            server.post(f"{federation}/cancel")
+        with Coordinator(server.url, server.operator["Authorization"].split()[1]) as api:
+            writers = [lambda view, report: rounds.append((view.name, report.round))]
+            end = track(api, federation, writers, lambda snapshot, last: seen.append((snapshot.state, last)))
+    assert rounds == ([("styles", 0), ("styles", 1)] if ended else [("styles", 0)])
+    assert seen == [(end.state, rounds[-1][1])]
+    assert end.state == ("finished" if ended else "cancelled")
+
+
+@pytest.mark.parametrize("where", ["tensorboard", "tensorboard:", "wandb:x", ""])
+def test_an_unknown_tracker(where: str) -> None:
+    with pytest.raises(CommandError, match="tensorboard:FOLDER or mlflow:URI"):
+        open_tracker(where).__enter__()
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module, where in (("torch.utils.tensorboard", f"tensorboard:{tmp_path}"), ("mlflow", "mlflow:sqlite://")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(CommandError, match=r"pip install 'promptfed\["):
+            open_tracker(where).__enter__()
+
+
+def events(folder: Path) -> dict[str, dict[int, float]]:
+    """Scalars by name and step, of an event file."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {name: {one.step: one.value for one in found.Scalars(name)} for name in found.Tags()["scalars"]}
+
+
+def test_tensorboards_event_file(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="trackers: make test-all")
+    for _ in range(2):  # a second time replaces the first
+        with open_tracker(f"tensorboard:{tmp_path}") as write:
+            record(write, RESULT)
+    found = events(tmp_path / "styles-fed-1")
+    assert found["loss/train"] == pytest.approx({1: 0.5, 2: 1 / 3})
+    assert found["accuracy/trainer/test@adapted"] == pytest.approx({0: 0.5, 1: 0.6, 2: 0.7})
+
+
+@pytest.mark.slow
+def test_mlflows_database(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="trackers: make test-all")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    with open_tracker(f"mlflow:{uri}") as write:
+        record(write, RESULT)
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("promptfed")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "styles"
+    history = client.get_metric_history(run.info.run_id, "accuracy/trainer/test:adapted")
+    assert [(one.step, one.value) for one in history] == [(0, 0.5), (1, 0.6), (2, pytest.approx(0.7))]
+    losses = client.get_metric_history(run.info.run_id, "loss/train")
+    assert {one.step: one.value for one in losses} == pytest.approx({1: 0.5, 2: 1 / 3})
+    with pytest.raises(CommandError, match="MLflow"), open_tracker("mlflow:nowhere://x"):
+        pass
+
+
+def test_the_command_follows_a_federation(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="trackers: make test-all")
+    with in_thread(tmp_path / "data") as server:
+        federation = server.create(name="styles")
+        server.enrol(federation, "a", "b")
+        server.post(f"{federation}/start")
+        server.post(f"{federation}/cancel")
+        token = server.settings.data_dir / "operator.token"
+        arguments = ["track", "styles", "--to", f"tensorboard:{tmp_path / 'events'}"]
+        options = ["--coordinator", server.url, "--token-file", str(token), "--json"]
+        done = CliRunner().invoke(app, [*arguments, *options])
+        assert done.exit_code == Exit.FEDERATION_ENDED_BADLY, done.output
+        assert json.loads(done.stdout)["state"] == "cancelled"
+        assert json.loads(done.stdout)["last_round"] == 0
+        found = events(tmp_path / "events" / f"styles-{federation}")
+        assert found == {}  # no client has answered
+        missing = CliRunner().invoke(app, ["track", "nothing", "--to", f"tensorboard:{tmp_path}", *options])
+        assert missing.exit_code == Exit.REFUSED
+
+
+def test_a_simulation_is_tracked_too(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="trackers: make test-all")
+    run = tmp_path / "run.yaml"
+    site = "{name: site-%s, data: 'symbols:neon?topic=music&per_class=2&test_per_class=1'}"
+    run.write_text(f"name: small\nmethod: {{name: promptfl, m: 4}}\nrounds: 1\nclients: [{site % 'a'}, {site % 'b'}]\n")
+    done = CliRunner().invoke(app, ["simulate", str(run), "--track", f"tensorboard:{tmp_path / 'events'}", "--json"])
+    assert done.exit_code == Exit.OK, done.output
+    (folder,) = (tmp_path / "events").iterdir()
+    found = events(folder)
+    assert set(found["accuracy/trainer/test"]) == {0, 1}
+    assert set(found["loss/train"]) == {1}
