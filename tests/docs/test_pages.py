@@ -3,39 +3,50 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from promptfed.shared.methods import METHODS
+from promptfed.coordinator.problems import Refusal
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods import METHODS, make_method
+from promptfed.shared.methods.core.interface import ClientInfo, ServerContext
+from promptfed.shared.service.reasons import Exit
+from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import TensorSpec
+from promptfed.shared.tensors.torch_tensors import DTYPES
 from tests import ROOT
 from tests.support.waiting import PATIENCE
 
 DOCS = ROOT / "docs"
+
+
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+
+
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
+
+
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
 SEEDS = ("fedpgp", "fedtpg", "plan", "pfedpg", "fast_pt")
+
+
 OTHERS = (
-    "promptfolio",
-    "promptfl_per",
-    "fedotp",
-    "pfedmoap",
-    "promptfl_amp",
-    "pfedprompt",
-    "diprompt",
-    "fedpr",
-    "fedapt",
-    "fedtaskres",
-    "fedclipadapter",
-    "fedlp",
-)
+    "promptfolio", "promptfl_per", "fedotp", "pfedmoap", "promptfl_amp", "pfedprompt", "diprompt", "fedpr", "fedapt",
+    "fedtaskres", "fedclipadapter", "fedlp",
+)  # fmt: skip
 
 
 def load(name: str) -> ModuleType:
@@ -85,13 +96,15 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
 
 
 FOLDERS = "benchmarks|client_service|coordinator|deploy|docs|examples|promptfed|requirements|shared|tests"
+
+
 NAMED = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w./*-]*\w)")
+
+
 WRITTEN_BY_READERS = {
-    "docs/results/gpu.jsonl",
-    "promptfed/cli/commands/versions.py",
-    "shared/methods/promptfl_sparse.py",
+    "docs/results/gpu.jsonl", "promptfed/cli/commands/versions.py", "shared/methods/promptfl_sparse.py",
     "tests/shared/methods/test_promptfl_sparse.py",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -153,3 +166,126 @@ def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     reference = (tmp_path / "reference" / "api.html").read_text()
     assert "promptfed.library.run.run" in reference
     assert "class_weights" in reference
+
+
+# The messages of the troubleshooting page are those of the code.
+
+
+PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
+
+
+FOLDERS_MESSAGES = (
+    "client_service", "coordinator", "promptfed/cli", "promptfed/runtime", "promptfed/sdk", "promptfed/export",
+)  # fmt: skip
+
+
+SHORTEST = 8  # letters of a piece between two "..."; shorter ones prove nothing
+
+
+def quoted(text: str) -> set[str]:
+    """What stands in code quotes in the first column of the tables."""
+    return {part for row in re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE) for part in re.findall(r"`([^`]+)`", row)}
+
+
+def strings() -> str:
+    """All source text, with strings that are written in several parts joined."""
+    texts = [
+        path.read_text(encoding="utf-8")
+        for folder in (*FOLDERS_MESSAGES, "shared", "promptfed/experiments")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    return re.sub(r'"\s*\n\s*f?"', "", "\n".join([*texts, *kinds(Refusal)]))
+
+
+def kinds(parent: type[Refusal]) -> Iterator[str]:
+    """The kinds of all refusals, which their classes name."""
+    for each in parent.__subclasses__():
+        yield each.kind
+        yield from kinds(each)
+
+
+def pieces(message: str) -> list[str]:
+    return [piece.strip() for piece in message.split("...") if len(piece.strip()) >= SHORTEST]
+
+
+def missing(page: str, source: str) -> list[str]:
+    return sorted(message for message in quoted(page) if not all(piece in source for piece in pieces(message)))
+
+
+def test_every_message_is_one_of_the_code() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert sum(len(pieces(message)) for message in quoted(page)) > 50
+    assert missing(page, strings()) == []
+
+
+def test_a_message_that_nobody_writes_is_found() -> None:
+    assert missing(
+        "| `the moon is not full: ... wait` | |\n| `the coordinator is here` |", "the coordinator is here"
+    ) == ["the moon is not full: ... wait"]
+
+
+# The README: short, and every file that it names exists.
+
+
+MOST_LINES = 150
+
+
+def test_the_readme_is_short_and_names_only_files_that_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= MOST_LINES
+    linked = re.findall(r"\]\((?!http)([^)#]+)\)", text)
+    assert linked
+    assert [name for name in linked if not (ROOT / name).exists()] == []
+
+
+# What a round of each method costs, and the exit codes: both pages say what the code does.
+
+
+REFERENCE = ROOT / "docs" / "reference"
+
+
+CLIENTS = 3
+
+
+VIT_B_16 = BackboneShape(
+    d_t=512, d_v=768, d_e=512, text_layers=12, vision_layers=12, context_length=77, patch_size=16, patch_tokens=196,
+    mlp_width=3072, positions=197, heads_v=12, heads_t=8,
+)  # fmt: skip
+
+
+def context() -> ServerContext:
+    clients = tuple(
+        ClientInfo(f"c{k}", "trainer", 1, ("a", "b"), Domain(name=f"d{k}", description=f"a d{k} of a {{}}"))
+        for k in range(CLIENTS)
+    )
+    return ServerContext(TrainingSpec(), VIT_B_16, ("a", "b"), clients, seed=0, rounds=3)
+
+
+def bytes_of(specs: Iterable[TensorSpec], sizes: dict[str, int]) -> int:
+    return sum(math.prod(spec.resolve(sizes)) * DTYPES[spec.dtype].itemsize for spec in specs)
+
+
+def row(name: str) -> str:
+    """Numbers down and up, bytes of a round, and further bytes of the last one."""
+    method = make_method({"name": name})
+    sizes = {"K": CLIENTS, "E": getattr(method.hyper, "experts", 0), **method.dims(context())}
+    middle, last = method.phases(2, 3), method.phases(3, 3)
+    ways = [[spec for phase in middle for spec in getattr(phase, way)] for way in ("down", "up")]
+    counts = [sum(math.prod(spec.resolve(sizes)) for spec in specs) for specs in ways]
+    size = sum(bytes_of(specs, sizes) for specs in ways)
+    once = sum(bytes_of((*phase.down, *phase.up), sizes) for phase in last) - size
+    return " | ".join(
+        [f"| `{name}`", *(f"{count:,}" for count in counts), f"{size:,}", f"{once:,} |" if once else " |"]
+    )
+
+
+def test_the_costs_are_those_of_the_code() -> None:
+    shown = [line for line in (REFERENCE / "costs.md").read_text().splitlines() if line.startswith("| `")]
+    assert shown == [row(name) for name in METHODS.own()]
+
+
+def test_the_page_has_every_exit_code() -> None:
+    text = (REFERENCE / "exit-codes.md").read_text()
+    assert re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE) == [
+        (str(int(one)), one.name.lower()) for one in Exit
+    ]
