@@ -120,7 +120,7 @@ MUTANTS = (
         "client_service/task_loop.py",
         "        await self.compute.run(lambda: protection.ledger.expect_whole(told))",
         "        await self.compute.run(lambda: protection.ledger.lacks(told))",
-        "tests/client_service/test_old_ledgers.py",
+        "tests/client_service/test_ledger.py",
         "sends_nothing_more",
     ),
 )

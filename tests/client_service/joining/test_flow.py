@@ -3,24 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import logging
+import os
+import pty
 import re
+import resource
+import socket
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fastapi import Request, Response
 from PIL import Image
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.settings import Settings
+from promptfed.client_service.joining.checks import (
+    Check,
+    check_clock,
+    check_data,
+    check_device,
+    check_disk,
+    check_files,
+)
+from promptfed.client_service.joining.consent import Terminal
+from promptfed.client_service.joining.disclosure import EACH, Declared, Disclosure, disclose
+from promptfed.client_service.privacy.agreement import terms_of
+from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.worker import Worker
-from promptfed.shared.clip import Backbone
-from promptfed.shared.data import ImageDomain
+from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.data import ImageDomain, Source
+from promptfed.shared.messages import EnrolmentInfo
+from promptfed.shared.methods import METHODS, make_method
+from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.spec.section import RELEASE, SYSTEM
+from promptfed.shared.spec.sections import SecureAggregationSpec
+from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
+from promptfed.shared.tensors.torch_tensors import decode
+from tests import ROOT
 from tests.client_service.conftest import Make
-from tests.support.fake_coordinator import TOKEN, FakeCoordinator, made_up_source, problem
+from tests.support.fake_coordinator import NAMES, TOKEN, FakeCoordinator, made_up_source, problem
+from tests.support.waiting import PATIENCE
 
 
 def ends(worker: Worker) -> ClientError:
@@ -81,8 +109,14 @@ def test_who_has_enrolled_needs_no_token_any_more(make: Make, settings: Settings
 
 
 LONG = made_up_source(names=["sun", "a b c d e f g h i j k l m n"])
+
+
 NEEDS_17 = "'a b c d e f g h i j k l m n' needs 17 tokens and the context 16"
+
+
 ROOM_FOR_13: dict[str, Any] = {"method": {"name": "promptfl", "m": 16}, "class_names": None}
+
+
 """A context of 16 vectors leaves 13 tokens; a template of four words would have had room."""
 
 
@@ -275,3 +309,287 @@ def test_refusal_of_enrolment_leaves_nothing_that_hinders_a_second_try(make: Mak
     assert ends(make.worker(coordinator)).exit is Exit.BACKBONE
     coordinator.alter = lambda request: None
     assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
+
+
+# What a data owner is told before joining: all that is sent and nothing else; a no sends nothing; nobody hangs.
+
+
+class Told:
+    """A data owner who says ``answer``."""
+
+    def __init__(self, answer: bool = True):
+        self.answer = answer
+        self.calls: list[tuple[Sequence[Check], Disclosure]] = []
+
+    async def consent(self, checks: Sequence[Check], disclosure: Disclosure) -> bool:
+        self.calls.append((checks, disclosure))
+        return self.answer
+
+
+def test_what_is_told_is_what_is_sent(make: Make, backbone: Backbone) -> None:
+    owner, coordinator = Told(), make.coordinator(rounds=2)
+    assert asyncio.run(make.worker(coordinator, consent=owner.consent).run()) is Exit.OK
+    (_, told), *others = owner.calls
+    assert others == []
+    assert coordinator.client is not None
+    sent = coordinator.client.model_dump(exclude={"secret", "backbone_shape"})
+    sent["fingerprint"] = sent.pop("backbone_fingerprint")
+    assert told.facts()["declared"] == sent  # the very request that enrolled
+    text = "\n".join(told.lines())
+    assert coordinator.client.secret not in text
+    assert coordinator.client.secret not in json.dumps(told.facts())
+    updates = [decode(body)[0] for body in coordinator.received if body[8:9] == b"{"]
+    assert len(updates) == 2
+    for update in updates:
+        sent = {name: (tuple(one.shape), one.numel() * one.element_size()) for name, one in update.items()}
+        (exchange,) = told.exchanges
+        assert exchange.when == EACH
+        assert sent == {one.name: (one.shape, one.bytes) for one in exchange.tensors}
+    assert f"context (4, {backbone.d_t}) float32, {4 * backbone.d_t * 4:,} bytes" in text
+
+
+def test_a_no_sends_nothing(make: Make) -> None:
+    owner, coordinator = Told(answer=False), make.coordinator()
+    with pytest.raises(ClientError, match="nothing of the above was sent") as end:
+        asyncio.run(make.worker(coordinator, consent=owner.consent).run())
+    assert end.value.exit is Exit.DECLINED
+    assert coordinator.client is None
+    assert [(verb, path) for verb, path, _ in coordinator.calls if not path.endswith("/enrolment")] == []
+
+
+def test_who_has_joined_is_not_asked_again(make: Make) -> None:
+    coordinator, owner = make.coordinator(rounds=0), Told()
+    asyncio.run(make.worker(coordinator, consent=owner.consent).run())
+    coordinator.plan = [("evaluate", 0)]
+    asyncio.run(make.worker(coordinator, consent=Told(answer=False).consent).run())
+    assert len(owner.calls) == 1
+
+
+def info_of(method: str) -> EnrolmentInfo:
+    backbone = BackboneSpec()
+    known: dict[str, Any] = {
+        "federation_id": "f", "name": "pets", "template": None, "state": "running", "class_names": NAMES,
+    }  # fmt: skip
+    plan: dict[str, Any] = {"rounds": 3, "training": TrainingSpec(), "seed": 0, "evaluate_every": 1}
+    return EnrolmentInfo(method={"name": method}, backbone=backbone, **known, **plan)
+
+
+def told_of(
+    method: Method, declared: Declared, shape: BackboneShape | None, tests: list[str], **changes: Any
+) -> Disclosure:
+    info = info_of(method.name).model_copy(update=changes)
+    terms = terms_of(info, method, "http://127.0.0.1", declared.role, tests)
+    return disclose(terms, info, method, declared, shape)
+
+
+@pytest.fixture
+def declared() -> Declared:
+    return Declared("a", "trainer", 4, tuple(NAMES), None, "cpu", "sha256:" + "0" * 64)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.own()))
+def test_every_method_can_be_told(declared: Declared, backbone: Backbone, name: str) -> None:
+    method = make_method({"name": name})
+    told = told_of(method, declared, shape_of(backbone), ["novel"])
+    promised = {spec.name for round in (1, 2, 3) for phase in method.phases(round, 3) for spec in phase.up}
+    tensors = [one for exchange in told.exchanges for one in exchange.tensors]
+    assert {one.name for one in tensors} == promised
+    unknown = {size for one in tensors for size in one.shape if isinstance(size, str)}
+    assert unknown == ({"n"} if name in ("fast_pt", "fedapt") else set())  # how many domains there will be
+    evaluator = replace(declared, role="evaluator")
+    assert told_of(method, evaluator, shape_of(backbone), []).exchanges == ()
+
+
+def test_the_readme_lists_what_the_consent_shows(declared: Declared, backbone: Backbone) -> None:
+    section = (ROOT / "README.md").read_text().split("## What leaves a site")[1].split("\n## ")[0]
+    listed = set(re.findall(r"\*\*(\w+)\*\*", section))
+    shown, figures = set(), ""
+    sums = SecureAggregationSpec()
+    for more in ({}, {"secure_aggregation": sums}):
+        lines = told_of(make_method({"name": "promptfl"}), declared, shape_of(backbone), [], **more).lines()
+        leaving = lines[next(k for k, line in enumerate(lines) if line.startswith("Leaves")) :]
+        leaving = leaving[: leaving.index("Who learns what of it:")]
+        shown |= {found[1] for line in leaving if (found := re.match(r"  (\w+) {2,}", line)) and found[1] != "nothing"}
+        figures += " ".join(leaving)
+    assert listed == shown
+    for word in ("ECE", "macro-F1", "seconds", "mean shares", "number of images"):
+        assert word in section, word
+        assert word in figures, word
+
+
+def test_the_floor_and_its_states_are_told(declared: Declared, backbone: Backbone) -> None:
+    info = info_of("promptfl")
+    method = make_method({"name": "promptfl"})
+    terms = terms_of(info, method, "http://127.0.0.1", declared.role, [])
+    told = disclose(terms, info, method, declared, shape_of(backbone), limits=(10, 50))
+    text = "\n".join(told.lines())
+    assert "all from ranges of 10 images; nothing of a test set of fewer than 20" in text
+    assert "of at most 50 states on one test set (metrics.states); 4 may be asked for" in text
+    assert "ECE" not in text
+    assert (told.facts()["floor"], told.facts()["states"]) == (10, 50)
+    several = terms.model_copy(update={"method": terms.method | {"task": "multi_label"}})
+    text = "\n".join(replace(told, terms=several).lines())
+    assert "of several labels no figure leaves under this site's floor" in text
+
+
+def test_the_last_rounds_tensors_are_told_apart(declared: Declared, backbone: Backbone) -> None:
+    told = told_of(make_method({"name": "fast_pt"}), declared, shape_of(backbone), [])
+    assert [(one.phase, one.when) for one in told.exchanges] == [
+        ("global", EACH),
+        ("domain_prompts", "after the last round"),
+    ]
+    by_name = {tensor.name: tensor for exchange in told.exchanges for tensor in exchange.tensors}
+    assert by_name["classifier_weight"].shape == ("n", backbone.d_e)
+    assert by_name["classifier_weight"].bytes is None
+
+
+def test_of_secure_sums_it_is_told_that_changes_leave_under_masks_alone(declared: Declared) -> None:
+    method = make_method({"name": "promptfl"})
+    secure = SecureAggregationSpec(minimum=5)
+    told = "\n".join(told_of(method, declared, None, [], secure_aggregation=secure, evaluation="withheld").lines())
+    assert "as a part of a sum that nobody sees into, 64 bits a number (phase train)" in told
+    assert "of the changes nothing but sums of at least 5 clients" in told
+    assert "metrics   none" in told
+    assert "accuracies are withheld" in told
+    assert "gradients of images" not in told
+    assert "key       public, made here" in told
+    plain = "\n".join(told_of(method, declared, None, [], secure_aggregation=secure, evaluation="plain").lines())
+    assert "accuracy  on its test images" in plain
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, disclosure: Disclosure, answer: str | None, ask: bool = True) -> bool:
+    """What the terminal makes of an answer; None where no terminal is there."""
+    leader, follower = pty.openpty()
+    try:
+        with os.fdopen(follower, "r+b", buffering=0) as raw, io.TextIOWrapper(raw) as stdin:
+            if answer is not None:
+                monkeypatch.setattr(sys, "stdin", stdin)
+                monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+                os.write(leader, answer.encode())
+            else:
+                monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+            terminal = Terminal("text", ask)
+            return asyncio.run(asyncio.wait_for(terminal.consent([], disclosure), PATIENCE))
+    finally:
+        os.close(leader)
+
+
+@pytest.fixture
+def disclosure(declared: Declared) -> Disclosure:
+    return told_of(make_method({"name": "promptfl"}), declared, None, [])
+
+
+@pytest.mark.parametrize(
+    ("answer", "joins"), [("y\n", True), ("YES\n", True), ("n\n", False), ("\n", False), (None, True)]
+)
+def test_a_person_is_asked_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, disclosure: Disclosure, answer: str | None, joins: bool
+) -> None:
+    assert ask(monkeypatch, disclosure, answer) is joins
+
+
+def test_yes_is_not_asked(monkeypatch: pytest.MonkeyPatch, disclosure: Disclosure) -> None:
+    assert ask(monkeypatch, disclosure, "n\n", ask=False) is True
+
+
+def test_a_log_of_json_has_the_disclosure_as_one_event(
+    disclosure: Disclosure, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO, "promptfed.client"):
+        terminal = Terminal("json", ask=False)
+        assert asyncio.run(terminal.consent([Check("clock", "pass", "agrees")], disclosure))
+    events = {record.event: record.facts for record in caplog.records}
+    assert events["check"]["verdict"] == "pass"
+    assert events["disclosure"]["declared"]["class_names"] == NAMES
+    assert capsys.readouterr().err == ""
+
+
+def given(**changes: Any) -> dict[str, Any]:
+    return {"coordinator": "http://127.0.0.1:8080", "federation": "pets", "data": "digits"} | changes
+
+
+def test_a_client_needs_neither_name_nor_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(socket, "gethostname", lambda: "Anna's laptop.example.org")
+    found = make_settings(**given())
+    assert found.name == "Anna-s-laptop"
+    assert found.state_dir == tmp_path / "promptfed" / "127.0.0.1-8080" / "pets" / "Anna-s-laptop"
+    assert make_settings(**given(name="b")).state_dir.name == "b"
+
+
+def test_a_state_folder_knows_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A container gets another host name each time; the client stays who it is."""
+    (tmp_path / "identity.json").write_text('{"name": "ward-3"}')
+    monkeypatch.setattr(socket, "gethostname", lambda: "0f3c9a")
+    assert make_settings(**given(state_dir=tmp_path)).name == "ward-3"
+    (tmp_path / "identity.json").write_text("damaged")
+    assert make_settings(**given(state_dir=tmp_path)).name == "0f3c9a"
+
+
+def test_the_clock() -> None:
+    assert check_clock(-2.0).verdict == "pass"
+    assert check_clock(None).verdict == "pass"
+    ahead = check_clock(120.0)
+    assert (ahead.verdict, "120 s ahead" in ahead.text) == ("warn", True)
+    assert "behind" in check_clock(-90.0).text
+
+
+def test_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert verdicts("auto", "cpu", "cuda", "cuda:1") == ["warn", "warn", "fail", "fail"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: Card())
+    assert verdicts("auto", "cuda", "cuda:1", "cpu") == ["pass", "pass", "fail", "warn"]
+
+
+class Card:
+    name = "a GPU"
+    total_memory = 8 << 30
+
+
+def verdicts(*wanted: str) -> list[str]:
+    return [check_device(one).verdict for one in wanted]
+
+
+def test_the_data(source: Source) -> None:
+    counts, images = check_data(source, "trainer")
+    assert f"{len(source.train)} training" in counts.text
+    assert (counts.verdict, images.verdict) == ("pass", "pass")
+    nothing = replace(source, train=source.train.select(torch.arange(0)))
+    assert check_data(nothing, "trainer")[0].verdict == "fail"
+    assert check_data(nothing, "evaluator")[0].verdict == "pass"
+    leaking = replace(source, test=source.train)
+    assert "training and test images alike" in check_data(leaking, "trainer")[1].text
+    few = replace(source, train=source.train.select((source.train.labels != 1).nonzero()[:, 0]))
+    assert check_data(few, "trainer")[0].verdict == "warn"
+    assert source.class_names[1] in check_data(few, "trainer")[0].text
+
+
+def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_disk(tmp_path / "not" / "yet").verdict == "pass"
+    (tmp_path / "file").write_text("")
+    assert check_disk(tmp_path / "file" / "below").verdict == "fail"
+
+
+@pytest.mark.parametrize(("hard", "clients", "verdict"), [(1024, "624", "warn"), (20_000, "19,600", "pass")])
+def test_the_limit_on_open_files_is_named(
+    monkeypatch: pytest.MonkeyPatch, hard: int, clients: str, verdict: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, hard))
+    check = check_files()
+    assert (check.verdict, check.text) == (
+        verdict, f"a process may open {hard:,}: enough for a coordinator with {clients} clients",
+    )  # fmt: skip
+    assert (check.advice is not None and "ulimit -n" in check.advice) is (verdict == "warn")
+
+
+def test_names_that_look_alike_are_a_warning(source: Source) -> None:
+    names = ("blue bird", "Blue-Bird", "cat", "c\u0430t", "dog", "d\u200bog", "bird", "birds", "caf\u00e9", "cafe")
+    text = check_data(replace(source, class_names=names), "trainer")[1]
+    assert (text.name, text.verdict) == ("classes", "warn")
+    for pair in ("'Blue-Bird' and 'blue bird'", "'cat' and 'c\u0430t' (spelt 'c\\u0430t')", "(spelt 'd\\u200bog')"):
+        assert pair in text.text
+    assert "birds" not in text.text
+    assert "caf" not in text.text
+    assert "classes" not in [check.name for check in check_data(source, "trainer")]

@@ -18,8 +18,11 @@ from promptfed.experiments.bench.folder import BENCH_FILE, claim, results_csv
 from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
 from promptfed.experiments.bench.runner import Bench, BenchRun
 from promptfed.experiments.bench.tables import TableRow
+from promptfed.experiments.simulation.simulation import SWAPPED
 from promptfed.sdk.client import Exit
 from promptfed.sdk.result import Accuracy
+from promptfed.shared.data import open_source
+from promptfed.shared.metrics import calibration_error
 
 DATA = "symbols:sketch?topic=games&per_class=4&test_per_class=2"
 
@@ -153,3 +156,138 @@ def test_a_bench_remarks_entries_that_rise_fall_or_lose() -> None:
     assert said.startswith("x: One site falls: site-0 is 10.0 points below zero-shot")
     [said] = remarks_on([run("x", {6: (0.4,) * 3, 8: (0.4,) * 3})])
     assert said.startswith("x: Below zero-shot by 10.0 points")
+
+
+# What a finished bench's folder has beside accuracies.
+
+
+LARGER = "symbols:{domain}?topic=weather&per_class=4&test_per_class=3"
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    found = CliRunner().invoke(app, ["bench", *arguments])
+    return found.exit_code, found.stdout, " ".join(found.stderr.split())
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    code, _, stderr = invoke(
+        "personalisation", "--methods", "promptfl,coop", "--data", LARGER, "--domains", "neon,chalk", "--rounds", "1",
+        "--m", "2", "--seeds", "1", "--out-of-client", "--out", str(folder),
+    )  # fmt: skip
+    assert code == 0, stderr
+    return folder
+
+
+def document(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return found
+
+
+def test_every_answer_is_kept_in_this_process(out: Path) -> None:
+    promptfl, _ = document(out)["runs"]
+    told = {(one["client"], one["split"]): one for one in promptfl["outcomes"]}
+    assert set(told) == {(a, split) for a, b in (("neon", "chalk"), ("chalk", "neon"))
+                         for split in ("test", "test@zero-shot", f"of-{b}", f"of-{b}@zero-shot")}  # fmt: skip
+    for accuracy in promptfl["accuracies"]:
+        if accuracy["round"] == 1:
+            one = told[accuracy["client"], accuracy["split"]]
+            right = [a == b for a, b in zip(one["labels"], one["predicted"], strict=True)]
+            assert sum(right) / len(right) == pytest.approx(accuracy["accuracy"])
+            assert all(1 / len(one["class_names"]) - 1e-6 <= sure <= 1 for sure in one["confidence"])
+    site = next(client for client in promptfl["clients"] if client["name"] == "neon")
+    assert told["neon", "test"]["labels"] == open_source(site["data"]).test.labels.tolist()
+    assert told["neon", "test"]["images"] == told["chalk", "of-neon"]["images"]
+
+
+def test_calibration_and_the_matrix_stand_in_the_document(out: Path) -> None:
+    whole = document(out)
+    row = next(row for row in whole["measures"] if (row["label"], row["split"]) == ("promptfl", "test"))
+    told = [one for one in whole["runs"][0]["outcomes"] if one["split"] == "test"]
+    sure = [value for one in told for value in one["confidence"]]
+    right = [a == b for one in told for a, b in zip(one["labels"], one["predicted"], strict=True)]
+    assert row["ece"] == [pytest.approx(calibration_error(sure, right), abs=1e-12)]
+    assert sum(bin[2] for bin in row["reliability"]) == len(right)
+    coop = next(matrix for matrix in whole["matrices"] if matrix["label"] == "coop")
+    assert coop["clients"] == ["chalk", "neon"]
+    shared = next(matrix for matrix in whole["matrices"] if matrix["label"] == "promptfl")["accuracy"]
+    assert shared[0] == shared[1], "one classifier for all"
+    scores = next(row for row in whole["table"] if row["label"] == "coop")["scores"][0]
+    assert scores["elsewhere"] == pytest.approx((coop["accuracy"][0][1] + coop["accuracy"][1][0]) / 2)
+    table = (out / "table.md").read_text()
+    assert "| method | test set | accuracy | ECE | macro-F1 |" in table
+    assert "coop: each client's classifier (row)" in table
+    assert (out / "reliability-test.png").exists()
+
+
+def test_a_bench_needs_a_folder() -> None:
+    code, _, stderr = invoke("personalisation", "--data", LARGER)
+    assert code == Exit.BAD_INPUT
+    assert "needs a folder for its results: give --out" in stderr
+
+
+# Others' prompts under one's own head: nothing changes where there are none, all but the head where there are.
+
+
+WEATHER = "symbols:{domain}?topic=weather&per_class=2&test_per_class=2"
+
+
+OTHERS_MODELS = "singleset_vpt:head=linear:m=0,singleset_vpt:head=linear:m=2,promptfl:m=2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("swapped") / "out"
+    spec = out.parent / "spec.yaml"
+    spec.write_text("training: {epochs: 1, learning_rate: 0.5}")
+    command = [
+        "bench",
+        "personalisation",
+        "--data",
+        WEATHER,
+        "--domains",
+        "sketch,neon,chalk",
+        "--methods",
+        OTHERS_MODELS,
+    ]
+    found = CliRunner().invoke(
+        app, [*command, "--swap-prompts", "--rounds", "1", "--seeds", "0", "--spec", str(spec), "--out", str(out)]
+    )
+    assert found.exit_code == 0, found.stderr
+    return out
+
+
+def read_runs(folder: Path) -> list[BenchRun]:
+    return [BenchRun.model_validate(run) for run in json.loads((folder / "results.json").read_text())["runs"]]
+
+
+def answers(run: BenchRun, split: str) -> dict[str, list[tuple[float, ...]]]:
+    told: dict[str, list[tuple[float, ...]]] = {}
+    for one in run.outcomes:
+        if one.split == split:
+            told.setdefault(one.client, []).append(one.confidence)
+    return told
+
+
+def test_a_head_alone_answers_as_before(folder: Path) -> None:
+    run = next(run for run in read_runs(folder) if "m=0" in run.label)
+    own, swapped = answers(run, "test"), answers(run, f"test@{SWAPPED}")
+    assert {client: len(told) for client, told in swapped.items()} == dict.fromkeys(("sketch", "neon", "chalk"), 2)
+    for client, told in swapped.items():
+        for one in told:
+            assert one == pytest.approx(own[client][0], abs=1e-6)
+
+
+def test_prompts_are_the_others_and_the_head_is_ones_own(folder: Path) -> None:
+    run = next(run for run in read_runs(folder) if "m=2" in run.label and "singleset" in run.label)
+    own, swapped = answers(run, "test"), answers(run, f"test@{SWAPPED}")
+    for client, told in swapped.items():
+        assert told[0] != told[1] != own[client][0]
+    rows = {(row["label"], row["split"]) for row in json.loads((folder / "results.json").read_text())["measures"]}
+    assert ("singleset_vpt:head=linear:m=2 (prompts of others)", "test") in rows
+
+
+def test_of_a_shared_method_there_is_nothing_to_swap(folder: Path) -> None:
+    run = next(run for run in read_runs(folder) if "promptfl" in run.label)
+    assert answers(run, f"test@{SWAPPED}") == {}

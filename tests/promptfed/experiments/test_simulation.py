@@ -25,6 +25,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
+from promptfed.client_service.exits import ClientError
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.coordinator.engine import jobs
 from promptfed.experiments.bench import presets, runner
@@ -33,7 +34,7 @@ from promptfed.experiments.bench.runner import commit, provenance
 from promptfed.experiments.simulation import simulation
 from promptfed.experiments.simulation.preparation import PATIENCE_SECONDS, SimulationSetup, open_site
 from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
-from promptfed.experiments.simulation.workers import run_workers
+from promptfed.experiments.simulation.workers import _exit, run_workers
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.progress import Snapshot
@@ -435,9 +436,6 @@ def test_a_simulation_that_is_killed_leaves_no_process() -> None:
     wait_for("the end of its processes", lambda: not any(Path(f"/proc/{child}").exists() for child in children))
 
 
-# The embedded benchmark: its presets can be run, and every method stands in one.
-
-
 SMALL = """
 title: Two styles
 protocol: leave-one-domain-out
@@ -501,3 +499,21 @@ def test_it_runs_reduced_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert set(rows["ours"]["scores"][0]) == {"chalk", "mean", "clients"}
     again = CliRunner().invoke(app, command)
     assert (again.exit_code, asked) == (0, ["run"])
+
+
+# What ends a simulated client, as the command ends.
+
+
+@pytest.mark.parametrize(
+    ("client", "command"),
+    [
+        (Exit.BAD_INPUT, Exit.BAD_INPUT),
+        (Exit.FEDERATION_ENDED_BADLY, Exit.FEDERATION_ENDED_BADLY),
+        (Exit.NAME_TAKEN, Exit.FAILED),
+        (Exit.BACKBONE, Exit.FAILED),
+        (Exit.DECLINED, Exit.FAILED),
+        (Exit.INTERRUPTED, Exit.INTERRUPTED),
+    ],
+)
+def test_codes_of_a_clients_process_alone_are_a_failure(client: Exit, command: Exit) -> None:
+    assert _exit(ClientError(client, "why")) == command
