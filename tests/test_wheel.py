@@ -159,9 +159,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [without_links, from_a_zip], ids=lambda source: source.__name__)
-def test_a_source_without_links_builds_the_same_wheel(
-    source: Callable[[Path], Path], wheel: Path, tmp_path: Path
-) -> None:
+def test_a_source_without_links_builds_same_wheel(source: Callable[[Path], Path], wheel: Path, tmp_path: Path) -> None:
     (out := tmp_path / "out").mkdir()
     (tree := tmp_path / "source").mkdir()
     with zipfile.ZipFile(build("build_wheel", source(tree), out)) as built, zipfile.ZipFile(wheel) as usual:

@@ -168,9 +168,7 @@ def test_numbers_that_a_method_does_not_declare_stay_here(make: Make, monkeypatc
 # Consent, and its change
 
 
-def test_consent_comes_before_the_backbone_and_the_features(
-    make: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_consent_comes_before_the_backbone_and_the_features(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
 
     def load(*arguments: Any) -> Any:
@@ -178,7 +176,7 @@ def test_consent_comes_before_the_backbone_and_the_features(
         return load_backbone("promptfed-tiny", None)
 
     monkeypatch.setattr(joining, "open_backbone", load)
-    features = FeatureCache(settings.features_dir)
+    features = FeatureCache(make.settings.features_dir)
     owner, coordinator = Owner(answer=False), make.coordinator(rounds=0)
     with pytest.raises(ClientError) as end:
         asyncio.run(make.worker(coordinator, backbone=None, features=features, consent=owner.consent).run())
@@ -277,9 +275,7 @@ def test_what_other_sites_learn_is_told() -> None:
     assert "image features" in told("fedcocoop", "operator")
 
 
-def test_the_text_says_what_others_learn_and_shows_names_as_text(
-    make: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_says_what_others_learn_and_shows_names_as_text(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     hostile = ["sun\x1b[8m\x1b[2J", "anchor\u202e", "umbrella\r\nLeaves it never", "pair\x9b3J"]
     coordinator = make.coordinator(rounds=0, method={"name": "fedclip"}, class_names=hostile)
     coordinator.template = "\x1b]0;x\x07{}"
@@ -368,14 +364,12 @@ def test_consent_can_be_called_back(make: Make, settings: Settings) -> None:
     assert len(coordinator.accepted) == 2
 
 
-def test_the_command_calls_back_and_deletes(
-    make: Make, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_calls_back_and_deletes(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("promptfed.client_service.joining.consent.ANSWER_SECONDS", 0.5)
     source = make.coordinator(rounds=1, method={"name": "coop", "m": 4})
-    features = FeatureCache(settings.features_dir)
+    features = FeatureCache(make.settings.features_dir)
     asyncio.run(make.worker(source, features=features).run())
-    folder = settings.state_dir
+    folder = make.settings.state_dir
     assert {"committed.safetensors", "serving.json", "features"} <= {path.name for path in folder.iterdir()}
     line = ["--coordinator", "http://127.0.0.1:9", "--federation", "pets", "--state-dir", str(folder), "--withdraw"]
     assert command.main([*line, "--delete-private"]) == Exit.UNREACHABLE  # nobody listens: the operator is to be told

@@ -291,9 +291,7 @@ def test_the_first_images_of_a_group_in_order_of_digest_stand_for_it(folder: Pat
     assert groups_of(GROUP.model_copy(update={"unit": "record"}), train) is None
 
 
-def test_a_client_enrols_its_groups_and_spends_them(
-    folder: Path, make: Make, settings: Settings, tmp_path: Path
-) -> None:
+def test_client_enrols_its_groups_and_spends_them(folder: Path, make: Make, settings: Settings, tmp_path: Path) -> None:
     training = TrainingSpec(learning_rate=0.1, batch_size=4).model_dump()
     coordinator = make.coordinator(privacy=GROUP.model_dump(), training=training, rounds=1, class_names=list(CLASSES))
     own = settings.model_copy(update={"ledger": tmp_path / "ledger.jsonl", "max_epsilon": 50.0})
@@ -409,11 +407,9 @@ def test_a_client_with_an_old_copy_sends_nothing_more(tmp_path: Path, make: Make
     assert asyncio.run(make.worker(coordinator, settings=own).run()) == Exit.OK
 
 
-def test_a_coordinator_that_goes_back_on_a_ledger_between_tasks_is_noticed(
-    tmp_path: Path, make: Make, settings: Settings
-) -> None:
+def test_a_coordinator_that_goes_back_on_a_ledger_between_tasks_is_noticed(tmp_path: Path, make: Make) -> None:
     """The ledger is looked at before each task, and before its payload is fetched."""
-    own = settings.model_copy(update={"ledger": tmp_path / "ledger.jsonl"})
+    own = make.settings.model_copy(update={"ledger": tmp_path / "ledger.jsonl"})
     coordinator = make.coordinator(rounds=2, privacy=PRIVACY, training={"batch_size": 24})
     coordinator.spends = []
     worker = make.worker(coordinator, settings=own)
@@ -429,11 +425,9 @@ def test_a_coordinator_that_goes_back_on_a_ledger_between_tasks_is_noticed(
 
 
 @pytest.mark.parametrize("answers", ["nothing", "no such resource"])
-def test_a_restored_copy_is_found_whatever_the_coordinator_says(
-    tmp_path: Path, make: Make, settings: Settings, answers: str
-) -> None:
+def test_a_restored_copy_is_found_whatever_the_coordinator_says(tmp_path: Path, make: Make, answers: str) -> None:
     """The state folder knows how long the ledger was and what its last line said."""
-    own = settings.model_copy(update={"ledger": tmp_path / "ledger.jsonl"})
+    own = make.settings.model_copy(update={"ledger": tmp_path / "ledger.jsonl"})
     assert own.ledger is not None
     coordinator = make.coordinator(rounds=2, privacy=PRIVACY, training={"batch_size": 24})
     coordinator.spends = [] if answers == "nothing" else None

@@ -253,9 +253,7 @@ def test_no_request_of_a_refused_task_says_what_depends_on_data(tmp_path: Path, 
     assert len(coordinator.failures) == 3
 
 
-def test_the_doctor_tells_every_rule_and_what_the_budget_would_be(
-    tmp_path: Path, make: Make, settings: Settings, source: Source
-) -> None:
+def test_the_doctor_tells_every_rule_and_what_the_budget_would_be(tmp_path: Path, make: Make, source: Source) -> None:
     privacy = PrivacySpec(level="sample", clip=0.3, noise_multiplier=8.0, delta=1e-3)
     backbone = BackboneSpec(model="promptfed-tiny", pretrained=None)
     info = EnrolmentInfo(
@@ -264,7 +262,7 @@ def test_the_doctor_tells_every_rule_and_what_the_budget_would_be(
     )  # fmt: skip
     given = {"limits": {"rounds": 1}, "ledger": str(tmp_path / "ledger.jsonl"), "privacy": {"delta": 1e-3}}
     path = written(tmp_path, given)
-    own, (policy, _) = settings.model_copy(update={"policy": path}), read_policy(path)
+    own, (policy, _) = make.settings.model_copy(update={"policy": path}), read_policy(path)
     examination = Examination(own, tmp_path, policy=policy)
     examination._policy(info, source)
     found = {check.name: check for check in examination.checks}
@@ -308,11 +306,9 @@ class TwoOrigins(httpx.AsyncBaseTransport):
 
 
 @pytest.mark.parametrize("moved", ["enrolment", "clients", "task", "payload", "update", "evaluation"])
-def test_a_307_to_an_origin_that_the_policy_does_not_list_gets_no_byte(
-    moved: str, tmp_path: Path, make: Make, settings: Settings
-) -> None:
+def test_a_307_to_an_origin_that_the_policy_does_not_list_gets_no_byte(moved: str, tmp_path: Path, make: Make) -> None:
     network = TwoOrigins(make.coordinator(rounds=1), moved)
-    own = with_policy(settings, tmp_path, {"allow": {"coordinators": [LISTED]}})
+    own = with_policy(make.settings, tmp_path, {"allow": {"coordinators": [LISTED]}})
     worker = make.worker(make.coordinator(), http=httpx.AsyncClient(transport=network), settings=own)
     with pytest.raises(ClientError, match=f"policy-coordinator: .* not {ELSEWHERE}; nothing was sent there") as end:
         asyncio.run(worker.run())
@@ -398,9 +394,7 @@ def test_further_keys_that_a_federation_offends(
     assert set(coordinator.received) == {b""}
 
 
-def test_a_policy_that_has_expired_holds_back_the_update_that_waited(
-    tmp_path: Path, make: Make, settings: Settings
-) -> None:
+def test_policy_that_has_expired_holds_back_update_that_waited(tmp_path: Path, make: Make, settings: Settings) -> None:
     """Trained in time, sent too late: the policy is asked again before the bytes leave."""
     coordinator = make.coordinator(rounds=1)
     own = with_policy(settings, tmp_path, {"limits": {"until": date(2999, 1, 1)}})

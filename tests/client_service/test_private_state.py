@@ -293,9 +293,7 @@ def synced_by(monkeypatch: pytest.MonkeyPatch, folder: Path, change: Callable[[]
     return found
 
 
-def test_each_file_is_synced_before_its_rename_and_its_folder_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_file_is_synced_before_rename_and_folder_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "s"
     state = PrivateState(folder)
     state._disk._sync = lambda handle: os.fsync(handle)  # looked up anew, so that it is seen

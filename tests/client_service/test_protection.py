@@ -394,9 +394,7 @@ def test_what_the_budget_has_no_room_for_is_withheld(make: Make, own: Settings, 
 
 
 @pytest.mark.parametrize("why", ["trained and tested on", "fine-tuned", "the policy", "the floor"])
-def test_what_no_noise_makes_right_is_withheld(
-    why: str, make: Make, own: Settings, apart: Source, tmp_path: Path
-) -> None:
+def test_where_no_noise_helps_is_withheld(why: str, make: Make, own: Settings, apart: Source, tmp_path: Path) -> None:
     coordinator = noisy(make, rounds=1)
     if why == "fine-tuned":
         coordinator = noisy(make, rounds=1, method={"name": "promptfl_ft", "m": 4})

@@ -164,9 +164,7 @@ def test_an_answer_that_was_lost_is_asked_for_again_and_commits_once(
     assert outcome(coordinator, settings) == undisturbed
 
 
-def test_an_update_that_comes_too_late_takes_its_private_state_with_it(
-    make: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_update_that_comes_too_late_takes_private_state_with_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     started_from: list[str] = []
     real = CoOp.train
 
@@ -184,8 +182,8 @@ def test_an_update_that_comes_too_late_takes_its_private_state_with_it(
     assert started_from[2] == started_from[1] != started_from[0]
     assert events.count("accepted") == 2
     assert events.count("discarded") == 1
-    assert outcome(coordinator, settings)[2].round == 3
-    refusal = json.loads((settings.state_dir / "last-refusal.json").read_text())
+    assert outcome(coordinator, make.settings)[2].round == 3
+    refusal = json.loads((make.settings.state_dir / "last-refusal.json").read_text())
     assert (refusal["kind"], refusal["round"], refusal["status"]) == ("phase-closed", 2, 409)
     assert not coordinator.failures
 
@@ -201,9 +199,7 @@ def test_a_kill_while_the_late_update_is_discarded_changes_nothing(make: Make, s
 
 
 @pytest.mark.parametrize(("status", "kind"), [(413, "too-large"), (422, "norm-too-large"), (422, "wrong-shape")])
-def test_an_update_that_is_refused_is_reported_and_not_sent_for_ever(
-    make: Make, settings: Settings, status: int, kind: str
-) -> None:
+def test_an_update_that_is_refused_is_reported_and_not_sent_for_ever(make: Make, status: int, kind: str) -> None:
     def refuse(request: Request) -> Response | None:
         return problem(status, kind, "not like this") if request.url.path.endswith("/update") else None
 
@@ -213,7 +209,7 @@ def test_an_update_that_is_refused_is_reported_and_not_sent_for_ever(
     assert coordinator.failures == [{"type": "update-refused", "detail": f"{kind}: not like this"}]
     assert coordinator.count("PUT", "/update") == 1
     assert worker.monitor.status.last_refusal == "not like this"
-    assert outcome(coordinator, settings)[1] == state_hash({})
+    assert outcome(coordinator, make.settings)[1] == state_hash({})
 
 
 @pytest.mark.parametrize(("status", "kind"), [(401, "unauthorized"), (403, "withdrawn"), (307, "redirect")])

@@ -213,14 +213,12 @@ def messages(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read(folder) if line["what"] == "sent"]
 
 
-def test_every_request_of_a_federation_is_in_it_before_it_leaves(
-    make: Make, settings: Settings, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_request_is_in_it_before_it_leaves(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     coordinator = make.coordinator(rounds=2, method={"name": "promptfl", "m": 4}, training=TRAINING)
     bodies, shown = list[bytes](), list[str]()
 
     def look(request: httpx.Request) -> None:
-        lines = [json.loads(line) for line in (settings.state_dir / FILE).read_text().splitlines()]
+        lines = [json.loads(line) for line in (make.settings.state_dir / FILE).read_text().splitlines()]
         if request.method == "GET":
             assert any(line["what"] == "questions" for line in lines)
         else:
@@ -232,7 +230,7 @@ def test_every_request_of_a_federation_is_in_it_before_it_leaves(
     assert (
         asyncio.run(make.worker(coordinator, http=httpx.AsyncClient(transport=Wire(coordinator.app, look))).run()) == 0
     )
-    recorded = messages(settings.state_dir)
+    recorded = messages(make.settings.state_dir)
     assert [line["sha256"] for line in recorded] == [hashlib.sha256(body).hexdigest() for body in bodies]
     assert [line["bytes"] for line in recorded] == list(map(len, bodies))
     assert recorded[0]["message"] == "enrolment"
@@ -244,10 +242,10 @@ def test_every_request_of_a_federation_is_in_it_before_it_leaves(
         assert line["tensors"] == shapes
         shown.extend(f"tensor {name}: {shape}" for name, shape in shapes.items())
         assert {"task_id", "metrics", "payload_sha256"} <= set(line["fields"])
-    secret = json.loads((settings.state_dir / "identity.json").read_text())["secret"]
-    assert secret not in (settings.state_dir / FILE).read_text()
+    secret = json.loads((make.settings.state_dir / "identity.json").read_text())["secret"]
+    assert secret not in (make.settings.state_dir / FILE).read_text()
 
-    assert start(settings.model_copy(update={"sent": True})) == Exit.OK
+    assert start(make.settings.model_copy(update={"sent": True})) == Exit.OK
     told = capsys.readouterr().out
     assert f"{len(bodies)} messages of {sum(map(len, bodies)):,} bytes" in told
     assert all(hashlib.sha256(body).hexdigest() in told for body in bodies)

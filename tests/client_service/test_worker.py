@@ -174,22 +174,20 @@ def test_a_method_that_cannot_is_reported_and_the_client_goes_on(make: Make) -> 
     assert "raise m or use fewer words" in coordinator.failures[0]["detail"]
 
 
-def test_a_failure_of_another_kind_says_nothing_of_the_machine(
-    make: Make, settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_of_another_kind_says_nothing_of_the_machine(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     coordinator = make.coordinator(rounds=0)
     worker = make.worker(coordinator)
 
     def spoil(event: str, facts: Mapping[str, Any]) -> None:
         if event == "enrolled":
-            (settings.state_dir / "committed.safetensors.tmp").mkdir()
+            (make.settings.state_dir / "committed.safetensors.tmp").mkdir()
 
     worker.monitor._hook = spoil
     with caplog.at_level(logging.ERROR):
         assert asyncio.run(worker.run()) is Exit.OK
     assert {failure["detail"] for failure in coordinator.failures} == {"the client's own log says why"}
-    assert str(settings.state_dir) in caplog.text
-    assert not any(str(settings.state_dir).encode() in body for body in coordinator.received)
+    assert str(make.settings.state_dir) in caplog.text
+    assert not any(str(make.settings.state_dir).encode() in body for body in coordinator.received)
 
 
 def test_a_corrupted_payload_is_not_used(make: Make) -> None:
@@ -421,14 +419,12 @@ def test_an_ephemeral_worker_keeps_nothing_for_predictions(make: Make, settings:
 
 
 @pytest.mark.parametrize("resumable", [False, True])
-def test_consent_is_written_only_where_another_process_may_read_it(
-    resumable: bool, make: Make, settings: Settings
-) -> None:
+def test_consent_is_written_only_where_another_process_may_read_it(resumable: bool, make: Make) -> None:
     worker = make.worker(make.coordinator(rounds=1), ephemeral=True, synced=resumable)
     assert asyncio.run(worker.run()) is Exit.OK
     assert worker.work is not None
     assert worker.work.agreement.sent.sent, "answers are counted all the same"
-    notes = {name for name in (FILE, ANSWERS) if (settings.state_dir / name).exists()}
+    notes = {name for name in (FILE, ANSWERS) if (make.settings.state_dir / name).exists()}
     assert notes == ({FILE, ANSWERS} if resumable else set())
 
 
@@ -675,9 +671,7 @@ def test_the_fingerprint_is_that_of_the_key_that_signs_also_while_the_client_run
     state.close()
 
 
-def test_the_command_prints_the_fingerprint_and_needs_no_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_fingerprint_and_needs_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--coordinator", "http://127.0.0.1:9", "--federation", "eyes", "--state-dir", str(tmp_path)]
     assert main(["--fingerprint", *options]) == Exit.OK
     assert capsys.readouterr().out == own_fingerprint(tmp_path) + "\n"

@@ -147,9 +147,7 @@ def test_federations_are_found_and_laid_side_by_side(coordinator: InThread, visi
     expect(differing.nth(1)).to_have_text("training.learning_rate0.10.25")
 
 
-def test_a_federation_is_made_from_the_form_and_its_errors_stand_by_the_fields(
-    coordinator: InThread, visited: Visit
-) -> None:
+def test_a_federation_is_made_from_form_and_its_errors_stand_by_fields(coordinator: InThread, visited: Visit) -> None:
     page = visited.page
     visited.open("/#/new")
     visited.sign_in()

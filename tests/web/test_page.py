@@ -237,9 +237,7 @@ def test_a_coordinator_that_comes_back_is_followed_again(browser: Browser, tmp_p
         again.stop()
 
 
-def test_the_policy_forbids_markup_made_of_text_and_the_tests_would_see_it(
-    browser: Browser, coordinator: InThread
-) -> None:
+def test_the_policy_forbids_markup_made_of_text_and_tests_would_see_it(browser: Browser, coordinator: InThread) -> None:
     made = visit(browser, coordinator)
     made.open()
     with pytest.raises(Error, match="TrustedHTML"):
@@ -330,9 +328,7 @@ def test_of_secure_sums_the_steps_are_shown_and_what_nobody_sees_is_said(coordin
 
 
 @pytest.mark.slow
-def test_of_a_protected_federation_the_privacy_panel_tells_what_was_spent(
-    coordinator: InThread, visited: Visit
-) -> None:
+def test_of_a_protected_federation_privacy_panel_tells_what_was_spent(coordinator: InThread, visited: Visit) -> None:
     privacy = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
     _, (a, _), (task, other) = open_first_phase(coordinator, name="guarded", privacy=privacy)
     spent = {"epsilon": 1.5, "delta": 1e-3, "noise": "seeded", "events": [training_event(10, 32, 1, 1.0).as_json()]}

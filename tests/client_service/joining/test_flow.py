@@ -279,10 +279,8 @@ def test_a_state_folder_of_another_federation(make: Make, settings: Settings) ->
     assert "belongs to federation pets" in str(error)
 
 
-def test_what_enrolment_sends_is_all_that_it_may(
-    make: Make, settings: Settings, backbone: Backbone, tmp_path: Path
-) -> None:
-    own = settings.model_copy(update={"data": folder(tmp_path / "secret-place", "")})
+def test_what_enrolment_sends_is_all_that_it_may(make: Make, backbone: Backbone, tmp_path: Path) -> None:
+    own = make.settings.model_copy(update={"data": folder(tmp_path / "secret-place", "")})
     coordinator: FakeCoordinator = make.coordinator(rounds=0, class_names=None)
     asyncio.run(make.worker(coordinator, settings=own, source=None).run())
     (body,) = (json.loads(body) for body in coordinator.received if b'"secret"' in body)
@@ -573,9 +571,7 @@ def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("hard", "clients", "verdict"), [(1024, "624", "warn"), (20_000, "19,600", "pass")])
-def test_the_limit_on_open_files_is_named(
-    monkeypatch: pytest.MonkeyPatch, hard: int, clients: str, verdict: str
-) -> None:
+def test_limit_on_open_files_is_named(monkeypatch: pytest.MonkeyPatch, hard: int, clients: str, verdict: str) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, hard))
     check = check_files()
     assert (check.verdict, check.text) == (

@@ -427,16 +427,14 @@ def test_who_hangs_up_is_one_line_and_keeps_the_model_no_longer(idle: Worker, ca
     ] * 2
 
 
-def test_a_client_on_a_gpu_answers_what_it_answers_on_the_cpu(
-    make: Make, settings: Settings, source: Source, tmp_path: Path
-) -> None:
+def test_a_client_on_a_gpu_answers_what_it_answers_on_the_cpu(make: Make, source: Source, tmp_path: Path) -> None:
     """``--device cuda`` on the tests' stand-in for a GPU: joined, trained, evaluated and asked for a picture."""
     answers = []
     for device in ("cpu", "cuda"):
         with far_device():
             there = load_backbone("promptfed-tiny", None, device=device)
             coordinator = make.coordinator(rounds=2, method={"name": "fedpgp", "m": 4})
-            own = settings.model_copy(update={"state_dir": tmp_path / device, "device": device})
+            own = make.settings.model_copy(update={"state_dir": tmp_path / device, "device": device})
             cache = FeatureCache(tmp_path / f"features-{device}")
             worker = make.worker(coordinator, settings=own, backbone=there, features=cache)
             assert asyncio.run(worker.run()) is Exit.OK

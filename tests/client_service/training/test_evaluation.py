@@ -70,9 +70,7 @@ def test_a_further_test_set_is_scored_over_its_own_class_names(make: Make, backb
         assert found["zero_shot"]["other"]["accuracy"] == zero_shot_of(backbone, other, "a photo of a {}.")
 
 
-def test_variants_are_measured_beside_the_classifier(
-    make: Make, source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variants_are_measured_beside_classifier(make: Make, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "with_variant", WithVariant)
     extra = made_up_source(seed=6)
     found = run(make, {"other": extra}, method={"name": "with_variant", "m": 4})[-1]
@@ -106,9 +104,7 @@ def test_a_classifier_that_has_diverged_is_told_in_words(wrong: float) -> None:
     assert has_diverged(CommandError(f"client a could not evaluate round 1: {raised.value}", CommandExit.FAILED))
 
 
-def test_without_a_template_in_the_spec_each_data_source_has_its_own(
-    make: Make, backbone: Backbone, source: Source
-) -> None:
+def test_without_template_in_spec_each_data_source_has_its_own(make: Make, backbone: Backbone, source: Source) -> None:
     extra = replace(made_up_source(seed=6), template="a blurred picture of the {} in the dark.")
 
     found = run(make, {"other": extra}, template=None)[-1]

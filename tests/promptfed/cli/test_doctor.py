@@ -98,9 +98,7 @@ def test_everything_is_right(coordinator: InThread, token: Path, pets: Path) -> 
 
 
 @pytest.mark.usefixtures("loaded")
-def test_the_question_is_in_the_record_of_a_folder_that_is_there(
-    coordinator: InThread, token: Path, pets: Path
-) -> None:
+def test_the_question_is_in_record_of_a_folder_that_is_there(coordinator: InThread, token: Path, pets: Path) -> None:
     folder = token.parent / "state"
     folder.mkdir()
     assert doctor(*joining(coordinator, token, pets)).exit_code == Exit.OK
@@ -127,9 +125,7 @@ def test_what_the_environment_says_to_a_client_has_no_part_in_it(
 
 
 @pytest.mark.usefixtures("loaded")
-def test_a_policy_is_compared_with_the_federation(
-    coordinator: InThread, token: Path, pets: Path, tmp_path: Path
-) -> None:
+def test_a_policy_is_compared_with_federation(coordinator: InThread, token: Path, pets: Path, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("no such section: 1\n")
     done = doctor(*joining(coordinator, token, pets, policy=policy), "--json")

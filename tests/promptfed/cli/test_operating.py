@@ -254,9 +254,7 @@ def test_the_rest_takes_as_long_as_the_newest_rounds_took() -> None:
     assert pace.left() is None
 
 
-def test_progress_shows_the_time_left_also_where_rounds_are_quicker_than_looks(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_progress_shows_time_left_also_where_rounds_are_quicker_than_looks(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
     with Watcher(10, clock=lambda: now) as watcher:
         for seconds, round in ((0.0, 0), (100.0, 1), (108.0, 3)):

@@ -200,9 +200,7 @@ def test_another_run_than_was_recorded_is_a_failure(replay: Callable[..., Result
     ("arguments", "exit", "says"),
     [(["nobody"], Exit.REFUSED, "no federation"), (["eyes", "--round", "9"], Exit.REFUSED, "round 9 is not over")],
 )
-def test_what_goes_wrong_is_one_line(
-    replay: Callable[..., Result], arguments: list[str], exit: Exit, says: str
-) -> None:
+def test_each_error_is_one_line(replay: Callable[..., Result], arguments: list[str], exit: Exit, says: str) -> None:
     done = replay(*arguments)
     assert done.exit_code == exit
     assert says in done.stderr

@@ -219,9 +219,7 @@ def test_every_client_of_fedtpg_s_cross_dataset_trains_over_its_own_names() -> N
 
 
 @pytest.mark.parametrize("name", ["paper:fedtpg-nine-datasets", "paper:fedtpg-cross-dataset"])
-def test_fedtpg_words_each_data_set_as_its_table_5_does(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_fedtpg_words_each_data_set_as_table_5_does(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wanted = {
         "Caltech101": "a photo of a {}.", "Flowers102": "a photo of a {}, a type of flower.",
         "FGVCAircraft": "a photo of a {}, a type of aircraft.", "ucf101": "a photo of a person doing {}.",

@@ -58,9 +58,7 @@ def test_the_state_is_that_of_the_mean_in_the_clear(method: str, backbone: Backb
 PRIVACY = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0, "delta": 1e-3}
 
 
-def test_with_noise_for_records_the_state_is_that_of_the_same_noise_in_the_clear(
-    backbone: Backbone, features: FeatureCache
-) -> None:
+def test_noise_for_records_gives_the_state_of_noise_in_clear(backbone: Backbone, features: FeatureCache) -> None:
     def run(**changes: Any) -> Any:
         return simulate(spec(rounds=1, privacy=PRIVACY, **changes), SITES, backbone=backbone, features=features)
 

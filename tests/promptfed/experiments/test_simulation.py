@@ -181,9 +181,7 @@ def test_the_first_steps_of_a_round_share_a_pass_of_the_text_tower(
     ],
     ids=["shared", "personal", "protected", "two threads each"],
 )
-def test_two_at_once_come_to_the_same_result(
-    changes: dict[str, Any], backbone: Backbone, features: FeatureCache
-) -> None:
+def test_two_at_once_come_to_same_result(changes: dict[str, Any], backbone: Backbone, features: FeatureCache) -> None:
     """Also each answer on a test image, with other clients' prompts too, and what clients tell of their training."""
     options: dict[str, Any] = {
         "backbone": backbone,
@@ -217,9 +215,7 @@ def site_1_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("site_1_fails")
 @pytest.mark.parametrize("pool", [1, 2])
-def test_a_client_that_fails_is_named_where_all_are_needed(
-    pool: int, backbone: Backbone, features: FeatureCache
-) -> None:
+def test_client_that_fails_is_named_where_all_are_needed(pool: int, backbone: Backbone, features: FeatureCache) -> None:
     with pytest.raises(CommandError) as caught:
         simulate(spec(), SITES, pool=pool, backbone=backbone, features=features)
     wanted = "the federation is paused (quorum_missed): client site-1: MethodError: the loss is not finite"
@@ -228,9 +224,7 @@ def test_a_client_that_fails_is_named_where_all_are_needed(
 
 
 @pytest.mark.usefixtures("site_1_fails")
-def test_a_client_that_fails_is_done_without_where_the_quorum_allows(
-    backbone: Backbone, features: FeatureCache
-) -> None:
+def test_a_client_that_fails_is_done_without_where_quorum_allows(backbone: Backbone, features: FeatureCache) -> None:
     found = simulate(spec(participation={"min_clients": 2, "quorum": 0.6}), SITES, backbone=backbone, features=features)
     counted = [[one["client"] for one in report["phases"][0]["counted"]] for report in found.reports[1:]]
     assert counted == [["site-0", "site-2"]] * 2

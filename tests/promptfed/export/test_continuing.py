@@ -234,9 +234,7 @@ def moved(method: dict[str, Any], backbone: Backbone) -> Tensors:
         {"name": "fedlora", "towers": "text", "aggregation": "freeze_a", "blocks": "last_k"},
     ],
 )
-def test_the_checkpoint_s_model_has_the_federation_s_logits(
-    backbone: Backbone, method: dict[str, Any], tmp_path: Path
-) -> None:
+def test_checkpoint_s_model_has_federation_s_logits(backbone: Backbone, method: dict[str, Any], tmp_path: Path) -> None:
     state = moved(method, backbone)
     checkpoint = adapted(backbone, method, state).merged(backbone, NAMES)
     save_file(checkpoint, tmp_path / "open_clip_model.safetensors")

@@ -116,9 +116,7 @@ def test_class_weights_are_the_prompts_text_features(coordinator: InThread, back
     assert torch.allclose(weights["zero_shot_weights"], template, atol=1e-5)
 
 
-def test_fedtpg_makes_the_context_for_the_given_names(
-    coordinator: InThread, backbone: Backbone, tmp_path: Path
-) -> None:
+def test_fedtpg_makes_the_context_for_given_names(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
     found, names = exports.finished_result(coordinator, "fedtpg"), ("violin", "cactus", "moon")
     card = export(found, tmp_path / "out", ExportOptions(("violin", "cactus", "moon")), backbone)
     method = make_method({"name": "fedtpg", "m": 4})
@@ -156,9 +154,7 @@ def test_every_method_exports_what_it_has_and_nothing_wrong(
     assert not_at_all == {"pfedpg", "coop"}
 
 
-def test_the_shared_part_of_a_personal_method_is_called_that(
-    coordinator: InThread, backbone: Backbone, tmp_path: Path
-) -> None:
+def test_shared_part_of_personal_method_called_that(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
     found = exports.finished_result(coordinator, "fedpgp")
     export(found, tmp_path / "out", ExportOptions(), backbone)
     weights = load_file(tmp_path / "out" / "class_weights.safetensors")["class_weights"]
@@ -205,9 +201,7 @@ def test_names_of_others_are_no_markup_in_the_card(coordinator: InThread, backbo
     assert "\\[a\\](b) \\| c" in text
 
 
-def test_without_class_names_the_state_alone_is_exported(
-    coordinator: InThread, backbone: Backbone, tmp_path: Path
-) -> None:
+def test_without_class_names_state_alone_is_exported(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
     found = exports.finished_result(coordinator, "promptfl")
     found.federation.spec.class_names = None
     named = export(found, tmp_path / "named", ExportOptions(), backbone)

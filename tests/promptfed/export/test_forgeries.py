@@ -220,9 +220,7 @@ LIES: dict[Forgery, tuple[int, str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
-def test_the_coordinator_signs_nothing_that_it_knows_otherwise(
-    coordinator: InThread, exported: Path, lie: Forgery
-) -> None:
+def test_coordinator_signs_nothing_that_it_knows_otherwise(coordinator: InThread, exported: Path, lie: Forgery) -> None:
     forge(exported, lie)
     refused = request_signature(coordinator, exported)
     status, path = LIES[lie]
@@ -280,9 +278,7 @@ def test_a_card_of_another_round_or_federation_is_not_signed(coordinator: InThre
     assert (answer.status_code, "nested too deeply" in answer.json()["detail"]) == (400, True)
 
 
-def test_a_signature_of_something_else_is_refused(
-    coordinator: InThread, exported: Path, key: str, tmp_path: Path
-) -> None:
+def test_signature_of_something_else_refused(coordinator: InThread, exported: Path, key: str, tmp_path: Path) -> None:
     """Another export's, the state's of the same federation and round, and one of the card under another heading."""
     card = json.loads((exported / "card.json").read_text())
     signer = coordinator.app.state.signer
@@ -476,9 +472,7 @@ def test_text_of_an_export_moves_no_cursor(
         assert "\\x1b[2J" in done.stdout or "\\u202e" in done.stdout
 
 
-def test_a_viewers_export_is_not_signed_and_says_so(
-    coordinator: InThread, loaded: None, key: str, tmp_path: Path
-) -> None:
+def test_viewers_export_not_signed_and_says_so(coordinator: InThread, loaded: None, key: str, tmp_path: Path) -> None:
     minted = coordinator.post("/v1/operators", {"name": "reader", "role": "viewer"}, status=201)
     token = tmp_path / "viewer.token"
     token.write_text(minted["token"])

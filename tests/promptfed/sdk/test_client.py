@@ -164,9 +164,7 @@ def test_the_operator_s_token_goes_to_other_machines_encrypted_only(
         Coordinator("https://coordinator.example.org", "token")
 
 
-def test_the_options_of_the_connection_stand_before_the_command(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_options_of_the_connection_stand_before_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(PLAIN_VARIABLE, "")
     monkeypatch.setenv(CA_VARIABLE, "")
     environment = {"PROMPTFED_OPERATOR_TOKEN": "t"}

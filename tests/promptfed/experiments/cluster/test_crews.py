@@ -131,9 +131,7 @@ def test_crews_compress_as_one_process_does(tmp_path: Path) -> None:
     assert conducted(tmp_path, SITES, 2, spec=spec).state_hash == simulate(spec, SITES).state_hash
 
 
-def test_a_client_whose_data_cannot_be_opened_ends_the_run_with_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_client_whose_data_cannot_be_opened_ends_run_with_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew, "PATIENCE_SECONDS", 0.5)  # of the other crew, which no Ray takes away
     sites = [*SITES[:2], Site("broken", f"folder:{tmp_path / 'nowhere'}")]
     with pytest.raises(CommandError, match=r"client broken: .*nowhere"):
