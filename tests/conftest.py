@@ -39,7 +39,7 @@ def pytest_configure() -> None:
 LONG = (
     "test_end_to_end.py",
     "test_demo.py",
-    "test_method_package.py",
+    "test_text_federations.py",
     "test_wheel.py",
     "test_process.py",
     # These need hundreds of megabytes: they run while a process holds little else.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -12,21 +13,7 @@ from sklearn import metrics as reference
 from statsmodels.stats.meta_analysis import combine_effects
 from statsmodels.stats.proportion import proportion_confint
 
-from promptfed.shared.metrics import (
-    Estimate,
-    auroc_estimate,
-    average_precision,
-    calibration_error,
-    class_figures,
-    macro_f1,
-    mean_average_precision,
-    on_logit_scale,
-    pool,
-    pool_estimates,
-    precision_estimate,
-    proportion,
-    reliability,
-)
+from promptfed.shared import metrics
 
 Floats = NDArray[np.float64]
 
@@ -43,7 +30,7 @@ def test_figures_equal_scikit_learns(seed: int, digits: int) -> None:
     """Also where many scores are equal."""
     truth, scores = site(np.random.default_rng(seed), 0.8, 0.3, 200)
     scores, said = np.round(scores, digits), scores > 0.6
-    found = class_figures("cat", truth, scores, said)
+    found = metrics.class_figures("cat", truth, scores, said)
     assert found.auroc is not None
     assert found.average_precision is not None
     assert found.balanced_accuracy is not None
@@ -56,7 +43,7 @@ def test_figures_equal_scikit_learns(seed: int, digits: int) -> None:
     }
     assert all(abs(ours - theirs) < 1e-9 for ours, theirs in wanted.items())
     weights = np.random.default_rng(seed).multinomial(200, [1 / 200] * 200).astype(float)
-    assert average_precision(truth, scores, weights[None])[0] == pytest.approx(
+    assert metrics.average_precision(truth, scores, weights[None])[0] == pytest.approx(
         reference.average_precision_score(truth, scores, sample_weight=weights), abs=1e-9
     )
 
@@ -68,7 +55,7 @@ def test_delong_equals_the_definition() -> None:
     wins = np.array([[float(p > n) + float(p == n) / 2 for n in scores[~truth]] for p in scores[truth]])
     rows, columns = wins.mean(axis=1), wins.mean(axis=0)
     se = math.sqrt(rows.var(ddof=1) / len(rows) + columns.var(ddof=1) / len(columns))
-    found, area = auroc_estimate(truth, scores), wins.mean()
+    found, area = metrics.auroc_estimate(truth, scores), wins.mean()
     assert found.value == pytest.approx(area, abs=1e-12)
     logit = math.log(area / (1 - area))
     half = stats.norm.ppf(0.975) * se / (area * (1 - area))
@@ -78,33 +65,36 @@ def test_delong_equals_the_definition() -> None:
 
 @pytest.mark.parametrize(("hits", "count"), [(0, 5), (5, 5), (3, 10), (299, 300)])
 def test_proportions_have_wilsons_interval(hits: int, count: int) -> None:
-    found = proportion(hits, count)
+    found = metrics.proportion(hits, count)
     assert found is not None
     low, high = proportion_confint(hits, count, method="wilson")
     assert (found.low, found.high) == pytest.approx((max(low, 0), min(high, 1)), abs=1e-9)
 
 
 def test_what_cannot_be_measured_is_left_out() -> None:
-    alone = class_figures("cat", [True, True], [0.9, 0.2], [True, False])
+    alone = metrics.class_figures("cat", [True, True], [0.9, 0.2], [True, False])
     assert alone.auroc is None
     assert alone.average_precision is None
     assert alone.specificity is None
     assert alone.sensitivity is not None
-    assert proportion(0, 0) is None
-    perfect = class_figures("cat", [True, False], [0.9, 0.2], [True, False])
+    assert metrics.proportion(0, 0) is None
+    perfect = metrics.class_figures("cat", [True, False], [0.9, 0.2], [True, False])
     assert perfect.auroc is not None
     assert (perfect.auroc.value, perfect.auroc.high) == (1.0, 1.0)
     assert perfect.auroc.low < 1
     with pytest.raises(ValueError, match="0 labels"):
-        class_figures("cat", [], [], [])
+        metrics.class_figures("cat", [], [], [])
 
 
 def test_images_of_one_patient_are_drawn_together() -> None:
     """Each image twice tells no more: grouped by image, the interval is that of the images once."""
     truth, scores = site(np.random.default_rng(5), 0.8, 0.3, 150)
     twice, patients = np.tile(truth, 2), [str(k % 150) for k in range(300)]
-    once, grouped = precision_estimate(truth, scores), precision_estimate(twice, np.tile(scores, 2), patients)
-    alone = precision_estimate(twice, np.tile(scores, 2))
+    once, grouped = (
+        metrics.precision_estimate(truth, scores),
+        metrics.precision_estimate(twice, np.tile(scores, 2), patients),
+    )
+    alone = metrics.precision_estimate(twice, np.tile(scores, 2))
     assert once.se is not None
     assert grouped.se == pytest.approx(once.se, rel=0.15)
     assert alone.se is not None
@@ -119,7 +109,7 @@ def test_pooled_means_equal_statsmodels(seed: int, spread: float) -> None:
     k = int(draws.integers(3, 12))
     variances = draws.uniform(0.01, 0.2, k)
     values = draws.normal(1.0, spread, k)
-    found, wanted = pool(values, variances), combine_effects(values, variances, method_re="dl", use_t=True)
+    found, wanted = metrics.pool(values, variances), combine_effects(values, variances, method_re="dl", use_t=True)
     varies = wanted.tau2 > 0
     assert found.mean == pytest.approx(wanted.mean_effect_re if varies else wanted.mean_effect_fe, abs=1e-6)
     assert found.tau2 == pytest.approx(wanted.tau2 if varies else 0.0, abs=1e-6)
@@ -132,33 +122,42 @@ def test_pooled_means_equal_statsmodels(seed: int, spread: float) -> None:
 
 
 def test_shares_are_pooled_as_logits() -> None:
-    of_sites = [proportion(hits, 50) for hits in (50, 41, 35, 0)]
-    found = pool_estimates([estimate for estimate in of_sites if estimate is not None])
+    of_sites = [metrics.proportion(hits, 50) for hits in (50, 41, 35, 0)]
+    found = metrics.pool_estimates([estimate for estimate in of_sites if estimate is not None])
     assert found is not None
     logits = [math.log((hits + 0.5) / (50.5 - hits)) if hits in (0, 50) else math.log(hits / (50 - hits))
               for hits in (50, 41, 35, 0)]  # fmt: skip
-    direct = pool(logits, [1 / (hits + 0.5) + 1 / (50.5 - hits) for hits in (50, 41, 35, 0)])
+    direct = metrics.pool(logits, [1 / (hits + 0.5) + 1 / (50.5 - hits) for hits in (50, 41, 35, 0)])
     assert found.mean == pytest.approx(1 / (1 + math.exp(-direct.mean)), abs=1e-9)
     assert 0 < found.low < found.mean < found.high < 1
-    assert pool_estimates([Estimate(value=1.0, low=0.9, high=1.0)]) is None
+    assert metrics.pool_estimates([metrics.Estimate(value=1.0, low=0.9, high=1.0)]) is None
     with pytest.raises(ValueError, match="two sites or more"):
-        pool([0.3], [0.1])
+        metrics.pool([0.3], [0.1])
 
 
-@pytest.mark.parametrize(
-    ("value", "se"),
-    [(5e-324, 0.2), (1 - 1e-16, 0.2), (0.5, 1e-200), (0.5, 5e-324), (0.5, 1e200), (0.5, 1e-6), (0, 2**0.5), (1, 1e6)],
-)
+HOSTILE = [
+    (5e-324, 0.2),
+    (1 - 1e-16, 0.2),
+    (0.5, 1e-200),
+    (0.5, 5e-324),
+    (0.5, 1e200),
+    (0.5, 1e-6),
+    (0, 2**0.5),
+    (1, 1e6),
+]
+
+
+@pytest.mark.parametrize(("value", "se"), HOSTILE)
 def test_no_site_can_make_pooling_fail(value: float, se: float) -> None:
-    others = [Estimate(value=share, low=0.7, high=0.9, se=0.2) for share in (0.8, 0.85)]
-    for estimates in ([*others, Estimate(value=value, low=0, high=1, se=se)], [others[0], others[1]]):
-        pooled = pool_estimates(estimates)
+    others = [metrics.Estimate(value=share, low=0.7, high=0.9, se=0.2) for share in (0.8, 0.85)]
+    for estimates in ([*others, metrics.Estimate(value=value, low=0, high=1, se=se)], [others[0], others[1]]):
+        pooled = metrics.pool_estimates(estimates)
         assert pooled is not None
         assert 0 <= pooled.low <= pooled.mean <= pooled.high <= 1
 
 
 def test_an_interval_on_the_logit_scale_ends_between_0_and_1() -> None:
-    told = on_logit_scale(1 - 1e-9, 0.5, 10)
+    told = metrics.on_logit_scale(1 - 1e-9, 0.5, 10)
     assert 0 <= told.low < told.value <= told.high <= 1
 
 
@@ -186,11 +185,11 @@ def test_intervals_cover_what_they_promise(area: float, share: float, count: int
     for _ in range(1000):
         truth, scores = site(draws, area, share, count)
         said = scores > 0.6
-        found = proportion(int((said & truth).sum()), int(truth.sum()))
+        found = metrics.proportion(int((said & truth).sum()), int(truth.sum()))
         assert found is not None
         held["sensitivity"] += found.low <= sensitive <= found.high
-        held["auroc"] += (e := auroc_estimate(truth, scores)).low <= area <= e.high
-        held["average precision"] += (e := precision_estimate(truth, scores)).low <= precision <= e.high
+        held["auroc"] += (e := metrics.auroc_estimate(truth, scores)).low <= area <= e.high
+        held["average precision"] += (e := metrics.precision_estimate(truth, scores)).low <= precision <= e.high
     print(area, share, count, held)
     assert all(930 - 14 <= times <= 970 + 14 for times in held.values()), held
 
@@ -203,7 +202,7 @@ def test_pooled_intervals_cover_the_mean_and_the_next_site(between: float) -> No
     held = ahead = 0
     for _ in range(1000):
         areas = 1 / (1 + np.exp(-draws.normal(middle, between, 13)))
-        found = pool_estimates([auroc_estimate(*site(draws, area, 0.3, 300)) for area in areas[:12]])
+        found = metrics.pool_estimates([metrics.auroc_estimate(*site(draws, area, 0.3, 300)) for area in areas[:12]])
         assert found is not None
         assert found.prediction is not None
         held += found.low <= 0.8 <= found.high
@@ -215,8 +214,8 @@ def test_pooled_intervals_cover_the_mean_and_the_next_site(between: float) -> No
 
 @pytest.mark.parametrize("se", [0.01, 1.0, 1.41, 1.4142135623730951, 1.5, 2.0, 50.0])
 def test_figures_rounded_to_an_end_are_pooled(se: float) -> None:
-    ends = [Estimate(value=value, low=0.0, high=1.0, se=se) for value in (1.0, 0.0, 1.0)]
-    pooled = pool_estimates(ends)
+    ends = [metrics.Estimate(value=value, low=0.0, high=1.0, se=se) for value in (1.0, 0.0, 1.0)]
+    pooled = metrics.pool_estimates(ends)
     assert pooled is not None
     assert 0 <= pooled.low <= pooled.mean <= pooled.high <= 1
 
@@ -226,22 +225,98 @@ def test_every_figure_refuses_scores_that_are_not_finite(wrong: float) -> None:
     """They were sorted somewhere: an AUROC of 0.5 and an average precision of 1.0 came out."""
     truth, scores = np.array([True, False, True, False]), np.array([0.9, 0.2, wrong, 0.4])
     figures = (
-        lambda: auroc_estimate(truth, scores),
-        lambda: average_precision(truth, scores, np.ones((1, 4))),
-        lambda: precision_estimate(truth, scores),
-        lambda: class_figures("a", truth, scores, truth),
-        lambda: mean_average_precision(truth[:, None].astype(int), scores[:, None]),
-        lambda: calibration_error(scores, truth),
-        lambda: reliability(scores, truth),
-        lambda: pool(scores, np.ones(4)),
+        lambda: metrics.auroc_estimate(truth, scores),
+        lambda: metrics.average_precision(truth, scores, np.ones((1, 4))),
+        lambda: metrics.precision_estimate(truth, scores),
+        lambda: metrics.class_figures("a", truth, scores, truth),
+        lambda: metrics.mean_average_precision(truth[:, None].astype(int), scores[:, None]),
+        lambda: metrics.calibration_error(scores, truth),
+        lambda: metrics.reliability(scores, truth),
+        lambda: metrics.pool(scores, np.ones(4)),
     )
     for figure in figures:
         with pytest.raises(ValueError, match="1 of 4 scores are not finite"):
             figure()
     with pytest.raises(ValueError, match="finite"):
-        Estimate(value=wrong, low=0, high=1)
+        metrics.Estimate(value=wrong, low=0, high=1)
 
 
 def test_a_class_without_images_and_answers_has_no_f1() -> None:
-    assert macro_f1([0, 0, 2], [0, 2, 2]) == pytest.approx(2 / 3)  # class 1 does not count
-    assert macro_f1([-1, -1], [0, 0]) == 0
+    assert metrics.macro_f1([0, 0, 2], [0, 2, 2]) == pytest.approx(2 / 3)  # class 1 does not count
+    assert metrics.macro_f1([-1, -1], [0, 0]) == 0
+
+
+# The metrics against literal versions, image by image, and against figures worked out by hand.
+
+
+SIZES = [1, 2, 17, 400]
+
+
+def drawn(count: int) -> tuple[list[int], list[int], list[float]]:
+    """Labels, answers and confidences, some of them on the edges of bins."""
+    rng = random.Random(count)
+    labels = [rng.randrange(6) for _ in range(count)]
+    predicted = [label if rng.random() < 0.6 else rng.randrange(7) for label in labels]
+    sure = [rng.choice([rng.random(), rng.randrange(16) / 15, 1.0, 0.0]) for _ in range(count)]
+    return labels, predicted, sure
+
+
+def literal_bins(sure: list[float], right: list[bool], bins: int) -> list[list[int]]:
+    """Which images lie in each bin: the first whose upper edge is not below the confidence."""
+    found: list[list[int]] = [[] for _ in range(bins)]
+    for index, value in enumerate(sure):
+        found[next(k for k in range(bins) if value * bins <= k + 1)].append(index)
+    return found
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("bins", [1, 10, 15])
+def test_the_calibration_error_is_the_papers(count: int, bins: int) -> None:
+    labels, predicted, sure = drawn(count)
+    right = [a == b for a, b in zip(labels, predicted, strict=True)]
+    wanted = 0.0
+    for inside, bin in zip(literal_bins(sure, right, bins), metrics.reliability(sure, right, bins), strict=True):
+        assert bin.count == len(inside)
+        if inside:
+            accuracy = math.fsum(right[k] for k in inside) / len(inside)
+            confidence = math.fsum(sure[k] for k in inside) / len(inside)
+            assert abs(bin.accuracy - accuracy) < 1e-12
+            assert abs(bin.confidence - confidence) < 1e-12
+            assert bin.lower * bins - 1e-9 <= bin.confidence * bins <= bin.upper * bins + 1e-9
+            wanted += len(inside) / count * abs(accuracy - confidence)
+    assert abs(metrics.calibration_error(sure, right, bins) - wanted) < 1e-12
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_macro_f1_and_class_accuracies_count_one_class_after_the_other(count: int) -> None:
+    labels, predicted, _ = drawn(count)
+    scores, shares = [], {}
+    for k in range(7):
+        tp = sum(a == b == k for a, b in zip(labels, predicted, strict=True))
+        fp = sum(b == k and a != k for a, b in zip(labels, predicted, strict=True))
+        fn = sum(a == k and b != k for a, b in zip(labels, predicted, strict=True))
+        if tp + fp + fn:
+            scores.append(2 * tp / (2 * tp + fp + fn))
+        if tp + fn:
+            shares[k] = tp / (tp + fn)
+    assert abs(metrics.macro_f1(labels, predicted) - sum(scores) / len(scores)) < 1e-12
+    found = metrics.class_accuracies(labels, predicted)
+    assert set(found) == set(shares)
+    assert all(abs(found[k] - share) < 1e-12 for k, share in shares.items())
+
+
+def test_worked_out_by_hand() -> None:
+    assert metrics.calibration_error([0.9, 0.9, 0.9, 0.9], [1, 1, 1, 0]) == pytest.approx(0.15)
+    assert metrics.calibration_error([1.0, 1.0], [True, True]) == 0
+    assert metrics.calibration_error([0.6, 0.95], [0, 1], bins=10) == pytest.approx((0.6 + 0.05) / 2)
+    assert metrics.macro_f1([0, 0, 1, 1], [0, 0, 0, 1]) == pytest.approx((0.8 + 2 / 3) / 2)
+    assert metrics.macro_f1([0, 0], [1, 1]) == 0
+    assert metrics.class_accuracies([0, 0, 1, 1], [0, 0, 0, 1]) == {0: 1.0, 1: 0.5}
+
+
+def test_lists_that_do_not_fit_are_refused() -> None:
+    for sure, right in (([], []), ([0.5], [1, 0])):
+        with pytest.raises(ValueError, match="confidences for"):
+            metrics.calibration_error(sure, right)
+    with pytest.raises(ValueError, match="2 labels for 1 answers"):
+        metrics.macro_f1([0, 1], [0])

@@ -84,21 +84,21 @@ def hostile(up: str, name: str, value: Any) -> str:
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(
-    ("up", "name", "value", "why"),
-    [
-        ("int8", "w", np.zeros(2999, np.int8), "wrong-shape: tensor 'w' has shape (2999,); expected (3000,)"),
-        ("int8", "w", np.zeros(3000, np.float32), "wrong-dtype: tensor 'w' is float32; int8 was asked for"),
-        ("int8", "w#scale", np.array([1, NAN, 1], np.float32), "not-finite: tensor 'w#scale' holds NaN"),
-        ("int8", "w#scale", np.array([1, np.inf, 1], np.float32), "not-finite: tensor 'w#scale' holds NaN"),
-        ("int8", "w#scale", np.array([1, -1, 1], np.float32), "not-finite: tensor 'w#scale' holds a negative"),
-        ("int8", "w#scale", np.ones(4, np.float32), "wrong-shape: tensor 'w#scale' has shape (4,); expected (3,)"),
-        ("int8", "w#scale", None, "missing-tensor: tensor 'w#scale' is missing"),
-        ("int8", "x", np.ones(4, np.float32), "unknown-tensor: tensor 'x' was not asked for"),
-        ("bf16", "w", np.full(3000, NAN, ml_dtypes.bfloat16), "not-finite: tensor 'w' holds NaN"),
-        ("bf16", "w", np.zeros(3000, np.float32), "wrong-dtype: tensor 'w' is float32; bfloat16 was asked for"),
-    ],
-)
+HOSTILE = [
+    ("int8", "w", np.zeros(2999, np.int8), "wrong-shape: tensor 'w' has shape (2999,); expected (3000,)"),
+    ("int8", "w", np.zeros(3000, np.float32), "wrong-dtype: tensor 'w' is float32; int8 was asked for"),
+    ("int8", "w#scale", np.array([1, NAN, 1], np.float32), "not-finite: tensor 'w#scale' holds NaN"),
+    ("int8", "w#scale", np.array([1, np.inf, 1], np.float32), "not-finite: tensor 'w#scale' holds NaN"),
+    ("int8", "w#scale", np.array([1, -1, 1], np.float32), "not-finite: tensor 'w#scale' holds a negative"),
+    ("int8", "w#scale", np.ones(4, np.float32), "wrong-shape: tensor 'w#scale' has shape (4,); expected (3,)"),
+    ("int8", "w#scale", None, "missing-tensor: tensor 'w#scale' is missing"),
+    ("int8", "x", np.ones(4, np.float32), "unknown-tensor: tensor 'x' was not asked for"),
+    ("bf16", "w", np.full(3000, NAN, ml_dtypes.bfloat16), "not-finite: tensor 'w' holds NaN"),
+    ("bf16", "w", np.zeros(3000, np.float32), "wrong-dtype: tensor 'w' is float32; bfloat16 was asked for"),
+]
+
+
+@pytest.mark.parametrize(("up", "name", "value", "why"), HOSTILE)
 def test_hostile_changes_are_refused_with_the_reason(up: str, name: str, value: Any, why: str) -> None:
     assert why in hostile(up, name, value)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from promptfed.coordinator.reports.rounds import _cell
 from promptfed.shared.api.remarks import Reached, falling, little, near_chance, noise_of, remarks_on, rising
 from promptfed.shared.methods import resolve_spec
+from promptfed.shared.plain_text import csv_cell, markdown, plain
 
 SPEC = resolve_spec({"name": "x", "method": {"name": "promptfl"}, "rounds": 8, "training": {"learning_rate": 0.05}})
 
@@ -14,17 +16,17 @@ def sites(*accuracies: float, zero_shot: float | None = 0.5, images: int = 100) 
     return {f"site-{index}": Reached(value, zero_shot, images) for index, value in enumerate(accuracies)}
 
 
-@pytest.mark.parametrize(
-    ("means", "since"),
-    [
-        ({0: 0.3, 2: 0.4, 4: 0.5, 6: 0.6, 8: 0.62}, "+2.0 points since round 6 of 8"),
-        ({0: 0.3, 4: 0.5, 8: 0.6}, "+10.0 points since round 4 of 8"),
-        ({0: 0.3, 2: 0.4, 4: 0.5, 6: 0.6, 8: 0.605}, None),  # by half a point
-        ({0: 0.3, 2: 0.7, 6: 0.5, 8: 0.6}, None),  # it was higher before
-        ({0: 0.3, 8: 0.6}, None),  # nothing tells when it rose
-        ({0: 0.3, 7: 0.5, 8: 0.6}, None),  # one round may be chance
-    ],
-)
+RISING = [
+    ({0: 0.3, 2: 0.4, 4: 0.5, 6: 0.6, 8: 0.62}, "+2.0 points since round 6 of 8"),
+    ({0: 0.3, 4: 0.5, 8: 0.6}, "+10.0 points since round 4 of 8"),
+    ({0: 0.3, 2: 0.4, 4: 0.5, 6: 0.6, 8: 0.605}, None),  # by half a point
+    ({0: 0.3, 2: 0.7, 6: 0.5, 8: 0.6}, None),  # it was higher before
+    ({0: 0.3, 8: 0.6}, None),  # nothing tells when it rose
+    ({0: 0.3, 7: 0.5, 8: 0.6}, None),  # one round may be chance
+]
+
+
+@pytest.mark.parametrize(("means", "since"), RISING)
 def test_what_still_rises_is_remarked(means: dict[int, float], since: str | None) -> None:
     said = rising(means)
     assert said == ([] if since is None else [f"Still rising: {since}. Try more rounds, as rounds: 16."])
@@ -44,18 +46,18 @@ def test_a_federation_that_goes_on_is_not_said_to_rise() -> None:
     assert said.startswith("Still rising")
 
 
-@pytest.mark.parametrize(
-    ("reached", "who"),
-    [
-        (sites(0.4, 0.6, 0.7), "One site falls: site-0 is 10.0 points below zero-shot"),
-        (sites(0.4, 0.3, 0.6, 0.7, 0.8), "2 sites fall: site-1 is 20.0 points below zero-shot"),
-        (sites(0.49, 0.6, 0.7), None),  # by one point
-        (sites(0.4, 0.6, 0.7, images=20), None),  # by two images
-        (sites(0.4, 0.4, 0.7), None),  # most fall: not a matter of one site
-        (sites(0.4), None),
-        (sites(0.5, 0.6, 0.7), None),
-    ],
-)
+FALLING = [
+    (sites(0.4, 0.6, 0.7), "One site falls: site-0 is 10.0 points below zero-shot"),
+    (sites(0.4, 0.3, 0.6, 0.7, 0.8), "2 sites fall: site-1 is 20.0 points below zero-shot"),
+    (sites(0.49, 0.6, 0.7), None),  # by one point
+    (sites(0.4, 0.6, 0.7, images=20), None),  # by two images
+    (sites(0.4, 0.4, 0.7), None),  # most fall: not a matter of one site
+    (sites(0.4), None),
+    (sites(0.5, 0.6, 0.7), None),
+]
+
+
+@pytest.mark.parametrize(("reached", "who"), FALLING)
 def test_a_site_that_falls_is_named_with_what_to_try(reached: dict[str, Reached], who: str | None) -> None:
     said = falling(reached, 0.05)
     assert said == [] if who is None else said[0].startswith(who)
@@ -98,3 +100,41 @@ def test_a_backbone_that_learned_the_pictures_is_not_said_not_to_know_them() -> 
     assert near_chance(0.26, 4, "tiny", 0.767) == []
     said = remarks_on(SPEC, {0: sites(0.26, zero_shot=0.26), 8: sites(0.767, zero_shot=0.26)}, [2.0, 1.0], 4)
     assert said == []
+
+
+# Text of others reads as text, wherever it is shown.
+
+
+SHOWN = [
+    ("größe 雲 é", "größe 雲 é"),
+    ("\x1b[8mhidden", r"\x1b[8mhidden"),
+    ("a\r\nb\tc\x00\x7f\x9b", r"a\x0d\x0ab\x09c\x00\x7f\x9b"),
+    ("\u202egnp.exe \u2066x\u2069 \u200f", r"\u202egnp.exe \u2066x\u2069 \u200f"),
+    ("zero\u200bwidth\ufeff\u2028", r"zero\u200bwidth\ufeff\u2028"),
+    ("tag\U000e0041 lone\ud800", r"tag\U000e0041 lone\ud800"),
+    ("👩\u200d🔬", "👩\u200d🔬"),  # one picture, joined
+]
+
+
+@pytest.mark.parametrize(("given", "shown"), SHOWN)
+def test_what_a_terminal_obeys_or_hides_stands_as_its_code(given: str, shown: str) -> None:
+    assert plain(given) == shown
+
+
+def test_lines_that_are_kept() -> None:
+    assert plain("a\nb\x1b", keep="\n") == "a\nb\\x1b"
+
+
+@pytest.mark.parametrize("formula", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1"])
+def test_no_cell_is_a_formula(formula: str) -> None:
+    assert csv_cell(formula) == "'" + formula
+    assert csv_cell("a" + formula) == "a" + formula
+
+
+def test_markdown_holds_neither_markup_nor_html() -> None:
+    shown = markdown("<img src=x onerror=alert(1)> [a](javascript:b) | `c` & *d*\nx")
+    assert shown == r"&lt;img src=x onerror=alert(1)&gt; \[a\](javascript:b) \| \`c\` &amp; \*d\* x"
+
+
+def test_the_metrics_file_has_no_formulas() -> None:
+    assert [_cell(value) for value in ("=HYPERLINK(1)", -0.5, 3, None)] == ["'=HYPERLINK(1)", -0.5, 3, None]

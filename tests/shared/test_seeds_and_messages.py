@@ -71,10 +71,10 @@ def test_problem_kind_is_the_end_of_its_type() -> None:
     assert problem.kind == "phase-closed"
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["promptfed.shared.spec.spec", "promptfed.shared.messages", "promptfed.cli.main", "promptfed.client_service"],
-)
+CONTROL = ["promptfed.shared.spec.spec", "promptfed.shared.messages", "promptfed.cli.main", "promptfed.client_service"]
+
+
+@pytest.mark.parametrize("module", CONTROL)
 def test_control_modules_import_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'open_clip') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from typing import Any, get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from promptfed.experiments.bench.tuning import Rung, grid, ranked, rungs, survivors
 from promptfed.shared.methods import METHODS, UnknownMethod, describe, resolve_spec
+from promptfed.shared.service.net import moved_to
 from promptfed.shared.spec import spec_hints
+from promptfed.shared.spec.section import VERSION, OtherVersion, expect_ours
 from promptfed.shared.spec.spec import FederationSpec, SpecError, merged
 
 GOOD: dict[str, Any] = {"name": "eyes-1", "method": {"name": "promptfl"}}
+
 
 SAMPLE = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
 
@@ -44,20 +52,18 @@ def test_rules_other_than_the_mean_weigh_all_alike_unless_told_otherwise() -> No
     )
 
 
-@pytest.mark.parametrize(
-    ("clients", "quorum", "tolerate", "possible"),
-    [
-        (5, 1.0, 0.2, True),
-        (4, 1.0, 0.2, False),
-        (10, 0.5, 0.2, True),
-        (10, 0.4, 0.2, False),
-        (30, 1.0, 0.45, True),
-        (29, 1.0, 0.45, False),
-    ],
-)
-def test_krum_takes_as_many_answers_as_its_condition_needs(
-    clients: int, quorum: float, tolerate: float, possible: bool
-) -> None:
+KRUM = [
+    (5, 1.0, 0.2, True),
+    (4, 1.0, 0.2, False),
+    (10, 0.5, 0.2, True),
+    (10, 0.4, 0.2, False),
+    (30, 1.0, 0.45, True),
+    (29, 1.0, 0.45, False),
+]
+
+
+@pytest.mark.parametrize(("clients", "quorum", "tolerate", "possible"), KRUM)
+def test_krum_takes_as_many_answers_as_it_needs(clients: int, quorum: float, tolerate: float, possible: bool) -> None:
     raw = GOOD | {
         "participation": {"min_clients": clients, "quorum": quorum},
         "aggregation": {"rule": "krum", "tolerate": tolerate},
@@ -83,64 +89,64 @@ def test_methods_whose_phases_are_means_take_any_rule() -> None:
     resolve_spec({"name": "r", "method": {"name": "fast_pt", "prompts": "global"}, "aggregation": {"rule": "median"}})
 
 
-@pytest.mark.parametrize(
-    ("change", "path", "says"),
-    [
-        ({"colour": 1}, "colour", "unknown key"),
-        ({"rounds": -1}, "rounds", "greater than or equal to 0"),
-        ({"rounds": 0}, "rounds", "0 rounds evaluate an export"),
-        ({"rounds": "3"}, "rounds", "integer"),
-        ({"rounds": 2.5}, "rounds", "integer"),
-        ({"rounds": True}, "rounds", "integer"),
-        ({"training": {"epochs": 0}}, "training.epochs", "greater than or equal to 1"),
-        ({"training": {"lr": 1.0}}, "training.lr", "unknown key"),
-        ({"training": {"learning_rate": float("nan")}}, "training.learning_rate", "finite"),
-        ({"training": 3}, "training", "mapping"),
-        ({"participation": {"quorum": 1.5}}, "participation.quorum", "less than or equal to 1"),
-        ({"method": {"name": "promptfk"}}, "method.name", "did you mean 'promptfl'"),
-        ({"method": {"name": "promptfl", "m": 0}}, "method.m", "greater than or equal to 1"),
-        ({"method": {"name": "promptfl", "mu": 1.0}}, "method.mu", "unknown key"),
-        ({"method": {"name": "promptfl", "context_init": "  "}}, "method", "context_init"),
-        ({"method": {}}, "method", "needs a 'name'"),
-        ({"method": "promptfl"}, "method", "mapping"),
-        ({"name": "a b"}, "name", "letters, digits"),
-        ({"template": "a photo"}, "template", "exactly once"),
-        ({"class_names": []}, "class_names", "at least one"),
-        ({"class_names": ["a", "b", "a"]}, "class_names", "twice: a"),
-        ({"secure_aggregation": {}}, "secure_aggregation", "raise min_clients to 3"),
-        ({"privacy": {"epsilon": 1.0}}, "privacy", "level: sample"),
-        ({"privacy": SAMPLE | {"clip": None}}, "privacy", "give clip"),
-        ({"privacy": SAMPLE | {"epsilon": 1.0}}, "privacy", "either noise_multiplier or epsilon"),
-        ({"privacy": SAMPLE | {"noise_multiplier": None}}, "privacy", "either noise_multiplier or epsilon"),
-        ({"privacy": SAMPLE | {"noise_multiplier": 0.1}}, "privacy.noise_multiplier", "greater than or equal to 0.3"),
-        ({"privacy": SAMPLE | {"level": "client"}}, "privacy", "take aggregation.weighting uniform"),
-        ({"privacy": SAMPLE | {"unit": "group", "evaluation": "noisy"}}, "privacy", "noisy counts protect single test"),
-        ({"task": "multi_label", "privacy": SAMPLE | {"evaluation": "noisy"}}, "privacy", "the figure is no count"),
-        ({"privacy": SAMPLE, "method": {"name": "plan"}}, "privacy", "aggregators have millions"),
-        ({"privacy": SAMPLE, "method": {"name": "zero_shot"}}, "privacy", "it trains nothing"),
-        ({"aggregation": {"rule": "best"}}, "aggregation.rule", "'mean', 'median', 'trimmed_mean'"),
-        ({"aggregation": {"tolerate": 0.1}}, "aggregation.tolerate", "the rule mean takes none"),
-        ({"aggregation": {"rule": "median", "tolerate": 0.1}}, "aggregation.tolerate", "the rule median takes none"),
-        ({"aggregation": {"rule": "krum", "tolerate": 0.5}}, "aggregation.tolerate", "less than 0.5"),
-        ({"aggregation": {"clip_norm": 0}}, "aggregation.clip_norm", "a number above 0, 'median' or null"),
-        ({"aggregation": {"clip_norm": "mean"}}, "aggregation.clip_norm", "a number above 0, 'median' or null"),
-        ({"aggregation": {"rule": "krum"}}, "aggregation", "needs at least 5 updates, and a phase may close with 1"),
-        (
-            {"aggregation": {"rule": "multi_krum", "tolerate": 0.1}, "participation": {"min_clients": 5}},
-            "aggregation",
-            "at least 10 updates",
-        ),
-        (
-            {"aggregation": {"rule": "median"}, "method": {"name": "plan"}},
-            "aggregation",
-            "plan does not combine its updates",
-        ),
-        ({"aggregation": {"clip_norm": 1}, "method": {"name": "pfedpg"}}, "aggregation", "clip_norm cannot take"),
-        ({"aggregation": {"rule": "krum"}, "method": {"name": "coop"}}, "aggregation", "coop sends nothing up"),
-        ({"seed": -1}, "seed", "greater than or equal to 0"),
-        ({"backbone": {"fingerprint": "sha256:12"}}, "backbone.fingerprint", "pattern"),
-    ],
-)
+REFUSED = [
+    ({"colour": 1}, "colour", "unknown key"),
+    ({"rounds": -1}, "rounds", "greater than or equal to 0"),
+    ({"rounds": 0}, "rounds", "0 rounds evaluate an export"),
+    ({"rounds": "3"}, "rounds", "integer"),
+    ({"rounds": 2.5}, "rounds", "integer"),
+    ({"rounds": True}, "rounds", "integer"),
+    ({"training": {"epochs": 0}}, "training.epochs", "greater than or equal to 1"),
+    ({"training": {"lr": 1.0}}, "training.lr", "unknown key"),
+    ({"training": {"learning_rate": float("nan")}}, "training.learning_rate", "finite"),
+    ({"training": 3}, "training", "mapping"),
+    ({"participation": {"quorum": 1.5}}, "participation.quorum", "less than or equal to 1"),
+    ({"method": {"name": "promptfk"}}, "method.name", "did you mean 'promptfl'"),
+    ({"method": {"name": "promptfl", "m": 0}}, "method.m", "greater than or equal to 1"),
+    ({"method": {"name": "promptfl", "mu": 1.0}}, "method.mu", "unknown key"),
+    ({"method": {"name": "promptfl", "context_init": "  "}}, "method", "context_init"),
+    ({"method": {}}, "method", "needs a 'name'"),
+    ({"method": "promptfl"}, "method", "mapping"),
+    ({"name": "a b"}, "name", "letters, digits"),
+    ({"template": "a photo"}, "template", "exactly once"),
+    ({"class_names": []}, "class_names", "at least one"),
+    ({"class_names": ["a", "b", "a"]}, "class_names", "twice: a"),
+    ({"secure_aggregation": {}}, "secure_aggregation", "raise min_clients to 3"),
+    ({"privacy": {"epsilon": 1.0}}, "privacy", "level: sample"),
+    ({"privacy": SAMPLE | {"clip": None}}, "privacy", "give clip"),
+    ({"privacy": SAMPLE | {"epsilon": 1.0}}, "privacy", "either noise_multiplier or epsilon"),
+    ({"privacy": SAMPLE | {"noise_multiplier": None}}, "privacy", "either noise_multiplier or epsilon"),
+    ({"privacy": SAMPLE | {"noise_multiplier": 0.1}}, "privacy.noise_multiplier", "greater than or equal to 0.3"),
+    ({"privacy": SAMPLE | {"level": "client"}}, "privacy", "take aggregation.weighting uniform"),
+    ({"privacy": SAMPLE | {"unit": "group", "evaluation": "noisy"}}, "privacy", "noisy counts protect single test"),
+    ({"task": "multi_label", "privacy": SAMPLE | {"evaluation": "noisy"}}, "privacy", "the figure is no count"),
+    ({"privacy": SAMPLE, "method": {"name": "plan"}}, "privacy", "aggregators have millions"),
+    ({"privacy": SAMPLE, "method": {"name": "zero_shot"}}, "privacy", "it trains nothing"),
+    ({"aggregation": {"rule": "best"}}, "aggregation.rule", "'mean', 'median', 'trimmed_mean'"),
+    ({"aggregation": {"tolerate": 0.1}}, "aggregation.tolerate", "the rule mean takes none"),
+    ({"aggregation": {"rule": "median", "tolerate": 0.1}}, "aggregation.tolerate", "the rule median takes none"),
+    ({"aggregation": {"rule": "krum", "tolerate": 0.5}}, "aggregation.tolerate", "less than 0.5"),
+    ({"aggregation": {"clip_norm": 0}}, "aggregation.clip_norm", "a number above 0, 'median' or null"),
+    ({"aggregation": {"clip_norm": "mean"}}, "aggregation.clip_norm", "a number above 0, 'median' or null"),
+    ({"aggregation": {"rule": "krum"}}, "aggregation", "needs at least 5 updates, and a phase may close with 1"),
+    (
+        {"aggregation": {"rule": "multi_krum", "tolerate": 0.1}, "participation": {"min_clients": 5}},
+        "aggregation",
+        "at least 10 updates",
+    ),
+    (
+        {"aggregation": {"rule": "median"}, "method": {"name": "plan"}},
+        "aggregation",
+        "plan does not combine its updates",
+    ),
+    ({"aggregation": {"clip_norm": 1}, "method": {"name": "pfedpg"}}, "aggregation", "clip_norm cannot take"),
+    ({"aggregation": {"rule": "krum"}, "method": {"name": "coop"}}, "aggregation", "coop sends nothing up"),
+    ({"seed": -1}, "seed", "greater than or equal to 0"),
+    ({"backbone": {"fingerprint": "sha256:12"}}, "backbone.fingerprint", "pattern"),
+]
+
+
+@pytest.mark.parametrize(("change", "path", "says"), REFUSED)
 def test_refusals_name_the_path(change: dict[str, Any], path: str, says: str) -> None:
     with pytest.raises(SpecError) as caught:
         resolve_spec(GOOD | change)
@@ -178,20 +184,20 @@ def test_every_method_describes_itself(name: str) -> None:
         assert found["phases"][0]["up"][0]["shape"] == ["m", "d_t"]
 
 
-@pytest.mark.parametrize(
-    ("change", "path", "near"),
-    [
-        ({"round": 3}, "round", "rounds"),
-        ({"training": {"lr": 1.0}}, "training.lr", "learning_rate"),
-        ({"training": {"epoch": 1}}, "training.epoch", "epochs"),
-        ({"training": {"fraction": 1}}, "training.fraction", "participation.fraction"),
-        ({"epochs": 2}, "epochs", "training.epochs"),
-        ({"backbone": {"shape": {"d_e": 8, "patchsize": 4}}}, "backbone.shape.patchsize", "patch_size"),
-        ({"method": {"name": "promptfl", "contextinit": "a"}}, "method.contextinit", "context_init"),
-        ({"method": {"name": "promptfl", "learning_rate": 1}}, "method.learning_rate", "training.learning_rate"),
-        ({"method": {"name": "promptfl", "lr": 1}}, "method.lr", "training.learning_rate"),
-    ],
-)
+MISSPELT = [
+    ({"round": 3}, "round", "rounds"),
+    ({"training": {"lr": 1.0}}, "training.lr", "learning_rate"),
+    ({"training": {"epoch": 1}}, "training.epoch", "epochs"),
+    ({"training": {"fraction": 1}}, "training.fraction", "participation.fraction"),
+    ({"epochs": 2}, "epochs", "training.epochs"),
+    ({"backbone": {"shape": {"d_e": 8, "patchsize": 4}}}, "backbone.shape.patchsize", "patch_size"),
+    ({"method": {"name": "promptfl", "contextinit": "a"}}, "method.contextinit", "context_init"),
+    ({"method": {"name": "promptfl", "learning_rate": 1}}, "method.learning_rate", "training.learning_rate"),
+    ({"method": {"name": "promptfl", "lr": 1}}, "method.lr", "training.learning_rate"),
+]
+
+
+@pytest.mark.parametrize(("change", "path", "near"), MISSPELT)
 def test_an_unknown_key_suggests_the_one_that_was_meant(change: dict[str, Any], path: str, near: str) -> None:
     with pytest.raises(SpecError) as caught:
         resolve_spec({"name": "r", "method": {"name": "promptfl"}} | change)
@@ -292,3 +298,102 @@ def test_a_method_tells_the_rates_that_its_specs_take_by_backbone() -> None:
             raw = {"name": "r", "method": {"name": name}, "backbone": backbone, "class_names": ["a", "b"]}
             spec = resolve_spec(raw)
             assert spec.training.learning_rate == one["learning_rate"]
+
+
+# Successive halving: rungs, survivors and grids of rates.
+
+
+def test_a_rung_has_a_third_of_the_candidates_and_twice_the_rounds() -> None:
+    assert rungs(18, 20) == (Rung(18, 5), Rung(6, 10), Rung(2, 20))
+    assert rungs(27, 27, last=1) == (Rung(27, 4), Rung(9, 7), Rung(3, 14), Rung(1, 27))
+    assert rungs(2, 10) == (Rung(2, 10),)
+    assert rungs(18, 2) == (Rung(18, 1), Rung(6, 1), Rung(2, 2))
+    for numbers in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            rungs(numbers[0], numbers[1], last=numbers[2])
+
+
+@given(st.integers(1, 300), st.integers(1, 500), st.integers(1, 5))
+def test_rungs_lead_from_all_candidates_to_all_rounds(candidates: int, rounds: int, last: int) -> None:
+    steps = rungs(candidates, rounds, last=last)
+    assert (steps[0].candidates, steps[-1].rounds) == (candidates, rounds)
+    assert steps[-1].candidates <= max(last, 1)
+    for before, after in pairwise(steps):
+        assert after.candidates < before.candidates
+        assert 1 <= before.rounds <= after.rounds
+
+
+def test_the_best_survive_and_the_default_always() -> None:
+    scores = {"a": 0.1, "b": 0.9, "c": 0.5, "d": 0.9}
+    assert ranked(scores) == ["b", "d", "c", "a"]
+    assert survivors(scores, 3, "c") == ["b", "d", "c"]
+    assert survivors(scores, 2, "a") == ["b", "a"]
+    assert survivors(scores, 1, "a") == ["a"]
+    assert survivors(scores, 9, "a") == ["b", "d", "c", "a"]
+    with pytest.raises(ValueError, match="default"):
+        survivors(scores, 2, "e")
+
+
+def test_of_a_group_only_some_survive_beside_the_default() -> None:
+    scores = {"a1": 0.9, "a2": 0.8, "a3": 0.7, "b1": 0.1}
+    assert survivors(scores, 3, "b1", group=lambda key: key[0]) == ["a1", "a2", "b1"]
+    assert survivors(scores, 2, "a1", group=lambda key: key[0], most=1) == ["a1", "b1"]
+    assert survivors(scores, 4, "a3", group=lambda key: key[0], most=1) == ["a1", "b1", "a3"]
+
+
+@given(st.floats(1e-6, 10), st.integers(1, 4))
+def test_a_grid_covers_four_decades_around_its_centre(centre: float, per_decade: int) -> None:
+    rates = grid(centre, per_decade=per_decade)
+    assert rates[0] < rates[len(rates) // 2] < rates[-1]
+    assert rates[len(rates) // 2] == centre
+    assert math.log10(rates[-1] / rates[0]) >= 4 - 0.05
+    assert len(rates) == 4 * per_decade + 1
+    assert grid(0.002) == (2e-5, 2e-4, 2e-3, 2e-2, 0.2)
+
+
+# Which version of the protocol a peer tells, and what it is told if that is another one.
+
+
+@pytest.mark.parametrize("told", [None, str(VERSION)])
+def test_the_own_version_is_taken_and_silence_is_not_judged(told: str | None) -> None:
+    expect_ours(told, "the client", "this coordinator")
+
+
+@pytest.mark.parametrize("told", ["", "1-2", "1-3", str(VERSION - 1), "x", "1-2-3", f" {VERSION}"])
+def test_an_older_peer_is_to_be_updated(told: str) -> None:
+    with pytest.raises(OtherVersion, match=r"update the client$"):
+        expect_ours(told, "the client", "this coordinator")
+
+
+@pytest.mark.parametrize("told", [str(VERSION + 1), f"1-{VERSION + 1}"])
+def test_a_newer_peer_is_ahead_of_this_side(told: str) -> None:
+    with pytest.raises(OtherVersion, match=rf"speaks version {VERSION + 1} .*: update this coordinator$"):
+        expect_ours(told, "the client", "this coordinator")
+
+
+# Where a coordinator may send its callers on to: they bring their tokens.
+
+
+PATH = "/v1/federations/eyes/task?wait=30"
+
+
+REDIRECTS = [
+    ("https://a.example", f"https://b.example:8443{PATH}", "https://b.example:8443"),
+    ("https://a.example", f"https://[2001:db8::1]:8443{PATH}", "https://[2001:db8::1]:8443"),
+    ("http://10.0.0.1", f"http://10.0.0.2:8080{PATH}", "http://10.0.0.2:8080"),
+    ("http://10.0.0.1", f"https://b.example{PATH}", "https://b.example"),
+    ("http://127.0.0.1:1", f"http://127.0.0.1:2{PATH}", "http://127.0.0.1:2"),
+    ("https://a.example", f"http://b.example{PATH}", None),
+    ("http://127.0.0.1:1", f"http://b.example{PATH}", None),
+    ("https://a.example", "https://b.example/v1/federations/other/task?wait=30", None),
+    ("https://a.example", "https://b.example/v1/federations/eyes/task", None),
+    ("https://a.example", f"https://user@b.example{PATH}", None),
+    ("https://a.example", f"ftp://b.example{PATH}", None),
+    ("https://a.example", f"https://b.example:port{PATH}", None),
+    ("https://a.example", "", "https://a.example"),
+]
+
+
+@pytest.mark.parametrize(("base", "location", "origin"), REDIRECTS)
+def test_the_same_request_as_well_protected_as_before(base: str, location: str, origin: str | None) -> None:
+    assert moved_to(base, base + PATH, location) == origin

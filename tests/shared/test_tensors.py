@@ -69,17 +69,17 @@ def test_state_hash_sees_names_shapes_dtypes_and_values_but_not_strides() -> Non
     assert state_hash({"a": base.T.contiguous().T}) == state_hash({"a": base})
 
 
-@pytest.mark.parametrize(
-    ("tensors", "kind", "says"),
-    [
-        ({}, "missing-tensor", "'context' is missing"),
-        ({"context": torch.zeros(2, 3), "more": torch.zeros(1)}, "unknown-tensor", "'more'"),
-        ({"context": torch.zeros(3, 2)}, "wrong-shape", r"\(3, 2\)"),
-        ({"context": torch.zeros(2, 3, dtype=torch.float64)}, "wrong-dtype", "float64"),
-        ({"context": torch.full((2, 3), float("nan"))}, "not-finite", "NaN"),
-        ({"context": torch.full((2, 3), float("inf"))}, "not-finite", "infinity"),
-    ],
-)
+WRONG = [
+    ({}, "missing-tensor", "'context' is missing"),
+    ({"context": torch.zeros(2, 3), "more": torch.zeros(1)}, "unknown-tensor", "'more'"),
+    ({"context": torch.zeros(3, 2)}, "wrong-shape", r"\(3, 2\)"),
+    ({"context": torch.zeros(2, 3, dtype=torch.float64)}, "wrong-dtype", "float64"),
+    ({"context": torch.full((2, 3), float("nan"))}, "not-finite", "NaN"),
+    ({"context": torch.full((2, 3), float("inf"))}, "not-finite", "infinity"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "kind", "says"), WRONG)
 def test_check_names_what_is_wrong(tensors: dict[str, torch.Tensor], kind: str, says: str) -> None:
     with pytest.raises(TensorError, match=says) as caught:
         check(tensors, EXPECTED)
@@ -109,25 +109,25 @@ def raw(header: object, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-@pytest.mark.parametrize(
-    ("body", "kind"),
-    [
-        (b"", "not-safetensors"),
-        (b"\x80\x04pickle..", "not-safetensors"),
-        (encode(GOOD)[:-3], "not-safetensors"),
-        (encode(GOOD) + b"tail", "not-safetensors"),
-        (raw(b"not json"), "not-safetensors"),
-        (raw([1, 2]), "not-safetensors"),
-        (raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, bytes(4)), "not-safetensors"),
-        (raw({"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)), "not-safetensors"),
-        (raw({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, bytes(4)), "not-safetensors"),
-        (raw(b"[" * 5000 + b"]" * 5000), "not-safetensors"),
-        (raw(b" " * 1_000_001), "header-too-large"),
-        (raw({"__metadata__": {"promptfed": "{"}}), "bad-metadata"),
-        (raw({"__metadata__": {"other": "{}"}}), "bad-metadata"),
-        (raw({"__metadata__": {"promptfed": 3}}), "bad-metadata"),
-    ],
-)
+NO_SAFETENSORS = [
+    (b"", "not-safetensors"),
+    (b"\x80\x04pickle..", "not-safetensors"),
+    (encode(GOOD)[:-3], "not-safetensors"),
+    (encode(GOOD) + b"tail", "not-safetensors"),
+    (raw(b"not json"), "not-safetensors"),
+    (raw([1, 2]), "not-safetensors"),
+    (raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, bytes(4)), "not-safetensors"),
+    (raw({"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)), "not-safetensors"),
+    (raw({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, bytes(4)), "not-safetensors"),
+    (raw(b"[" * 5000 + b"]" * 5000), "not-safetensors"),
+    (raw(b" " * 1_000_001), "header-too-large"),
+    (raw({"__metadata__": {"promptfed": "{"}}), "bad-metadata"),
+    (raw({"__metadata__": {"other": "{}"}}), "bad-metadata"),
+    (raw({"__metadata__": {"promptfed": 3}}), "bad-metadata"),
+]
+
+
+@pytest.mark.parametrize(("body", "kind"), NO_SAFETENSORS)
 def test_decode_refuses_what_is_not_safetensors(body: bytes, kind: str, tmp_path: Path) -> None:
     with pytest.raises(TensorError) as caught:
         decode(body)

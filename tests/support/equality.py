@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from promptfed.shared.tensors import Tensors
+
 
 def assert_values(found: Tensor, wanted: Tensor, tolerance: float | None = None) -> None:
     """max|a − b| ≤ tolerance·max(1, max|b|), with 1e-5 in float32 and 1e-9 in float64 unless given."""
@@ -25,3 +27,13 @@ def assert_gradients(found: Tensor, wanted: Tensor) -> None:
     tolerance, scale = (1e-9 if wanted.dtype == torch.float64 else 1e-4), float(wanted.abs().max())
     assert scale > 0
     assert float((found - wanted).abs().max()) <= tolerance * scale
+
+
+def assert_moved_equally(found: Tensors, wanted: Tensors, start: Tensors, least: float = 1e-5) -> None:
+    """What training did is compared, tensor by tensor, on the scale of what it did: where it began is the larger part."""
+    assert set(found) == set(wanted)
+    for name, value in found.items():
+        literally = wanted[name] - start[name]
+        scale = float(literally.abs().max())
+        assert scale > least, name
+        assert float((value - start[name] - literally).abs().max()) <= 1e-4 * scale, name

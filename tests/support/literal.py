@@ -11,6 +11,12 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
+from promptfed.shared.methods.core.interface import ClientContext
+from promptfed.shared.methods.core.training import batches, learning_rate
+from promptfed.shared.seeds import generator
+from promptfed.shared.tensors import Tensors
+
+Loss = Callable[[Tensors, Tensor], Tensor]
 
 
 @cache
@@ -73,3 +79,36 @@ def sgd(
         velocity = momentum * velocity + gradient
         weight = weight - rate * velocity
     return weight
+
+
+def training(context: ClientContext, start: Tensors, loss: Loss, rate: float | None = None) -> Tensors:
+    """E epochs of SGD by hand over all tensors of ``start``; ``loss(tensors, rows of the batch)``.
+
+    The rate is the schedule's unless given.
+    """
+    draws = generator(context.seed, context.round, context.phase, context.client, "batches")
+    given = context.training
+    orders = list(batches(len(context.train), given.batch_size, given.epochs, draws))
+    sizes = [value.numel() for value in start.values()]
+
+    def parts(row: Tensor) -> Tensors:
+        split = torch.split(row, sizes)
+        return {name: value.view_as(start[name]) for name, value in zip(start, split, strict=True)}
+
+    def gradient(row: Tensor, step: int) -> Tensor:
+        row = row.clone().requires_grad_()
+        return torch.autograd.grad(loss(parts(row), orders[step]), row)[0]
+
+    whole = torch.cat([value.flatten() for value in start.values()])
+    rate = learning_rate(given, context.round, context.rounds) if rate is None else rate
+    return parts(sgd(whole, gradient, len(orders), rate, given.momentum, given.weight_decay))
+
+
+def plain_loss(context: ClientContext) -> Loss:
+    """The cross-entropy of ``context`` among the task's classes."""
+
+    def loss(tensors: Tensors, rows: Tensor) -> Tensor:
+        features, labels = context.train.features()[rows], context.train.labels[rows]
+        return context_loss(context.backbone, tensors["context"], list(context.class_names), features, labels)
+
+    return loss

@@ -21,67 +21,38 @@ from tests.support.equality import assert_gradients, assert_values
 VISION = {"image_size": 32, "layers": 3, "width": 64, "head_width": 16, "patch_size": 8}
 TEXT = {"context_length": 24, "vocab_size": 49408, "width": 48, "heads": 4, "layers": 3}
 
-CONFIGS: dict[str, dict[str, object]] = {
-    "small-vit": {"embed_dim": 40, "vision_cfg": VISION, "text_cfg": TEXT},
-    "small-custom": {"embed_dim": 40, "vision_cfg": VISION, "text_cfg": TEXT, "custom_text": True},
-    "small-quick": {"embed_dim": 40, "vision_cfg": VISION, "text_cfg": TEXT, "quick_gelu": True},
-    "small-scale": {
-        "embed_dim": 40,
-        "vision_cfg": VISION | {"ls_init_value": 0.3},
-        "text_cfg": TEXT | {"ls_init_value": 0.3, "proj_bias": True},
-    },
-    "small-eos": {
-        "embed_dim": 48,
-        "vision_cfg": VISION,
-        "text_cfg": TEXT | {"pool_type": "eos", "eos_id": 49407, "proj_type": "none"},
-        "custom_text": True,
-    },
-    "small-one-block": {"embed_dim": 40, "vision_cfg": VISION | {"layers": 1}, "text_cfg": TEXT | {"layers": 1}},
-    "small-qknorm": {"embed_dim": 40, "vision_cfg": VISION, "text_cfg": TEXT | {"qk_norm": True}},
-    "small-bidirectional": {
-        "embed_dim": 40,
-        "vision_cfg": VISION | {"pool_type": "avg", "no_ln_pre": True, "final_ln_after_pool": True},
-        "text_cfg": TEXT
-        | {
-            "no_causal_mask": True,
-            "pool_type": "last",
-            "proj_bias": True,
-            "norm_kwargs": {"eps": 1e-6},
-            "act_kwargs": {"approximate": "tanh"},
-        },
-        "custom_text": True,
-        "init_logit_bias": -10,
-    },
-    "small-bidirectional-argmax": {
-        "embed_dim": 40,
-        "vision_cfg": VISION,
-        "text_cfg": TEXT | {"no_causal_mask": True},
-        "custom_text": True,
-    },
-    "small-coca": {
-        "embed_dim": 40,
-        "vision_cfg": VISION
-        | {"attentional_pool": True, "attn_pooler_heads": 8, "attn_pooler_queries": 16, "output_tokens": True},
-        "text_cfg": TEXT | {"context_length": 23, "embed_cls": True, "output_tokens": True},
-        "multimodal_cfg": {"context_length": 23, "width": 48, "heads": 4, "layers": 1},
-        "custom_text": True,
-    },
-    "small-resnet": {
-        "embed_dim": 40,
-        "vision_cfg": {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None},
-        "text_cfg": TEXT,
-    },
-    "small-timm": {
-        "embed_dim": 40,
-        "vision_cfg": {
-            "timm_model_name": "resnet10t",
-            "timm_model_pretrained": False,
-            "timm_pool": "avg",
-            "timm_proj": "linear",
-            "image_size": 64,
-        },
-        "text_cfg": TEXT,
-    },
+BACK = {"no_ln_pre": True, "pool_type": "avg", "final_ln_after_pool": True}
+ANYWAY = {"no_causal_mask": True, "pool_type": "last", "proj_bias": True, "norm_kwargs": {"eps": 1e-6}}
+COCA = {"attentional_pool": True, "attn_pooler_heads": 8, "attn_pooler_queries": 16, "output_tokens": True}
+RESNET = {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
+TIMM = {"timm_model_name": "resnet10t", "timm_model_pretrained": False}
+
+
+def config(vision: dict[str, Any], text: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A small model's, with these changes of its towers."""
+    return {"embed_dim": 40, "vision_cfg": VISION | vision, "text_cfg": TEXT | text} | more
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "small-vit": config({}, {}),
+    "small-custom": config({}, {}, custom_text=True),
+    "small-quick": config({}, {}, quick_gelu=True),
+    "small-scale": config({"ls_init_value": 0.3}, {"ls_init_value": 0.3, "proj_bias": True}),
+    "small-eos": config({}, {"pool_type": "eos", "eos_id": 49407, "proj_type": "none"}, embed_dim=48, custom_text=True),
+    "small-one-block": config({"layers": 1}, {"layers": 1}),
+    "small-qknorm": config({}, {"qk_norm": True}),
+    "small-bidirectional": config(
+        BACK, ANYWAY | {"act_kwargs": {"approximate": "tanh"}}, custom_text=True, init_logit_bias=-10
+    ),
+    "small-bidirectional-argmax": config({}, {"no_causal_mask": True}, custom_text=True),
+    "small-coca": config(
+        COCA,
+        {"context_length": 23, "embed_cls": True, "output_tokens": True},
+        multimodal_cfg={"context_length": 23, "width": 48, "heads": 4, "layers": 1},
+        custom_text=True,
+    ),
+    "small-resnet": config({}, {}, vision_cfg=RESNET),
+    "small-timm": config({}, {}, vision_cfg=TIMM | {"timm_pool": "avg", "timm_proj": "linear", "image_size": 64}),
 }
 
 PREFIX_MODELS = ["small-vit", "small-custom", "small-quick", "small-scale", "small-eos", "small-resnet"]

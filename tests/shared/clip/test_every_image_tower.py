@@ -3,6 +3,8 @@
 The configurations are real, with two blocks, random weights and float64.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections import Counter
@@ -14,17 +16,23 @@ from typing import Any
 import open_clip
 import pytest
 import torch
+import torch.nn.functional as F
 from open_clip.model import _build_vision_tower
 
-from promptfed.shared.clip import BackboneError
+from promptfed.shared.clip import BackboneError, FeatureCache, shape_of
 from promptfed.shared.clip.building import seeded
+from promptfed.shared.clip.caches import PatchCache
 from promptfed.shared.clip.towers.copies import vision_tower
-from promptfed.shared.clip.towers.vision import prompted_tower, refusal_of
-from tests.shared.clip.conftest import assert_image_weights_equal, noise
+from promptfed.shared.clip.towers.vision import attend_from_everywhere, prompted_tower, refusal_of
+from tests.shared.clip.conftest import VISION_TRANSFORMERS, Noise, assert_image_weights_equal, noise
 from tests.support.equality import assert_gradients, assert_values
 
 PLAIN = 56
+
+
 LARGE = re.compile(r"336|378|384|448|512|-[gHE]-|bigG|gopt|SO400M|CLIPA")
+
+
 REFUSED = {"TimmModel": 78, "ModifiedResNet": 10}
 
 
@@ -164,3 +172,213 @@ def test_prompts_equal_the_library_with_further_tokens(description: Any) -> None
         ordinary = visual(images)
         bare = tower.encode(images, torch.zeros(1, 0, tower.width, dtype=torch.float64), pooled=False)
     assert_values(bare, ordinary[0] if isinstance(ordinary, tuple) else ordinary)
+
+
+# Prompted image encoding against a token-by-token reading of its definition.
+
+
+def literal(backbone: Any, images: Any, prompts: Any, pooled: Any = False) -> Any:
+    """Prompts between [cls] and the patches, as the papers draw them, and open_clip's modules one by one."""
+    visual, n = backbone.model.visual, prompts.shape[1]
+    patches = visual.conv1(images).flatten(2).transpose(1, 2)  # (B, patches, d)
+    rows = torch.cat([visual.class_embedding.expand(len(images), 1, -1), patches], dim=1) + visual.positional_embedding
+    rows = visual.ln_pre(torch.cat([rows[:, :1], prompts[0].expand(len(images), -1, -1), rows[:, 1:]], dim=1))
+    for number, block in enumerate(visual.transformer.resblocks):
+        if 1 <= number < len(prompts):
+            fresh = prompts[number].expand(len(images), -1, -1)
+            rows = torch.cat([rows[:, :1], fresh, rows[:, 1 + n :]], dim=1)
+        rows = block(rows)
+    own = torch.cat([rows[:, :1], rows[:, 1 + n :]], dim=1)
+    if visual.attn_pool is not None:
+        feature = visual.ln_post(visual.attn_pool(own))[:, 0]
+    elif visual.final_ln_after_pool:
+        feature = visual.ln_post(own[:, 1:].mean(dim=1) if visual.pool_type == "avg" else own[:, 0])
+    else:
+        own = visual.ln_post(own)
+        feature = own[:, 1:].mean(dim=1) if visual.pool_type == "avg" else own[:, 0]
+    return F.normalize(feature if pooled else feature @ visual.proj, dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("name", VISION_TRANSFORMERS)
+def test_prompted_images_equal_the_definition(small: Any, name: Any, pooled: Any, depth: Any, dtype: Any) -> None:
+    backbone = small(name, dtype)
+    images = noise(2, 3, 32, 32, dtype=dtype)
+    leaves = [noise(depth, 5, backbone.d_v, seed=1, scale=0.5, dtype=dtype).requires_grad_() for _ in range(2)]
+    found = backbone.encode_images_prompted(images, leaves[0], pooled=pooled)
+    wanted = literal(backbone, images, leaves[1], pooled=pooled)
+    assert_values(found, wanted)
+    weight = noise(*found.shape, seed=2, dtype=dtype)
+    (gradient,) = torch.autograd.grad((found * weight).sum(), leaves[0])
+    (wanted_gradient,) = torch.autograd.grad((wanted * weight).sum(), leaves[1])
+    assert_gradients(gradient, wanted_gradient)
+
+
+@pytest.mark.parametrize("name", VISION_TRANSFORMERS)
+def test_without_prompt_tokens_it_is_the_ordinary_encoding(small: Any, name: Any) -> None:
+    backbone = small(name)
+    images = noise(3, 3, 32, 32)
+    found = backbone.encode_images_prompted(images, torch.zeros(2, 0, backbone.d_v))
+    assert_values(found, backbone.encode_images(images))
+    assert_values(
+        backbone.encode_images(images), F.normalize(backbone.model.encode_image(images, normalize=False), dim=-1)
+    )
+
+
+def test_pooled_features_lead_to_the_projected_ones(small: Any) -> None:
+    backbone = small("small-vit")
+    images, prompts = noise(2, 3, 32, 32), noise(1, 4, backbone.d_v)
+    pooled = backbone.encode_images_prompted(images, prompts, pooled=True, normalize=False)
+    assert pooled.shape == (2, backbone.d_v)
+    assert_values(
+        pooled @ backbone.model.visual.proj, backbone.encode_images_prompted(images, prompts, normalize=False)
+    )
+
+
+@pytest.mark.parametrize("name", ["small-resnet", "small-timm"])
+def test_other_image_towers_encode_but_take_no_prompts(small: Any, name: Any) -> None:
+    backbone = small(name)
+    assert not backbone.supports.visual_prompts
+    assert backbone.vision_layers == 0
+    features = backbone.encode_images(noise(2, 3, 64, 64))
+    assert features.shape == (2, backbone.d_e)
+    with pytest.raises(BackboneError, match="takes no visual prompts"):
+        backbone.encode_images_prompted(noise(2, 3, 64, 64), noise(1, 4, backbone.d_v))
+
+
+@pytest.mark.parametrize("shape", [(4, 64), (1, 4, 48), (4, 2, 64), (0, 2, 64)])
+def test_prompts_that_do_not_fit(small: Any, shape: Any) -> None:
+    with pytest.raises(BackboneError, match="depth of 1 to 3"):
+        small("small-vit").encode_images_prompted(noise(2, 3, 32, 32), noise(*shape))
+
+
+def test_no_gradient_reaches_a_weight_or_the_ordinary_encoding(small: Any) -> None:
+    backbone = small("small-vit")
+    images = noise(2, 3, 32, 32)
+    assert not backbone.encode_images(images).requires_grad
+    prompts = noise(3, 2, backbone.d_v).requires_grad_()
+    backbone.encode_images_prompted(images, prompts).sum().backward()
+    assert prompts.grad is not None
+    assert bool((prompts.grad.abs().amax(dim=(1, 2)) > 0).all())
+    assert all(weight.grad is None for weight in backbone.model.parameters())
+
+
+# Patch features: those of open_clip's modules one by one, kept in 16 bits, the same bits computed and read.
+
+
+TRANSFORMERS = ["small-vit", "small-quick", "small-scale", "small-bidirectional"]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_transformers_patches(small: Any, name: Any) -> None:
+    """Behind the last block, the norm and the projection; without the class token."""
+    backbone, images = small(name), noise(2, 3, 32, 32)
+    visual = backbone.model.visual
+    rows = visual.conv1(images).flatten(2).transpose(1, 2)
+    rows = torch.cat([visual.class_embedding.expand(2, 1, -1), rows], dim=1) + visual.positional_embedding
+    rows = visual.ln_pre(rows)
+    for block in visual.transformer.resblocks:
+        rows = block(rows)
+    wanted = torch.stack([F.normalize(visual.ln_post(row) @ visual.proj, dim=-1) for row in rows[:, 1:].unbind(1)], 1)
+    found = backbone.encode_patches(images)
+    assert found.shape == (2, 16, 40)
+    assert backbone.patch_tokens == shape_of(backbone).patch_tokens == 16
+    assert_values(found, wanted)
+
+
+def test_where_a_tower_pools_by_the_mean_before_it_projects_that_is_the_image(small: Any) -> None:
+    backbone, images = small("small-vit"), noise(2, 3, 32, 32)
+    assert not torch.allclose(backbone.encode_patches(images).mean(1), backbone.encode_images(images), atol=0.05)
+
+
+def test_a_resnets_patches(small: Any) -> None:
+    """Position 0 is open_clip's own pooled feature; the others ask in the same way."""
+    backbone, images = small("small-resnet"), noise(2, 3, 64, 64)
+    pool, seen = backbone.model.visual.attnpool, []
+    handle = pool.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    wanted = backbone.model.encode_image(images, normalize=False)
+    handle.remove()
+    everywhere = attend_from_everywhere(pool, seen[0])
+    assert_values(everywhere[:, 0], wanted)
+    found = backbone.encode_patches(images, normalize=False)
+    assert found.shape == (2, 4, 40)
+    assert backbone.patch_tokens == 4
+    assert_values(found, everywhere[:, 1:])
+
+
+@pytest.mark.parametrize(("name", "why"), [("small-coca", "by attention"), ("small-timm", "is a TimmModel, neither")])
+def test_towers_without_patch_features(small: Any, name: Any, why: Any) -> None:
+    backbone = small(name)
+    assert backbone.patch_tokens is None
+    assert shape_of(backbone).patch_tokens is None
+    with pytest.raises(BackboneError, match=f"gives no patch features: it .*{why}"):
+        backbone.encode_patches(noise(1, 3, *backbone.image_size))
+
+
+@pytest.mark.parametrize("name", ["small-vit", "small-resnet"])
+def test_what_is_kept_and_what_is_not_are_the_same_bits(small: Any, tmp_path: Any, name: Any) -> None:
+    backbone, split = small(name), Noise(70)
+    kept, computed = PatchCache(tmp_path / "kept"), PatchCache(tmp_path / "computed", keep=False)
+    rows = [3, 69, 4, 3]
+    first = kept.rows(backbone, split, rows)
+    again = PatchCache(tmp_path / "kept").rows(backbone, split, rows)
+    apart = computed.rows(backbone, split, rows)
+    assert first.dtype == torch.float32
+    assert torch.equal(first, again)
+    assert torch.equal(first, apart)
+    assert torch.equal(first, first.half().float())
+    images = torch.stack([backbone.preprocess(split.image(row)) for row in rows])
+    assert float((first - backbone.encode_patches(images)).abs().max()) <= 1e-3
+    kept.fill(backbone, split, range(70))
+    assert torch.equal(kept.rows(backbone, split, rows), first)
+    assert kept.images_computed == 70
+    kept.fill(backbone, split, range(70))
+    assert kept.images_computed == 70
+    computed.rows(backbone, split, rows)
+    assert computed.images_computed == 6
+    assert not list((tmp_path / "computed").glob("*/*.safetensors"))
+    assert kept.rows(backbone, split, []).shape == (0, backbone.patch_tokens, 40)
+
+
+def test_the_cost_is_known_before_it_is_paid(small: Any, tmp_path: Any) -> None:
+    backbone, split = small("small-vit"), Noise(40)
+    cache = PatchCache(tmp_path)
+    before = cache.cost(backbone, [split, Noise(5, seed=1), Noise(3)])
+    assert before.images == 45, "three are images that were counted already"
+    assert before.bytes == 45 * 16 * 40 * 2
+    assert before.fits
+    assert cache.images_computed == 0
+    cache.fill(backbone, split, range(40))
+    assert cache.cost(backbone, [split]).images == 0
+    written = sum(path.stat().st_size for path in tmp_path.glob("*/*.safetensors"))
+    assert 40 * 16 * 40 * 2 <= written <= 1.1 * 40 * 16 * 40 * 2
+    assert PatchCache(tmp_path / "none", keep=False).cost(backbone, [split]).bytes == 0
+
+
+@pytest.mark.parametrize("accident", ["deleted", "cut", "altered"])
+def test_files_that_are_lost_or_damaged_are_computed_again(small: Any, tmp_path: Any, accident: Any) -> None:
+    backbone, split = small("small-vit"), Noise(6)
+    cache = PatchCache(tmp_path)
+    wanted = cache.rows(backbone, split, range(6))
+    (file,) = tmp_path.glob("*/*.safetensors")
+    content = file.read_bytes()
+    if accident == "deleted":
+        file.unlink()
+        assert torch.equal(cache.rows(backbone, split, range(6)), wanted)
+    else:
+        file.write_bytes(content[:-10] if accident == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+    fresh = PatchCache(tmp_path)
+    assert torch.equal(fresh.rows(backbone, split, range(6)), wanted)
+    assert fresh.images_computed == (0 if accident == "deleted" else 6)
+
+
+def test_they_stand_beside_the_pooled_features(small: Any, tmp_path: Any) -> None:
+    backbone, split = small("small-vit"), Noise(4)
+    cache = FeatureCache(tmp_path, max_bytes=1)
+    cache.patches.fill(backbone, split, range(4))
+    pooled = cache.features(backbone, split)
+    assert_values(pooled, backbone.encode_images(torch.stack([backbone.preprocess(split.image(k)) for k in range(4)])))
+    assert len(list((tmp_path / "patches").glob("*/*.safetensors"))) == 1, "the pooled features' bound is their own"
+    assert Path(tmp_path / "patches").is_dir()

@@ -1,5 +1,7 @@
 """A text tower of transformers from a folder, as BiomedCLIP is published, from its tokenizer to its features."""
 
+from __future__ import annotations
+
 import json
 import threading
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
@@ -15,8 +18,13 @@ from tests.shared.clip.conftest import noise
 from tests.support.equality import assert_gradients, assert_values
 
 pytestmark = pytest.mark.extended
+
 NAMES = ["red fox", "sun", "one big red_fox dog"]
+
+
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"a photo of . x one big red fox dog sun cat".split()]  # noqa: SIM905
+
+
 BERT = {
     "model_type": "bert",
     "hidden_size": 32,
@@ -27,14 +35,12 @@ BERT = {
     "max_position_embeddings": 40,
     "pad_token_id": 0,
 }
+
+
 MODEL = {
     "embed_dim": 24,
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 16, "patch_size": 8},
-    "text_cfg": {
-        "hf_proj_type": "mlp",
-        "hf_pooler_type": "cls_last_hidden_state_pooler",
-        "context_length": 24,
-    },
+    "text_cfg": {"hf_proj_type": "mlp", "hf_pooler_type": "cls_last_hidden_state_pooler", "context_length": 24},
     "custom_text": True,
 }
 
@@ -135,3 +141,46 @@ def test_without_transformers_the_extra_is_named(monkeypatch: Any) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LoadError, match=r"promptfed\[transformers\]"):
         load_backbone("roberta-ViT-B-32", None)
+
+
+# `precision: bf16` for the frozen towers: half the memory, features near those of fp32, gradients.
+
+
+NAMES_HALF_PRECISION = ("sun", "chess knight", "umbrella")
+
+
+def weights_bytes(backbone: Backbone) -> int:
+    """Of both towers but for the word table, which open_clip keeps in float32, and CoCa's decoder of captions."""
+    table = backbone._text.embedding.data_ptr()
+    return sum(
+        weight.numel() * weight.element_size()
+        for name, weight in backbone.model.named_parameters()
+        if weight.data_ptr() != table and not name.startswith("text_decoder")
+    )
+
+
+@pytest.mark.parametrize("model", ["promptfed-tiny", "small-vit", "small-quick", "small-coca"])
+def test_frozen_towers_in_half_precision(model: str) -> None:
+    whole, half = (load_backbone(model, "random", precision=precision) for precision in ("fp32", "bf16"))
+    assert weights_bytes(half) < 0.6 * weights_bytes(whole)
+    images = torch.randn(2, 3, *whole.image_size, generator=torch.Generator().manual_seed(1))
+    features = [backbone.encode_images(images) for backbone in (whole, half)]
+    assert features[1].dtype == torch.float32
+    assert float(F.cosine_similarity(*features).min()) > 0.99
+    context = torch.randn(2, whole.d_t, generator=torch.Generator().manual_seed(2)) * 0.2
+    slopes = []
+    for backbone in (whole, half):
+        leaf = context.clone().requires_grad_()
+        texts = backbone.encode_prompts(leaf, backbone.class_prompts(NAMES_HALF_PRECISION, 2))
+        (texts * texts.detach().roll(1, 0)).sum().backward()
+        assert leaf.grad is not None
+        slopes.append(leaf.grad)
+        features.append(texts.detach())
+    assert float(F.cosine_similarity(*features[2:]).min()) > 0.99
+    assert float(F.cosine_similarity(slopes[0].flatten(), slopes[1].flatten(), dim=0)) > 0.9
+    if not whole.supports.visual_prompts:
+        return
+    prompts = torch.randn(1, 2, whole.d_v, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    half.encode_images_prompted(images, prompts).sum().backward()
+    assert prompts.grad is not None
+    assert bool(torch.isfinite(prompts.grad).all())

@@ -1,47 +1,86 @@
 """What can be loaded, what is refused, and that the same name gives the same backbone."""
 
+from __future__ import annotations
+
+import argparse
 import json
 import logging
+import os
+import subprocess
+import sys
+import threading
 import warnings
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import open_clip
 import pytest
+import timm
 import torch
+import torch.nn.functional as F
+from open_clip.model import CLIP, _build_text_tower
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import save_file
+from timm.models._registry import register_model
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+from torch.testing import assert_close
 
-from promptfed.shared.clip import BackboneError, load_backbone
+from benchmarks import backbone
+from benchmarks.backbone import encode_short, learning_rate, loss_of, normalise, pretrain, save_weights
+from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, caches, load_backbone, shape_of
+from promptfed.shared.clip.caches import BATCH, DEVICE_BATCH, agreeing_slots
 from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
-from tests.shared.clip.conftest import CLASS_NAMES, CONFIGS, noise
+from promptfed.shared.clip.preprocessing import Halves
+from promptfed.shared.clip.timm_towers import VisualBackbone
+from promptfed.shared.clip.tiny import MODEL, register, weights_path
+from promptfed.shared.clip.towers.text import TextTower
+from promptfed.shared.data import DataError, open_source
+from promptfed.shared.data.classes import SYMBOLS
+from promptfed.shared.data.digits import DIGIT_NAMES
+from promptfed.shared.data.image_files import middle
+from promptfed.shared.data.readers import Readers
+from promptfed.shared.data.symbols import symbols_split
+from promptfed.shared.seeds import generator
+from tests import ROOT
+from tests.shared.clip.conftest import CLASS_NAMES, CONFIGS, Noise, noise
+from tests.support.equality import assert_gradients, assert_values
+from tests.support.far_device import far_device, waits
+from tests.support.waiting import PATIENCE
+
+UNKNOWN_NAMES = [
+    ("ViT-B-16x", None, "open_clip has no model 'ViT-B-16x'; near: ViT-B-16,"),
+    ("promptfed-tinny", "embedded", "near: promptfed-tiny"),
+    ("promptfed-tiny", "openai", "use .embedded."),
+    ("promptfed-emoji", "openai", "use .embedded."),
+    ("ViT-B-16", "openia", "has no weights 'openia'; near: openai"),
+    ("ViT-B-16-SigLIP", "nothing-like-it", "it has: webli"),
+    ("hf-hub:owner/name", None, "--allow-backbone"),
+    ("local-dir:/tmp", None, "--allow-backbone"),
+]
 
 
-@pytest.mark.parametrize(
-    ("model", "pretrained", "message"),
-    [
-        ("ViT-B-16x", None, "open_clip has no model 'ViT-B-16x'; near: ViT-B-16,"),
-        ("promptfed-tinny", "embedded", "near: promptfed-tiny"),
-        ("promptfed-tiny", "openai", "use .embedded."),
-        ("promptfed-emoji", "openai", "use .embedded."),
-        ("ViT-B-16", "openia", "has no weights 'openia'; near: openai"),
-        ("ViT-B-16-SigLIP", "nothing-like-it", "it has: webli"),
-        ("hf-hub:owner/name", None, "--allow-backbone"),
-        ("local-dir:/tmp", None, "--allow-backbone"),
-    ],
-)
+@pytest.mark.parametrize(("model", "pretrained", "message"), UNKNOWN_NAMES)
 def test_unknown_names_say_what_is_near(model: Any, pretrained: Any, message: Any) -> None:
     with pytest.raises(BackboneError, match=message):
         load_backbone(model, pretrained)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"precision": "fp8"}, "Unknown precision 'fp8'"),
-        ({"device": "nonsense"}, "'nonsense' cannot be used: it is none of cpu, cuda and cuda:N. Or give --device cpu"),
-        ({"device": "cuda:77"}, "'cuda:77' cannot be used: (there is no GPU|the GPUs here are).* Or give --device cpu"),
-    ],
-)
+BAD_OPTIONS = [
+    ({"precision": "fp8"}, "Unknown precision 'fp8'"),
+    ({"device": "nonsense"}, "'nonsense' cannot be used: it is none of cpu, cuda and cuda:N. Or give --device cpu"),
+    ({"device": "cuda:77"}, "'cuda:77' cannot be used: (there is no GPU|the GPUs here are).* Or give --device cpu"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
 def test_bad_options(small: Any, options: Any, message: Any) -> None:
     with pytest.raises(BackboneError, match=message):
         load_backbone("small-vit", None, **options)
@@ -215,3 +254,815 @@ def test_widths_of_other_towers(small: Any) -> None:
 def test_a_slash_in_a_name_is_a_dash(small: Any) -> None:
     with pytest.raises(BackboneError, match="ViT-B-16 has no weights"):
         load_backbone("ViT-B/16", "no-such-tag")
+
+
+# What the flags of every configuration that open_clip ships allow.
+
+
+ONE_BLOCK = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 32}
+
+
+def shipped() -> list[str]:
+    folder = Path(open_clip.__file__).parent / "model_configs"
+    return sorted(path.stem for path in folder.glob("*.json"))
+
+
+def tower_kind(config: Any) -> str:
+    """prefix, short, plain or hub, read off the real text tower."""
+    if config["text_cfg"].get("hf_model_name"):  # cannot be built without transformers; see test_every_text_tower.py
+        return "hub"
+    wanted = {key: config.get(key, False) for key in ("embed_dim", "text_cfg", "quick_gelu", "custom_text")}
+    return built_kind(json.dumps(wanted, sort_keys=True))
+
+
+@cache  # many configurations share one text tower, and building a large one takes a while even without memory
+def built_kind(wanted: str) -> str:
+    config = json.loads(wanted)
+    with torch.device("meta"):
+        if config["custom_text"]:
+            text = _build_text_tower(config["embed_dim"], config["text_cfg"], config["quick_gelu"])
+            model = SimpleNamespace(text=text)
+        else:
+            model = CLIP(config["embed_dim"], ONE_BLOCK, config["text_cfg"], config["quick_gelu"])
+    flags = TextTower(model).flags
+    return "refused" if flags.refusal else "prefix" if flags.prefix else "short" if flags.short else "plain"
+
+
+def test_every_shipped_configuration_is_fast_plain_or_of_the_hub() -> None:
+    kinds = {name: tower_kind(open_clip.get_model_config(name)) for name in shipped()}
+    count = Counter(kinds.values())
+    assert len(kinds) == 144
+    # 52 differ from the causal mask with end-token pooling: 10 towers of transformers, 3 CoCa, 39 without a mask.
+    assert count == {"prefix": 92, "plain": 42, "hub": 10}
+    for name, kind in {
+        "ViT-B-16": "prefix",
+        "RN50": "prefix",
+        "ViT-L-14-worldwide": "prefix",
+        "ViT-B-16-SigLIP": "plain",
+        "MobileCLIP-S1": "plain",
+        "ViT-L-14-CLIPA": "plain",
+        "coca_ViT-B-32": "plain",
+        "coca_roberta-ViT-B-32": "hub",
+        "xlm-roberta-base-ViT-B-32": "hub",
+    }.items():
+        assert kinds[name] == kind, name
+
+
+def test_another_kind_of_text_tower_is_refused_but_images_work(small: Any) -> None:
+    model = deepcopy(small("small-custom").model)
+    model.text = torch.nn.Linear(3, 3)  # stands for a tower of transformers: no TextTransformer
+    backbone = Backbone(model, model_name="small-custom", pretrained=None, precision="fp32", config={"embed_dim": 40})
+    assert not backbone.supports.text_prompts
+    assert backbone.text_layers == 0
+    with pytest.raises(BackboneError, match="takes no prompts: it is a Linear"):
+        backbone.class_prompts(CLASS_NAMES, 4)
+    prompts = small("small-custom").class_prompts(CLASS_NAMES, 4)
+    with pytest.raises(BackboneError, match="takes no prompts"):
+        backbone.encode_prompts(noise(4, 48), prompts)
+    images = noise(2, 3, 32, 32)
+    assert torch.equal(backbone.encode_images(images), small("small-custom").encode_images(images))
+
+
+# The embedded backbone: an ordinary open_clip model, made reproducibly, that behaves as the others need it to.
+
+
+NAMES = tuple(symbol.name for symbol in SYMBOLS)
+
+
+CONTEXT_LENGTH, CONTEXT_STD = 16, 0.02
+
+
+@torch.no_grad()
+def image_features(model: open_clip.CLIP, images: Tensor) -> Tensor:
+    """Unit features (N, d_e) of uint8 RGB images (N, 3, 48, 48)."""
+    parts = [model.encode_image(normalise(part)) for part in torch.split(images, 128)]
+    return F.normalize(torch.cat(parts), dim=-1)
+
+
+@torch.no_grad()
+def text_features(model: open_clip.CLIP, names: Sequence[str], template: str) -> Tensor:
+    """Unit features (C, d_e) of the template filled with each name."""
+    tokenizer = open_clip.get_tokenizer(MODEL)
+    return F.normalize(model.encode_text(tokenizer([template.format(n) for n in names])), dim=-1)
+
+
+@torch.no_grad()
+def context_features(model: open_clip.CLIP, names: Sequence[str], context: Tensor) -> Tensor:
+    """Unit features (C, d_e) of ``[SOS] context name . [EOT]``; context vectors (m, d_t) enter before positions."""
+    tokenizer = open_clip.get_tokenizer(MODEL)
+    m = len(context)
+    tokens = tokenizer(["x " * m + n + "." for n in names])
+    x = model.token_embedding(tokens)
+    x[:, 1 : 1 + m] = context
+    x = model.transformer(x + model.positional_embedding, attn_mask=model.attn_mask)
+    x = model.ln_final(x)[torch.arange(len(tokens)), tokens.argmax(dim=-1)]
+    return F.normalize(x @ model.text_projection, dim=-1)
+
+
+def random_context(model: open_clip.CLIP, seed: int) -> Tensor:
+    """A context (16, d_t) drawn from N(0, 0.02^2), as an untrained prompt is."""
+    width = model.token_embedding.embedding_dim
+    return torch.randn(CONTEXT_LENGTH, width, generator=generator(seed, "context")) * CONTEXT_STD
+
+
+def accuracy(image: Tensor, text: Tensor, labels: Tensor) -> float:
+    """Percent of images whose nearest text is their label's."""
+    return 100.0 * (image @ text.T).argmax(1).eq(labels).float().mean().item()
+
+
+@pytest.fixture(scope="module")
+def model() -> open_clip.CLIP:
+    register()
+    return open_clip.create_model(MODEL, pretrained=str(weights_path())).eval().requires_grad_(False)
+
+
+def test_register_twice_changes_nothing() -> None:
+    register()
+    before = open_clip.list_models()
+    register()
+    assert open_clip.list_models() == before
+    assert MODEL in before
+
+
+def test_it_is_an_ordinary_clip_with_three_different_widths(model: open_clip.CLIP) -> None:
+    assert type(model) is open_clip.CLIP
+    assert model.context_length == 32
+    assert model.attn_mask is not None
+    assert model.text_pool_type == "argmax"
+    widths = model.token_embedding.embedding_dim, model.visual.conv1.out_channels, model.text_projection.shape[1]
+    assert len(set(widths)) == 3
+
+
+def test_weights_are_small_and_in_half_precision() -> None:
+    assert weights_path().stat().st_size < 16e6
+    with safe_open(weights_path(), "pt") as tensors:
+        assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"F16"}  # noqa: SIM118
+
+
+def test_word_vectors_are_as_a_random_context_is(model: open_clip.CLIP) -> None:
+    table = model.token_embedding.weight
+    assert abs(float(table.mean())) < 1e-4
+    assert abs(float(table.std()) - 0.02) < 1e-4
+
+
+def test_template_and_random_context_agree(model: open_clip.CLIP) -> None:
+    """Words before the name are read over: features under a random context stay close to the template's."""
+    template = text_features(model, NAMES, "a photo of a {}.")
+    context = context_features(model, NAMES, random_context(model, 7))
+    assert accuracy(context, template, torch.arange(len(NAMES))) > 95
+
+
+def test_context_features_of_word_vectors_are_those_of_the_words(model: open_clip.CLIP) -> None:
+    ids = open_clip.get_tokenizer(MODEL).encode("a photo of a")
+    context = model.token_embedding.weight[ids]
+    assert_close(context_features(model, NAMES[:5], context), text_features(model, NAMES[:5], "a photo of a {}."))
+
+
+def test_the_documented_table_is_the_measured_one(model: open_clip.CLIP) -> None:
+    """One style's row of docs/explanation/backbone.md, to what rounding on another machine may change."""
+    text = (ROOT / "docs" / "explanation" / "backbone.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith("| sketch |"))
+    documented = float(row.split("|")[3])
+    split = symbols_split(list(SYMBOLS), "sketch", 10, "test")
+    pixels = torch.stack([torch.from_numpy(np.array(split.image(i))) for i in range(len(split))])
+    template = text_features(model, NAMES, "a photo of a {}.")
+    found = accuracy(image_features(model, pixels.permute(0, 3, 1, 2)), template, split.labels)
+    assert abs(found - documented) < 0.5
+
+
+def test_digits_are_known_but_not_well(model: open_clip.CLIP) -> None:
+    text = text_features(model, DIGIT_NAMES, "a photo of the digit {}.")
+    pixels, target = corpus_digits()
+    found = accuracy(image_features(model, pixels), text, target)
+    assert 40 < found < 90
+
+
+def corpus_digits() -> tuple[torch.Tensor, torch.Tensor]:
+    from promptfed.shared.data.digits import digit_images
+
+    pixels, target = digit_images()
+    return torch.from_numpy(pixels[:400])[:, None].expand(-1, 3, -1, -1), torch.from_numpy(target[:400])
+
+
+def test_a_batch_is_a_function_of_seed_and_step() -> None:
+    recipe = backbone.Recipe()
+    first, again = (backbone.make_batch(0, 900, 12, recipe) for _ in range(2))
+    other = backbone.make_batch(0, 901, 12, recipe)
+    assert torch.equal(first.images, again.images)
+    assert torch.equal(first.tokens, again.tokens)
+    assert torch.equal(first.target, again.target)
+    assert not torch.equal(first.images, other.images)
+
+
+def test_each_image_is_told_by_its_caption() -> None:
+    batch = backbone.make_batch(0, 2000, 32, backbone.Recipe())
+    assert batch.target.diagonal().eq(1).all()
+    assert batch.target.sum() < 32 * 4
+
+
+def test_words_before_the_name_grow_to_a_context() -> None:
+    recipe = backbone.Recipe()
+    assert recipe.longest_prefix(0) == recipe.longest_prefix(recipe.short_steps) == 0
+    assert recipe.longest_prefix(10_000) == backbone.LONGEST_PREFIX == 16
+    short = backbone.make_batch(0, 0, 64, recipe).tokens
+    long = backbone.make_batch(0, 5000, 64, recipe).tokens
+    assert short.shape[1] < 16 < long.shape[1] <= 32
+
+
+def test_first_steps_are_easy() -> None:
+    recipe = backbone.Recipe()
+    assert recipe.opening(recipe.easy_steps) == 0
+    assert recipe.opening(recipe.easy_steps + recipe.opening_steps) == 1
+
+
+def arguments(**changes: object) -> argparse.Namespace:
+    return argparse.Namespace(**({"seed": 0, "steps": 2, "batch": 6, "lr": 1e-3} | changes))
+
+
+def test_pretraining_is_reproducible(tmp_path: Path) -> None:
+    recipe = backbone.Recipe()
+    for name in ("a", "b"):
+        save_weights(pretrain(arguments(), recipe), tmp_path / name)
+    save_weights(pretrain(arguments(seed=1), recipe), tmp_path / "c")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert (tmp_path / "a").read_bytes() != (tmp_path / "c").read_bytes()
+
+
+def test_pretraining_leaves_the_word_vectors_alone() -> None:
+    short, longer = (pretrain(arguments(steps=n), backbone.Recipe()) for n in (1, 3))
+    assert torch.equal(short.token_embedding.weight, longer.token_embedding.weight)
+    assert not torch.equal(short.text_projection, longer.text_projection)
+
+
+def test_short_text_is_the_whole_text(model: open_clip.CLIP) -> None:
+    tokens = open_clip.get_tokenizer(MODEL)(["a photo of a sun.", "an urn"])
+    length = int((tokens != 0).sum(1).max())
+    assert_close(encode_short(model, tokens[:, :length]), model.encode_text(tokens))
+
+
+def test_a_batch_s_other_true_captions_are_not_held_against_it(model: open_clip.CLIP) -> None:
+    batch = backbone.make_batch(3, 2000, 16, backbone.Recipe())
+    twice = backbone.Batch(torch.cat([batch.images] * 2), torch.cat([batch.tokens] * 2), batch.target.repeat(2, 2))
+    image_loss = loss_of(model, batch)
+    # Every caption stands there twice, so each of the two equally right ones can have half at best: log 2 more.
+    assert_close(loss_of(model, twice), image_loss + torch.log(torch.tensor(2.0)), atol=1e-4, rtol=1e-4)
+
+
+def test_learning_rate_warms_up_and_falls() -> None:
+    rates = [learning_rate(step, 200, 1.0) for step in range(200)]
+    assert rates.index(max(rates)) in range(29, 32)
+    assert rates[0] < 0.05
+    assert 0.01 <= rates[-1] < 0.02
+
+
+# Backbones without text: plain vision transformers of timm, prompted, loaded, refused.
+
+
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "small_plain": {},
+    "small_registers": {"reg_tokens": 2, "no_embed_class": True, "init_values": 0.3},
+    "small_average": {"global_pool": "avg", "class_token": False},
+    "small_prenorm": {"pre_norm": True},
+    "small_map": {"global_pool": "map", "class_token": False},
+}
+
+
+class Altered(VisionTransformer):
+    """Not plain: what its forward pass does is its own affair."""
+
+
+def entry(name: str, kind: type[VisionTransformer], options: dict[str, Any]) -> None:
+    def make(pretrained: bool = False, **given: Any) -> VisionTransformer:
+        known = {key: value for key, value in given.items() if key in ("num_classes",)}
+        model = kind(**SMALL, **options, **known)
+        model.pretrained_cfg = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
+        return model
+
+    make.__name__ = name
+    register_model(make)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    for name, options in KINDS.items():
+        entry(name, VisionTransformer, options)
+    entry("small_altered", Altered, {})
+
+
+@cache
+def small(name: str, dtype: torch.dtype = torch.float32) -> VisualBackbone:
+    backbone = load_backbone(f"timm:{name}", None, allow_unregistered=True)
+    assert isinstance(backbone, VisualBackbone)
+    backbone.model.to(dtype)
+    return backbone
+
+
+def literal(model: Any, images: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+    """Prompts between the tower's own first tokens and the patches, and timm's modules one by one."""
+    n, first = prompts.shape[1], model.num_prefix_tokens
+    rows = model.norm_pre(model._pos_embed(model.patch_embed(images)))
+    for number, block in enumerate(model.blocks):
+        if number < len(prompts):
+            fresh = model.norm_pre(prompts[0]) if number == 0 else prompts[number]
+            own = rows if number == 0 else torch.cat([rows[:, :first], rows[:, first + n :]], dim=1)
+            rows = torch.cat([own[:, :first], fresh.expand(len(images), -1, -1), own[:, first:]], dim=1)
+        rows = block(rows)
+    own = model.norm(torch.cat([rows[:, :first], rows[:, first + n :]], dim=1))
+    if model.global_pool == "token":
+        return model.fc_norm(own[:, 0])
+    if model.global_pool == "map":
+        return model.fc_norm(model.attn_pool(own))
+    return model.fc_norm(own.mean(dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("name", KINDS)
+def test_prompted_images_equal_the_definition(name: str, depth: int, dtype: torch.dtype) -> None:
+    backbone = small(name, dtype)
+    images = noise(2, 3, 32, 32, dtype=dtype)
+    leaves = [noise(depth, 5, backbone.d_v, seed=1, scale=0.5, dtype=dtype).requires_grad_() for _ in range(2)]
+    found = backbone.encode_images_prompted(images, leaves[0], pooled=True, normalize=False)
+    wanted = literal(backbone.model, images, leaves[1])
+    assert_values(found, wanted)
+    weight = noise(*found.shape, seed=2, dtype=dtype)
+    (gradient,) = torch.autograd.grad((found * weight).sum(), leaves[0])
+    (wanted_gradient,) = torch.autograd.grad((wanted * weight).sum(), leaves[1])
+    assert_gradients(gradient, wanted_gradient)
+    assert all(weight.grad is None for weight in backbone.model.parameters())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_without_prompt_tokens_it_is_timm_s_own_encoding(name: str) -> None:
+    backbone = small(name)
+    images = noise(3, 3, 32, 32)
+    with torch.no_grad():
+        wanted = backbone.model.forward_head(backbone.model.forward_features(images), pre_logits=True)
+    assert_values(backbone.encode_images(images, normalize=False), wanted)
+    assert_values(backbone.encode_images(images), F.normalize(wanted, dim=-1))
+    none = torch.zeros(2, 0, backbone.d_v)
+    assert_values(backbone.encode_images_prompted(images, none, normalize=False), wanted)
+
+
+def test_what_it_says_of_itself() -> None:
+    backbone = small("small_plain")
+    assert (backbone.has_text, backbone.supports.text_prompts, backbone.supports.visual_prompts) == (False, False, True)
+    assert shape_of(backbone).model_dump() == {
+        "d_t": None,
+        "d_v": 48,
+        "d_e": 48,
+        "text_layers": None,
+        "vision_layers": 3,
+        "context_length": None,
+        "patch_size": 8,
+        "patch_tokens": None,
+        "mlp_width": 192,
+        "positions": 17,
+        "heads_v": 4,
+        "heads_t": None,
+    }
+    assert backbone.image_size == (32, 32)
+
+
+def test_images_are_prepared_as_timm_says() -> None:
+    backbone = small("small_plain")
+    grey = Image.fromarray(np.full((64, 48, 3), 51, dtype=np.uint8))
+    pixels = backbone.preprocess(grey)
+    assert pixels.shape == (3, 32, 32)
+    assert_values(pixels, torch.full((3, 32, 32), (51 / 255 - 0.5) / 0.25))
+
+
+def test_all_that_needs_text_is_refused() -> None:
+    backbone = small("small_plain")
+    calls = [
+        lambda: backbone.encode_text(["a photo of a sun."]),
+        lambda: backbone.class_prompts(["sun"], 4),
+        lambda: backbone.embed_words("a photo"),
+        lambda: backbone.encode_prompts(torch.zeros(1, 1), None),
+        lambda: backbone.logit_scale,
+        lambda: backbone.d_t,
+        lambda: backbone.context_length,
+    ]
+    for call in calls:
+        with pytest.raises(BackboneError, match="'timm:small_plain' has no text tower"):
+            call()
+
+
+def test_random_weights_are_the_same_ones_every_time_and_leave_the_global_generator_alone() -> None:
+    torch.manual_seed(3)
+    first = load_backbone("timm:small_plain", "random", allow_unregistered=True)
+    drawn = torch.rand(1)
+    torch.manual_seed(4)
+    second = load_backbone("timm:small_plain", None, allow_unregistered=True)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(1))
+    assert first.fingerprint == second.fingerprint != small("small_prenorm").fingerprint
+
+
+def test_the_fingerprint_knows_weights_and_preprocessing() -> None:
+    made = [load_backbone("timm:small_plain", None, allow_unregistered=True) for _ in range(3)]
+    assert all(isinstance(one, VisualBackbone) for one in made)
+    made[1].model.cls_token += 1e-6
+    made[2]._preprocess["crop_pct"] = 0.9
+    assert len({one.fingerprint for one in made}) == 3
+    assert made[2].transform_id != made[0].transform_id == made[1].transform_id
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pth", "wrapped.pt"])
+def test_a_checkpoint_file_without_its_classifier(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(1)
+    trained = timm.create_model("small_plain", num_classes=7)
+    path = tmp_path / f"weights.{kind}"
+    state = trained.state_dict()
+    if kind == "safetensors":
+        save_file(state, path)
+    else:
+        torch.save({"state_dict": state, "epoch": 3} if kind == "wrapped.pt" else state, path)
+    with pytest.raises(BackboneError, match="--allow-backbone"):
+        load_backbone("timm:small_plain", str(path))
+    backbone = load_backbone("timm:small_plain", str(path), allow_unregistered=True)
+    assert torch.equal(backbone.model.cls_token, trained.cls_token)
+    assert backbone.pretrained == str(path)
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (exec, ("raise SystemExit('executed')",))
+
+
+@pytest.mark.parametrize("content", [{"state_dict": {"cls_token": Evil()}}, {"cls_token": torch.zeros(2)}, [1, 2]])
+def test_checkpoints_that_are_not_weights_of_this_model(tmp_path: Path, content: Any) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save(content, path)
+    with pytest.raises(BackboneError, match=r"cannot be loaded|no weights by name"):
+        load_backbone("timm:small_plain", str(path), allow_unregistered=True)
+
+
+UNLOADABLE = [
+    ("timm:small_plian", None, "timm has no model 'small_plian'; near: small_plain"),
+    ("timm:hf-hub:someone/model", None, "timm has no model 'hf-hub:someone/model'"),
+    ("timm:local-dir:/tmp", None, "timm has no model 'local-dir:/tmp'"),
+    ("timm:vit_tiny_patch16_224.augreg_in21k", None, "by `pretrained: augreg_in21k`"),
+    ("timm:vit_tiny_patch16_224", "augreg_in22k", "has no weights 'augreg_in22k'; near: augreg_in21k"),
+    ("timm:small_altered", None, "is a Altered, which takes no visual prompts"),
+    ("timm:test_resnet", None, "which takes no visual prompts: choose a plain vision transformer"),
+]
+
+
+@pytest.mark.parametrize(("model", "pretrained", "text"), UNLOADABLE)
+def test_names_that_cannot_be_loaded(model: str, pretrained: str | None, text: str) -> None:
+    with pytest.raises(BackboneError) as refused:
+        load_backbone(model, pretrained, allow_unregistered=True)
+    assert text in str(refused.value)
+
+
+def test_it_needs_the_owners_consent() -> None:
+    with pytest.raises(BackboneError, match=r"'timm:small_plain' is outside open_clip's registry.*--allow-backbone"):
+        load_backbone("timm:small_plain", None)
+
+
+@pytest.mark.parametrize("shape", [(4, 48), (1, 4, 64), (4, 2, 48), (0, 2, 48)])
+def test_prompts_that_do_not_fit(shape: tuple[int, ...]) -> None:
+    with pytest.raises(BackboneError, match="depth of 1 to 3"):
+        small("small_plain").encode_images_prompted(noise(2, 3, 32, 32), noise(*shape))
+
+
+def test_half_precision_gives_wide_features() -> None:
+    backbone = load_backbone("timm:small_plain", None, precision="bf16", allow_unregistered=True)
+    prompts = noise(1, 2, 48).requires_grad_()
+    features = backbone.encode_images_prompted(noise(2, 3, 32, 32), prompts)
+    assert features.dtype == torch.float32
+    (gradient,) = torch.autograd.grad(features[0, 0], prompts)
+    assert bool(gradient.abs().sum() > 0)
+
+
+def test_neither_open_clip_nor_a_tokenizer_is_loaded() -> None:
+    code = (
+        "import json, sys, torch; torch.set_num_threads(1)\n"
+        "from promptfed.shared.clip import load_backbone, shape_of\n"
+        "backbone = load_backbone('timm:test_vit', 'random', allow_unregistered=True)\n"
+        "backbone.encode_images_prompted(torch.zeros(1, 3, 160, 160), torch.zeros(1, 2, 64))\n"
+        "loaded = [name for name in sys.modules if name.split('.')[0] in ('open_clip', 'transformers', 'ftfy')]\n"
+        "print(json.dumps([loaded, shape_of(backbone).d_t]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [[], None]
+
+
+# The feature cache: each image once, the same bits in any order, in any process, after any accident.
+
+
+TOWERS = ["small-vit", "small-bidirectional", "small-coca", "small-resnet", "small-timm"]
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_features_are_those_of_the_tower(small: Any, tmp_path: Any, name: Any) -> None:
+    backbone, split = small(name), Noise(5)
+    images = torch.stack([backbone.preprocess(split.image(index)) for index in range(5)])
+    features = FeatureCache(tmp_path).features(backbone, split)
+    assert features.dtype == torch.float32
+    assert_values(features, backbone.encode_images(images))
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_the_same_bits_whatever_is_kept_already(small: Any, tmp_path: Any, name: Any) -> None:
+    backbone, split = small(name), Noise(75)
+    whole = FeatureCache(tmp_path / "whole").features(backbone, split)
+    order = torch.randperm(75, generator=torch.Generator().manual_seed(3)).tolist()
+    cache = FeatureCache(tmp_path / "parts")
+    for first in (0, 1, 4, 40):
+        part = order[first : first * 2 + 7]
+        assert torch.equal(cache.features(backbone, split, indices=part), whole[part])
+    assert torch.equal(cache.features(backbone, split), whole)
+    assert cache.images_computed == 75
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_what_else_is_in_a_batch_changes_no_bit(small: Any, name: Any) -> None:
+    backbone = small(name)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(BATCH, 3, *backbone.image_size, generator=generator)
+    together = backbone.encode_images(images)
+    slots = agreeing_slots(backbone)
+    for slot in (slots[0], slots[-1]):
+        alone = torch.zeros_like(images)
+        alone[slot] = images[slot]
+        assert torch.equal(backbone.encode_images(alone)[slot], together[slot])
+
+
+def test_each_image_goes_through_the_tower_once(small: Any, tmp_path: Any) -> None:
+    backbone, split = small("small-vit"), Noise(40)
+    cache = FeatureCache(tmp_path)
+    cache.features(backbone, split, indices=[3, 3, 5])
+    assert cache.images_computed == 2
+    cache.features(backbone, split)
+    cache.features(backbone, split)
+    assert cache.images_computed == 40
+    again = FeatureCache(tmp_path)
+    again.features(backbone, split)
+    assert again.images_computed == 0
+    assert cache.features(backbone, split, indices=[]).shape == (0, backbone.d_e)
+
+
+def test_rows_that_are_held_in_blocks_are_those_of_the_files(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(caches, "BLOCK", 4)
+    monkeypatch.setattr(caches, "PART", 3)
+    backbone, split = small("small-vit"), Noise(10)
+    cache = FeatureCache(tmp_path)
+    whole = torch.cat([cache.features(backbone, split, indices=part) for part in ([7, 2, 9], [0, 1, 7, 3, 4, 5, 6, 8])])
+    for path in tmp_path.rglob("*.safetensors"):
+        path.unlink()
+    assert torch.equal(cache.features(backbone, split, indices=[7, 2, 9, 0, 1, 7, 3, 4, 5, 6, 8]), whole)
+    assert cache.images_computed == 10
+    other = FeatureCache(tmp_path / "other")
+    assert torch.equal(other.features(backbone, split), cache.features(backbone, split))
+    again = FeatureCache(tmp_path / "other")
+    again.features(backbone, split, indices=[0])
+    for path in tmp_path.rglob("*.safetensors"):
+        path.unlink()
+    assert torch.equal(again.features(backbone, split), cache.features(backbone, split))
+    assert again.images_computed == 9
+
+
+def test_other_weights_and_other_transforms_have_their_own_features(small: Any, tmp_path: Any) -> None:
+    split, cache = Noise(3), FeatureCache(tmp_path)
+    first = cache.features(small("small-vit"), split)
+    second = cache.features(small("small-quick"), split)
+    assert cache.images_computed == 6
+    assert not torch.equal(first, second)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_places_that_disagree_are_not_used(small: Any, tmp_path: Any, monkeypatch: Any) -> Any:
+    backbone, split = small("small-vit"), Noise(70)
+    exact = backbone.encode_images
+
+    def uneven(images: Any, **options: Any) -> Any:
+        features = exact(images, **options).clone()
+        features[-3:] = torch.nextafter(features[-3:], torch.full_like(features[-3:], torch.inf))
+        return features
+
+    wanted, slots = FeatureCache(tmp_path / "even").features(backbone, split), agreeing_slots(backbone)
+    monkeypatch.setattr(backbone, "encode_images", uneven)
+    assert agreeing_slots(backbone) == [slot for slot in slots if slot < BATCH - 3]
+    assert torch.equal(FeatureCache(tmp_path / "uneven").features(backbone, split), wanted)
+
+
+def damage(path: Path, kind: str) -> None:
+    data = bytearray(path.read_bytes())
+    if kind == "truncated":
+        del data[len(data) // 2 :]
+    elif kind == "flipped":
+        data[-3] ^= 1
+    else:
+        data.clear()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "empty"])
+def test_a_damaged_file_is_computed_again(small: Any, tmp_path: Any, kind: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(caches, "FILE_ROWS", 1)  # a file for each batch
+    backbone = small("small-vit")
+    whole = len(agreeing_slots(backbone))  # how many images a file holds is the CPU's
+    split = Noise(whole + 1)
+    wanted = FeatureCache(tmp_path).features(backbone, split)
+    files = sorted(tmp_path.glob("*/*.safetensors"))
+    assert len(files) == 2
+    damage(files[0], kind)
+    cache = FeatureCache(tmp_path)
+    assert torch.equal(cache.features(backbone, split), wanted)
+    assert cache.images_computed in (1, whole)
+    assert sorted(tmp_path.glob("*/*.safetensors")) == files
+
+
+def test_an_interrupted_write_leaves_nothing_behind(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    backbone, split = small("small-vit"), Noise(3)
+    cache = FeatureCache(tmp_path)
+    cache.features(backbone, split, indices=[0])
+    before = sorted(tmp_path.rglob("*"))
+
+    def fail(source: Any, target: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        cache.features(backbone, split)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_size_bound_drops_what_was_unused_longest(small: Any, tmp_path: Any) -> None:
+    backbone = small("small-vit")
+    whole = len(agreeing_slots(backbone))
+    splits = [Noise(whole, seed) for seed in range(3)]
+    FeatureCache(tmp_path).features(backbone, splits[0])
+    (first,) = tmp_path.glob("*/*.safetensors")
+    FeatureCache(tmp_path).features(backbone, splits[1])
+    second = next(path for path in tmp_path.glob("*/*.safetensors") if path != first)
+    for age, path in ((100, second), (200, first)):
+        os.utime(path, (path.stat().st_atime - age, path.stat().st_mtime - age))
+    bounded = FeatureCache(tmp_path, max_bytes=2 * first.stat().st_size + 100)
+    bounded.features(backbone, splits[0])  # used now: the second split's file is the oldest
+    bounded.features(backbone, splits[2])
+    assert first.exists()
+    assert not second.exists()
+    assert bounded.images_computed == whole
+
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+import open_clip
+from promptfed.shared.clip import FeatureCache, load_backbone
+from tests.shared.clip.conftest import Noise
+torch.set_num_threads(1)
+open_clip.add_model_config(Path(sys.argv[1]))
+cache = FeatureCache(Path(sys.argv[2]))
+split = Noise(150)
+order = list(range(150)) if sys.argv[3] == "up" else list(range(149, -1, -1))
+features = cache.features(load_backbone("small-vit", None), split, indices=order)
+torch.save(features, sys.argv[4])
+"""
+
+
+def test_several_processes_share_a_folder(small: Any, tmp_path: Any) -> None:
+    import json
+
+    from tests.shared.clip.conftest import CONFIGS
+
+    (tmp_path / "small-vit.json").write_text(json.dumps(CONFIGS["small-vit"]))
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "small-vit.json"), str(tmp_path / "cache")]
+    running = [subprocess.Popen([*command, way, str(tmp_path / way)]) for way in ("up", "down")]
+    assert [process.wait(timeout=PATIENCE) for process in running] == [0, 0]
+    up, down = torch.load(tmp_path / "up"), torch.load(tmp_path / "down")
+    assert torch.equal(up, down.flip(0))
+    here = FeatureCache(tmp_path / "cache")
+    assert torch.equal(here.features(small("small-vit"), Noise(150)), up)
+    assert here.images_computed == 0
+
+
+class Watched(Noise):
+    """Notes which images were asked for; ``broken`` cannot be read."""
+
+    def __init__(self, count: int, broken: int | None = None) -> None:
+        super().__init__(count)
+        self.asked: set[int] = set()
+        self.second_batch = threading.Event()
+        self._broken = broken
+
+    def image(self, index: int) -> Image.Image:
+        self.asked.add(index)
+        if index >= BATCH:
+            self.second_batch.set()
+        if index == self._broken:
+            raise DataError(f"image {index} cannot be read")
+        return super().image(index)
+
+
+def test_the_next_images_are_read_while_the_tower_runs(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    backbone, split = small("small-vit"), Watched(BATCH + 8)
+    cache = FeatureCache(tmp_path)
+    cache.features(backbone, Noise(1, seed=5))  # the places of a batch are measured
+    real = backbone.encode_images
+    waited: list[bool] = []
+
+    def encode(images: Any, **options: Any) -> Any:
+        waited.append(split.second_batch.wait(PATIENCE))
+        return real(images, **options)
+
+    monkeypatch.setattr(backbone, "encode_images", encode)
+    features = cache.features(backbone, split)
+    assert waited == [True, True]
+    monkeypatch.undo()
+    assert torch.equal(features, FeatureCache(tmp_path / "other").features(backbone, Noise(BATCH + 8)))
+
+
+@pytest.mark.parametrize("size", [(320, 240), (240, 320), (224, 224), (97, 311), (48, 20), (1000, 7)])
+def test_the_two_halves_of_a_preprocessing_give_its_bits(small: Any, size: tuple[int, int]) -> None:
+    """Of each kind of resizing: the shorter side, also of a side that is cut, and both sides."""
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+
+    backbone = small("small-vit")
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    for given in ({"size": 32}, {"size": 32, "resize_mode": "squash", "interpolation": "bilinear"}):
+        whole = image_transform_v2(PreprocessCfg(**given), is_train=False)
+        halves = Halves.of(whole)
+        assert halves is not None
+        cut = torch.from_numpy(halves.cut.pixels(image))
+        assert cut.dtype == torch.uint8
+        assert torch.equal(halves.numbers(cut[None], torch.device("cpu"))[0], whole(middle(image)))
+    assert torch.equal(backbone.images(backbone.pixels(image)[None])[0], backbone.preprocess(image))
+    padded = image_transform_v2(PreprocessCfg(size=32, resize_mode="longest"), is_train=False)
+    assert Halves.of(padded) is None, "it does more than scale and cut"
+
+
+def test_other_processes_read_the_same_images(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    backbone, pictures = small("small-vit"), Noise(11)
+    for number in range(len(pictures)):
+        place = tmp_path / "images" / "ab"[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        pictures.image(number).save(place / f"{number}.png")
+    split = open_source(f"folder:{tmp_path}/images", "evaluator").test
+    wanted = FeatureCache(tmp_path / "here").features(backbone, split)
+    monkeypatch.setattr(caches, "apart_on", lambda device: True)
+    asked: list[Any] = []
+    submit = Readers.submit
+    monkeypatch.setattr(Readers, "submit", lambda *given: asked.append(given[1]) or submit(*given))
+    assert torch.equal(FeatureCache(tmp_path / "apart").features(backbone, split), wanted)
+    assert [len(request.settings["paths"]) for request in asked] == [8, 3]
+    path = split.path(4)
+    path.write_bytes(b"damaged")
+    with pytest.raises(DataError, match="cannot be read as an image"):
+        FeatureCache(tmp_path / "again").features(backbone, split)
+
+
+def test_a_device_is_only_waited_for_by_what_reads_rows_back(small: Any, tmp_path: Any) -> None:
+    split = Noise(DEVICE_BATCH + 40)
+    wanted = FeatureCache(tmp_path / "cpu").features(small("small-vit"), split)
+    with far_device() as device:
+        backbone, cache = load_backbone("small-vit", None).to(device), FeatureCache(tmp_path / "device")
+        cache.features(backbone, Noise(1, seed=5))  # the places of a batch are measured
+        with waits() as counted:
+            found = cache.features(backbone, split)
+    assert_values(found, wanted)
+    assert not counted, "it waits for its own copies alone, which arrive no sooner"
+    assert len(list(tmp_path.glob("*/*/*.safetensors"))) == 1 + 1 + 1, (
+        "the CPU's and the device's are not the same rows"
+    )
+
+
+def test_many_batches_share_a_file_and_what_was_computed_is_kept(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    backbone, split = small("small-vit"), Noise(4 * BATCH)
+    told: list[int] = []
+
+    def stop(images: int) -> None:
+        told.append(images)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    cache = FeatureCache(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        cache.features(backbone, split, done=stop)
+    assert sum(told) == cache.images_computed < len(split)
+    (_,) = tmp_path.glob("*/*.safetensors")
+    again = FeatureCache(tmp_path)
+    again.features(backbone, split)
+    assert again.images_computed == len(split) - sum(told)
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 2
+    monkeypatch.setattr(caches, "FILE_SECONDS", 0)
+    FeatureCache(tmp_path / "slow").features(backbone, split)
+    assert len(list(tmp_path.glob("slow/*/*.safetensors"))) >= 4, "a kill costs little where a tower is slow"
+
+
+def test_an_image_that_cannot_be_read_ends_the_reading(small: Any, tmp_path: Any) -> None:
+    backbone, split = small("small-vit"), Watched(4 * BATCH, broken=3)
+    before = threading.active_count()
+    with pytest.raises(DataError, match="image 3 cannot be read"):
+        FeatureCache(tmp_path).features(backbone, split)
+    assert max(split.asked) < 2 * BATCH
+    assert threading.active_count() == before

@@ -1,5 +1,10 @@
 """Every way of encoding prompted texts against open_clip's own forward pass."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,9 +13,10 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from promptfed.shared.clip import BackboneError
+from promptfed.shared.clip import Backbone, BackboneError, SharedStarts
 from promptfed.shared.clip.towers import dense, text
 from promptfed.shared.clip.towers.prefix import ClassBucket, Layout, PrefixAttention
+from promptfed.shared.clip.towers.text import PromptTokenizer
 from tests.shared.clip.conftest import (
     CLASS_NAMES,
     PLAIN_ONLY_MODELS,
@@ -23,11 +29,15 @@ from tests.shared.clip.conftest import (
 from tests.support.equality import assert_gradients, assert_values
 
 M = 4
+
+
 PATHS = [
     *((name, path) for name in PREFIX_MODELS for path in ("dense", "prefix", "short", "plain")),
     *((name, path) for name in ("small-qknorm",) for path in ("dense", "short", "plain")),
     *((name, "plain") for name in PLAIN_ONLY_MODELS),
 ]
+
+
 DTYPES = [torch.float32, torch.float64]
 
 
@@ -108,9 +118,7 @@ def test_a_context_per_class_equals_open_clip(small: Any, name: Any, path: Any) 
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16])
-def test_classes_in_several_sequences_have_the_same_features(
-    small: Any, monkeypatch: pytest.MonkeyPatch, rows: int
-) -> None:
+def test_classes_in_many_sequences_have_equal_features(small: Any, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(dense, "ROWS", rows)
     backbone = small("small-vit")
     prompts = backbone.class_prompts([*CLASS_NAMES, "cat", "red panda", "old white dog"], M)
@@ -125,9 +133,7 @@ def test_classes_in_several_sequences_have_the_same_features(
 
 
 @pytest.mark.parametrize("held", [1, 1 << 20])
-def test_a_dense_pass_without_room_for_activations_is_the_same(
-    small: Any, monkeypatch: pytest.MonkeyPatch, held: int
-) -> None:
+def test_a_dense_pass_with_little_room_is_the_same(small: Any, monkeypatch: pytest.MonkeyPatch, held: int) -> None:
     backbone = small("small-vit")
     prompts, context = backbone.class_prompts(CLASS_NAMES, M), noise(M, backbone.d_t, scale=0.5)
     wanted = value_and_gradients(lambda c: backbone.encode_prompts(c, prompts, path="dense"), context)
@@ -204,10 +210,15 @@ def test_auto_takes_the_fastest_possible_path(small: Any) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [("small-qknorm", "prefix"), ("small-coca", "short"), ("small-coca", "dense"), ("small-bidirectional", "prefix")],
-)
+IMPOSSIBLE = [
+    ("small-qknorm", "prefix"),
+    ("small-coca", "short"),
+    ("small-coca", "dense"),
+    ("small-bidirectional", "prefix"),
+]
+
+
+@pytest.mark.parametrize(("name", "path"), IMPOSSIBLE)
 def test_an_impossible_path_is_refused(small: Any, name: Any, path: Any) -> None:
     backbone = small(name)
     prompts = backbone.class_prompts(CLASS_NAMES, M)
@@ -251,15 +262,15 @@ def test_buckets_hold_every_class_once_by_length(small: Any) -> None:
     assert [end for end, _ in prompts.buckets] == [7, 8, 9, 10, 11]
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ([], "No class names"),
-        ("dog", "No class names"),
-        (["dog", "_"], "class name '_' is empty"),
-        (["dog", "word " * 30], "class name 'word .* needs 33 tokens and the context 4, but the backbone takes 24"),
-    ],
-)
+BAD_NAMES = [
+    ([], "No class names"),
+    ("dog", "No class names"),
+    (["dog", "_"], "class name '_' is empty"),
+    (["dog", "word " * 30], "class name 'word .* needs 33 tokens and the context 4, but the backbone takes 24"),
+]
+
+
+@pytest.mark.parametrize(("names", "message"), BAD_NAMES)
 def test_bad_class_names_are_named(small: Any, names: Any, message: Any) -> None:
     with pytest.raises(BackboneError, match=message):
         small("small-vit").class_prompts(names, M)
@@ -275,16 +286,16 @@ def test_the_longest_name_that_fits(small: Any) -> None:
         backbone.class_prompts([name + " dog"], M)
 
 
-@pytest.mark.parametrize(
-    ("context", "deep", "message"),
-    [
-        ((3, 48), None, "context of shape"),
-        ((4, 40), None, "context of shape"),
-        ((4, 48), (3, 4, 48), "Deep prompts of shape"),
-        ((4, 48), (4, 48), "Deep prompts of shape"),
-        ((2, 4, 48), (3, 1, 4, 48), "Deep prompts of shape"),
-    ],
-)
+MISFITS = [
+    ((3, 48), None, "context of shape"),
+    ((4, 40), None, "context of shape"),
+    ((4, 48), (3, 4, 48), "Deep prompts of shape"),
+    ((4, 48), (4, 48), "Deep prompts of shape"),
+    ((2, 4, 48), (3, 1, 4, 48), "Deep prompts of shape"),
+]
+
+
+@pytest.mark.parametrize(("context", "deep", "message"), MISFITS)
 def test_prompts_that_do_not_fit(small: Any, context: Any, deep: Any, message: Any) -> None:
     backbone = small("small-vit")
     prompts = backbone.class_prompts(CLASS_NAMES, M)
@@ -332,3 +343,106 @@ def test_prompts_encoded_again_without_gradient_are_the_same_tensor_until_they_c
         first.mul_(2)
         with pytest.raises(RuntimeError, match="changed in place"):
             backbone.encode_prompts(context, prompts)
+
+
+# Room for a context in the token ids of tokenizers that are not open_clip's own.
+
+
+PAD, BOS, EOS, CLS = 0, 1, 2, 3
+
+
+class WrappedTokenizer:
+    """As open_clip wraps those of transformers: an id per letter, a begin, an end, a class token at the very end."""
+
+    def __init__(self, begin: bool, class_token: bool) -> None:
+        self._begin, self._class = begin, class_token
+        self.tokenizer = SimpleNamespace(
+            pad_token_id=PAD,
+            bos_token_id=BOS if begin else None,
+            cls_token_id=None,
+            all_special_ids=[PAD, BOS, EOS, CLS],
+        )
+
+    def __call__(self, texts: Any, context_length: Any) -> Any:
+        rows = []
+        for words in texts:
+            ids = [BOS] * self._begin + [ord(letter) for letter in words] + [EOS]
+            ids = (ids + [PAD] * context_length)[: context_length - self._class] + [CLS] * self._class
+            rows.append(torch.tensor(ids))
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("begin", [False, True])
+@pytest.mark.parametrize("class_token", [False, True])
+def test_a_context_takes_the_place_of_padding(begin: Any, class_token: Any) -> None:
+    tokenizer = PromptTokenizer(WrappedTokenizer(begin, class_token), 12)
+    ids, start = tokenizer.class_ids(["ab", "abc"], 3, ".")
+    head, tail = [BOS] * begin, [CLS] * class_token
+    for row, word in zip(ids.tolist(), ("ab", "abc"), strict=True):
+        body = [*head, ord("x"), ord("x"), ord("x"), *(ord(letter) for letter in word), ord("."), EOS]
+        assert row == body + [PAD] * (12 - len(body) - len(tail)) + tail
+    assert start == len(head)
+
+
+def test_words_are_without_special_tokens() -> None:
+    tokenizer = PromptTokenizer(WrappedTokenizer(True, True), 12)
+    assert tokenizer.words("abc").tolist() == [ord("a"), ord("b"), ord("c")]
+
+
+def test_a_name_that_leaves_no_room_is_named() -> None:
+    tokenizer = PromptTokenizer(WrappedTokenizer(True, False), 12)
+    with pytest.raises(BackboneError, match="class name 'abcdefg' needs 10 tokens and the context 3"):
+        tokenizer.class_ids(["ab", "abcdefg"], 3, ".")
+
+
+# Trainings from the same context share a forward pass, and get the bits of a pass of their own.
+
+
+def trained(encode: Callable[[Any], Any], context: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features and gradient of a loss that also reads the context itself, as a penalty does."""
+    leaf = context.clone().requires_grad_()
+    text = encode(leaf)
+    value = (text * noise(*text.shape, seed=seed)).sum() + (leaf**2).sum()
+    value.backward()
+    assert leaf.grad is not None
+    return text.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("name", [PREFIX_MODELS[0], SHORT_MODELS[-1], PLAIN_ONLY_MODELS[0]])
+def test_the_bits_are_those_of_a_pass_of_its_own(name: str, small: Callable[..., Backbone]) -> None:
+    backbone, starts, passes = small(name), SharedStarts(), []
+    prompts = backbone.class_prompts(CLASS_NAMES, M)
+
+    def encode(context: torch.Tensor) -> torch.Tensor:
+        passes.append(1)
+        return backbone.encode_prompts(context, prompts)
+
+    for start, expected in ((noise(M, backbone.d_t), 1), (noise(M, backbone.d_t, seed=1), 2)):
+        for seed in range(3):
+            text, gradient = trained(lambda leaf: starts.features(leaf, prompts, encode), start, seed)
+            own_text, own_gradient = trained(lambda leaf: backbone.encode_prompts(leaf, prompts), start, seed)
+            assert torch.equal(text, own_text)
+            assert torch.equal(gradient, own_gradient)
+            text.zero_()  # what one does to its features reaches nobody else
+        assert len(passes) == expected
+    other = backbone.class_prompts(CLASS_NAMES[:2], M)
+    assert len(starts.features(noise(M, backbone.d_t, seed=1), other, encode)) == len(CLASS_NAMES)
+    assert len(passes) == 3, "other prompts have another pass"
+
+
+def test_each_thread_has_its_own_pass(small: Callable[..., Backbone]) -> None:
+    backbone, starts, passes = small(PREFIX_MODELS[0]), SharedStarts(), []
+    prompts, start = backbone.class_prompts(CLASS_NAMES, M), noise(M, backbone.d_t)
+
+    def encode(context: torch.Tensor) -> torch.Tensor:
+        passes.append(1)
+        return backbone.encode_prompts(context, prompts)
+
+    def gradient(seed: int) -> torch.Tensor:
+        return trained(lambda leaf: starts.features(leaf, prompts, encode), start, seed)[1]
+
+    alone = [gradient(seed) for seed in range(8)]
+    with ThreadPoolExecutor(2) as threads:
+        together = list(threads.map(gradient, range(8)))
+    assert all(map(torch.equal, alone, together))
+    assert len(passes) in (2, 3)

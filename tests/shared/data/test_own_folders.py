@@ -174,20 +174,20 @@ def test_a_folder_of_two_words_is_a_domain_that_can_be_declared(tmp_path: Path) 
 # formats
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("sun.svg", b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>', "it is SVG; draw it"),
-        ("sun.png", b"<svg width='3'></svg>", "rsvg-convert -w 512 sun.png -o sun.png"),
-        ("sun.heic", b"\0\0\0\x18ftypheic" + bytes(40), "it is HEIC; convert it, as in: heif-convert sun.heic"),
-        ("sun.avif", b"\0\0\0\x18ftypavif" + bytes(40), "avifdec sun.avif sun.png"),
-        ("sun.pdf", b"%PDF-1.7\n", "pdftoppm -png"),
-        ("sun.psd", b"8BPS" + bytes(40), "it is PSD; convert it, as in: magick sun.psd sun.png"),
-        ("scan.dcm", bytes(128) + b"DICM" + bytes(8), "it is DICOM"),
-        ("notes.txt", b"hello", "repair or remove it"),
-        ("sun.tiff", tiff_with_a_fraction_as_an_offset(), "repair or remove it"),
-    ],
-)
+TO_CONVERT = [
+    ("sun.svg", b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>', "it is SVG; draw it"),
+    ("sun.png", b"<svg width='3'></svg>", "rsvg-convert -w 512 sun.png -o sun.png"),
+    ("sun.heic", b"\0\0\0\x18ftypheic" + bytes(40), "it is HEIC; convert it, as in: heif-convert sun.heic"),
+    ("sun.avif", b"\0\0\0\x18ftypavif" + bytes(40), "avifdec sun.avif sun.png"),
+    ("sun.pdf", b"%PDF-1.7\n", "pdftoppm -png"),
+    ("sun.psd", b"8BPS" + bytes(40), "it is PSD; convert it, as in: magick sun.psd sun.png"),
+    ("scan.dcm", bytes(128) + b"DICM" + bytes(8), "it is DICOM"),
+    ("notes.txt", b"hello", "repair or remove it"),
+    ("sun.tiff", tiff_with_a_fraction_as_an_offset(), "repair or remove it"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "says"), TO_CONVERT)
 def test_what_is_refused_says_how_to_convert_it(tmp_path: Path, name: str, content: bytes, says: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match="cannot be read as an image") as caught:

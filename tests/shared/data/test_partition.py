@@ -50,19 +50,17 @@ def test_pathological_gives_the_remainder_to_the_last(classes: int, clients: int
     assert len(parts[-1]) == classes - each * (clients - 1) > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "classes", "base", "whole"),
-    [
-        ("OxfordIIITPet", 37, (2, 1), (4, 1)),
-        ("Flowers102", 102, (5, 6), (10, 12)),
-        ("DTD", 47, (2, 6), (5, 2)),
-        ("Caltech101", 100, (5, 5), (10, 10)),
-        ("Food101", 101, (5, 6), (10, 11)),
-    ],
-)
-def test_fedpgp_s_sets_over_its_ten_clients(
-    name: str, classes: int, base: tuple[int, int], whole: tuple[int, int]
-) -> None:
+FEDPGP_SETS = [
+    ("OxfordIIITPet", 37, (2, 1), (4, 1)),
+    ("Flowers102", 102, (5, 6), (10, 12)),
+    ("DTD", 47, (2, 6), (5, 2)),
+    ("Caltech101", 100, (5, 5), (10, 10)),
+    ("Food101", 101, (5, 6), (10, 11)),
+]
+
+
+@pytest.mark.parametrize(("name", "classes", "base", "whole"), FEDPGP_SETS)
+def test_fedpgp_s_sets_of_ten_clients(name: str, classes: int, base: tuple[int, int], whole: tuple[int, int]) -> None:
     """Table 1 divides the base half, Table 3 all classes; rounded down, nine of Pets' clients had one base class."""
     for count, wanted in ((len(partition.halves(classes)[0]), base), (classes, whole)):
         sizes = [len(part) for part in partition.pathological(count, 10, 0)]
@@ -110,8 +108,7 @@ def test_dirichlet_divides_every_split(classes: int, clients: int, alpha: float,
 
 
 @pytest.mark.parametrize(
-    ("alpha", "clients"),
-    [*product((1.0, 10.0, 100.0, 1e4, 1e9), (2, 6, 40)), *product((0.01, 0.3), (2, 6))],
+    ("alpha", "clients"), [*product((1.0, 10.0, 100.0, 1e4, 1e9), (2, 6, 40)), *product((0.01, 0.3), (2, 6))]
 )
 def test_every_alpha_from_one_on_divides_what_iid_divides(alpha: float, clients: int) -> None:
     """Cuts of all classes at the same rounded places left clients without an image, the more so the larger alpha."""

@@ -38,25 +38,25 @@ def shown(path: Path) -> list[list[int]]:
     return pixels[..., 0].tolist()
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "dtype", "expected"),
-    [
-        *((f"a.{end}", GREY, "u1", GREY) for end in ("png", "tif", "pgm", "bmp", "gif")),
-        *((f"a.{end}", [[0, 15420, 51400, 65535]], "u2", GREY) for end in ("png", "tif", "pgm", "jp2")),
-        *((f"12in16.{end}", [[0, 963, 3212, 4095]], "u2", GREY) for end in ("png", "tif", "jp2")),
-        *((f"14in16.{end}", [[0, 3855, 12851, 16383]], "u2", GREY) for end in ("png", "tif")),
-        *((f"8in16.{end}", GREY, "u2", GREY) for end in ("png", "tif")),
-        ("20in32.tif", [[0, 246723, 822411, 1048575]], "i4", GREY),
-        ("32.tif", [[0, 1010580540, 3368601800, 4294967295]], "u4", GREY),
-        ("signed16.tif", [[-1000, -400, 1000, 1550]], "i2", GREY),
-        ("signed32.tif", [[-100000, -40000, 100000, 155000]], "i4", GREY),
-        ("signed8.tif", [[-128, -68, 72, 127]], "i1", GREY),
-        ("shares.tif", [[0, 60 / 255, 200 / 255, 1]], "f4", GREY),
-        ("levels.tif", GREY, "f4", GREY),
-        ("wide.tif", [[-1, 5, 19, 24.5]], "f4", GREY),
-        ("holes.tif", [[np.nan, 60, 200, np.inf]], "f4", GREY),
-    ],
-)
+GREYS = [
+    *((f"a.{end}", GREY, "u1", GREY) for end in ("png", "tif", "pgm", "bmp", "gif")),
+    *((f"a.{end}", [[0, 15420, 51400, 65535]], "u2", GREY) for end in ("png", "tif", "pgm", "jp2")),
+    *((f"12in16.{end}", [[0, 963, 3212, 4095]], "u2", GREY) for end in ("png", "tif", "jp2")),
+    *((f"14in16.{end}", [[0, 3855, 12851, 16383]], "u2", GREY) for end in ("png", "tif")),
+    *((f"8in16.{end}", GREY, "u2", GREY) for end in ("png", "tif")),
+    ("20in32.tif", [[0, 246723, 822411, 1048575]], "i4", GREY),
+    ("32.tif", [[0, 1010580540, 3368601800, 4294967295]], "u4", GREY),
+    ("signed16.tif", [[-1000, -400, 1000, 1550]], "i2", GREY),
+    ("signed32.tif", [[-100000, -40000, 100000, 155000]], "i4", GREY),
+    ("signed8.tif", [[-128, -68, 72, 127]], "i1", GREY),
+    ("shares.tif", [[0, 60 / 255, 200 / 255, 1]], "f4", GREY),
+    ("levels.tif", GREY, "f4", GREY),
+    ("wide.tif", [[-1, 5, 19, 24.5]], "f4", GREY),
+    ("holes.tif", [[np.nan, 60, 200, np.inf]], "f4", GREY),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "dtype", "expected"), GREYS)
 def test_grey_of_each_depth(
     tmp_path: Path, name: str, values: list[list[float]], dtype: str, expected: list[list[int]]
 ) -> None:
@@ -97,26 +97,26 @@ def colours(path: Path) -> list[tuple[int, ...]]:
     return [image.getpixel((x, 0)) for x in range(image.width)]
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "pixels", "expected"),
-    [
-        ("a.png", "RGB", [(200, 100, 50), (0, 0, 9)], [(200, 100, 50), (0, 0, 9)]),
-        *(
-            (
-                f"a.{end}",
-                "RGBA",
-                [(100, 50, 0, 128), (7, 8, 9, 255), (9, 9, 9, 0)],
-                [(177, 152, 127), (7, 8, 9), (255,) * 3],
-            )
-            for end in ("png", "tif", "webp", "jp2")
-        ),
-        *(
-            (f"b.{end}", "LA", [(100, 128), (7, 255), (9, 0)], [(177,) * 3, (7,) * 3, (255,) * 3])
-            for end in ("png", "tif", "jp2")
-        ),
-        ("a.tif", "CMYK", [(0, 255, 255, 0), (0, 0, 0, 155), (255, 0, 0, 0)], [(255, 0, 0), (100,) * 3, (0, 255, 255)]),
-    ],
-)
+COLOURS = [
+    ("a.png", "RGB", [(200, 100, 50), (0, 0, 9)], [(200, 100, 50), (0, 0, 9)]),
+    *(
+        (
+            f"a.{end}",
+            "RGBA",
+            [(100, 50, 0, 128), (7, 8, 9, 255), (9, 9, 9, 0)],
+            [(177, 152, 127), (7, 8, 9), (255,) * 3],
+        )
+        for end in ("png", "tif", "webp", "jp2")
+    ),
+    *(
+        (f"b.{end}", "LA", [(100, 128), (7, 255), (9, 0)], [(177,) * 3, (7,) * 3, (255,) * 3])
+        for end in ("png", "tif", "jp2")
+    ),
+    ("a.tif", "CMYK", [(0, 255, 255, 0), (0, 0, 0, 155), (255, 0, 0, 0)], [(255, 0, 0), (100,) * 3, (0, 255, 255)]),
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "pixels", "expected"), COLOURS)
 def test_colours_and_alpha(
     tmp_path: Path, name: str, mode: str, pixels: list[tuple[int, ...]], expected: list[tuple[int, ...]]
 ) -> None:

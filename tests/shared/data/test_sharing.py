@@ -43,18 +43,18 @@ def assert_same(found: Source, wanted: Source) -> None:
         assert mine.image(len(mine) - 1).tobytes() == other.image(len(other) - 1).tobytes()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "",
-        "&shots=2",
-        "&classes=novel",
-        "&partition=iid&clients=3&client={}",
-        "&partition=dirichlet&alpha=1&clients=3&client={}&partition_seed=2",
-        "&partition=pathological&clients=3&client={}",
-        "&classes=base&partition=pathological&classes_per_client=1&client={}&shots=3",
-    ],
-)
+OPTIONS = [
+    "",
+    "&shots=2",
+    "&classes=novel",
+    "&partition=iid&clients=3&client={}",
+    "&partition=dirichlet&alpha=1&clients=3&client={}&partition_seed=2",
+    "&partition=pathological&clients=3&client={}",
+    "&classes=base&partition=pathological&classes_per_client=1&client={}&shots=3",
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 def test_each_client_sees_what_it_would_see_alone(options: str, opened: list[str]) -> None:
     shared = SharedSources()
     uris = [SMALL + options.format(k) for k in range(3)]
@@ -100,17 +100,17 @@ def test_a_source_can_be_handed_in() -> None:
     assert shared.open("anything") is source
 
 
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "nothing:here",
-        SMALL + "&unknown=1",
-        SMALL + "&partition=iid&clients=3&client=3",
-        SMALL + "&partition=iid&clients=3",
-        SMALL + "&alpha=1",
-        "symbols:nowhere",
-    ],
-)
+REFUSED = [
+    "nothing:here",
+    SMALL + "&unknown=1",
+    SMALL + "&partition=iid&clients=3&client=3",
+    SMALL + "&partition=iid&clients=3",
+    SMALL + "&alpha=1",
+    "symbols:nowhere",
+]
+
+
+@pytest.mark.parametrize("uri", REFUSED)
 def test_refusals_are_those_of_a_single_client(uri: str) -> None:
     shared = SharedSources()
     shared.open(SMALL + "&partition=iid&clients=3&client=0")

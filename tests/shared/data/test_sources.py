@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -14,9 +17,14 @@ import pytest
 import torch
 from PIL import Image
 
-from promptfed.shared.data import DataError, open_source
+from promptfed.shared.data import DataError, Source, Split, open_source, symbols
+from promptfed.shared.data.demo import DEMOS, Demo
+from promptfed.shared.data.folder import contact_sheet
+from promptfed.shared.data.image_files import image_digest, read_image
+from promptfed.shared.data.partition import class_counts, strata
 from promptfed.shared.data.registry import SharedSources, class_names_of
-from tests.support.own_images import union_uri
+from promptfed.shared.spec.spec import TrainingSpec
+from tests.support.own_images import SHAPES, union_uri, write_scenes
 from tests.support.waiting import PATIENCE
 
 
@@ -31,9 +39,6 @@ def class_folders(root: Path, classes: tuple[str, ...] = ("cat", "guinea_pig"), 
         for i in range(count):
             write_image(root / name / f"{i}", 100 * c + i)
     return root
-
-
-# digits
 
 
 def test_digits_split_and_domains() -> None:
@@ -84,9 +89,6 @@ def test_base_and_novel_halves() -> None:
     assert base.class_names == ("zero", "one", "two", "three", "four")
     assert novel.class_names == ("five", "six", "seven", "eight", "nine")
     assert set(novel.test.labels.tolist()) == set(range(5))
-
-
-# folders
 
 
 def test_folder_of_class_folders(tmp_path: Path) -> None:
@@ -185,9 +187,6 @@ def test_a_missing_split_is_refused(tmp_path: Path) -> None:
     refuse(f"folder:{tmp_path}", "no folder for the class guinea pig")
 
 
-# tables
-
-
 def table(root: Path, *lines: str) -> str:
     (root / "labels.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return f"csv:{root}/labels.csv"
@@ -221,34 +220,28 @@ def test_bad_tables_are_refused(tmp_path: Path) -> None:
     refuse(table(tmp_path, "path,label", "gone.png,cat", "0.png,cat"), "gone.png", "cannot be read")
 
 
-# every URI
+BAD_URIS = [
+    ("pictures:/x", "known are csv, dicom, digits, emoji, emoji-scenes, folder, hf, symbols, torchvision"),
+    ("", "unknown data source"),
+    ("digits:/x", "takes nothing before its options"),
+    ("digits?domain=green", "domain=green is not known; choose one of plain, inverted"),
+    ("digits?shots=two", "shots=two is not a whole number"),
+    ("digits?shots=0", "shots=0 is less than 1"),
+    ("digits?shots=1&shots=2", "given twice"),
+    ("digits?shots", "options are written"),
+    ("digits?classes=half", "classes=half is not known"),
+    ("digits?client=1", "client needs partition="),
+    ("digits?partition=iid", "needs clients="),
+    ("digits?partition=iid&clients=3", "needs client=0 to 2"),
+    ("digits?partition=iid&clients=3&client=3", "not one of the 3 clients"),
+    ("digits?partition=iid&clients=3&client=0&alpha=1", "alpha is for"),
+    ("digits?partition=iid&clients=3&client=0&classes_per_client=1", "classes_per_client is for"),
+    ("digits?partition=dirichlet&clients=3&client=0&alpha=x", "alpha=x is not a number"),
+    ("digits?partition=pathological&clients=11&client=0", "10 classes cannot be disjoint over 11 clients"),
+]
 
 
-@pytest.mark.parametrize(
-    ("uri", "says"),
-    [
-        (
-            "pictures:/x",
-            "known are csv, dicom, digits, emoji, emoji-scenes, folder, hf, symbols, torchvision",
-        ),
-        ("", "unknown data source"),
-        ("digits:/x", "takes nothing before its options"),
-        ("digits?domain=green", "domain=green is not known; choose one of plain, inverted"),
-        ("digits?shots=two", "shots=two is not a whole number"),
-        ("digits?shots=0", "shots=0 is less than 1"),
-        ("digits?shots=1&shots=2", "given twice"),
-        ("digits?shots", "options are written"),
-        ("digits?classes=half", "classes=half is not known"),
-        ("digits?client=1", "client needs partition="),
-        ("digits?partition=iid", "needs clients="),
-        ("digits?partition=iid&clients=3", "needs client=0 to 2"),
-        ("digits?partition=iid&clients=3&client=3", "not one of the 3 clients"),
-        ("digits?partition=iid&clients=3&client=0&alpha=1", "alpha is for"),
-        ("digits?partition=iid&clients=3&client=0&classes_per_client=1", "classes_per_client is for"),
-        ("digits?partition=dirichlet&clients=3&client=0&alpha=x", "alpha=x is not a number"),
-        ("digits?partition=pathological&clients=11&client=0", "10 classes cannot be disjoint over 11 clients"),
-    ],
-)
+@pytest.mark.parametrize(("uri", "says"), BAD_URIS)
 def test_bad_uris_are_refused_in_one_sentence(uri: str, says: str) -> None:
     with pytest.raises(DataError) as caught:
         open_source(uri)
@@ -318,9 +311,6 @@ print([name for name in {heavy} if name in sys.modules])
     assert done.stdout == "[]\n"
 
 
-# tables as people write them
-
-
 def own_table(folder: Path, text: str, name: str = "labels.csv") -> str:
     for shade, of in enumerate(("red0", "red1", "red2", "blue0", "blue1", "blue2")):
         if not (folder / "i" / f"{of}.png").exists():
@@ -333,29 +323,29 @@ def own_table(folder: Path, text: str, name: str = "labels.csv") -> str:
 ROWS = "".join(f"i/{of}{k}.png,{of}\n" for of in ("red", "blue") for k in range(3))
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (f"path,label\n{ROWS}i/red1.png,red\n", "line 8: i/red1.png is the image of line 3 too; keep one line"),
-        (f"path,label\n{ROWS}./i/../i/red1.png,blue\n", "line 8: ./i/../i/red1.png is the image of line 3 too"),
-        (f"path,label\n{ROWS}\n\ni/link.png,red\n", "line 10: i/link.png is the image of line 2 too"),
-        ("path,label,split\ni/red0.png,red,train\ni/red0.png,red,test\n", "line 3: i/red0.png is the image of line 2"),
-        ("path,red,blue\ni/red0.png,1,0\ni/red0.png,0,1\n", "line 3: i/red0.png is the image of line 2"),
-        (f"path,label,label\n{ROWS}", "labels.csv has the column label twice; rename or remove one of them"),
-        ("path,red,red\ni/red0.png,1,0\n", "labels.csv has the column red twice"),
-        (
-            f"path,label\n{ROWS}".replace(",", ";"),
-            "labels.csv separates its columns by semicolons; separate them by commas",
-        ),
-        (f"path,label\n{ROWS}".replace(",", "\t"), "separates its columns by tabs; separate them by commas"),
-        (f"Path,label\n{ROWS}", "labels.csv calls its column 'Path'; call it path"),
-        (f"path,Label\n{ROWS}", "labels.csv calls a column 'Label'; call it label"),
-        (f"path, label\n{ROWS}", "labels.csv calls a column ' label'; call it label"),
-        ("path,red,\ni/red0.png,1,0\n", "labels.csv has a column without a name"),
-        ("path,label\ni\\red0.png,red\ni\\blue0.png,blue\n", r"line 2: there is no image i\\red0.png; write / between"),
-        ("path,red,blue\ni\\red0.png,1,0\n", r"line 2: there is no image i\\red0.png; write / between"),
-    ],
-)
+TREACHEROUS = [
+    (f"path,label\n{ROWS}i/red1.png,red\n", "line 8: i/red1.png is the image of line 3 too; keep one line"),
+    (f"path,label\n{ROWS}./i/../i/red1.png,blue\n", "line 8: ./i/../i/red1.png is the image of line 3 too"),
+    (f"path,label\n{ROWS}\n\ni/link.png,red\n", "line 10: i/link.png is the image of line 2 too"),
+    ("path,label,split\ni/red0.png,red,train\ni/red0.png,red,test\n", "line 3: i/red0.png is the image of line 2"),
+    ("path,red,blue\ni/red0.png,1,0\ni/red0.png,0,1\n", "line 3: i/red0.png is the image of line 2"),
+    (f"path,label,label\n{ROWS}", "labels.csv has the column label twice; rename or remove one of them"),
+    ("path,red,red\ni/red0.png,1,0\n", "labels.csv has the column red twice"),
+    (
+        f"path,label\n{ROWS}".replace(",", ";"),
+        "labels.csv separates its columns by semicolons; separate them by commas",
+    ),
+    (f"path,label\n{ROWS}".replace(",", "\t"), "separates its columns by tabs; separate them by commas"),
+    (f"Path,label\n{ROWS}", "labels.csv calls its column 'Path'; call it path"),
+    (f"path,Label\n{ROWS}", "labels.csv calls a column 'Label'; call it label"),
+    (f"path, label\n{ROWS}", "labels.csv calls a column ' label'; call it label"),
+    ("path,red,\ni/red0.png,1,0\n", "labels.csv has a column without a name"),
+    ("path,label\ni\\red0.png,red\ni\\blue0.png,blue\n", r"line 2: there is no image i\\red0.png; write / between"),
+    ("path,red,blue\ni\\red0.png,1,0\n", r"line 2: there is no image i\\red0.png; write / between"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), TREACHEROUS)
 def test_a_table_that_says_something_else_than_it_seems_is_refused(tmp_path: Path, text: str, says: str) -> None:
     uri = own_table(tmp_path, text)
     (tmp_path / "i" / "link.png").symlink_to("red0.png")
@@ -397,3 +387,512 @@ def test_a_class_folder_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     for read in (open_source, class_names_of, SharedSources().open):
         with pytest.raises(DataError, match=r"the class name 'caf\\udce9' is not UTF-8; rename its folder"):
             read(f"folder:{tmp_path / 'd'}")
+
+
+def pixels(split: object, index: int) -> np.ndarray:
+    return np.asarray(split.image(index))
+
+
+def test_names_and_glyphs_are_distinct_and_plain() -> None:
+    assert 60 <= len(symbols.SYMBOLS) <= 110
+    assert len({s.name for s in symbols.SYMBOLS}) == len({s.codepoint for s in symbols.SYMBOLS}) == len(symbols.SYMBOLS)
+    assert all(1 <= len(s.name.split()) <= 3 and s.name.replace(" ", "").isalpha() for s in symbols.SYMBOLS)
+    masks = torch.stack([symbols.glyph(chr(s.codepoint)) for s in symbols.SYMBOLS]).flatten(1)
+    unit = masks / masks.norm(dim=1, keepdim=True)
+    likeness = unit @ unit.T - torch.eye(len(symbols.SYMBOLS))
+    assert likeness.max() < 0.95
+
+
+def test_at_least_seven_domains_of_which_four_are_rare() -> None:
+    assert len(symbols.STYLES) >= 7
+    assert len(symbols.RARE) >= 4
+    assert set(symbols.COMMON) | set(symbols.RARE) == set(symbols.STYLES)
+
+
+@pytest.mark.parametrize("style", list(symbols.STYLES))
+def test_an_image_does_not_depend_on_its_batch(style: str) -> None:
+    keys = symbols.hash_keys("test", np.arange(37))
+    glyphs = torch.stack([symbols.glyph(chr(s.codepoint)) for s in symbols.SYMBOLS[:37]])
+    together = symbols.render(glyphs, [style] * 37, keys)
+    for row in (0, 17, 36):
+        alone = symbols.render(glyphs[row : row + 1], [style], keys[row : row + 1])
+        assert torch.equal(together[row], alone[0])
+    mixed = symbols.render(glyphs, [style if i % 2 else "photo" for i in range(37)], keys)
+    assert torch.equal(mixed[17], together[17])
+
+
+@pytest.mark.parametrize("style", list(symbols.STYLES))
+def test_a_style_shows_its_thing(style: str) -> None:
+    """The same draws with and without a glyph differ: no style hides what it draws."""
+    keys = symbols.hash_keys("test", np.arange(12))
+    glyphs = torch.stack([symbols.glyph(chr(s.codepoint)) for s in symbols.SYMBOLS[:12]])
+    shown = symbols.render(glyphs, [style] * 12, keys).float()
+    empty = symbols.render(torch.zeros_like(glyphs), [style] * 12, keys).float()
+    changed = ((shown - empty).abs().amax(1) > 24).float().mean((1, 2))
+    assert changed.mean() > 0.05
+
+
+def test_a_source_is_the_same_every_time() -> None:
+    first = open_source("symbols:sketch?topic=weather&per_class=3&test_per_class=2")
+    again = open_source("symbols:sketch?topic=weather&per_class=3&test_per_class=2")
+    assert [first.train.digest(i) for i in range(len(first.train))] == [
+        again.train.digest(i) for i in range(len(again.train))
+    ]
+    assert len(first.train) == 30
+    assert len(first.test) == 20
+    assert torch.equal(first.train.labels, torch.arange(10).repeat_interleave(3))
+
+
+def test_train_and_test_share_no_image() -> None:
+    source = open_source("symbols:quickdraw?topic=games&per_class=8&test_per_class=8")
+    train = {source.train.digest(i) for i in range(len(source.train))}
+    test = {source.test.digest(i) for i in range(len(source.test))}
+    assert len(train) == len(source.train)
+    assert not train & test
+
+
+def test_more_images_per_class_keep_the_first_ones() -> None:
+    few = open_source("symbols:neon?topic=music&per_class=2")
+    many = open_source("symbols:neon?topic=music&per_class=5")
+    assert few.train.digest(2) == many.train.digest(5)
+
+
+def test_a_part_has_the_images_of_the_whole() -> None:
+    whole = open_source("symbols:chalk?topic=signs&per_class=4")
+    part = open_source("symbols:chalk?topic=signs&per_class=4&classes=novel")
+    offset = len(whole.class_names) - len(part.class_names)
+    assert part.class_names == whole.class_names[offset:]
+    assert part.train.labels.min() == 0
+    assert part.train.digest(0) == whole.train.digest(4 * offset)
+
+
+def test_image_is_rgb_of_48() -> None:
+    image = open_source("symbols:photo?topic=faces&per_class=1").train.image(0)
+    assert image.mode == "RGB"
+    assert image.size == (48, 48)
+
+
+@pytest.mark.parametrize("topic", symbols.TOPICS)
+def test_a_topic_is_a_data_set_of_its_own(topic: str) -> None:
+    source = open_source(f"symbols:?topic={topic}&per_class=1")
+    assert set(source.class_names) == {s.name for s in symbols.SYMBOLS if s.topic == topic}
+    assert source.template == symbols.TOPIC_TEMPLATES[topic]
+    assert source.template.count("{}") == 1
+    assert source.domain is not None
+    assert source.domain.name == "photo"
+
+
+def test_the_domain_can_be_an_option() -> None:
+    a = open_source("symbols:sketch?topic=music&per_class=1")
+    b = open_source("symbols:?domain=sketch&topic=music&per_class=1")
+    assert a.train.digest(0) == b.train.digest(0)
+    assert a.domain is not None
+    assert a.domain.description == "a sketch of a {}"
+
+
+BAD_DRAWINGS = [
+    ("symbols:etching", "unknown domain etching; symbols has photo"),
+    ("symbols:sketch?domain=neon", "two domains"),
+    ("symbols:sketch?topic=cars", "topic=cars is not known; choose one of weather"),
+    ("symbols:sketch?per_class=0", "per_class=0 is less than 1"),
+    ("symbols:sketch?colour=red", "unknown option colour; accepted are alpha"),
+]
+
+
+@pytest.mark.parametrize(("uri", "says"), BAD_DRAWINGS)
+def test_bad_uris_are_refused(uri: str, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        open_source(uri)
+
+
+def picture(path: Path, shade: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.full((12, 12, 3), shade, dtype=np.uint8)
+    pixels[shade % 12] = 255 - shade  # no two alike
+    Image.fromarray(pixels).save(path)
+
+
+def lines(path: Path, texts: Iterable[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{text}\n" for text in texts))
+
+
+def shades(source: Source, split: str) -> list[tuple[str, int]]:
+    """Class name and shade of every image."""
+    part = getattr(source, split)
+    pixels = [np.bincount(np.asarray(part.image(row))[:, :, 0].ravel()).argmax() for row in range(len(part))]
+    return [(source.class_names[label], int(shade)) for label, shade in zip(part.labels.tolist(), pixels, strict=True)]
+
+
+def oxford_pets(root: Path) -> None:
+    base = root / "oxford-iiit-pet"
+    rows = {"trainval": [("Abyssinian_1", 1, 10), ("great_dane_1", 2, 20)], "test": [("Abyssinian_2", 1, 30)]}
+    for split, items in rows.items():
+        lines(base / "annotations" / f"{split}.txt", (f"{name} {label} 1 1" for name, label, _ in items))
+        for name, _, shade in items:
+            picture(base / "images" / f"{name}.jpg", shade)
+    (base / "annotations" / "list.txt").touch()
+
+
+def test_oxford_pets(tmp_path: Path) -> None:
+    oxford_pets(tmp_path)
+    found = open_source(f"torchvision:OxfordIIITPet?root={tmp_path}")
+    assert found.class_names == ("Abyssinian", "Great Dane")
+    assert found.template == "a photo of a {}, a type of pet."
+    assert [name for name, _ in shades(found, "train")] == ["Abyssinian", "Great Dane"]
+    assert [name for name, _ in shades(found, "test")] == ["Abyssinian"]
+    assert abs(shades(found, "test")[0][1] - 30) <= 3  # JPEG
+
+
+def test_textures_have_their_splits_in_files(tmp_path: Path) -> None:
+    base = tmp_path / "dtd" / "dtd"
+    for split, shade in (("train", 10), ("test", 20), ("val", 30)):
+        names = [f"{kind}/{kind}_{split}.png" for kind in ("banded", "polka-dotted")]
+        lines(base / "labels" / f"{split}1.txt", names)
+        for number, name in enumerate(names):
+            picture(base / "images" / name, shade + number)
+    found = open_source(f"torchvision:DTD?root={tmp_path}")
+    assert shades(found, "train") == [("banded", 10), ("polka-dotted", 11)]
+    assert shades(found, "test") == [("banded", 20), ("polka-dotted", 21)]
+    assert found.template == "{} texture."
+
+
+def test_a_data_set_without_splits_gets_a_seeded_one(tmp_path: Path) -> None:
+    for number, name in enumerate(("AnnualCrop", "SeaLake")):
+        for index in range(5):
+            picture(tmp_path / "eurosat" / "2750" / name / f"{index}.png", 20 * number + index)
+    found = open_source(f"torchvision:EuroSAT?root={tmp_path}")
+    assert found.class_names == ("Annual Crop", "Sea Lake")
+    assert (len(found.train), len(found.test)) == (8, 2)
+    everything = sorted(shades(found, "train") + shades(found, "test"))
+    assert everything == sorted((name, 20 * k + i) for k, name in enumerate(found.class_names) for i in range(5))
+    other = open_source(f"torchvision:EuroSAT?root={tmp_path}&split_seed=3")
+    assert shades(other, "test") != shades(found, "test")
+
+
+def test_caltech_has_the_hundred_classes_of_coop_s_split(tmp_path: Path) -> None:
+    """Its images of Faces_easy are those of Faces, cut out: they would stand on both sides of a split."""
+    names = ["Faces", "Faces_easy", "accordion"]
+    for folder in ("101_ObjectCategories/BACKGROUND_Google", *(f"Annotations/{name}" for name in names)):
+        (tmp_path / "caltech101" / folder).mkdir(parents=True)
+    for number, name in enumerate(names):
+        for index in range(1, 6):
+            picture(tmp_path / "caltech101/101_ObjectCategories" / name / f"image_{index:04}.jpg", 60 * number + index)
+    found = open_source(f"torchvision:Caltech101?root={tmp_path}")
+    assert found.class_names == ("Faces", "accordion")
+    assert {round(shade / 60) for name, shade in shades(found, "train") if name == "accordion"} == {2}
+    assert (len(found.train), len(found.test)) == (8, 2)
+
+
+def test_food_keeps_its_labels_in_json(tmp_path: Path) -> None:
+    base = tmp_path / "food-101"
+    for split, shade in (("train", 40), ("test", 50)):
+        names = {"apple_pie": [f"apple_pie/{split}"], "sushi": [f"sushi/{split}"]}
+        (base / "meta").mkdir(parents=True, exist_ok=True)
+        (base / "meta" / f"{split}.json").write_text(json.dumps(names))
+        for name in ("apple_pie", "sushi"):
+            picture(base / "images" / name / f"{split}.jpg", shade)
+    found = open_source(f"torchvision:Food101?root={tmp_path}&classes=novel")
+    assert found.class_names == ("sushi",)
+    assert (len(found.train), len(found.test)) == (1, 1)
+
+
+def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    oxford_pets(tmp_path)
+    (tmp_path / "oxford-iiit-pet" / "images" / "Abyssinian_2.jpg").write_text("no image")
+    found = open_source(f"torchvision:OxfordIIITPet?root={tmp_path}")
+    with pytest.raises(DataError, match="image 0 of torchvision's OxfordIIITPet cannot be read"):
+        found.test.image(0)
+
+
+UNOPENABLE = [
+    ("torchvision:OxfordIIITPet", "needs root="),
+    ("torchvision:Nothing?root=/tmp", "has no data set 'Nothing'"),
+    ("torchvision:VisionDataset?root=/tmp", "has no data set"),
+    ("torchvision:folder.os?root=/tmp", "has no data set"),
+    ("torchvision:EuroSAT?root={empty}", "EuroSAT is not in"),
+    ("torchvision:OxfordIIITPet?root={empty}", "download=True"),
+    ("torchvision:CocoDetection?root={empty}", "is not in"),
+]
+
+
+@pytest.mark.parametrize(("uri", "complaint"), UNOPENABLE)
+def test_what_cannot_be_opened_is_told_in_one_line(tmp_path: Path, uri: str, complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint) as refused:
+        open_source(uri.format(empty=tmp_path))
+    assert "\n" not in str(refused.value)
+
+
+def hub_folder(tmp_path: Path, splits: tuple[str, ...]) -> Path:
+    datasets = pytest.importorskip("datasets", reason="Hugging Face data: pip install '.[hf]'")
+    features = datasets.Features(
+        {
+            "picture": datasets.Image(),
+            "kind": datasets.ClassLabel(names=["red_fox", "owl"]),
+            "id": datasets.Value("int32"),
+        }
+    )
+    made = {}
+    for number, split in enumerate(splits):
+        images = [Image.new("RGB", (8, 8), (40 * number + 4 * k,) * 3) for k in range(6)]
+        columns = {"picture": images, "kind": [0, 1] * 3, "id": list(range(6))}
+        made[split] = datasets.Dataset.from_dict(columns, features=features)
+    folder = tmp_path / "hub"
+    datasets.DatasetDict(made).save_to_disk(str(folder))
+    return folder
+
+
+def test_a_hub_data_set_with_its_splits(tmp_path: Path) -> None:
+    folder = hub_folder(tmp_path, ("train", "validation"))
+    found = open_source(f"hf:{folder}")
+    assert found.class_names == ("red fox", "owl")
+    assert shades(found, "train") == [(("red fox", "owl")[k % 2], 4 * k) for k in range(6)]
+    assert shades(found, "test") == [(("red fox", "owl")[k % 2], 40 + 4 * k) for k in range(6)]
+    named = open_source(f"hf:{folder}?train=validation&test=train&image=picture&label=kind")
+    assert shades(named, "test") == shades(found, "train")
+
+
+def test_a_hub_data_set_without_a_test_split_is_divided(tmp_path: Path) -> None:
+    found = open_source(f"hf:{hub_folder(tmp_path, ('train',))}")
+    assert (len(found.train), len(found.test)) == (4, 2)
+
+
+MISFITS = [
+    ("train=none", "has no split none; it has train"),
+    ("image=id", "image=id is no column of Image"),
+    ("label=picture", "label=picture is no column of ClassLabel"),
+    ("colour=red", "unknown option colour"),
+]
+
+
+@pytest.mark.parametrize(("query", "complaint"), MISFITS)
+def test_a_hub_data_set_that_does_not_fit_is_refused(tmp_path: Path, query: str, complaint: str) -> None:
+    folder = hub_folder(tmp_path, ("train",))
+    with pytest.raises(DataError, match=complaint):
+        open_source(f"hf:{folder}?{query}")
+    with pytest.raises(DataError, match="cannot be loaded"):
+        open_source(f"hf:{tmp_path / 'nowhere'}")
+
+
+EMBEDDED = {name: demo for name, demo in DEMOS.items() if not demo.scans}
+
+
+@pytest.mark.parametrize("demo", EMBEDDED.values(), ids=list(EMBEDDED))
+def test_clients_share_classes_and_template_but_not_the_unseen_domain(demo: Demo) -> None:
+    sources = [open_source(uri) for _, uri in demo.clients]
+    unseen = open_source(demo.unseen[1])
+    assert len({name for name, _ in [*demo.clients, demo.unseen]}) == len(demo.clients) + 1
+    assert {s.class_names for s in sources} == {unseen.class_names}
+    assert demo.class_names in (None, unseen.class_names)
+    assert {s.template for s in [*sources, unseen]} == {demo.template}
+    assert unseen.domain is not None
+    assert unseen.domain not in [s.domain for s in sources]
+
+
+@pytest.mark.parametrize("demo", DEMOS.values(), ids=list(DEMOS))
+def test_training_settings_are_a_spec_s(demo: Demo) -> None:
+    for method in (demo.method, *demo.others, "promptfl"):
+        assert TrainingSpec.model_validate(dict(demo.training(method))).epochs == 1
+
+
+def test_the_settings_are_read_without_torch() -> None:
+    code = "import promptfed.shared.data.demo, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def digests(split: Split) -> list[str]:
+    return [split.digest(row) for row in range(len(split))]
+
+
+def test_a_union_has_all_images_of_its_parts() -> None:
+    uris = ["symbols:sketch?topic=games&per_class=2&test_per_class=1", "symbols:neon?topic=games&per_class=3&shots=2"]
+    whole, parts = open_source(union_uri(uris)), [open_source(uri) for uri in uris]
+    for name in ("train", "test"):
+        wanted = [digest for part in parts for digest in digests(getattr(part, name))]
+        assert digests(getattr(whole, name)) == wanted
+        labels = [label for part in parts for label in getattr(part, name).labels.tolist()]
+        assert getattr(whole, name).labels.tolist() == labels
+    assert whole.class_names == parts[0].class_names
+    with pytest.raises(DataError, match="has other classes than"):
+        open_source(union_uri([uris[0], "digits"]))
+    with pytest.raises(DataError, match="names no source"):
+        open_source("union:")
+
+
+# Sources with several labels per image: drawn scenes, tables and data sets of the Hugging Face library.
+
+
+SCENES = "emoji-scenes:flat?count=300&test_count=60"
+
+
+def refused(uri: str) -> str:
+    with pytest.raises(DataError) as error:
+        open_source(uri)
+    return " ".join(error.value.problems)
+
+
+def test_scenes_show_one_to_five_kinds_and_follow_from_their_seed() -> None:
+    scenes, again = open_source(SCENES), open_source(SCENES)
+    assert scenes.train.labels.dtype == torch.int8
+    assert scenes.train.labels.shape == (300, 11)
+    assert set(scenes.train.labels.sum(1).tolist()) == {1, 2, 3, 4, 5}
+    assert scenes.train.digest(7) == again.train.digest(7)
+    assert torch.equal(scenes.test.labels, again.test.labels)
+    assert open_source(SCENES + "&seed=1").train.digest(7) != scenes.train.digest(7)
+    assert open_source("emoji-scenes:noto?count=300").train.digest(7) != scenes.train.digest(7)
+    assert scenes.train.digest(7) != scenes.test.digest(7)
+    seen = open_source(SCENES + "&purpose=train").test
+    assert torch.equal(seen.labels, scenes.test.labels)
+    assert seen.digest(3) != scenes.test.digest(3)
+    pixels = np.asarray(scenes.train.image(0), dtype=float)
+    assert pixels.shape == (64, 64, 3)
+    assert np.abs(np.diff(pixels[:3], axis=1)).mean() > 5, "noise"
+    assert contact_sheet(scenes.train, scenes.class_names, 8).width > 400
+
+
+def test_images_are_divided_by_their_rarest_class() -> None:
+    labels = torch.tensor([[1, 1, 0], [1, 0, 0], [1, -1, 1], [0, 0, 0], [1, 1, -1]], dtype=torch.int8)
+    assert strata(labels).tolist() == [1, 0, 2, 3, 1]
+    assert class_counts(labels, 3) == [4, 2, 1]
+    parts = [open_source(f"{SCENES}&partition=dirichlet&alpha=0.3&clients=3&client={k}") for k in range(3)]
+    assert sum(len(part.train) for part in parts) == 300
+    assert sum(len(part.test) for part in parts) == 60
+    digests = [part.train.digest(row) for part in parts for row in range(len(part.train))]
+    assert len(set(digests)) == 300
+    held = open_source(SCENES + "&validation=0.25")
+    assert len(held.train) + len(held.test) == 300
+    assert min(class_counts(held.test.labels, 11)) > 0
+    shots = open_source(SCENES + "&shots=4")
+    assert max(torch.bincount(strata(open_source(SCENES).train.labels)).tolist()) > 4
+    assert len(shots.train) == 44
+
+
+def test_classes_left_out_leave_their_images() -> None:
+    part = open_source(SCENES + "&only=mammal,fruit")
+    assert part.class_names == ("fruit", "mammal")
+    assert part.train.labels.shape == (300, 2)
+    whole = open_source(SCENES)
+    assert torch.equal(part.train.labels, whole.train.labels[:, [5, 7]])
+
+
+OF_ONE_LABEL = [
+    ("partition=pathological&clients=2&client=0", "partition=pathological is for one label per image"),
+    ("seed=-1", "seed=-1 is less than 0"),
+    ("purpose=all", "choose one of test, train"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), OF_ONE_LABEL)
+def test_options_that_need_one_label_are_refused(options: str, text: str) -> None:
+    assert text in refused(f"{SCENES}&{options}")
+
+
+def test_clients_in_one_process_draw_the_same_scenes() -> None:
+    shared = SharedSources()
+    for uri in (f"{SCENES}&seed=10", f"{SCENES}&partition=iid&clients=2&client=1"):
+        own, alone = shared.open(uri), open_source(uri)
+        assert torch.equal(own.train.labels, alone.train.labels)
+        assert own.train.digest(0) == alone.train.digest(0)
+
+
+def table_of_several_labels(folder: Path, *lines: str) -> str:
+    """A table beside eight images a.png to h.png of different grey."""
+    for shade, name in enumerate("abcdefgh"):
+        Image.new("RGB", (8, 8), (30 * shade,) * 3).save(folder / f"{name}.png")
+    (folder / "t.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return f"csv:{folder}/t.csv"
+
+
+def rows(source: Source) -> dict[int, list[int]]:
+    """The labels by the image's grey, training images first."""
+    return {
+        split.image(row).getpixel((0, 0))[0] // 30: split.labels[row].tolist()
+        for split in (source.train, source.test)
+        for row in range(len(split))
+    }
+
+
+def test_a_table_with_a_column_for_each_class(tmp_path: Path) -> None:
+    uri = table_of_several_labels(
+        tmp_path,
+        "path,patient,pleural_effusion,mass,split",
+        "a.png,p,1,0,train",
+        "b.png,p,,1.0,train",
+        "c.png,q,0,,test",
+        "d.png,q,0.0,1,test",
+    )
+    source = open_source(f"{uri}?group=patient")
+    assert source.class_names == ("pleural effusion", "mass")
+    assert source.train.labels.dtype == torch.int8
+    assert rows(source) == {0: [1, 0], 1: [-1, 1], 2: [0, -1], 3: [0, 1]}
+    assert (source.train.groups, source.test.groups) == (("p", "p"), ("q", "q"))
+    assert open_source(f"{uri}?columns=mass").class_names == ("mass",)
+    assert class_names_of(f"{uri}?group=patient") == source.class_names
+    evaluated = open_source(f"{uri}?group=patient&only=mass", "evaluator")
+    assert evaluated.test.labels.tolist() == [[0], [1], [-1], [1]]
+
+
+def test_a_table_with_a_column_of_names(tmp_path: Path) -> None:
+    lines = [
+        f"{name}.png,{labels}"
+        for name, labels in zip("abcdefgh", ["cat| dog", "", *["dog"] * 3, *["cat"] * 3], strict=False)
+    ]
+    uri = table_of_several_labels(tmp_path, "path,labels", *lines)
+    source = open_source(uri)
+    assert source.class_names == ("cat", "dog")
+    assert rows(source) == {0: [1, 1], 1: [0, 0], **{k: [0, 1] for k in (2, 3, 4)}, **{k: [1, 0] for k in (5, 6, 7)}}
+    named = table_of_several_labels(tmp_path, "path,Finding Labels,age", *[f"{line},57" for line in lines])
+    assert rows(open_source(f"{named}?labels=Finding Labels")) == rows(source)
+
+
+WRONG_TABLES = [
+    ("path,cat,age", "a.png,1,57", "", "t.csv, line 2: age is 57, not 1 (present), 0 (absent) or empty (unknown)"),
+    ("path,labels", "a.png,cat||dog", "", "line 2: labels is cat||dog, with an empty name; write names"),
+    ("path,labels", "a.png,", "", "the column labels names no class; write some"),
+    ("path,cat", "gone.png,1", "", "line 2: there is no image gone.png; correct the path, or remove the line"),
+    ("path,cat", "a.png", "", "line 2: cat is missing: give every line 2 cells"),
+    ("path,cat", ",1", "", "line 2: path must not be empty"),
+    ("path,cat", "a.png,1", "?columns=dog", "t.csv has no column dog; choose one of path, cat"),
+    ("path,cat", "a.png,1", "?labels=cat&columns=cat", "give labels= or columns=, not both"),
+    ("path", "a.png", "", "t.csv has no column label"),
+    ("path,cat", "t.csv,1", "", "t.csv cannot be read as an image"),
+]
+
+
+@pytest.mark.parametrize(("header", "line", "options", "text"), WRONG_TABLES)
+def test_wrong_tables_name_line_and_what_to_do(tmp_path: Path, header: str, line: str, options: str, text: str) -> None:
+    assert text in refused(table_of_several_labels(tmp_path, header, line) + options)
+
+
+def test_a_hub_data_set_with_lists_of_labels(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="Hugging Face data: pip install '.[hf]'")
+    kinds = datasets.Sequence(datasets.ClassLabel(names=["red_fox", "owl"]))
+    features = datasets.Features({"picture": datasets.Image(), "kinds": kinds})
+    images = [Image.new("RGB", (8, 8), (30 * k,) * 3) for k in range(4)]
+    made = datasets.Dataset.from_dict({"picture": images, "kinds": [[0, 1], [], None, [1]]}, features=features)
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "hub"))
+    source = open_source(f"hf:{tmp_path / 'hub'}")
+    assert source.class_names == ("red fox", "owl")
+    assert source.train.labels.tolist()[:2] == [[1, 1], [0, 0]]
+    assert source.train.labels.tolist()[3] == [0, 1]
+    assert source.train.labels.dtype == torch.int8
+
+
+def test_columns_of_subgroups_stay_with_their_images(tmp_path: Path) -> None:
+    write_scenes(tmp_path, 24, seed=4)
+    scanner = {}
+    with (tmp_path / "labels.csv").open() as lines:
+        for number, row in enumerate(csv.DictReader(lines)):
+            image = read_image(tmp_path / row["path"])
+            image.putpixel((0, 0), (number, 0, 0))  # each image is another
+            image.save(tmp_path / row["path"])
+            scanner[image_digest(image)] = row["scanner"]
+    uri = f"csv:{tmp_path}/labels.csv?group=patient&groups=scanner,patient"
+    source, whole = open_source(uri), open_source(uri, "evaluator").test
+    assert source.class_names == tuple(SHAPES)
+    for split in (source.train, source.test, whole):
+        assert split.subgroups["scanner"] == tuple(scanner[split.digest(row)] for row in range(len(split)))
+        assert split.subgroups["patient"] == split.groups
+    assert len(whole) == 24
+    with pytest.raises(DataError, match="has no column site"):
+        open_source(f"csv:{tmp_path}/labels.csv?groups=site")

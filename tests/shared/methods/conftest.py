@@ -16,6 +16,7 @@ from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
 from promptfed.shared.methods.core.interface import ClientContext
 from tests.support.terms import training_terms
 
+Make = Callable[..., ClientContext]
 NAMES = ("sun", "chess knight", "umbrella", "pair of scissors", "hot air balloon")
 
 

@@ -21,11 +21,11 @@ from promptfed.shared.methods.promptfl_amp import PromptFLAMP, mixing_weights
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from tests.shared.methods.conftest import NAMES, MadeUpSplit
-from tests.shared.methods.test_text_baselines import assert_moved_equally, literal_training, start_context
+from tests.shared.methods.conftest import NAMES, MadeUpSplit, Make
+from tests.shared.methods.test_text_baselines import start_context
 from tests.support import literal
+from tests.support.equality import assert_moved_equally
 
-Make = Callable[..., ClientContext]
 M = 4
 
 
@@ -217,9 +217,7 @@ def gated(backbone: Backbone, make_context: Make, **hyper: Any) -> tuple[PFedMoA
 
 
 @pytest.mark.parametrize("options", [{}, {"similarity": "cosine"}, {"local_weight": 0.0, "gate_scaling": 3.0}], ids=str)
-def test_training_with_experts_equals_the_equations(
-    options: dict[str, Any], backbone: Backbone, make_context: Make
-) -> None:
+def test_training_of_experts_is_the_equations(options: dict[str, Any], backbone: Backbone, make_context: Make) -> None:
     tried, context, payload, gate = gated(backbone, make_context, gate_learning_rate=0.05, **options)
     with torch.no_grad():
         others = [[literal.text_feature(backbone, expert, name) for name in NAMES] for expert in payload["experts"]]
@@ -237,7 +235,7 @@ def test_training_with_experts_equals_the_equations(
     start = {"context": payload["context"], **gate}
     found = tried.train(context, payload, gate)
     assert set(found.update) == {"context"}
-    wanted = literal_training(context, start, loss, 0.05)
+    wanted = literal.training(context, start, loss, 0.05)
     moved = {name: value for name, value in found.private.items() if name != "own_context"}
     for name, value in {**found.update, **moved}.items():
         scale = float((wanted[name] - start[name]).abs().max())
@@ -395,7 +393,7 @@ def test_amps_training_equals_the_equations(backbone: Backbone, make_context: Ma
         return value + 3.0 / 2 * torch.stack(squares).sum()
 
     found = amp(proximal=3.0).train(context, {"message": mixture}, {"context": own})
-    assert_moved_equally(found.update, literal_training(context, {"context": own}, loss, 0.05), {"context": own})
+    assert_moved_equally(found.update, literal.training(context, {"context": own}, loss, 0.05), {"context": own})
     assert torch.equal(found.private["context"], found.update["context"])
     free = amp(proximal=0.0).train(context, {"message": mixture}, {"context": own})
     assert not torch.allclose(free.update["context"], found.update["context"], atol=1e-4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +18,10 @@ from promptfed.shared.methods.fedotp import FedOTP
 from promptfed.shared.methods.promptfl import LOCAL
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from tests.shared.methods.conftest import NAMES, MadeUpSplit
-from tests.shared.methods.test_text_baselines import Loss, assert_moved_equally, literal_training
+from tests.shared.methods.conftest import NAMES, MadeUpSplit, Make
 from tests.support import literal
+from tests.support.equality import assert_moved_equally
 
-Make = Callable[..., ClientContext]
 M, PATCHES = 4, 6
 
 
@@ -79,7 +77,7 @@ def literal_logits(context: ClientContext, contexts: list[Tensor], row: int, hyp
     return backbone.logit_scale * torch.stack(scores)
 
 
-def otp_loss(context: ClientContext, hyper: Any) -> Loss:
+def otp_loss(context: ClientContext, hyper: Any) -> literal.Loss:
     def loss(tensors: Tensors, rows: Tensor) -> Tensor:
         contexts = [tensors["global_context"], tensors[LOCAL]]
         losses = [
@@ -93,17 +91,22 @@ def otp_loss(context: ClientContext, hyper: Any) -> Loss:
     return loss
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"gamma": 0.5, "epsilon": 0.05}, {"transport": "balanced"}, {"transport": "average"}, {"pooled_weight": 1.0}],
-    ids=str,
-)
+OPTIONS = [
+    {},
+    {"gamma": 0.5, "epsilon": 0.05},
+    {"transport": "balanced"},
+    {"transport": "average"},
+    {"pooled_weight": 1.0},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_fedotps_training_equals_the_equations(options: dict[str, Any], backbone: Backbone, make_context: Make) -> None:
     context = patched(make_context(5, epochs=1, batch_size=3, learning_rate=0.05))
     tried = otp(**options)
     start = start_of(tried, context)
     found = tried.train(context, {"global_context": start["global_context"]}, {})
-    wanted = literal_training(context, start, otp_loss(context, tried.hyper), 0.05)
+    wanted = literal.training(context, start, otp_loss(context, tried.hyper), 0.05)
     assert set(found.update) == {"global_context"}
     assert set(found.private) == {LOCAL}
     assert_moved_equally(found.update | found.private, wanted, start)

@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+import io
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.joining.parts import Parts
+from promptfed.client_service.serving.prediction import Predictor
+from promptfed.client_service.settings import make_settings
+from promptfed.client_service.state.private_state import PrivateState
+from promptfed.client_service.training.data import ClientData
+from promptfed.client_service.training.trainer import TaskWork
+from promptfed.client_service.worker import Worker
+from promptfed.experiments.simulation.asgi_transport import InProcess
+from promptfed.experiments.simulation.simulation import simulate
+from promptfed.runtime.processes import Site
+from promptfed.sdk.client import CommandError
+from promptfed.shared.clip import Backbone, FeatureCache, shape_of
+from promptfed.shared.data import open_source
+from promptfed.shared.messages import Task
 from promptfed.shared.methods import describe, make_method
-from promptfed.shared.methods.core.interface import ClientInfo, MethodError, ServerContext, check_admission
-from promptfed.shared.methods.pfedpg import BASIS, DESCRIPTORS, PFedPG
+from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT, LinearHead
+from promptfed.shared.methods.core.interface import check_admission
+from promptfed.shared.methods.core.training import batches
+from promptfed.shared.methods.pfedpg import ADAPTED, BASIS, DESCRIPTORS, PFedPG
+from promptfed.shared.seeds import generator
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_tensors import TorchDraws, check, state_hash
+from promptfed.shared.tensors.torch_tensors import TorchDraws, check, decode, encode, state_hash
 from tests.shared.methods.conftest import NAMES
+from tests.support.agreed import agreed, asked
 from tests.support.equality import assert_values
+from tests.support.fake_coordinator import FakeCoordinator, made_up_source
 from tests.support.literal_pfedpg import PROMPTS, Server
 from tests.support.small_pfedpg import SHAPE, method_of, noise, roster, start, step
+from tests.support.terms import training_terms
+from tests.support.textless import MODEL, textless_backbone
 
 KINDS = ("attention", "mlp", "adain", "basis")
+
+
 OPTIMIZERS = ("adam", "sgd")
+
+
 CLIENTS = ["ash", "birch", "cedar"]
 
 
-def prompts(method: PFedPG, state: Tensors, name: str, context: ServerContext) -> Tensor:
+def prompts(method: PFedPG, state: Tensors, name: str, context: pf.ServerContext) -> Tensor:
     [client] = [client for client in context.clients if client.name == name]
     return method.payload(state, None, client, context)["prompts"]
-
-
-# The generator (equation 3) and its ablations
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,14 +109,9 @@ def test_a_client_starts_from_the_same_descriptor_whoever_else_is_there() -> Non
     assert not other[DESCRIPTORS].equal(few[DESCRIPTORS])
 
 
-# The server step (equations 4 and 5, with −ΔP as the gradient)
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_server_steps_equal_autograd_and_torchs_optimizers_also_of_clients_that_were_away(
-    kind: str, optimizer: str
-) -> None:
+def test_server_steps_equal_autograd_and_torchs_optimizers_also_of_clients_once_away(kind: str, optimizer: str) -> None:
     method = method_of(generator=kind, generator_optimizer=optimizer, generator_learning_rate=0.02)
     context = roster(*CLIENTS)
     state = start(method, context)
@@ -191,9 +216,6 @@ def test_all_that_the_coordinator_learns_stays_there() -> None:
     assert [tensor["name"] for tensor in told["phases"][0]["up"]] == ["delta"]
 
 
-# Newcomers
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_newcomer_gets_the_mean_descriptor_where_its_name_stands(optimizer: str) -> None:
     method, context = method_of(generator_optimizer=optimizer), roster("ash", "cedar")
@@ -228,16 +250,335 @@ def test_a_newcomer_takes_its_first_step_as_one_that_starts() -> None:
     assert after["adam_steps.descriptors"].tolist() == [3, 1, 3]
 
 
-# Refusals
-
-
 def test_backbones_and_clients_that_do_not_fit() -> None:
     method, context = method_of(), roster(*CLIENTS)
     blind = replace(context, shape=BackboneShape(d_t=8, d_e=8))
-    with pytest.raises(MethodError, match="pfedpg needs a vision transformer"):
+    with pytest.raises(pf.MethodError, match="pfedpg needs a vision transformer"):
         method.dims(blind)
-    with pytest.raises(MethodError, match="patch_size"):
+    with pytest.raises(pf.MethodError, match="patch_size"):
         start(method, replace(context, shape=SHAPE.model_copy(update={"patch_size": None})))
-    with pytest.raises(MethodError, match="an evaluator has none"):
-        check_admission(method, ClientInfo("lab", "evaluator", 0, NAMES), None, lambda: context)
+    with pytest.raises(pf.MethodError, match="an evaluator has none"):
+        check_admission(method, pf.ClientInfo("lab", "evaluator", 0, NAMES), None, lambda: context)
     check_admission(method, context.clients[0], None, lambda: context)
+
+
+@dataclass
+class Pictures:
+    """Noise with labels, as preprocessed images."""
+
+    pixels: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def features(self) -> Tensor:
+        raise AssertionError("visual prompts change the features: none may be cached")
+
+    def raw_features(self) -> Tensor:
+        raise AssertionError("visual prompts change the features: none may be cached")
+
+    def images(self, indices: Tensor) -> Tensor:
+        return self.pixels[indices]
+
+
+@pytest.fixture
+def textless() -> Backbone:
+    return textless_backbone()
+
+
+@pytest.fixture(params=["clip", "timm"])
+def any_backbone(request: pytest.FixtureRequest) -> Backbone:
+    found: Backbone = request.getfixturevalue("backbone" if request.param == "clip" else "textless")
+    return found
+
+
+def task(backbone: Backbone, count: int = 10, **training: Any) -> pf.ClientContext:
+    height, width = backbone.image_size
+    pictures = Pictures(noise(count, 3, height, width), torch.arange(count) % len(NAMES))
+    return pf.ClientContext(
+        backbone=backbone,
+        class_names=NAMES,
+        template="a photo of a {}.",
+        terms=training_terms({"epochs": 2, "batch_size": 4, "learning_rate": 0.05} | training),
+        client="birch",
+        domain=None,
+        peers=(),
+        round=2,
+        phase="train",
+        train=pictures,
+    )
+
+
+def logits(backbone: Backbone, images: Tensor, P: Tensor, weight: Tensor, bias: Tensor, projected: bool) -> Tensor:
+    features = backbone.encode_images_prompted(images, P.unsqueeze(0), pooled=not projected, normalize=False)
+    return torch.stack(
+        [torch.stack([torch.dot(w, f) + b for w, b in zip(weight, bias, strict=True)]) for f in features]
+    )
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_training_equals_sgd_written_out_and_sends_just_the_change(any_backbone: Backbone, projected: bool) -> None:
+    method = method_of(projected=projected)
+    context = task(any_backbone, weight_decay=0.01, momentum=0.9)
+    served = noise(5, any_backbone.d_v, scale=0.1)
+    kept = served.clone()
+    found = method.train(context, {"prompts": served}, {})
+    assert served.equal(kept)
+
+    width = any_backbone.d_e if projected else any_backbone.d_v
+    head = LinearHead.start(context, width)
+    values = [served.clone(), head.weight.clone(), head.bias.clone()]
+    velocity = [torch.zeros_like(value) for value in values]
+    order = batches(10, 4, 2, generator(3, 2, "train", "birch", "batches"))
+    for rows in order:
+        leaves = [value.clone().requires_grad_() for value in values]
+        scores = logits(any_backbone, context.train.images(rows), *leaves, projected)
+        loss = F.cross_entropy(scores, context.train.labels[rows])
+        for k, gradient in enumerate(torch.autograd.grad(loss, leaves)):
+            velocity[k] = 0.9 * velocity[k] + gradient + 0.01 * values[k]
+            values[k] = values[k] - 0.05 * velocity[k]
+    assert set(found.update) == {"delta"}
+    assert set(found.private) == {"adapted_prompts", WEIGHT, BIAS, CLASSES}
+    assert_values(found.private["adapted_prompts"], values[0])
+    assert_values(found.private[WEIGHT], values[1])
+    assert_values(found.private[BIAS], values[2])
+    assert found.update["delta"].equal(found.private["adapted_prompts"] - served), "ΔP is P̃ − P to the last bit"
+    assert found.metrics["delta_norm"] == pytest.approx(float(found.update["delta"].norm()))
+    assert all(parameter.grad is None for parameter in any_backbone.model.parameters())
+
+
+def test_the_next_round_goes_on_with_the_clients_own_head_and_the_prompts_that_are_served(textless: Backbone) -> None:
+    method, context = method_of(), task(textless, epochs=1)
+    first = method.train(context, {"prompts": noise(5, 24, scale=0.1)}, {})
+    served = noise(5, 24, seed=5, scale=0.1)
+    frozen = context.with_terms(training=context.training.model_copy(update={"learning_rate": 1e-12}))
+    second = method.train(frozen, {"prompts": served}, first.private)
+    assert_values(second.private[WEIGHT], first.private[WEIGHT])
+    assert_values(second.private["adapted_prompts"], served)
+
+
+def test_it_classifies_with_the_generated_prompts_and_beside_them_with_the_adapted(any_backbone: Backbone) -> None:
+    method, context = method_of(), task(any_backbone)
+    trained = method.train(context, {"prompts": noise(5, any_backbone.d_v, scale=0.1)}, {}).private
+    generated = noise(5, any_backbone.d_v, seed=7, scale=0.1)
+    rows = torch.tensor([3, 1, 8])
+    made = {"": method.classifier(context, {"prompts": generated}, trained)}
+    made |= method.variants(context, {"prompts": generated}, trained)
+    for variant, used in {"": generated, "adapted": trained["adapted_prompts"]}.items():
+        with torch.no_grad():
+            wanted = logits(any_backbone, context.train.images(rows), used, trained[WEIGHT], trained[BIAS], False)
+        assert_values(made[variant].logits(context.train, rows), wanted)
+    assert not made[""].logits(context.train, rows).equal(made["adapted"].logits(context.train, rows))
+    some = replace(context, class_names=NAMES[1:3], label_space=NAMES)
+    chosen = method.classifier(some, {"prompts": generated}, trained).logits(context.train, rows)
+    assert_values(chosen, made[""].logits(context.train, rows)[:, 1:3])
+
+
+def test_before_its_first_training_a_client_has_the_seeded_head_and_nothing_adapted(textless: Backbone) -> None:
+    method, context = method_of(), task(textless)
+    payload = {"prompts": noise(5, 24, scale=0.1)}
+    rows = torch.arange(10)
+    head = LinearHead.start(context, 24)
+    with torch.no_grad():
+        wanted = logits(textless, context.train.images(rows), payload["prompts"], head.weight, head.bias, False)
+    assert_values(method.classifier(context, payload, {}).logits(context.train, rows), wanted)
+    assert method.variants(context, payload, {}) == {}
+
+
+def test_training_and_server_steps_together_fit_the_clients(textless: Backbone) -> None:
+    """A client's loss with newly generated prompts falls from round to round: the loop closes."""
+    method = method_of(generator_learning_rate=0.01)
+    server = replace(roster("birch"), shape=shape_of(textless))
+    state, private = start(method, server), {}
+    losses = []
+    for round in range(1, 7):
+        context = replace(task(textless, epochs=5, learning_rate=0.1), round=round)
+        payload = method.payload(state, None, server.clients[0], server)
+        result = method.train(context, payload, private)
+        private = result.private
+        state = step(method, state, {"birch": result.update["delta"]}, server)
+        losses.append(result.metrics["loss"])
+    assert losses[-1] < 0.7 * losses[0], losses
+
+
+# pFedPG with the real coordinator and real clients: on both kinds of backbone, what leaves a client, what it keeps.
+
+
+SMALL = "topic=weather&per_class=2&test_per_class=1"
+
+
+DATA = {"anna": f"symbols:sketch?{SMALL}", "bert": f"symbols:neon?{SMALL}"}
+
+
+NAMES_PFEDPG_FEDERATION = open_source(DATA["anna"]).class_names
+
+
+SITES = [Site(name, uri) for name, uri in DATA.items()]
+
+
+TEXTLESS = {"model": MODEL, "pretrained": None}
+
+
+def spec(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "styles",
+        "method": {"name": "pfedpg", "m": 3},
+        "class_names": list(NAMES_PFEDPG_FEDERATION),
+        "rounds": 2,
+        "training": {"epochs": 1, "batch_size": 10, "learning_rate": 0.05},
+        "seed": 5,
+    } | changes
+
+
+@dataclass
+class Wire:
+    """Every body that went over the wire either way: payloads and updates by task."""
+
+    sent: list[bytes] = field(default_factory=list)
+    payloads: dict[str, Tensors] = field(default_factory=dict)
+    updates: dict[str, Tensors] = field(default_factory=dict)
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    seen = Wire()
+    handle = InProcess.handle_async_request
+
+    async def recorded(self: InProcess, request: httpx.Request) -> httpx.Response:
+        body = await request.aread()
+        seen.sent.append(body)
+        answer = await handle(self, request)
+        content = await answer.aread()
+        *_, task, last = request.url.path.split("/")
+        if last == "update":
+            seen.updates[task] = decode(body)[0]
+        if last == "payload":
+            seen.payloads[task] = decode(content)[0]
+        return httpx.Response(answer.status_code, headers=answer.headers, content=content)
+
+    monkeypatch.setattr(InProcess, "handle_async_request", recorded)
+    return seen
+
+
+def private_state(folder: Path, client: str) -> Tensors:
+    return decode((folder / f"client-{client}" / "committed.safetensors").read_bytes())[0]
+
+
+def test_a_federation_on_a_backbone_without_text(wire: Wire, tmp_path: Path) -> None:
+    backbone = textless_backbone()
+    found = simulate(spec(backbone=TEXTLESS), SITES, backbone=backbone, folder=tmp_path / "run")
+    assert found.spec["backbone"]["fingerprint"] == backbone.fingerprint
+    assert found.spec["backbone"]["shape"] == shape_of(backbone).model_dump()
+    assert all(one.zero_shot is None for one in found.accuracies())
+    for report in found.reports:
+        for client in report["evaluation"]["clients"].values():
+            assert set(client["splits"]) == ({"test", "test@adapted"} if report["round"] else {"test"})
+            assert client["zero_shot"] == {}
+
+    assert len(wire.updates) == 4
+    last: dict[str, Tensors] = {}
+    for task, update in wire.updates.items():
+        assert set(update) == {"delta"}
+        last[task] = {"adapted": wire.payloads[task]["prompts"] + update["delta"]}
+    heads = [private_state(tmp_path / "run", name) for name in DATA]
+    for head in heads:
+        assert set(head) == {WEIGHT, BIAS, CLASSES, ADAPTED}
+        assert any(torch.allclose(head[ADAPTED], one["adapted"], atol=1e-6) for one in last.values())
+        for row in head[WEIGHT]:
+            trace = row[:4].contiguous().numpy().tobytes()
+            assert not any(trace in body for body in wire.sent), "the head stays with the client"
+    assert not heads[0][WEIGHT].equal(heads[1][WEIGHT])
+
+
+def test_the_same_federation_twice_comes_to_the_same_state() -> None:
+    runs = [simulate(spec(backbone=TEXTLESS), SITES, backbone=textless_backbone()) for _ in range(2)]
+    assert runs[0].state_hash == runs[1].state_hash
+
+
+def test_a_federation_on_a_clip_model_has_the_template_beside_it(backbone: Backbone, features: FeatureCache) -> None:
+    named = {"model": "promptfed-tiny", "pretrained": "random"}
+    found = simulate(spec(rounds=1, backbone=named), SITES, backbone=backbone, features=features)
+    assert {one.split for one in found.final()} == {"test", "test@adapted"}
+    assert all(one.zero_shot is not None for one in found.final())
+
+
+@pytest.mark.parametrize("method", ["zero_shot", "promptfl", "plan"])
+def test_a_method_that_needs_text_is_refused_by_the_command_that_creates_it(method: str) -> None:
+    with pytest.raises(CommandError, match=f"{method} needs a text tower"):
+        simulate(spec(backbone=TEXTLESS, method={"name": method}), SITES, backbone=textless_backbone())
+
+
+def test_a_client_whose_backbone_lacks_what_the_method_needs_says_so_before_it_enrols(tmp_path: Path) -> None:
+    shape = shape_of(textless_backbone()).model_copy(update={"d_t": 8})
+    coordinator = FakeCoordinator(shape, model=MODEL, pretrained=None)
+    token = tmp_path / "token"
+    token.write_text("enrolment-token\n")
+    settings = make_settings(
+        coordinator="http://127.0.0.1:1",
+        federation="pets",
+        name="anna",
+        data="made-up",
+        state_dir=tmp_path / "state",
+        enrolment_token_file=token,
+        device="cpu",
+    )
+    worker = Worker(settings, Parts(textless_backbone(), made_up_source()), http=coordinator.http())
+    with pytest.raises(ClientError, match="promptfl needs a text tower") as error:
+        asyncio.run(worker.run())
+    assert error.value.exit is Exit.BACKBONE
+    assert coordinator.client is None
+
+
+def task_of_pfedpg_federation(kind: str, round: int, payload: bytes) -> Task:
+    config = spec() | {"backbone": TEXTLESS, "template": "a photo of a {}.", "peers": []}
+    config["training"] = {"epochs": 2, "batch_size": 10, "learning_rate": 0.1}
+    return asked(kind, round, "train" if kind == "train" else "evaluation", payload, config)
+
+
+def picture() -> bytes:
+    content = io.BytesIO()
+    open_source(DATA["anna"]).test.image(3).save(content, "PNG")
+    return content.getvalue()
+
+
+def test_head_and_predictions_outlive_a_restart(features: FeatureCache, tmp_path: Path) -> None:
+    backbone = textless_backbone()
+    payload = encode({"prompts": torch.randn(3, 24, generator=torch.Generator().manual_seed(1)) * 0.1})
+
+    def started() -> TaskWork:
+        data = ClientData(open_source(DATA["anna"]), backbone, features)
+        state = PrivateState(tmp_path)
+        return TaskWork("anna", "trainer", backbone, data, state, Predictor(), agreed(state, {"name": "pfedpg"}))
+
+    work = started()
+    work.evaluate(task_of_pfedpg_federation("evaluate", 0, payload), payload, lambda: False)
+    untrained = work.predictor.predict(picture())
+    work.train(task_of_pfedpg_federation("train", 1, payload), payload, lambda: False)
+    work.state.commit()
+    head = work.state.committed()[0]
+    work.evaluate(task_of_pfedpg_federation("evaluate", 1, payload), payload, lambda: False)
+    told = work.predictor.predict(picture())
+    assert told != untrained, "predictions are made with the trained head"
+    assert [one["zero_shot"] for one in told["classes"]] == [None] * len(NAMES_PFEDPG_FEDERATION)
+    assert {one["name"] for one in told["classes"]} == set(NAMES_PFEDPG_FEDERATION)
+    work.state.close()
+
+    again = started()
+    again.restore_serving(lambda: False)
+    assert again.predictor.predict(picture()) == told
+    assert again.state.committed()[0][WEIGHT].equal(head[WEIGHT])
+    again.train(task_of_pfedpg_federation("train", 2, payload), payload, lambda: False)
+    again.state.close()
+
+    undisturbed = tmp_path / "undisturbed"
+    data = ClientData(open_source(DATA["anna"]), backbone, features)
+    state = PrivateState(undisturbed)
+    other = TaskWork("anna", "trainer", backbone, data, state, Predictor(), agreed(state, {"name": "pfedpg"}))
+    for round in (1, 2):
+        other.train(task_of_pfedpg_federation("train", round, payload), payload, lambda: False)
+        other.state.commit()
+    final, ended = other.state.committed()[0], tmp_path / "pending" / "private.safetensors"
+    kept = decode(ended.read_bytes())[0]
+    assert all(kept[name].equal(final[name]) for name in (WEIGHT, BIAS, ADAPTED)), "training went on from the kept head"
+    other.state.close()

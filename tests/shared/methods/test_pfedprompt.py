@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +13,14 @@ from torch.nn import functional as F
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface import ClientContext
 from promptfed.shared.methods.pfedprompt import Memory, MemoryLogits, PFedPrompt, PFedPromptHyper
 from promptfed.shared.tensors import Tensors
-from tests.shared.methods.conftest import NAMES, MadeUpSplit
+from tests.shared.methods.conftest import NAMES, MadeUpSplit, Make
 from tests.shared.methods.test_patch_methods import Patched
-from tests.shared.methods.test_text_baselines import assert_moved_equally, literal_training, start_context
+from tests.shared.methods.test_text_baselines import start_context
 from tests.support import literal
+from tests.support.equality import assert_moved_equally
 
-Make = Callable[..., ClientContext]
 M = 4
 
 
@@ -120,7 +118,7 @@ def test_an_image_is_left_out_of_its_own_memory(memory: str, backbone: Backbone,
         return torch.stack(losses).mean()
 
     found = tried.train(context, start, {})
-    assert_moved_equally(found.update, literal_training(context, start, loss, 0.05), start)
+    assert_moved_equally(found.update, literal.training(context, start, loss, 0.05), start)
 
 
 def test_a_memory_of_nothing_but_the_image_itself_adds_nothing(backbone: Backbone, make_context: Make) -> None:

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
-from promptfed.shared.clip import Backbone
-from promptfed.shared.methods.core.interface import ClientContext, ClientUpdate
+from promptfed.experiments.simulation.simulation import simulate
+from promptfed.runtime.processes import Site
+from promptfed.sdk.result import FederationResult
+from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.data import Source
+from promptfed.shared.data.registry import SharedSources
+from promptfed.shared.data.source import Split, reader_of
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.core.interface import ClientContext, ClientUpdate, MethodError, ServerContext
+from promptfed.shared.methods.core.training import batches
 from promptfed.shared.methods.plan import Aggregator, Reference, aggregator_of, divergence
+from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors.torch_tensors import TorchDraws
 from tests.support import literal_visual as literal
 from tests.support.equality import assert_gradients, assert_values
-from tests.support.small_plan import check_state, phase_of, plan, slow_reference, start
+from tests.support.small_plan import check_state, phase_of, plan, run_phase, slow_reference, start
 from tests.support.visual_clients import NAMES, client_context, filled, server_context, small_backbone
 
 
@@ -35,9 +51,6 @@ def slow_prompts(context: ClientContext, payload: Tensors, alpha: float, referen
         gradients = torch.autograd.grad(loss, leaves)
         pair = [one - context.training.learning_rate * slope for one, slope in zip(pair, gradients, strict=True)]
     return [*pair, loss.detach()]
-
-
-# Phase 1: Eq. 1 to 10
 
 
 @pytest.mark.parametrize(("round", "depth"), [(1, None), (2, None), (2, 1)])
@@ -99,10 +112,10 @@ def test_the_reference_has_the_backbone_s_precision() -> None:
     assert found.equal(torch.log_softmax(scores, -1)[[1, 0]])
 
 
-@pytest.mark.parametrize(
-    ("round", "changes", "forwards"),
-    [(2, {}, 6), (1, {}, 0), (2, {"alpha": 0.0}, 0), (1, {"zero_shot_reference": False}, 0)],
-)
+COSTS = [(2, {}, 6), (1, {}, 0), (2, {"alpha": 0.0}, 0), (1, {"zero_shot_reference": False}, 0)]
+
+
+@pytest.mark.parametrize(("round", "changes", "forwards"), COSTS)
 def test_what_an_epoch_costs(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch, round: int, changes: dict[str, Any], forwards: int
 ) -> None:
@@ -120,9 +133,6 @@ def test_what_an_epoch_costs(
     method.train(context, start(method, backbone), {})
     assert passed == {True: 18, False: forwards}
     assert len(context.train.asked) == 18
-
-
-# Phase 2: Eq. 11 to 16
 
 
 @pytest.mark.parametrize("residual", [True, False])
@@ -254,3 +264,404 @@ def test_renaming_clients_renames_their_shares_and_nothing_else(backbone: Backbo
     assert shares["a"] != pytest.approx(shares["b"])
     for old, new in names.items():
         assert others[new] == pytest.approx(shares[old], rel=1e-4)
+
+
+# PLAN's rounds: what each phase may change, who takes part, what travels; the ablations and what is refused.
+
+
+def test_each_phase_changes_its_own_bytes_only(backbone: Backbone) -> None:
+    method, names = plan(), ["a", "c"]
+    before = start(method, backbone)
+    kept = {name: tensor.clone() for name, tensor in before.items()}
+    aggregators = [spec.name for spec in phase_of(method, "aggregators").up]
+
+    between, first = run_phase(method, backbone, before, "prompts", names)
+    for client in first.values():
+        assert set(client.update) == {"text_prompts", "visual_prompts"}
+    for row, client in enumerate(names):
+        for kind in ("text", "visual"):
+            assert between[f"client_{kind}_prompts"][row].equal(first[client].update[f"{kind}_prompts"])
+            assert not first[client].update[f"{kind}_prompts"].equal(before[f"{kind}_prompts"])
+    assert between["prompt_owners"].tolist() == [0, 2]
+    for name in (*aggregators, "text_prompts", "visual_prompts"):
+        assert between[name].equal(before[name]), name
+    check_state(between, method, backbone)
+
+    shown = {name: tensor.clone() for name, tensor in between.items()}
+    after, second = run_phase(method, backbone, between, "aggregators", names)
+    for client in second.values():
+        assert set(client.update) == set(aggregators)
+        moved = {name for name in aggregators if not client.update[name].equal(between[name])}
+        assert moved >= {name for name in aggregators if not name.endswith("fq.b2")}
+    for name, tensor in shown.items():
+        assert between[name].equal(tensor), f"the second phase changed {name} in place"
+    for name, tensor in kept.items():
+        assert before[name].equal(tensor), f"training changed {name} in place"
+    assert not after["text_prompts"].equal(before["text_prompts"])
+    check_state(after, method, backbone)
+
+
+def test_the_number_of_clients_may_change_from_round_to_round(backbone: Backbone) -> None:
+    method = plan()
+    state = start(method, backbone, scale=None)
+    for round, (asked, answered) in enumerate([("abcd", "acd"), ("b", "b"), ("bd", "d")], start=1):
+        between, _ = run_phase(method, backbone, state, "prompts", list(asked), round=round)
+        assert between["client_text_prompts"].shape[0] == len(asked)
+        server = server_context(backbone, *"abcd")
+        after, _ = run_phase(method, backbone, between, "aggregators", list(answered), round=round)
+        measured = method.measure(between, phase_of(method, "aggregators"), after, server)
+        assert list(measured.clients) == list(asked)
+        total = sum(measured.clients[name]["gamma_visual_2"] for name in asked)
+        assert total == pytest.approx(1, abs=1e-5)
+        check_state(after, method, backbone)
+        state = after
+
+
+def test_what_an_evaluation_downloads_is_the_global_prompts(backbone: Backbone) -> None:
+    method = plan()
+    state, server = start(method, backbone), server_context(backbone, "a")
+    payload = method.payload(state, None, server.clients[0], server)
+    assert set(payload) == {"text_prompts", "visual_prompts"}
+    context = client_context(backbone, 5)
+    found = method.classifier(context, payload, {}).logits(context.train, torch.tensor([3, 0]))
+    wanted = slow_reference(replace(context, round=2), payload)[[3, 0]]
+    assert_values(found, wanted)
+    other = replace(context, class_names=("teapot", "sun"), label_space=NAMES)
+    assert_values(method.classifier(other, payload, {}).logits(context.train, torch.arange(2))[:, 1], found.new_tensor(
+        slow_reference(replace(context, round=2), payload)[:2, 0].tolist()))  # fmt: skip
+
+
+def two_rounds(backbone: Backbone, **changes: Any) -> tuple[list[dict[str, Tensor]], list[dict[str, Any]]]:
+    """The states after each phase of two rounds, and what clients a and b answered in each; private state is kept."""
+    method, state = plan(**changes), start(plan(**changes), backbone, scale=None)
+    states, answers = [state], []
+    private: dict[str, dict[str, Tensor]] = {"a": {}, "b": {}}
+    for round in (1, 2):
+        for phase in ("prompts", "aggregators"):
+            state, results = run_phase(method, backbone, state, phase, ["a", "b"], round=round, private=private)
+            private = {name: result.private for name, result in results.items()}
+            states.append(state)
+            answers.append(results)
+    return states, answers
+
+
+def test_aggregators_persist_or_start_anew_in_every_round(backbone: Backbone) -> None:
+    aggregators = [spec.name for spec in phase_of(plan(), "aggregators").up]
+    persisting, _ = two_rounds(backbone)
+    for name in aggregators:
+        assert persisting[3][name].equal(persisting[2][name]), name
+    anew, _ = two_rounds(backbone, aggregators="reset")
+    assert any(not anew[2][name].equal(anew[1][name]) for name in aggregators)
+    for name in aggregators:  # each round's second phase begins from the same draws
+        assert anew[3][name].equal(anew[1][name]), name
+    mean = anew[3]["client_text_prompts"].mean(0)
+    start_of_round = Aggregator("text", anew[3], residual=True)
+    uneven = start_of_round.shares(anew[3]["client_text_prompts"]) - 0.5
+    assert float(uneven.abs().max()) < 0.2
+    assert_values(start_of_round._perceptron("fa", anew[3]["client_text_prompts"]).mean(0), mean)
+
+
+def test_local_prompts_restart_or_persist(backbone: Backbone) -> None:
+    method = plan(local_prompts="persist")
+    states, answers = two_rounds(backbone, local_prompts="persist")
+    for name in ("text_prompts", "visual_prompts"):
+        assert answers[1]["a"].private[name].equal(answers[0]["a"].update[name])  # through the second phase
+    context = client_context(backbone, client="a", round=2, phase="prompts")
+    given = {name: states[2][name] for name in ("text_prompts", "visual_prompts")}
+    own = answers[0]["a"].update
+    again = method.train(context, given, own).update
+    assert again["text_prompts"].equal(answers[2]["a"].update["text_prompts"])
+    # One step from its own prompts under the global reference: what a restart from them without KL would be, and more.
+    no_reference = plan(alpha=0.0).train(context, dict(own), {}).update
+    persisting = plan(alpha=0.0, local_prompts="persist").train(context, given, own).update
+    assert persisting["text_prompts"].equal(no_reference["text_prompts"])
+    restarted = plan(alpha=0.0).train(context, given, own)
+    assert not restarted.update["text_prompts"].equal(persisting["text_prompts"])
+    assert restarted.private == {}
+
+
+def test_without_an_aggregator_the_mean_takes_its_place(backbone: Backbone) -> None:
+    names = ["a", "b"]
+    method = plan(text_aggregation="mean")
+    assert not any(name.startswith(("text_aggregator", "client_text")) for name in start(method, backbone))
+    state = start(method, backbone)
+    between, first = run_phase(method, backbone, state, "prompts", names)
+    mean = (first["a"].update["text_prompts"] + first["b"].update["text_prompts"]) / 2
+    assert_values(between["text_prompts"], mean)
+    assert between["visual_prompts"].equal(state["visual_prompts"])
+    down = {spec.name for spec in phase_of(method, "aggregators").down}
+    assert {"text_prompts", "client_visual_prompts"} < down
+    assert "client_text_prompts" not in down
+    after, second = run_phase(method, backbone, between, "aggregators", names)
+    assert after["text_prompts"].equal(between["text_prompts"])
+    assert all(name.startswith("visual_aggregator") for name in second["a"].update)
+    check_state(after, method, backbone)
+
+    plain = plan(text_aggregation="mean", visual_aggregation="mean")
+    assert [phase.name for phase in plain.phases(1, 4)] == ["prompts"]
+    after, first = run_phase(plain, backbone, start(plain, backbone), "prompts", names)
+    assert set(after) == {"text_prompts", "visual_prompts"}
+    for name, tensor in after.items():
+        assert_values(tensor, (first["a"].update[name] + first["b"].update[name]) / 2)
+
+
+def test_ablated_references(backbone: Backbone) -> None:
+    def trained(round: int, **changes: Any) -> Tensor:
+        context = client_context(backbone, round=round, phase="prompts", epochs=2, learning_rate=0.1)
+        method = plan(**changes)
+        return method.train(context, start(plan(), backbone), {}).update["visual_prompts"]
+
+    assert trained(1, zero_shot_reference=False).equal(trained(1, alpha=0.0))
+    assert trained(2, zero_shot_reference=False).equal(trained(2))
+    assert not trained(1).equal(trained(1, alpha=0.0))
+    assert not trained(2).equal(trained(2, alpha=0.0))
+
+
+def test_training_keeps_no_gradient_of_a_weight(backbone: Backbone) -> None:
+    method = plan()
+    for phase in ("prompts", "aggregators"):
+        run_phase(
+            method, backbone, run_phase(method, backbone, start(method, backbone), "prompts", ["a"])[0], phase, ["a"]
+        )
+    assert all(weight.grad is None and not weight.requires_grad for weight in backbone.model.parameters())
+
+
+def test_the_paper_s_numbers_for_vit_b_16() -> None:
+    """Numbers per client and round, both ways: two exchanges with K = 3 (our count of the paper's: 11.15 million)."""
+    from promptfed.shared.spec.spec import BackboneShape
+
+    shape = BackboneShape(d_t=512, d_v=768, d_e=512, text_layers=12, vision_layers=12, context_length=77)
+    method = make_method({"name": "plan"})
+    server = replace(server_context_of(shape), clients=())
+    dims = method.dims(server) | {"K": 3}
+
+    def count(specs: tuple[Any, ...]) -> int:
+        return sum(torch.Size(spec.resolve(dims)).numel() for spec in specs)
+
+    first, second = method.phases(1, 20)
+    assert (count(first.down), count(first.up)) == (122_880, 122_880)
+    assert (count(second.down), count(second.up)) == (3 * 122_880 + 5_269_248, 5_269_248)
+    assert sum(count(phase.down) + count(phase.up) for phase in (first, second)) == 11_152_896
+
+
+def test_which_phases_are_means() -> None:
+    """A robust rule may stand for a mean; prompts that an aggregator is to look at are kept, each for itself."""
+    kinds = {(): [False, True], ("text",): [False, True], ("text", "visual"): [True]}
+    for means, wanted in kinds.items():
+        method = plan(**{f"{kind}_aggregation": "mean" for kind in means})
+        assert [phase.mean for phase in method.phases(1, 4)] == wanted
+
+
+def server_context_of(shape: Any) -> Any:
+    """A roster of nobody before a backbone of this shape."""
+    from promptfed.shared.methods.core.interface import ServerContext
+    from promptfed.shared.spec.spec import TrainingSpec
+
+    return ServerContext(TrainingSpec(), shape, None, (), seed=0, rounds=20)
+
+
+UNFIT = [
+    ({"depth": 3}, {}, "the text tower has 2 blocks"),
+    ({"depth": 4}, {"text_layers": 12}, "the image tower has 3 blocks"),
+    ({}, {"d_v": None, "vision_layers": None}, "needs a vision transformer"),
+    ({}, {"d_t": None, "text_layers": None}, "needs a text tower"),
+    ({"m": 14}, {}, "leaves no room for a class name"),
+]
+
+
+@pytest.mark.parametrize(("changes", "shape", "told"), UNFIT)
+def test_backbones_it_cannot_run(backbone: Backbone, changes: dict[str, Any], shape: dict[str, Any], told: str) -> None:
+    server = server_context(backbone, "a")
+    other = replace(server, shape=server.shape.model_copy(update=shape))
+    with pytest.raises(MethodError, match=told):
+        plan(**changes).initial_state(other, TorchDraws())
+
+
+def test_a_client_without_images_is_told(backbone: Backbone) -> None:
+    method = plan()
+    with pytest.raises(MethodError, match="no training images"):
+        method.train(client_context(backbone, 0, phase="prompts"), start(method, backbone), {})
+
+
+# Two rounds of PLAN with two clients: worked out by hand from the equations, and over HTTP through both services.
+
+
+CLIENTS = {"hospital-a": 7, "hospital-b": 5}  # training images
+
+
+ROUNDS, SEED, RATE, MOMENTUM, DECAY, BATCH, ALPHA = 2, 5, 0.05, 0.9, 0.01, 4, 0.6
+
+
+KINDS = ("text", "visual")
+
+
+SPEC: dict[str, Any] = {
+    "name": "by-hand",
+    "method": {"name": "plan", "m": 2, "alpha": ALPHA},
+    "class_names": list(NAMES),
+    "rounds": ROUNDS,
+    "training": {"learning_rate": RATE, "momentum": MOMENTUM, "weight_decay": DECAY, "batch_size": BATCH},
+    "participation": {"min_clients": 2},
+    "admission": {"max_update_norm": 100.0},  # the rate is 33 times PLAN's own, on a backbone with random weights
+    "seed": SEED,
+}
+
+
+class CountedImages:
+    """Counts how often each image is decoded."""
+
+    def __init__(self, pixels: np.ndarray):
+        self._read, self._count = reader_of(pixels), len(pixels)
+        self.decoded: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __call__(self, row: int) -> Image.Image:
+        self.decoded[row] += 1
+        return self._read(row)
+
+
+def source_of(client: str, made: list[CountedImages] | None = None) -> Source:
+    draws = np.random.default_rng(len(client) + CLIENTS[client])
+
+    def split(count: int) -> Split:
+        pixels = draws.integers(0, 256, (count, 16, 16, 3), dtype=np.uint8)
+        images = CountedImages(pixels)
+        if made is not None:
+            made.append(images)
+        return Split(torch.from_numpy(draws.integers(0, len(NAMES), count)), images)
+
+    return Source(client, NAMES, None, "a photo of a {}.", split(CLIENTS[client]), split(4))
+
+
+@pytest.fixture(scope="module")
+def images() -> list[CountedImages]:
+    """What the federation's clients looked at."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def over_http(backbone: Backbone, images: list[CountedImages]) -> FederationResult:
+    sources = SharedSources()
+    for name in CLIENTS:
+        sources.add(name, source_of(name, images))
+    spec = SPEC | {"backbone": {"model": "small-both", "pretrained": None}}
+    return simulate(spec, [Site(name, name) for name in CLIENTS], backbone=backbone, sources=sources)
+
+
+class ByHand:
+    """The clients' images, and the paper's algorithm 1 with loops and SGD written out."""
+
+    def __init__(self, backbone: Backbone):
+        self.backbone = backbone
+        splits = {name: source_of(name).train for name in CLIENTS}
+        self.images = {
+            name: torch.stack([backbone.preprocess(split.image(row)) for row in range(len(split))])
+            for name, split in splits.items()
+        }
+        self.labels = {name: split.labels for name, split in splits.items()}
+        context = ServerContext(TrainingSpec(), shape_of(backbone), NAMES, (), SEED, ROUNDS)
+        start = make_method(SPEC["method"]).initial_state(context, initial_draws(SEED))
+        self.prompts = {kind: start[f"{kind}_prompts"] for kind in KINDS}
+        self.aggregators = {name: tensor for name, tensor in start.items() if "aggregator" in name}
+        self.shares: list[dict[str, Tensor]] = []
+
+    def round(self, number: int) -> None:
+        local = {name: self.local(name, number) for name in CLIENTS}
+        parts = {kind: [local[name][row] for name in CLIENTS] for row, kind in enumerate(KINDS)}
+        trained = [self.trained_aggregators(name, number, parts) for name in CLIENTS]
+        self.aggregators = {name: sum(one[name] for one in trained) / len(CLIENTS) for name in self.aggregators}
+        self.shares.append({kind: literal.shares(self.aggregators, kind, parts[kind]) for kind in KINDS})
+        self.prompts = {kind: literal.aggregated(self.aggregators, kind, parts[kind]) for kind in KINDS}
+
+    def local(self, client: str, number: int) -> list[Tensor]:
+        images, labels = self.images[client], self.labels[client]
+        reference = torch.stack([self.reference(image, number) for image in images])
+        start = [self.prompts[kind] for kind in KINDS]
+
+        def loss(weights: Sequence[Tensor], rows: Tensor) -> Tensor:
+            return literal.local_loss(
+                self.backbone, *weights, list(NAMES), images[rows], labels[rows], reference[rows], ALPHA
+            )
+
+        return self.descend(client, number, "prompts", start, loss)
+
+    def reference(self, image: Tensor, number: int) -> Tensor:
+        """The global prediction's logits ``(C,)``: zero-shot CLIP at first."""
+        if number > 1:
+            with torch.no_grad():
+                return literal.logits(self.backbone, self.prompts["text"], self.prompts["visual"], list(NAMES), image)
+        text = self.backbone.encode_text([f"a photo of a {name.replace('_', ' ')}." for name in NAMES])
+        return self.backbone.logit_scale * text @ self.backbone.encode_images(image.unsqueeze(0))[0]
+
+    def trained_aggregators(self, client: str, number: int, parts: dict[str, list[Tensor]]) -> Tensors:
+        images, labels, names = self.images[client], self.labels[client], list(self.aggregators)
+
+        def loss(weights: Sequence[Tensor], rows: Tensor) -> Tensor:
+            own = dict(zip(names, weights, strict=True))
+            made = [literal.aggregated(own, kind, parts[kind]) for kind in KINDS]
+            return literal.local_loss(self.backbone, *made, list(NAMES), images[rows], labels[rows], None, 0.0)
+
+        trained = self.descend(client, number, "aggregators", list(self.aggregators.values()), loss)
+        return dict(zip(names, trained, strict=True))
+
+    def descend(
+        self, client: str, number: int, phase: str, start: list[Tensor], loss: Callable[..., Tensor]
+    ) -> list[Tensor]:
+        """One epoch: v ← μ·v + g + λ·w, w ← w − η·v."""
+        draws = generator(SEED, number, phase, client, "batches")
+        weights, speeds = start, [torch.zeros_like(one) for one in start]
+        for rows in batches(CLIENTS[client], BATCH, 1, draws):
+            leaves = [one.detach().clone().requires_grad_() for one in weights]
+            slopes = torch.autograd.grad(loss(leaves, rows), leaves)
+            speeds = [
+                MOMENTUM * speed + slope + DECAY * one.detach()
+                for speed, slope, one in zip(speeds, slopes, leaves, strict=True)
+            ]
+            weights = [one.detach() - RATE * speed for one, speed in zip(leaves, speeds, strict=True)]
+        return weights
+
+
+def test_what_was_worked_out_by_hand_comes_over_http(backbone: Backbone, over_http: FederationResult) -> None:
+    hand = ByHand(backbone)
+    start = {**{f"{kind}_prompts": hand.prompts[kind] for kind in KINDS}, **hand.aggregators}
+    for number in range(1, ROUNDS + 1):
+        hand.round(number)
+    found = over_http.state
+    wanted = {**{f"{kind}_prompts": hand.prompts[kind] for kind in KINDS}, **hand.aggregators}
+    assert set(wanted) < set(found)
+    moved = {name for name, tensor in wanted.items() if float((tensor - start[name]).abs().max()) > 1e-4}
+    assert moved >= {"text_prompts", "visual_prompts", "visual_aggregator.fa.w2", "text_aggregator.query"}
+    for name, tensor in wanted.items():
+        assert_values(found[name], tensor)
+        if name in moved:
+            assert_gradients(found[name] - start[name], tensor - start[name])
+    for number, shares in enumerate(hand.shares, start=1):
+        measured = over_http.reports[number]["phases"][1]["measured"]
+        assert list(measured["clients"]) == list(CLIENTS)
+        for kind in KINDS:
+            for row, client in enumerate(CLIENTS):
+                for block, gamma in enumerate(shares[kind][row]):
+                    assert measured["clients"][client][f"gamma_{kind}_{block}"] == pytest.approx(float(gamma), rel=1e-4)
+
+
+def test_what_travels(over_http: FederationResult) -> None:
+    prompts = 2 * (2 * 24) + 3 * (2 * 32)
+    aggregators = sum(blocks * (2 * d + 2 * (2 * d * (d // 8) + d // 8 + d)) for blocks, d in ((2, 24), (3, 32)))
+    for report in over_http.reports[1:]:
+        first, second = report["phases"]
+        sizes = [(first["bytes_down"], prompts), (first["bytes_up"], prompts),
+                 (second["bytes_down"], 2 * prompts + aggregators), (second["bytes_up"], aggregators)]  # fmt: skip
+        for found, numbers in sizes:
+            assert 0 < found / 2 - 4 * numbers < 3000, "the tensors and a header for each client"
+        assert [one["weight"] for one in second["counted"]] == [0.5, 0.5], "uniform, whatever the numbers of images"
+        assert first["state_hash"] != second["state_hash"] == report["state_hash"]
+
+
+def test_rounds_and_phases_look_at_images_at_hand(over_http: FederationResult, images: list[CountedImages]) -> None:
+    train = [one for one in images if len(one) in CLIENTS.values()]
+    assert [len(one.decoded) for one in train] == [7, 5]
+    # For its digest, for the frozen tower's feature, and for everything that comes after: not once a round or phase.
+    assert {count for one in images for count in one.decoded.values()} == {3}
+    assert over_http.round == ROUNDS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,25 +13,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core.interface import (
-    ClientContext,
-    Objective,
-    Protection,
-    ServerContext,
-    UnprotectedError,
-)
+from promptfed.shared.methods import METHODS, make_method, promptfolio
+from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.methods.core import training
+from promptfed.shared.methods.core.interface import HasVariants, Protection, UnprotectedError
 from promptfed.shared.methods.core.training import PrivateGradients, clipped, make_optimizer, train
-from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.methods.promptfl import LOCAL, PrivateContextMethod, PromptFL
+from promptfed.shared.privacy.accounting import epsilon_of
 from promptfed.shared.privacy.noise import NoiseStream, SeededNoise
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from tests.shared.methods.conftest import NAMES
+from tests.shared.methods.conftest import NAMES, MadeUpSplit, Make, wide_step
 from tests.support import literal, literal_private
+from tests.support.equality import assert_moved_equally
+from tests.support.one_run import one_run_bound
 
-Make = Callable[..., ClientContext]
 M = 4
+
+
 TEXT = [
     {"name": "promptfl", "m": M},
     {"name": "promptfl_prox", "m": M},
@@ -48,6 +47,8 @@ TEXT = [
     {"name": "promptfolio", "m": M},
     {"name": "promptfl_per", "m": M},
 ]
+
+
 COPIED = TEXT[:11]  # whose gradients come from batches of copies
 
 
@@ -64,7 +65,7 @@ class Silent(NoiseStream):
         return np.zeros(count)
 
 
-def protected(context: ClientContext, stream: NoiseStream, clip: float = 0.3, z: float = 1.0) -> ClientContext:
+def protected(context: pf.ClientContext, stream: NoiseStream, clip: float = 0.3, z: float = 1.0) -> pf.ClientContext:
     training = context.training
     own = Protection(clip, z, len(context.train), training.batch_size, training.epochs, stream)
     return replace(context, protection=own)
@@ -72,7 +73,7 @@ def protected(context: ClientContext, stream: NoiseStream, clip: float = 0.3, z:
 
 def start_of(settings: dict[str, Any], backbone: Backbone) -> Tensors:
     method = make_method(settings)
-    context = ServerContext(
+    context = pf.ServerContext(
         TrainingSpec(), BackboneShape(d_t=backbone.d_t, d_e=backbone.d_e), NAMES, (), seed=3, rounds=4
     )
     return method.initial_state(context, initial_draws(3))
@@ -98,9 +99,7 @@ def test_without_clip_and_noise_a_full_batch_is_the_plain_one(
 
 
 @pytest.mark.parametrize("settings", COPIED, ids=lambda one: "-".join(str(value) for value in one.values()))
-def test_the_order_of_a_payload_s_tensors_does_not_matter(
-    settings: dict[str, Any], backbone: Backbone, make_context: Make
-) -> None:
+def test_the_order_of_tensors_does_not_matter(settings: dict[str, Any], backbone: Backbone, make_context: Make) -> None:
     context, start = make_context(6, epochs=1, batch_size=6, learning_rate=0.05), start_of(settings, backbone)
     updates = [
         make_method(settings).train(protected(context, Silent()), dict(sorted(start.items(), reverse=reverse)), {})
@@ -114,7 +113,7 @@ def test_the_order_of_a_payload_s_tensors_does_not_matter(
 def test_each_copy_is_moved_by_its_own_unit_alone(
     settings: dict[str, Any], backbone: Backbone, make_context: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[Objective, list[Tensor]]] = []
+    seen: list[tuple[pf.Objective, list[Tensor]]] = []
 
     def step(gradients: PrivateGradients) -> None:
         assert gradients._objective is not None
@@ -136,10 +135,10 @@ def test_each_copy_is_moved_by_its_own_unit_alone(
         assert all(float(part[others].abs().max()) == 0 for part in moved)
 
 
-@pytest.mark.parametrize(
-    ("count", "batch", "epochs", "optimizer"),
-    [(7, 3, 2, "sgd"), (7, 7, 1, "adam"), (5, 32, 2, "adamw"), (9, 1, 1, "sgd")],
-)
+RUNS = [(7, 3, 2, "sgd"), (7, 7, 1, "adam"), (5, 32, 2, "adamw"), (9, 1, 1, "sgd")]
+
+
+@pytest.mark.parametrize(("count", "batch", "epochs", "optimizer"), RUNS)
 def test_promptfl_equals_dp_sgd_written_out(
     count: int, batch: int, epochs: int, optimizer: str, backbone: Backbone, make_context: Make
 ) -> None:
@@ -190,7 +189,7 @@ def test_gradients_are_clipped_over_all_tensors_and_bad_numbers_count_as_nothing
 def test_where_no_gradient_is_the_step_is_noise_of_the_said_size_even_for_an_empty_sample(batch: int) -> None:
     """Units of zero gradient: what is left is z·C·ξ/(q·n), however many were sampled."""
     theta = torch.zeros(100_000, requires_grad=True)
-    objective = Objective(lambda copies, rows: copies[0].sum(dim=1) * 0.0)
+    objective = pf.Objective(lambda copies, rows: copies[0].sum(dim=1) * 0.0)
     protection = Protection(0.5, 2.0, 8, batch, 1, SeededNoise(5).stream())
     gradients = PrivateGradients(protection, [theta], lambda rows: theta.sum() * 0, objective, 8, 5, 512)
     for _ in range(12):
@@ -215,7 +214,7 @@ def test_a_device_without_room_for_all_copies_takes_fewer() -> None:
 
         theta = torch.zeros(3, requires_grad=True)
         protection = Protection(0.5, 1.0, 8, 8, 1, SeededNoise(5).stream())
-        PrivateGradients(protection, [theta], lambda rows: theta.sum(), Objective(units), 8, 5, 64).step()
+        PrivateGradients(protection, [theta], lambda rows: theta.sum(), pf.Objective(units), 8, 5, 64).step()
         assert theta.grad is not None
         return theta.grad
 
@@ -254,3 +253,339 @@ def test_every_method_protects_or_says_why_not_and_a_subclass_speaks_for_itself(
         name = "changed"
 
     assert not Changed.can_protect()
+
+
+CANARIES, DELTA = 1000, 1e-5
+
+
+def shown(make_context: Make, seed: int, z: float, stream: NoiseStream, batch: int = CANARIES) -> tuple[float, float]:
+    """The bound that the guesses show, and the accountant's ε."""
+    inside = np.random.default_rng(seed).random(CANARIES) < 0.5
+    present = torch.from_numpy(inside.astype(np.float32))
+    theta = torch.zeros(CANARIES, requires_grad=True)
+
+    def units(copies: Any, rows: Tensor) -> Tensor:
+        return -30.0 * present[rows] * copies[0][torch.arange(len(rows)), rows]
+
+    plain = make_context(CANARIES, batch_size=batch, learning_rate=1.0, momentum=0.0, weight_decay=0.0)
+    protection = Protection(0.3, z, CANARIES, batch, 1, stream)
+    train(replace(plain, protection=protection), [theta], lambda rows: theta.sum(), objective=pf.Objective(units))
+    order = torch.argsort(theta.detach(), stable=True).numpy()
+    each = CANARIES // 10  # guesses of either kind, the surest
+    right = int(inside[order[-each:]].sum() + (~inside[order[:each]]).sum())
+    return one_run_bound(2 * each, right, CANARIES, DELTA), epsilon_of([protection.event], DELTA)
+
+
+class NoNoise(NoiseStream):
+    def normals(self, count: int) -> NDArray[np.float64]:
+        return np.zeros(count) + super().normals(count) * 1e-6
+
+
+def test_one_run_bounds_are_those_of_the_texts_and_hold() -> None:
+    assert one_run_bound(1000, 731, 1000, 1e-5) == pytest.approx(0.88, abs=0.01)
+    assert one_run_bound(100, 100, 1000, 1e-5) == pytest.approx(3.47, abs=0.02)
+    assert one_run_bound(100, 50, 1000, 1e-5) == 0
+    random, truth, over = np.random.default_rng(5), 1.0, 0
+    for _ in range(200):
+        right = int(random.binomial(500, 1 / (1 + math.exp(-truth))))
+        over += one_run_bound(500, right, 500, 1e-6) > truth
+    assert over <= 20
+
+
+def test_one_run_shows_no_more_than_the_accountant_gives(make_context: Make) -> None:
+    bound, epsilon = shown(make_context, 1, 2.0, SeededNoise(1).stream())
+    assert 0 < bound <= epsilon
+
+
+@pytest.mark.parametrize("broken", ["no noise", "no clip"])
+def test_a_lack_of_noise_or_clipping_is_found(broken: str, make_context: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream: NoiseStream = SeededNoise(2).stream()
+    if broken == "no noise":
+        stream = NoNoise(bytes(32))
+    else:
+        monkeypatch.setattr(training, "clipped", lambda gradients, clip: gradients)
+    bound, epsilon = shown(make_context, 2, 2.0, stream)
+    assert bound > epsilon
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("z", "batch"), [(4.0, CANARIES), (2.0, CANARIES), (1.2, 100)])
+def test_in_nineteen_of_twenty_runs_the_bound_holds(make_context: Make, z: float, batch: int) -> None:
+    found = [shown(make_context, seed, z, SeededNoise(seed).stream(), batch) for seed in range(20)]
+    assert sum(bound <= epsilon for bound, epsilon in found) >= 19
+    assert math.isfinite(found[0][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["no noise", "no clip"])
+def test_in_eighteen_of_twenty_runs_a_broken_mechanism_is_found(
+    broken: str, make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if broken == "no clip":
+        monkeypatch.setattr(training, "clipped", lambda gradients, clip: gradients)
+    found = []
+    for seed in range(20):
+        stream: NoiseStream = NoNoise(bytes([seed]) * 32) if broken == "no noise" else SeededNoise(seed).stream()
+        found.append(shown(make_context, seed, 2.0, stream))
+    assert sum(bound > epsilon for bound, epsilon in found) >= 18, found
+
+
+EACH = ("promptfolio", "promptfl_per")
+
+
+def method(name: str, **hyper: Any) -> PrivateContextMethod:
+    made = make_method({"name": name, "m": M} | hyper)
+    assert isinstance(made, PrivateContextMethod)
+    return made
+
+
+def start_of_private_contexts(tried: PrivateContextMethod, context: pf.ClientContext) -> Tensors:
+    """A shared context, drawn here, and the private one that the method starts with."""
+    draws = torch.Generator().manual_seed(1)
+    shared = torch.randn(tried.shared_length, context.backbone.d_t, generator=draws) * 0.02
+    return {tried.shared.name: shared, LOCAL: tried.local_context(context, {})}
+
+
+def texts(backbone: Backbone, context: Tensor, names: tuple[str, ...]) -> list[Tensor]:
+    return [literal.text_feature(backbone, context, name) for name in names]
+
+
+def entropy_of(context: pf.ClientContext, features: list[Tensor], rows: Tensor) -> Tensor:
+    """Mean cross-entropy of the images in ``rows`` against one vector for each class."""
+    losses = []
+    for row in rows.tolist():
+        image = context.train.features()[row]
+        logits = torch.stack([context.backbone.logit_scale * torch.dot(image, text) for text in features])
+        losses.append(literal.cross_entropy(logits, int(context.train.labels[row])))
+    return torch.stack(losses).mean()
+
+
+def folio_loss(context: pf.ClientContext, theta: float) -> literal.Loss:
+    """(2.1) with the classes one by one."""
+
+    def loss(tensors: Tensors, rows: Tensor) -> Tensor:
+        shared = texts(context.backbone, tensors["global_context"], context.class_names)
+        local = texts(context.backbone, tensors[LOCAL], context.class_names)
+        return entropy_of(context, [(1 - theta) * g + theta * z for g, z in zip(shared, local, strict=True)], rows)
+
+    return loss
+
+
+def per_loss(context: pf.ClientContext) -> literal.Loss:
+    def loss(tensors: Tensors, rows: Tensor) -> Tensor:
+        whole = torch.stack([*tensors["context"], *tensors[LOCAL]])
+        return entropy_of(context, texts(context.backbone, whole, context.class_names), rows)
+
+    return loss
+
+
+def literally(tried: PrivateContextMethod, context: pf.ClientContext) -> literal.Loss:
+    if isinstance(tried, promptfolio.PromptFolio):
+        return folio_loss(context, tried.hyper.theta)
+    return per_loss(context)
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("promptfolio", {}),
+    ("promptfolio", {"theta": 0.8}),
+    ("promptfl_per", {}),
+    ("promptfl_per", {"shared_tokens": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_training_is_the_equations(name: str, options: dict[str, Any], backbone: Backbone, make_context: Make) -> None:
+    context = make_context(5, round=2, epochs=1, batch_size=3, learning_rate=0.05, schedule="cosine")
+    tried = method(name, **options)
+    start = start_of_private_contexts(tried, context)
+    found = tried.train(context, {tried.shared.name: start[tried.shared.name]}, {})
+    rate = 0.05 / 2 * (1 + 0.5**0.5)  # the second of four rounds of a half cosine
+    wanted = literal.training(context, start, literally(tried, context), rate)
+    assert set(found.update) == {tried.shared.name}
+    assert set(found.private) == {LOCAL}
+    assert_moved_equally(found.update | found.private, wanted, start)
+
+
+@pytest.mark.parametrize(("name", "options"), [("promptfolio", {}), ("promptfl_per", {})], ids=str)
+def test_gradients_and_loss_equal_the_equations_at_77_tokens(
+    name: str, options: dict[str, Any], wide_backbone: Backbone, make_context: Make
+) -> None:
+    draws = torch.Generator().manual_seed(4)
+    context = wide_step(make_context, wide_backbone, draws)
+    tried = method(name, **options)
+    start = start_of_private_contexts(tried, context)
+    result = tried.train(context, {tried.shared.name: start[tried.shared.name]}, {})
+    leaves = {key: value.clone().requires_grad_() for key, value in start.items()}
+    loss = literally(tried, context)(leaves, torch.arange(3))
+    wanted = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    assert result.metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    for key, value in (result.update | result.private).items():
+        scale = float(wanted[key].abs().max())
+        assert float((start[key] - value - wanted[key]).abs().max()) <= 1e-4 * scale
+
+
+def test_the_mixture_is_not_normalised_again() -> None:
+    text = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    image = torch.tensor([0.6, 0.8])
+    assert float(image @ promptfolio.mixed(text, 0.2)[0]) == pytest.approx(0.64)
+
+
+def test_both_forms_of_the_mixtures_logits_agree(backbone: Backbone, make_context: Make) -> None:
+    """(2.2): the mixture's logits are the mixture of the logits."""
+    context, tried, rows = make_context(), method("promptfolio"), torch.arange(10)
+    start = start_of_private_contexts(tried, context)
+    payload = {"global_context": start["global_context"]}
+    found = tried.classifier(context, payload, {LOCAL: start[LOCAL]}).logits(context.train, rows)
+    ends = [
+        method("promptfolio", theta=theta)
+        .classifier(context, payload, {LOCAL: start[LOCAL]})
+        .logits(context.train, rows)
+        for theta in (0.0, 1.0)
+    ]
+    assert float((found - (0.6 * ends[0] + 0.4 * ends[1])).abs().max()) <= 1e-5 * float(found.abs().max())
+
+
+def test_a_share_of_none_is_promptfl_and_of_all_the_private_one_alone(backbone: Backbone, make_context: Make) -> None:
+    context = make_context(6, batch_size=3, learning_rate=0.05, epochs=2, weight_decay=0.01, momentum=0.0)
+    none, all_of_it = method("promptfolio", theta=0.0), method("promptfolio", theta=1.0)
+    start = start_of_private_contexts(none, context)
+    payload = {"global_context": start["global_context"]}
+    plain = make_method({"name": "promptfl", "m": M}).train(context, {"context": start["global_context"]}, {})
+    decayed = (1 - 0.05 * 0.01) ** 4
+    first = none.train(context, payload, {})
+    assert_moved_equally(
+        {"a": first.update["global_context"]}, {"a": plain.update["context"]}, {"a": start["global_context"]}
+    )
+    assert torch.allclose(first.private[LOCAL], start[LOCAL] * decayed, atol=1e-9)
+    second = all_of_it.train(context, payload, {})
+    assert torch.allclose(second.update["global_context"], start["global_context"] * decayed, atol=1e-9)
+    assert not torch.allclose(second.private[LOCAL], start[LOCAL] * decayed, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_all_clients_start_from_one_private_context(name: str, make_context: Make) -> None:
+    context, tried = make_context(), method(name, m=16)
+    first = tried.local_context(context, {})
+    assert torch.equal(first, tried.local_context(replace(context, client="hospital-b"), {}))
+    assert float(first.std()) == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(first, tried.local_context(context.with_terms(seed=4), {}))
+    kept = torch.ones_like(first)
+    assert tried.local_context(context, {LOCAL: kept}) is kept
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_who_classifies_with_what(name: str, backbone: Backbone, make_context: Make) -> None:
+    """A trainer with both contexts, trained or as they start; an evaluator with the shared one; ``global`` as it."""
+    context, tried, rows = make_context(), method(name), torch.arange(4)
+    assert tried.personal
+    start = start_of_private_contexts(tried, context)
+    shared, payload = start[tried.shared.name], {tried.shared.name: start[tried.shared.name]}
+    features = context.train.features()[rows]
+    none = replace(context, train=MadeUpSplit(torch.empty(0, backbone.d_e), torch.empty(0, dtype=torch.long)))
+
+    def logits(vectors: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            return backbone.logit_scale * features @ torch.stack(vectors).T
+
+    def both(local: Tensor) -> Tensor:
+        with torch.no_grad():
+            alone = texts(backbone, shared, NAMES)
+            own = texts(backbone, local, NAMES)
+            joined = texts(backbone, torch.cat([shared, local]), NAMES) if name == "promptfl_per" else []
+        if name == "promptfolio":
+            return logits([0.6 * a + 0.4 * b for a, b in zip(alone, own, strict=True)])
+        return logits(joined)
+
+    trained = {LOCAL: torch.randn(start[LOCAL].shape, generator=torch.Generator().manual_seed(9)) * 0.1}
+    assert isinstance(tried, HasVariants)
+    alone = logits(texts(backbone, shared, NAMES))
+    for found, wanted in [
+        (tried.classifier(context, payload, trained), both(trained[LOCAL])),
+        (tried.classifier(context, payload, {}), both(start[LOCAL])),
+        (tried.classifier(none, payload, {}), alone),
+        (tried.variants(context, payload, trained)["global"], alone),
+    ]:
+        scored = found.logits(context.train, rows)
+        assert float((scored - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+    assert tried.variants(none, payload, {}) == {}
+
+
+def test_the_mean_touches_the_shared_rows_alone(make_context: Make) -> None:
+    tried = method("promptfl_per")
+    (phase,) = tried.phases(1, 4)
+    updates = [
+        pf.ClientUpdate(name, 0.5, {"context": torch.full((2, 3), value)}) for name, value in (("a", 1.0), ("b", 3.0))
+    ]
+    server = pf.ServerContext(TrainingSpec(), BackboneShape(d_t=3, d_e=3), NAMES, (), 3, 4)
+
+    def mean(given: Any) -> Tensors:
+        return {"context": sum(update.weight * update.tensors["context"] for update in given)}
+
+    after = tried.aggregate({"context": torch.zeros(2, 3)}, phase, updates, mean, server)
+    assert torch.equal(after["context"], torch.full((2, 3), 2.0))
+
+
+# Groups of records as units: their images, their gradient written out, and that nothing else of them counts.
+
+
+GROUPS = ((4, 0, 7), (1,), (5, 2), (3, 6, 8, 9))
+
+
+def grouped(context: pf.ClientContext, batch: int, epochs: int, groups: Any = GROUPS) -> pf.ClientContext:
+    own = Protection(0.3, 1.0, len(groups), batch, epochs, SeededNoise(7).stream(), groups)
+    return replace(context, protection=own)
+
+
+@pytest.mark.parametrize(("batch", "epochs"), [(2, 2), (4, 1), (1, 2)])
+@pytest.mark.parametrize("at_once", [512, 10], ids=["whole groups", "groups in parts"])
+def test_promptfl_equals_dp_sgd_over_groups_written_out(
+    batch: int, epochs: int, at_once: int, backbone: Backbone, make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group is sampled, clipped and counted as one: the gradient of the mean loss of its images."""
+    monkeypatch.setattr("promptfed.shared.clip.backbone.PREFIX_TEXTS", at_once)
+    context = make_context(10, epochs=epochs, batch_size=batch, learning_rate=0.05)
+    start = start_of({"name": "promptfl", "m": M}, backbone)["context"]
+    method = make_method({"name": "promptfl", "m": M})
+    found = method.train(grouped(context, batch, epochs), {"context": start}, {}).update["context"]
+
+    def unit_loss(theta: Any, unit: int) -> Tensor:
+        rows = list(GROUPS[unit])
+        features, labels = context.train.features()[rows], context.train.labels[rows]
+        return literal.context_loss(backbone, theta[0], list(NAMES), features, labels)
+
+    wanted = literal_private.private_sgd(
+        [start],
+        unit_loss,
+        None,
+        lambda theta: make_optimizer(theta, context.training, 0.05),
+        SeededNoise(7).stream(),
+        units=len(GROUPS),
+        batch=batch,
+        epochs=epochs,
+        clip=0.3,
+        z=1.0,
+    )[0]
+    moved = float((wanted - start).abs().max())
+    assert float((found - wanted).abs().max()) <= 1e-3 * moved
+
+
+def test_without_an_objective_a_group_is_one_pass_over_its_images(make_context: Make) -> None:
+    theta, asked = torch.zeros(3, requires_grad=True), []
+
+    def loss(rows: Tensor) -> Tensor:
+        asked.append(tuple(rows.tolist()))
+        return (theta * rows.float().mean()).sum()
+
+    context = make_context(10, epochs=1, batch_size=4)
+    train(grouped(context, 4, 1), [theta], loss)
+    assert asked == list(GROUPS), "q is 1: all groups, each by itself"
+
+
+def test_groups_that_the_data_do_not_have_are_refused(make_context: Make) -> None:
+    theta = torch.zeros(3, requires_grad=True)
+    context = make_context(5, epochs=1, batch_size=4)
+    with pytest.raises(UnprotectedError, match="a group has images beyond the 5 that there are"):
+        train(grouped(context, 4, 1), [theta], lambda rows: theta.sum())
+    fewer = replace(grouped(context, 4, 1, GROUPS[:2]).protection, units=3)  # type: ignore[type-var]
+    with pytest.raises(UnprotectedError, match="2 units to train on instead of the 3"):
+        train(replace(context, protection=fewer), [theta], lambda rows: theta.sum())

@@ -15,14 +15,8 @@ from torch import Tensor
 from promptfed.client_service.training.evaluation import presences
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, make_method, resolve_spec
-from promptfed.shared.methods.core.interface import (
-    ClientContext,
-    ClientUpdate,
-    LabelBias,
-    Objective,
-    Protection,
-    template_features,
-)
+from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.methods.core.interface import LabelBias, Protection
 from promptfed.shared.methods.core.several_labels import BIAS, PresenceTemplates, absent_template
 from promptfed.shared.methods.core.training import ClassificationLoss
 from promptfed.shared.metrics import mean_average_precision
@@ -44,7 +38,7 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
     return small_backbone(tmp_path_factory.mktemp("configs"))
 
 
-def context_of(backbone: Backbone, **training: Any) -> ClientContext:
+def context_of(backbone: Backbone, **training: Any) -> pf.ClientContext:
     context = client_context(backbone, len(LABELS), **training)
     context.train.labels = LABELS
     return context
@@ -104,7 +98,7 @@ def test_copies_have_thresholds_of_their_own(backbone: Backbone) -> None:
     def units(parameters: Any, indices: Tensor) -> Tensor:
         return loss.each(logits[indices], LABELS[indices])
 
-    losses = bias.among(Objective(units)).units([copies], torch.arange(6))
+    losses = bias.among(pf.Objective(units)).units([copies], torch.arange(6))
     [gradients] = torch.autograd.grad(losses.sum(), copies)
     for row in range(6):
         own = copies[row].detach().clone().requires_grad_()
@@ -144,7 +138,7 @@ def test_every_able_method_trains_by_the_loss_and_learns_the_threshold(backbone:
         }
         arrays = {key: tensor.numpy() for key, tensor in result.update.items()}
         numbers = {key: np.asarray(value) for key, value in state.items()}
-        updates = [ClientUpdate("a", 0.25, arrays), ClientUpdate("b", 0.75, arrays)]
+        updates = [pf.ClientUpdate("a", 0.25, arrays), pf.ClientUpdate("b", 0.75, arrays)]
 
         def mean(given: Any) -> Tensors:
             every = list(given)
@@ -188,8 +182,8 @@ def test_private_training_includes_the_threshold(backbone: Backbone, name: str) 
 def test_zero_shot_compares_present_with_absent(backbone: Backbone) -> None:
     context = replace(context_of(backbone), template="a photo of a {}.")
     found = PresenceTemplates(context).logits(context.train, torch.arange(6))
-    present = template_features(backbone, "a photo of a {}.", context.class_names)
-    absent = template_features(backbone, "a photo without a {}.", context.class_names)
+    present = pf.template_features(backbone, "a photo of a {}.", context.class_names)
+    absent = pf.template_features(backbone, "a photo without a {}.", context.class_names)
     wanted = backbone.logit_scale * (context.train.features() @ present.T - context.train.features() @ absent.T)
     assert torch.allclose(found, wanted, atol=1e-4)
     assert absent_template("{}, on a plate") == "a photo without a {}."

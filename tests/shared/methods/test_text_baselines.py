@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,21 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import fedcocoop, make_method
-from promptfed.shared.methods.core import toolkit
-from promptfed.shared.methods.core.interface import ClientContext, Method, Retargets, ServerContext
-from promptfed.shared.methods.core.training import batches, learning_rate
-from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.methods.core.interface import Retargets
+from promptfed.shared.methods.core.training import TaskCancelled, batches, learning_rate
+from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from tests.shared.methods.conftest import NAMES, MadeUpSplit
+from tests.shared.methods.conftest import NAMES, MadeUpSplit, Make
 from tests.support import literal
-from tests.support.equality import assert_values
+from tests.support.equality import assert_moved_equally, assert_values
 
-Make = Callable[..., ClientContext]
-Loss = Callable[[Tensors, Tensor], Tensor]
 M = 4
+
+
 METHODS_HERE = ("fedpgp", "fedtpg", "promptfl_ft", "fedkgcoop", "fedcocoop")
 
 
@@ -32,52 +33,14 @@ def start_context(backbone: Backbone) -> Tensor:
     return torch.randn(M, backbone.d_t, generator=torch.Generator().manual_seed(1)) * 0.02
 
 
-def server_context(d_t: int = 112, d_e: int = 96) -> ServerContext:
-    return ServerContext(TrainingSpec(), BackboneShape(d_t=d_t, d_e=d_e), NAMES, (), seed=3, rounds=4)
-
-
-def literal_training(context: ClientContext, start: Tensors, loss: Loss, rate: float) -> Tensors:
-    """E epochs of SGD by hand over all tensors of ``start``; ``loss(tensors, rows of the batch)``."""
-    draws = generator(context.seed, context.round, context.phase, context.client, "batches")
-    training = context.training
-    orders = list(batches(len(context.train), training.batch_size, training.epochs, draws))
-    sizes = [value.numel() for value in start.values()]
-
-    def parts(row: Tensor) -> Tensors:
-        split = torch.split(row, sizes)
-        return {name: value.view_as(start[name]) for name, value in zip(start, split, strict=True)}
-
-    def gradient(row: Tensor, step: int) -> Tensor:
-        row = row.clone().requires_grad_()
-        return torch.autograd.grad(loss(parts(row), orders[step]), row)[0]
-
-    whole = torch.cat([value.flatten() for value in start.values()])
-    return parts(literal.sgd(whole, gradient, len(orders), rate, training.momentum, training.weight_decay))
-
-
-def assert_moved_equally(found: Tensors, wanted: Tensors, start: Tensors) -> None:
-    """What training did is compared, tensor by tensor, on the scale of what it did."""
-    assert set(found) == set(wanted)
-    for name, value in found.items():
-        literally = wanted[name] - start[name]
-        scale = float(literally.abs().max())
-        assert scale > 1e-6, name
-        assert float((value - start[name] - literally).abs().max()) <= 1e-4 * scale, name
-
-
-def plain_loss(context: ClientContext) -> Loss:
-    def loss(tensors: Tensors, rows: Tensor) -> Tensor:
-        features, labels = context.train.features()[rows], context.train.labels[rows]
-        names = list(context.class_names)
-        return literal.context_loss(context.backbone, tensors["context"], names, features, labels)
-
-    return loss
+def server_context(d_t: int | None = 112, d_e: int = 96) -> pf.ServerContext:
+    return pf.ServerContext(TrainingSpec(), BackboneShape(d_t=d_t, d_e=d_e), NAMES, (), seed=3, rounds=4)
 
 
 @pytest.mark.parametrize("w", [8.0, 0.5])
 def test_fedkgcoop_training_equals_the_equations(w: float, backbone: Backbone, make_context: Make) -> None:
     context = make_context(8, round=2, epochs=2, batch_size=4, learning_rate=0.02, schedule="cosine")
-    words, plain = backbone.embed_words("a photo of a"), plain_loss(context)
+    words, plain = backbone.embed_words("a photo of a"), literal.plain_loss(context)
 
     def loss(tensors: Tensors, rows: Tensor) -> Tensor:
         value = plain(tensors, rows)
@@ -92,7 +55,7 @@ def test_fedkgcoop_training_equals_the_equations(w: float, backbone: Backbone, m
     start = {"context": start_context(backbone)}
     found = make_method({"name": "fedkgcoop", "m": M, "w": w}).train(context, start, {})
     rate = learning_rate(context.training, 2, 4)
-    assert_moved_equally(found.update, literal_training(context, start, loss, rate), start)
+    assert_moved_equally(found.update, literal.training(context, start, loss, rate), start)
     assert found.private == {}
 
 
@@ -111,7 +74,7 @@ def test_fedkgcoop_stays_near_the_template(backbone: Backbone, make_context: Mak
     assert nearness(50.0) > nearness(0.0) + 0.01
 
 
-def fine_tuner(**hyper: Any) -> Method:
+def fine_tuner(**hyper: Any) -> pf.Method:
     return make_method({"name": "promptfl_ft", "m": M} | hyper)
 
 
@@ -128,7 +91,7 @@ def test_promptfl_ft_classifies_after_fine_tuning(backbone: Backbone, make_conte
     context = make_context(8, round=3, epochs=1, batch_size=4, learning_rate=0.02, schedule="cosine")
     start = {"context": start_context(backbone)}
     longer = context.with_terms(training=context.training.model_copy(update={"epochs": 3}))
-    tuned = literal_training(longer, start, plain_loss(context), 0.02)["context"]
+    tuned = literal.training(longer, start, literal.plain_loss(context), 0.02)["context"]
     with torch.no_grad():
         texts = torch.stack([literal.text_feature(backbone, tuned, name) for name in NAMES])
         wanted = backbone.logit_scale * context.train.features() @ texts.T
@@ -144,13 +107,13 @@ def test_promptfl_ft_tunes_on_its_own_label_space_once_for_all_test_sets(
 ) -> None:
     """A further test set has other candidates; what was learned for it comes from the client's own classes."""
     spaces: list[tuple[str, ...]] = []
-    train_context = toolkit.train_context
+    train_context = pf.train_context
 
-    def counted(context: ClientContext, start: Tensor) -> tuple[Tensor, float]:
+    def counted(context: pf.ClientContext, start: Tensor) -> tuple[Tensor, float]:
         spaces.append(context.class_names)
         return train_context(context, start)
 
-    monkeypatch.setattr(toolkit, "train_context", counted)
+    monkeypatch.setattr(pf, "train_context", counted)
     context, payload = replace(make_context(8), label_space=NAMES), {"context": start_context(backbone)}
     other = replace(context, class_names=("paintbrush", "anvil", "comet"))
     method = fine_tuner(finetune_epochs=1, finetune_learning_rate=0.5)
@@ -175,9 +138,6 @@ def test_promptfl_ft_without_training_images_has_the_global_context(backbone: Ba
     assert torch.equal(found.logits(context.train, rows), plain.logits(context.train, rows))
 
 
-# FedCoCoOp
-
-
 def some_state(backbone: Backbone) -> Tensors:
     """The start with every number moved, so that the shift is not zero and no ReLU is on its edge."""
     method = make_method({"name": "fedcocoop", "m": M})
@@ -194,7 +154,7 @@ def literal_shifted(state: Tensors, feature: Tensor) -> Tensor:
     return torch.stack([row + shift for row in state["context"]])
 
 
-def conditional_loss(context: ClientContext) -> Loss:
+def conditional_loss(context: pf.ClientContext) -> literal.Loss:
     def loss(state: Tensors, rows: Tensor) -> Tensor:
         losses = []
         for row in rows:
@@ -216,7 +176,7 @@ def test_fedcocoop_training_equals_the_equations(
     context = make_context(7, round=2, epochs=1, batch_size=5, learning_rate=0.05, schedule="cosine")
     start = some_state(backbone)
     found = make_method({"name": "fedcocoop", "m": M}).train(context, start, {})
-    wanted = literal_training(context, start, conditional_loss(context), learning_rate(context.training, 2, 4))
+    wanted = literal.training(context, start, conditional_loss(context), learning_rate(context.training, 2, 4))
     assert_moved_equally(found.update, wanted, start)
     assert found.private == {}
 
@@ -278,9 +238,7 @@ def test_whose_classifiers_are_the_clients_own() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS_HERE)
-def test_training_is_reproducible_and_changes_with_client_and_round(
-    name: str, backbone: Backbone, make_context: Make
-) -> None:
+def test_training_is_reproducible_and_of_client_and_round(name: str, backbone: Backbone, make_context: Make) -> None:
     method = make_method({"name": name, "m": M})
     payload = method.initial_state(server_context(backbone.d_t, backbone.d_e), initial_draws(3))
     before = {key: value.clone() for key, value in payload.items()}
@@ -294,3 +252,173 @@ def test_training_is_reproducible_and_changes_with_client_and_round(
     for other in others:
         assert any(not torch.equal(value, other[key]) for key, value in first.items())
     assert all(torch.equal(value, before[key]) for key, value in payload.items()), "the payload is left alone"
+
+
+# PromptFL, PromptFL+Prox, CoOp and zero-shot against their equations written out.
+
+
+def proximal_loss(context: pf.ClientContext, start: Tensors, mu: float) -> literal.Loss:
+    plain = literal.plain_loss(context)
+
+    def loss(tensors: Tensors, rows: Tensor) -> Tensor:
+        moved = zip(tensors["context"], start["context"], strict=True)
+        return plain(tensors, rows) + sum(mu / 2 * torch.dot(row - base, row - base) for row, base in moved)
+
+    return loss
+
+
+@pytest.mark.parametrize(("name", "mu"), [("promptfl", 0.0), ("promptfl_prox", 0.7)])
+def test_training_equals_the_equations(name: str, mu: float, backbone: Backbone, make_context: Make) -> None:
+    settings = {"name": name, "m": 4} | ({"mu": mu} if mu else {})
+    context = make_context(
+        10, round=2, epochs=2, batch_size=4, learning_rate=0.01, momentum=0.9, weight_decay=5e-4, schedule="cosine"
+    )
+    start = {"context": start_context(backbone)}
+    result = make_method(settings).train(context, start, {})
+    wanted = literal.training(context, start, proximal_loss(context, start, mu))
+    assert_moved_equally(result.update, wanted, start, least=1e-4)
+    assert result.private == {}
+
+
+def test_prox_pulls_towards_the_global_context(backbone: Backbone, make_context: Make) -> None:
+    context = make_context(20, epochs=5, batch_size=5, learning_rate=0.05)
+    start = start_context(backbone)
+    distance = {
+        mu: float((make_method({"name": "promptfl_prox", "m": 4, "mu": mu})
+                   .train(context, {"context": start}, {}).update["context"] - start).norm())
+        for mu in (0.0, 5.0)
+    }  # fmt: skip
+    free = make_method({"name": "promptfl", "m": 4}).train(context, {"context": start}, {}).update["context"]
+    assert distance[0.0] == pytest.approx(float((free - start).norm()), rel=1e-5)
+    assert distance[5.0] < 0.8 * distance[0.0]
+
+
+def test_training_is_reproducible_and_changes_with_the_round(backbone: Backbone, make_context: Make) -> None:
+    method, payload = make_method({"name": "promptfl", "m": 4}), {"context": start_context(backbone)}
+    first, again = (method.train(make_context(batch_size=3), payload, {}).update["context"] for _ in range(2))
+    later = method.train(make_context(batch_size=3, round=2), payload, {}).update["context"]
+    assert torch.equal(first, again)
+    assert not torch.equal(first, later)
+    assert torch.equal(payload["context"], start_context(backbone)), "the payload must not be changed in place"
+
+
+def test_coop_keeps_its_context_and_sends_nothing(backbone: Backbone, make_context: Make) -> None:
+    method = make_method({"name": "coop", "m": 4})
+    context = make_context(batch_size=5, learning_rate=0.05)
+    first = method.train(context, {}, {})
+    assert first.update == {}
+    start = {"context": torch.randn(4, backbone.d_t, generator=initial_draws(context.seed)) * 0.02}
+    wanted = literal.training(context, start, literal.plain_loss(context))
+    assert_values(first.private["context"], wanted["context"])
+    second = method.train(make_context(batch_size=5, learning_rate=0.05, round=2), {}, first.private)
+    assert not torch.equal(second.private["context"], first.private["context"])
+    indices = torch.arange(10)
+    trained = method.classifier(context, {}, second.private).logits(context.train, indices)
+    untrained = method.classifier(context, {}, {}).logits(context.train, indices)
+    assert not torch.equal(trained, untrained)
+
+
+def test_coop_starts_where_promptfl_starts(backbone: Backbone, make_context: Make) -> None:
+    shared = make_method({"name": "promptfl", "m": 4}).initial_state(server_context(backbone.d_t), initial_draws(3))[
+        "context"
+    ]
+    context = make_context()
+    coop = make_method({"name": "coop", "m": 4}).classifier(context, {}, {}).logits(context.train, torch.arange(10))
+    promptfl = make_method({"name": "promptfl", "m": 4}).classifier(context, {"context": shared}, {})
+    assert torch.equal(coop, promptfl.logits(context.train, torch.arange(10)))
+
+
+def test_classifier_scores_are_scaled_cosines(backbone: Backbone, make_context: Make) -> None:
+    context, prompt = make_context(), start_context(backbone)
+    found = make_method({"name": "promptfl", "m": 4}).classifier(context, {"context": prompt}, {})
+    with torch.no_grad():
+        texts = torch.stack([literal.text_feature(backbone, prompt, name) for name in NAMES])
+    wanted = backbone.logit_scale * context.train.features()[2:5] @ texts.T
+    assert_values(found.logits(context.train, torch.tensor([2, 3, 4])), wanted)
+
+
+def test_zero_shot_scores_the_template(backbone: Backbone, make_context: Make) -> None:
+    context = make_context()
+    method = make_method({"name": "zero_shot"})
+    with torch.no_grad():
+        words = backbone.embed_words("a photo of a")
+        texts = torch.stack([literal.text_feature(backbone, words, name) for name in NAMES])
+    wanted = backbone.logit_scale * context.train.features() @ texts.T
+    assert_values(method.classifier(context, {}, {}).logits(context.train, torch.arange(10)), wanted)
+    assert method.phases(1, 1) == ()
+    assert method.initial_state(server_context(), initial_draws(0)) == {}
+
+
+def test_aggregate_is_the_weighted_mean(backbone: Backbone) -> None:
+    method = make_method({"name": "promptfl", "m": 4})
+    draws = torch.Generator().manual_seed(0)
+    contexts = [torch.randn(4, backbone.d_t, generator=draws) for _ in range(3)]
+    weights = [0.5, 0.3, 0.2]
+    updates = [
+        pf.ClientUpdate(f"c{i}", w, {"context": c}) for i, (w, c) in enumerate(zip(weights, contexts, strict=True))
+    ]
+    phase = method.phases(1, 4)[0]
+    state = method.aggregate({"context": contexts[0]}, phase, iter(updates), weighted_mean, server_context())
+    wanted = sum(w * c.double() for w, c in zip(weights, contexts, strict=True)).float()
+    assert torch.equal(state["context"], wanted)
+    assert state["context"].dtype == torch.float32
+
+
+def test_context_of_words_comes_last(backbone: Backbone) -> None:
+    method = make_method({"name": "promptfl", "m": 6, "context_init": "a photo of a"})
+    with pytest.raises(pf.NeedsBackbone, match="initial-state"):
+        method.initial_state(server_context(), initial_draws(3))
+    made = method.initial_state_with(backbone, server_context(), initial_draws(3))["context"]
+    words = backbone.embed_words("a photo of a")
+    assert made.shape == (6, backbone.d_t)
+    assert torch.equal(made[2:], words.float())
+    assert float(made[:2].abs().max()) > 0
+    too_long = make_method({"name": "promptfl", "m": 2, "context_init": "a photo of a"})
+    with pytest.raises(pf.MethodError, match="raise m"):
+        too_long.initial_state_with(backbone, server_context(), initial_draws(3))
+
+
+def test_initial_context_has_the_stated_spread() -> None:
+    method = make_method({"name": "promptfl", "m": 64})
+    values = method.initial_state(server_context(512), initial_draws(0))["context"]
+    assert values.shape == (64, 512)
+    assert float(values.std()) == pytest.approx(0.02, rel=0.02)
+    assert abs(float(values.mean())) < 0.001
+    with pytest.raises(pf.MethodError, match="text tower"):
+        method.initial_state(server_context(None), initial_draws(0))
+
+
+def test_cosine_schedule_runs_over_the_rounds() -> None:
+    cosine = TrainingSpec(schedule="cosine", learning_rate=0.4)
+    assert [learning_rate(cosine, r, 4) for r in (1, 2, 3, 4)] == pytest.approx(
+        [0.2 * (1 + math.cos(math.pi * k / 4)) for k in range(4)]
+    )
+    assert learning_rate(TrainingSpec(learning_rate=0.4), 3, 4) == 0.4
+
+
+def test_batches_cover_every_epoch_once() -> None:
+    found = list(batches(10, 4, 3, torch.Generator().manual_seed(0)))
+    assert [len(batch) for batch in found] == [4, 4, 2] * 3
+    epochs = [torch.cat(found[3 * k : 3 * k + 3]).tolist() for k in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_training_stops_when_cancelled_or_broken(backbone: Backbone, make_context: Make) -> None:
+    from dataclasses import replace
+
+    method, payload = make_method({"name": "promptfl", "m": 4}), {"context": start_context(backbone)}
+    asked: list[int] = []
+
+    def cancelled() -> bool:
+        asked.append(1)
+        return len(asked) > 2
+
+    with pytest.raises(TaskCancelled):
+        method.train(replace(make_context(batch_size=2), cancelled=cancelled), payload, {})
+    assert len(asked) == 3
+    with pytest.raises(pf.MethodError, match="learning_rate"):
+        method.train(make_context(batch_size=2), {"context": torch.full_like(payload["context"], math.nan)}, {})
+    empty = replace(make_context(), train=MadeUpSplit(torch.empty(0, backbone.d_e), torch.empty(0, dtype=torch.long)))
+    with pytest.raises(pf.MethodError, match="no training images"):
+        method.train(empty, payload, {})

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
+from promptfed.shared.data.classes import SYMBOLS
 from promptfed.shared.messages import EnrolRequest, EvaluationRequest
 from promptfed.shared.methods.core.interface import ClientContext
 from promptfed.shared.seeds import generator, initial_draws
@@ -20,20 +27,28 @@ from promptfed.shared.spec.section import RELEASE, SYSTEM
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
-from tests.shared.methods import test_fedpgp, test_fedtpg
+from tests import ROOT
+from tests.shared.methods import test_fedpgp
 from tests.shared.methods.conftest import MadeUpSplit
 from tests.support import literal
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_coordinator import made_up_source
 from tests.support.method_federations import FinishedRun, run
 from tests.support.terms import training_terms
+from tests.support.waiting import PATIENCE
 
 CLASSES = ["anchor", "chess knight", "sun", "umbrella"]
+
+
 TRAINING = {"epochs": 2, "batch_size": 5, "learning_rate": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
+
+
 SOURCES = {
     "north": made_up_source(seed=1, count=8, names=CLASSES[:2]),
     "south": made_up_source(seed=2, count=12, names=CLASSES[2:]),
 }
+
+
 SEED = 11
 
 
@@ -83,9 +98,6 @@ def assert_moved_equally(found: Tensors, wanted: Tensors, start: Tensors) -> Non
         assert float((found[name] - value).abs().max()) <= 1e-4 * scale + 2 * stored, name
 
 
-# FedPGP
-
-
 @pytest.fixture(scope="module")
 def fedpgp(server: InThread, backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     method = {"name": "fedpgp", "m": 4, "b": 2}
@@ -101,7 +113,7 @@ def test_a_fedpgp_round_by_hand(fedpgp: FinishedRun, backbone: Backbone) -> None
         draws = generator(SEED, "fedpgp", name)
         u, v = torch.randn(4, 2, generator=draws) * 0.02, torch.randn(2, backbone.d_t, generator=draws) * 0.02
         begin = {"global_context": start, "U": u, "V": v}
-        trained[name] = test_fedpgp.literal_training(context, begin, tried.hyper)
+        trained[name] = literal.training(context, begin, test_fedpgp.paper_loss(context, tried.hyper))
         private = fedpgp.private(name)
         assert_moved_equally(private, {key: trained[name][key] for key in ("U", "V")}, begin)
     # Eq. 4: 8 and 12 images.
@@ -203,9 +215,6 @@ def test_no_private_number_is_among_them(fedpgp: FinishedRun) -> None:
         assert pixels[:64] not in stream
 
 
-# FedTPG
-
-
 @pytest.fixture(scope="module")
 def fedtpg(server: InThread, backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     training = TRAINING | {"epochs": 1, "weight_decay": 1e-5}
@@ -215,15 +224,15 @@ def fedtpg(server: InThread, backbone: Backbone, tmp_path_factory: pytest.TempPa
 
 def test_a_fedtpg_round_by_hand(fedtpg: FinishedRun, backbone: Backbone) -> None:
     """Two clients with other classes each; the mean is uniform though one has more images."""
-    tried = test_fedtpg.method(m=3)
+    tried = test_fedpgp.method_of_fedtpg(m=3)
     shape = BackboneShape(d_t=backbone.d_t, d_e=backbone.d_e)
-    server = replace(test_fedtpg.server_context(), shape=shape)
+    server = replace(test_fedpgp.server_context(), shape=shape)
     start = tried.initial_state(server, initial_draws(SEED))
     training = TRAINING | {"epochs": 1, "weight_decay": 1e-5, "schedule": "cosine"}
     trained = []
     for name, source in SOURCES.items():
         context = by_hand(backbone, name, list(source.class_names), training)
-        trained.append(test_fedtpg.literal_training(context, start, "relu"))
+        trained.append(literal.training(context, start, test_fedpgp.generated_loss(context, "relu")))
     mean = {name: (trained[0][name] + trained[1][name]) / 2 for name in start}
     assert_moved_equally(fedtpg.state, mean, start)
     assert [one["weight"] for one in fedtpg.reports[1]["phases"][0]["counted"]] == [0.5, 0.5]
@@ -233,3 +242,76 @@ def test_fedtpg_clients_keep_nothing(fedtpg: FinishedRun) -> None:
     assert all(fedtpg.private(name) == {} for name in SOURCES)
     updates = [decode(one.body)[0] for one in fedtpg.sent if one.url.endswith("/update")]
     assert [set(update) for update in updates] == [set(fedtpg.state)] * 2
+
+
+# A method that lives in a package of its own (``tests/support/method_package``), installed and run as users would.
+
+
+PACKAGE = ROOT / "tests" / "support" / "method_package"
+
+
+DATA = "symbols:{}?topic=weather&per_class=4&test_per_class=2"
+
+
+RUN = {
+    "name": "residuals",
+    "method": {"name": "task_residual"},
+    "class_names": [symbol.name for symbol in SYMBOLS if symbol.topic == "weather"],
+    "rounds": 2,
+    "training": {"learning_rate": 0.02, "batch_size": 4},
+    "participation": {"min_clients": 2},
+    "clients": [{"name": "north", "data": DATA.format("painting")}, {"name": "south", "data": DATA.format("neon")}],
+}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as pip installs it, in a folder of its own."""
+    folder, source = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("source") / "package"
+    shutil.copytree(PACKAGE, source)  # a build leaves files beside its source
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", folder, source], check=True)
+    return folder
+
+
+def promptfed(*arguments: str, beside: Path) -> subprocess.CompletedProcess[str]:
+    """``promptfed`` in a process; the package is installed in the folder ``beside``."""
+    path = os.pathsep.join(filter(None, [str(beside), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "promptfed", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(RUN))
+    return path
+
+
+def test_the_command_lists_it_with_its_package(installed: Path) -> None:
+    shown = promptfed("methods", "task_residual", beside=installed)
+    assert "(from promptfed-task-residual==0.1.0)" in " ".join(shown.stdout.split()), shown.stderr
+    listed = promptfed("methods", "--json", beside=installed)
+    assert "task_residual" in [method["name"] for method in json.loads(listed.stdout)]
+
+
+def run_of_method_package(command: list[str], run_file: Path, installed: Path) -> Any:
+    done = promptfed(*command, str(run_file), "--json", beside=installed)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_it_runs_in_one_process(installed: Path, run_file: Path) -> None:
+    result = run_of_method_package(["simulate"], run_file, installed)
+    assert (result["method"], result["rounds"]) == ("task_residual", 2)
+
+
+@pytest.mark.slow
+def test_one_process_and_many_come_to_one_state(installed: Path, run_file: Path) -> None:
+    simulated, launched = (
+        run_of_method_package(way, run_file, installed) for way in (["simulate"], ["launch", "--gpus", "none"])
+    )
+    assert simulated["state_hash"] == launched["state_hash"]
+    assert simulated["rounds"] == launched["rounds"] == 2

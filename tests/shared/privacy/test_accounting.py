@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from statistics import NormalDist
 
+import numpy as np
 import pytest
+from scipy import stats
 
-from promptfed.shared.privacy.accounting import (
-    Accountant,
-    Event,
-    PrivacyError,
-    calibrate,
-    check_delta,
-    default_delta,
-    epsilon_of,
-    merged,
-    training_event,
-)
+from promptfed.shared.privacy import accounting, noise
+from promptfed.shared.privacy.noise import NoiseStream, SecretNoise, SeededNoise
 
 NEAR = 2e-4
 
@@ -37,29 +31,26 @@ def classic_rdp(q: float, z: float, steps: int, delta: float) -> float:
     return best
 
 
-@pytest.mark.parametrize(
-    ("q", "z", "steps", "published"),
-    [
-        (0.01, 4.0, 10_000, 1.259),  # Abadi et al., 2016: 1.26
-        (256 / 60_000, 1.3, 3_515, 1.192),  # TensorFlow Privacy's tutorial: 1.19, 3.01, 7.10
-        (256 / 60_000, 1.1, 14_062, 3.008),
-        (256 / 60_000, 0.7, 10_546, 7.101),
-    ],
-)
-def test_published_figures_and_that_privacy_loss_distributions_are_tighter(
-    q: float, z: float, steps: int, published: float
-) -> None:
+PUBLISHED = [
+    (0.01, 4.0, 10_000, 1.259),  # Abadi et al., 2016: 1.26
+    (256 / 60_000, 1.3, 3_515, 1.192),  # TensorFlow Privacy's tutorial: 1.19, 3.01, 7.10
+    (256 / 60_000, 1.1, 14_062, 3.008),
+    (256 / 60_000, 0.7, 10_546, 7.101),
+]
+
+
+@pytest.mark.parametrize(("q", "z", "steps", "published"), PUBLISHED)
+def test_published_figures_and_tighter_loss_distributions(q: float, z: float, steps: int, published: float) -> None:
     classic = classic_rdp(q, z, steps, 1e-5)
     assert classic == pytest.approx(published, abs=2e-3)
-    assert epsilon_of([Event("gaussian", q, z, steps)], 1e-5) <= classic
+    assert accounting.epsilon_of([accounting.Event("gaussian", q, z, steps)], 1e-5) <= classic
 
 
 @pytest.mark.parametrize(
-    ("z", "steps", "delta", "expected"),
-    [(1, 1, 1e-5, 4.37718), (4, 25, 1e-4, 4.96937), (8, 25, 1e-4, 2.19495)],
+    ("z", "steps", "delta", "expected"), [(1, 1, 1e-5, 4.37718), (4, 25, 1e-4, 4.96937), (8, 25, 1e-4, 2.19495)]
 )
 def test_without_sampling_the_closed_form(z: float, steps: int, delta: float, expected: float) -> None:
-    epsilon, normal = epsilon_of([Event("gaussian", 1, z, steps)], delta), NormalDist()
+    epsilon, normal = accounting.epsilon_of([accounting.Event("gaussian", 1, z, steps)], delta), NormalDist()
     assert epsilon == pytest.approx(expected, abs=NEAR)
     a, b = math.sqrt(steps) / (2 * z), epsilon * z / math.sqrt(steps)
     assert normal.cdf(a - b) - math.exp(epsilon) * normal.cdf(-a - b) == pytest.approx(delta, rel=2e-3)
@@ -67,62 +58,139 @@ def test_without_sampling_the_closed_form(z: float, steps: int, delta: float, ex
 
 @pytest.mark.extended
 def test_two_federations_on_one_ledger_cost_less_than_their_sum_and_the_same_in_any_order() -> None:
-    first, second = Event("gaussian", 0.04, 1, 625), Event("gaussian", 0.2, 2, 125)
-    alone = epsilon_of([first], 1e-4)
+    first, second = accounting.Event("gaussian", 0.04, 1, 625), accounting.Event("gaussian", 0.2, 2, 125)
+    alone = accounting.epsilon_of([first], 1e-4)
     assert alone == pytest.approx(5.667, abs=1e-3)
-    assert epsilon_of([first, first], 1e-4) == pytest.approx(8.393, abs=1e-3)
-    both = epsilon_of([first, second], 1e-4)
+    assert accounting.epsilon_of([first, first], 1e-4) == pytest.approx(8.393, abs=1e-3)
+    both = accounting.epsilon_of([first, second], 1e-4)
     assert both == pytest.approx(7.886, abs=1e-3)
-    assert epsilon_of([second, first], 1e-4) == both
-    steps = [Event("gaussian", 0.04, 1, 125)] * 5
-    assert merged([*steps, second]) == merged([second, first])
+    assert accounting.epsilon_of([second, first], 1e-4) == both
+    steps = [accounting.Event("gaussian", 0.04, 1, 125)] * 5
+    assert accounting.merged([*steps, second]) == accounting.merged([second, first])
 
 
 def test_noisy_counts_cost_what_the_texts_say() -> None:
-    assert epsilon_of([Event("laplace", 1, 0.1, 25)], 1e-6) == pytest.approx(2.08, abs=0.01)
-    assert epsilon_of([Event("laplace", 1, 0.5, 26)], 1e-6) == pytest.approx(12.7, abs=0.05)
-    assert epsilon_of([], 1e-6) == 0
+    assert accounting.epsilon_of([accounting.Event("laplace", 1, 0.1, 25)], 1e-6) == pytest.approx(2.08, abs=0.01)
+    assert accounting.epsilon_of([accounting.Event("laplace", 1, 0.5, 26)], 1e-6) == pytest.approx(12.7, abs=0.05)
+    assert accounting.epsilon_of([], 1e-6) == 0
 
 
 @pytest.mark.slow
 def test_calibration_finds_the_least_noise_within_the_target() -> None:
     q, steps = 1.0, 20
-    z = calibrate(2.0, 1e-4, q, steps)
+    z = accounting.calibrate(2.0, 1e-4, q, steps)
     assert z == round(z, 3)
-    assert epsilon_of([Event("gaussian", q, z, steps)], 1e-4) <= 2.0
-    assert epsilon_of([Event("gaussian", q, z - 0.005, steps)], 1e-4) > 2.0
-    assert calibrate(100.0, 1e-4, 0.01, 1) == 0.3
-    with pytest.raises(PrivacyError, match="1000 times the clip"):
-        calibrate(1e-3, 1e-6, 1.0, 10_000)
+    assert accounting.epsilon_of([accounting.Event("gaussian", q, z, steps)], 1e-4) <= 2.0
+    assert accounting.epsilon_of([accounting.Event("gaussian", q, z - 0.005, steps)], 1e-4) > 2.0
+    assert accounting.calibrate(100.0, 1e-4, 0.01, 1) == 0.3
+    with pytest.raises(accounting.PrivacyError, match="1000 times the clip"):
+        accounting.calibrate(1e-3, 1e-6, 1.0, 10_000)
 
 
 def test_what_protects_nothing_is_bounded_without_filling_the_memory() -> None:
-    hopeless = epsilon_of([Event("gaussian", 1.0, 0.3, 10_000), Event("laplace", 1, 0.1, 20)], 1e-5)
+    hopeless = accounting.epsilon_of(
+        [accounting.Event("gaussian", 1.0, 0.3, 10_000), accounting.Event("laplace", 1, 0.1, 20)], 1e-5
+    )
     assert 50_000 < hopeless < 150_000
-    assert hopeless - epsilon_of([Event("gaussian", 1.0, 0.3, 10_000)], 1e-5) == pytest.approx(2.0)
+    assert hopeless - accounting.epsilon_of([accounting.Event("gaussian", 1.0, 0.3, 10_000)], 1e-5) == pytest.approx(
+        2.0
+    )
 
 
 @pytest.mark.parametrize("z", [0.0, 0.29, 1001.0, math.inf, math.nan])
 def test_noise_out_of_bounds_is_refused(z: float) -> None:
-    with pytest.raises(PrivacyError):
-        Event("gaussian", 0.1, z, 1)
+    with pytest.raises(accounting.PrivacyError):
+        accounting.Event("gaussian", 0.1, z, 1)
 
 
 def test_delta_and_the_event_of_a_training_loop() -> None:
-    assert [default_delta(n) for n in (1, 10, 11, 800, 1000, 5000)] == [0.1, 0.01, 1e-3, 1e-4, 1e-4, 1e-5]
+    assert [accounting.default_delta(n) for n in (1, 10, 11, 800, 1000, 5000)] == [0.1, 0.01, 1e-3, 1e-4, 1e-4, 1e-5]
     for delta, units in ((1 / 800, 800), (0.5, 2), (1e-11, 800)):
-        with pytest.raises(PrivacyError, match="not between"):
-            check_delta(delta, units)
-    check_delta(1e-4, 800)
-    assert training_event(400, 32, 2, 1.0) == Event("gaussian", 0.08, 1.0, 26)
-    assert training_event(20, 32, 3, 1.0) == Event("gaussian", 1.0, 1.0, 3)
+        with pytest.raises(accounting.PrivacyError, match="not between"):
+            accounting.check_delta(delta, units)
+    accounting.check_delta(1e-4, 800)
+    assert accounting.training_event(400, 32, 2, 1.0) == accounting.Event("gaussian", 0.08, 1.0, 26)
+    assert accounting.training_event(20, 32, 3, 1.0) == accounting.Event("gaussian", 1.0, 1.0, 3)
 
 
 def test_what_was_computed_is_kept_beside_the_ledger_and_a_broken_file_costs_time_alone(tmp_path: Path) -> None:
-    cache, events = tmp_path / "cache.json", [Event("gaussian", 1, 4, 25)]
-    known = Accountant(1e-4, cache).epsilon(events)
+    cache, events = tmp_path / "cache.json", [accounting.Event("gaussian", 1, 4, 25)]
+    known = accounting.Accountant(1e-4, cache).epsilon(events)
     cache.write_text(cache.read_text().replace("4.9", "4.8"))
-    assert Accountant(1e-4, cache).epsilon(events) == pytest.approx(known - 0.1)  # read, not computed
+    assert accounting.Accountant(1e-4, cache).epsilon(events) == pytest.approx(known - 0.1)  # read, not computed
     cache.write_text("{")
-    assert Accountant(1e-4, cache).epsilon(events) == known
-    assert Accountant(1e-5, cache).epsilon(events) > known
+    assert accounting.Accountant(1e-4, cache).epsilon(events) == known
+    assert accounting.Accountant(1e-5, cache).epsilon(events) > known
+
+
+# The noise's distributions, and that no two attempts share a key.
+
+
+N = 1_000_000
+
+
+def test_normals_are_normal_and_independent_of_what_came_before() -> None:
+    drawn = SeededNoise(1).stream("normals").normals(N)
+    assert abs(drawn.mean()) < 4 / math.sqrt(N)
+    assert abs(drawn.var() - 1) < 4 * math.sqrt(2 / N)
+    assert stats.kstest(drawn, "norm").pvalue > 1e-6
+    for lag in (1, 2, 3, 7, 16, 64):
+        assert abs(np.corrcoef(drawn[:-lag], drawn[lag:])[0, 1]) < 5 / math.sqrt(N)
+
+
+def test_streams_of_different_attempts_clients_and_rounds_are_uncorrelated() -> None:
+    source = SeededNoise(1)
+    streams = [source.stream(*purpose).normals(100_000) for purpose in (("a", 1), ("a", 2), ("b", 1), ("a", 1, "x"))]
+    correlations = np.corrcoef(streams)[np.triu_indices(4, 1)]
+    assert np.abs(correlations).max() < 5 / math.sqrt(100_000)
+    again = SeededNoise(1).stream("a", 1).normals(100_000)
+    assert (again == streams[0]).all()
+
+
+def test_a_poisson_sample_takes_each_unit_by_itself() -> None:
+    stream = SeededNoise(2).stream()
+    counts, sizes = np.zeros(50), []
+    for _ in range(20_000):
+        chosen = stream.poisson_sample(50, 0.1)
+        counts[chosen] += 1
+        sizes.append(len(chosen))
+    assert np.abs(counts / 20_000 - 0.1).max() < 5 * math.sqrt(0.09 / 20_000)
+    assert np.var(sizes) == pytest.approx(50 * 0.09, rel=0.06)
+    assert 0 in sizes
+    assert (stream.poisson_sample(7, 1.0) == np.arange(7)).all()
+
+
+def test_secret_streams_never_share_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[bytes] = []
+
+    class Told(NoiseStream):
+        def __init__(self, key: bytes):
+            keys.append(key)
+            super().__init__(key)
+
+    monkeypatch.setattr(noise, "NoiseStream", Told)
+    source = SecretNoise()
+    first = [source.stream("the same", 1).normals(4) for _ in range(100)]
+    assert len(set(keys)) == 100
+    assert {len(key) for key in keys} == {32}
+    assert len({row.tobytes() for row in first}) == 100
+
+
+def fits(drawn: list[int], weight: object, reach: int) -> float:
+    """p of χ² against P(k) ∝ weight(k), the tails beyond ± reach as one cell each."""
+    support = range(-60 * reach, 60 * reach + 1)
+    weights = {k: weight(k) for k in support}
+    total = sum(weights.values())
+    cells = {k: weights[k] for k in range(-reach, reach + 1)}
+    tail = sum(weights[k] for k in support if k > reach)
+    expected = [tail, *cells.values(), tail]
+    seen = Counter(max(-reach - 1, min(reach + 1, k)) for k in drawn)
+    observed = [seen[k] for k in range(-reach - 1, reach + 2)]
+    return float(stats.chisquare(observed, np.array(expected) * len(drawn) / total).pvalue)
+
+
+def test_discrete_draws_are_exact() -> None:
+    stream = SeededNoise(3).stream()
+    laplace = [stream.discrete_laplace(0.5) for _ in range(20_000)]
+    assert fits(laplace, lambda k: math.exp(-abs(k) / 2), 10) > 1e-4
+    assert Counter(stream.below(5) for _ in range(10_000)).keys() == {0, 1, 2, 3, 4}

@@ -23,14 +23,8 @@ from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source, open_source
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core.interface import (
-    ClientContext,
-    ClientInfo,
-    ClientUpdate,
-    MethodError,
-    Prepares,
-    Protection,
-)
+from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.methods.core.interface import Prepares, Protection
 from promptfed.shared.methods.core.training import batches, leaf, train
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import generator, initial_draws
@@ -111,11 +105,11 @@ def test_a_small_device_gives_the_same_update(
 
 def test_a_device_without_room_for_one_image_is_named(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     SmallDevice(backbone, 0, monkeypatch)
-    with pytest.raises(MethodError, match=r"OutOfMemoryError: .*lower training\.batch_size"):
+    with pytest.raises(pf.MethodError, match=r"OutOfMemoryError: .*lower training\.batch_size"):
         update(backbone, "fedvpt")
 
 
-def parabola(context: ClientContext, target: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def parabola(context: pf.ClientContext, target: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """A point and the mean squared distance of rows of ``target`` from it."""
     point = leaf(torch.zeros(3), context.backbone)
     return point, lambda indices: ((target[indices] - point) ** 2).mean()
@@ -141,7 +135,7 @@ class Place:
     backbone: Backbone
     data: ClientData
 
-    def context(self, phase: str, round: int, batch: int) -> ClientContext:
+    def context(self, phase: str, round: int, batch: int) -> pf.ClientContext:
         """A task of ``a`` of one epoch."""
         blank = client_context(self.backbone, 0, batch_size=batch, epochs=1, learning_rate=0.01)
         split = self.data.split(TRAIN, SHAPES)
@@ -149,8 +143,8 @@ class Place:
         return replace(blank, class_names=SHAPES, phase=phase, round=round, train=split, **own)
 
 
-def described(name: str) -> ClientInfo:
-    return ClientInfo(name, "trainer", 6, SHAPES, Domain(name=name, description=f"a drawing by {name} of a {{}}"))
+def described(name: str) -> pf.ClientInfo:
+    return pf.ClientInfo(name, "trainer", 6, SHAPES, Domain(name=name, description=f"a drawing by {name} of a {{}}"))
 
 
 SHAPES = ("circle", "square", "cross")
@@ -199,7 +193,7 @@ def played(name: str, place: Place, batch: int, evaluated: bool = True) -> tuple
             )
             result = method.train(context, payload, private)
             private = result.private
-            updates = [ClientUpdate("a", 1.0, result.update)]
+            updates = [pf.ClientUpdate("a", 1.0, result.update)]
             state = dict(method.aggregate(state, phase, updates, lambda some: dict(next(iter(some)).tensors), server))
             made |= {phase.name: torch.zeros(0)} | {
                 f"{phase.name} {key}": value for key, value in result.update.items()
@@ -415,7 +409,7 @@ def test_the_first_step_without_a_finite_loss_is_named(backbone: Backbone, bad: 
         steps.append(len(steps) + 1)
         return loss(indices) * (float("nan") if steps[-1] >= bad else 1.0)
 
-    with pytest.raises(MethodError, match=f"not finite in step {bad} of round 1: lower"):
+    with pytest.raises(pf.MethodError, match=f"not finite in step {bad} of round 1: lower"):
         train(context, [point], spoilt)
     assert len(steps) == -(-bad // 20) * 20  # the losses of an epoch are read together
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT, LinearHead, TextHead, head_width
-from promptfed.shared.methods.core.interface import ClientContext, MethodError
+from promptfed.shared.methods.core import heads
+from promptfed.shared.methods.core.interface import MethodError
+from promptfed.shared.methods.core.patch_texts import average, balanced, unbalanced
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from tests.shared.methods.conftest import NAMES, MadeUpSplit
+from promptfed.shared.seeds import generator
+from tests.shared.methods.conftest import NAMES, MadeUpSplit, Make
 from tests.support.equality import assert_values
-
-Make = Callable[..., ClientContext]
 
 
 def test_logits_are_written_out(make_context: Make) -> None:
-    head = LinearHead.start(make_context(), 7)
+    head = heads.LinearHead.start(make_context(), 7)
     features = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
-    trained = LinearHead(head.names, head.weight, torch.arange(5.0))
+    trained = heads.LinearHead(head.names, head.weight, torch.arange(5.0))
     wanted = [[float(torch.dot(w, f) + b) for w, b in zip(trained.weight, trained.bias, strict=True)] for f in features]
     assert trained.logits(features) == pytest.approx(torch.tensor(wanted), abs=1e-5)
     assert_values(trained.among(["umbrella", "sun"]).logits(features), trained.logits(features)[:, [2, 0]])
@@ -29,8 +30,11 @@ def test_logits_are_written_out(make_context: Make) -> None:
 
 def test_the_start_is_seeded_and_the_same_for_all_clients(make_context: Make) -> None:
     context = make_context()
-    first, again = LinearHead.start(context, 128), LinearHead.start(replace(context, client="other", round=3), 128)
-    other = LinearHead.start(context.with_terms(seed=4), 128)
+    first, again = (
+        heads.LinearHead.start(context, 128),
+        heads.LinearHead.start(replace(context, client="other", round=3), 128),
+    )
+    other = heads.LinearHead.start(context.with_terms(seed=4), 128)
     assert first.weight.equal(again.weight)
     assert not first.weight.equal(other.weight)
     assert not first.bias.any()
@@ -40,23 +44,23 @@ def test_the_start_is_seeded_and_the_same_for_all_clients(make_context: Make) ->
 
 def test_a_trained_head_comes_back(make_context: Make) -> None:
     context = make_context()
-    head = LinearHead.of(context, {}, 6).trainable(torch.device("cpu"))
+    head = heads.LinearHead.of(context, {}, 6).trainable(torch.device("cpu"))
     assert all(tensor.requires_grad for tensor in head.parameters)
     head.logits(torch.ones(2, 6)).square().sum().backward()
     with torch.no_grad():
         for tensor in head.parameters:
             tensor -= 0.1 * tensor.grad
     kept = head.private()
-    assert set(kept) == {WEIGHT, BIAS, CLASSES}
+    assert set(kept) == {heads.WEIGHT, heads.BIAS, heads.CLASSES}
     assert not any(tensor.requires_grad for tensor in kept.values())
-    again = LinearHead.of(context, kept, 6)
+    again = heads.LinearHead.of(context, kept, 6)
     assert again.weight.equal(head.weight)
-    assert not again.weight.equal(LinearHead.start(context, 6).weight)
+    assert not again.weight.equal(heads.LinearHead.start(context, 6).weight)
 
 
 def test_rows_follow_the_training_label_space(make_context: Make) -> None:
     context = replace(make_context(), class_names=NAMES[:2], label_space=NAMES)
-    head = LinearHead.of(context, {}, 4)
+    head = heads.LinearHead.of(context, {}, 4)
     assert head.names == NAMES
     assert head.among(context.class_names).weight.equal(head.weight[:2])
 
@@ -64,33 +68,172 @@ def test_rows_follow_the_training_label_space(make_context: Make) -> None:
 @pytest.mark.parametrize("names", [("sun", "moon", "umbrella", "star", "cloud"), NAMES[::-1]])
 def test_rows_that_stand_for_other_classes_now_are_refused(make_context: Make, names: tuple[str, ...]) -> None:
     """As many classes in a client's changed data fit the tensors, and would be trained as if they were these."""
-    kept = LinearHead.start(make_context(), 4).private()
+    kept = heads.LinearHead.start(make_context(), 4).private()
     changed = replace(make_context(), class_names=names, label_space=names)
     assert len(names) == len(NAMES)
     with pytest.raises(MethodError, match="with other names or in another order"):
-        LinearHead.of(changed, kept, 4)
-    assert LinearHead.of(make_context(), {name: kept[name] for name in (WEIGHT, BIAS)}, 4).weight.equal(kept[WEIGHT])
+        heads.LinearHead.of(changed, kept, 4)
+    assert heads.LinearHead.of(
+        make_context(), {name: kept[name] for name in (heads.WEIGHT, heads.BIAS)}, 4
+    ).weight.equal(kept[heads.WEIGHT])
 
 
 def test_refusals(make_context: Make) -> None:
     context = make_context()
     with pytest.raises(MethodError, match="cannot score 'tree'"):
-        LinearHead.start(context, 4).among(["sun", "tree"])
+        heads.LinearHead.start(context, 4).among(["sun", "tree"])
     nothing = replace(context, train=MadeUpSplit(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)))
     with pytest.raises(MethodError, match="trains nothing"):
-        LinearHead.of(nothing, {}, 4)
+        heads.LinearHead.of(nothing, {}, 4)
     with pytest.raises(MethodError, match="is for 5 classes and features of 4; now it has 5 and 9"):
-        LinearHead.of(context, LinearHead.start(context, 4).private(), 9)
+        heads.LinearHead.of(context, heads.LinearHead.start(context, 4).private(), 9)
 
 
 def test_the_width_is_that_before_or_behind_the_projection(backbone: Backbone) -> None:
-    assert head_width(backbone, projected=False) == backbone.model.visual.proj.shape[0]
-    assert head_width(backbone, projected=True) == backbone.model.visual.proj.shape[1]
+    assert heads.head_width(backbone, projected=False) == backbone.model.visual.proj.shape[0]
+    assert heads.head_width(backbone, projected=True) == backbone.model.visual.proj.shape[1]
 
 
 def test_the_text_head_is_the_template(backbone: Backbone, make_context: Make) -> None:
-    context, head = make_context(), TextHead.of(make_context())
+    context, head = make_context(), heads.TextHead.of(make_context())
     wanted = TemplateClassifier(context).logits(context.train, torch.arange(10))
     assert head.logits(context.train.features()).equal(wanted)
     assert head.parameters == []
     assert head.private() == {}
+
+
+# A linear head that all clients of a federation share: where it starts, and whose its rows are.
+
+
+def test_its_start_is_the_one_of_private_heads_and_its_rows_follow_the_spec() -> None:
+    start = heads.head_start(generator, 7, 3, 16)
+    assert start[heads.WEIGHT].shape == (3, 16)
+    assert float(start[heads.WEIGHT].abs().max()) <= 1 / math.sqrt(16)
+    assert torch.equal(start[heads.BIAS], torch.zeros(3))
+    head = heads.LinearHead.shared(("sun", "anchor", "tree"), start)
+    some = head.among(("tree", "sun"))
+    assert torch.equal(some.weight, start[heads.WEIGHT][[2, 0]])
+
+
+@pytest.mark.parametrize("names", [None, ("sun",), ("a", "b", "c", "d")])
+def test_other_classes_than_it_has_rows_are_refused(names: tuple[str, ...] | None) -> None:
+    with pytest.raises(MethodError, match="has 3 rows"):
+        heads.LinearHead.shared(names, heads.head_start(generator, 7, 3, 16))
+
+
+def test_without_class_names_in_the_spec_there_is_none() -> None:
+    with pytest.raises(MethodError, match="list the federation's class_names in the spec"):
+        heads.shared_classes("fedavg", None)
+    assert heads.shared_classes("fedavg", ["a", "b"]) == 2
+
+
+# Transport plans against numbers that were worked out apart from this code, and against plain loops.
+
+
+S = torch.tensor([[0.3, 0.1], [0.2, 0.2], [0.0, 0.4]], dtype=torch.float64)
+
+
+def score(plan: Tensor, similarities: Tensor = S) -> float:
+    return float((plan * similarities).sum())
+
+
+def literal_plan(
+    similarities: Tensor, mass: float, epsilon: float, pairs: int, capped: bool = True
+) -> list[list[float]]:
+    """K = exp(−C/ε) and scaling vectors, number by number, from v = 1 with u first."""
+    patches, prompts = similarities.shape
+    kernel = [[math.exp(-(1 - float(similarities[p, n])) / epsilon) for n in range(prompts)] for p in range(patches)]
+    u, v = [1.0] * patches, [1.0] * prompts
+    for _ in range(pairs):
+        for p in range(patches):
+            u[p] = 1 / patches / sum(kernel[p][n] * v[n] for n in range(prompts))
+            u[p] = min(u[p], 1.0) if capped else u[p]
+        for n in range(prompts):
+            v[n] = mass / prompts / sum(kernel[p][n] * u[p] for p in range(patches))
+    return [[u[p] * kernel[p][n] * v[n] for n in range(prompts)] for p in range(patches)]
+
+
+def test_the_plan_and_its_score() -> None:
+    plan = unbalanced(S, 0.8, 0.1, iterations=10_000, threshold=1e-12)
+    wanted = torch.tensor([[0.284456, 0.020860], [0.104646, 0.056705], [0.010898, 0.322435]], dtype=torch.float64)
+    assert torch.allclose(plan.masses, wanted, atol=1e-6)
+    assert score(plan.masses) == pytest.approx(0.248667, abs=1e-6)
+    assert score(unbalanced(S, 0.5, 0.1, iterations=10_000, threshold=1e-12).masses) == pytest.approx(
+        0.157018, abs=1e-6
+    )
+    whole = unbalanced(S, 1.0, 0.1, iterations=10_000, threshold=1e-12)
+    assert score(whole.masses) == pytest.approx(0.290656, abs=1e-6)
+    assert torch.allclose(whole.masses.sum(1), torch.full((3,), 1 / 3, dtype=torch.float64), atol=1e-9)
+
+
+def test_the_default_stop() -> None:
+    plan = unbalanced(S, 0.8, 0.1)
+    assert score(plan.masses) == pytest.approx(0.248715, abs=1e-6)
+    assert int(plan.iterations) == 18
+    assert bool(plan.converged)
+    assert not bool(unbalanced(S, 0.8, 0.1, iterations=17).converged)
+
+
+def test_it_is_the_literal_plan() -> None:
+    draws = torch.Generator().manual_seed(2)
+    given = torch.rand(7, 2, generator=draws, dtype=torch.float64) * 0.3
+    for mass, epsilon in ((0.8, 0.1), (0.4, 0.05), (1.0, 0.2)):
+        found = unbalanced(given, mass, epsilon, iterations=400, threshold=0.0).masses
+        wanted = torch.tensor(literal_plan(given, mass, epsilon, 400), dtype=torch.float64)
+        assert float((found - wanted).abs().max()) <= 1e-12
+    found = balanced(given, 0.1, iterations=60, threshold=0.0).masses
+    wanted = torch.tensor(literal_plan(given, 1.0, 0.1, 60, capped=False), dtype=torch.float64)
+    assert float((found - wanted).abs().max()) <= 1e-12
+
+
+def test_columns_sum_exactly_and_rows_stay_under_their_cap() -> None:
+    draws = torch.Generator().manual_seed(3)
+    given = torch.rand(4, 5, 49, 2, generator=draws)
+    plan = unbalanced(given, 0.8, 0.1, threshold=1e-5, iterations=1000)
+    assert torch.allclose(plan.masses.sum(-2), torch.full((4, 5, 2), 0.4), atol=1e-6)
+    rows = plan.masses.sum(-1)
+    assert float(rows.max()) <= (1 + 1e-4) / 49
+    full = plan.masses.sum(-1)[plan.capped]
+    assert torch.allclose(full, torch.full_like(full, 1 / 49), rtol=1e-3)
+    assert 0 < int(plan.capped.sum()) < plan.capped.numel()
+
+
+def test_a_shift_changes_nothing_and_mass_one_is_balanced() -> None:
+    first, moved = (unbalanced(given, 0.8, 0.1, iterations=3000, threshold=1e-13).masses for given in (S, S + 0.3))
+    assert float((first - moved).abs().max()) <= 1e-9
+    whole = unbalanced(S, 1.0, 0.1, iterations=9000, threshold=1e-13).masses
+    classical = balanced(S, 0.1, iterations=9000, threshold=1e-13).masses
+    assert float((whole - classical).abs().max()) <= 1e-9
+
+
+@pytest.mark.parametrize("kind", ["unbalanced", "balanced"])
+def test_a_problem_does_not_depend_on_its_neighbours(kind: str) -> None:
+    draws = torch.Generator().manual_seed(4)
+    given = torch.rand(7, 3, 20, 2, generator=draws) * torch.tensor([0.05, 1, 0.3, 2, 0.1, 0.7, 0.2]).view(7, 1, 1, 1)
+
+    def plan(part: Tensor) -> Tensor:
+        return (unbalanced(part, 0.8, 0.05) if kind == "unbalanced" else balanced(part, 0.05)).masses
+
+    together = plan(given)
+    for image in range(7):
+        assert float((plan(given[image : image + 1])[0] - together[image]).abs().max()) <= 1e-6
+
+
+def test_small_entropy_stays_finite_in_float32() -> None:
+    draws = torch.Generator().manual_seed(5)
+    for spread in (0.3, 2.0):
+        given = (torch.rand(3, 196, 2, generator=draws) - 0.5) * spread
+        for plan in (unbalanced(given, 0.8, 0.01), balanced(given, 0.01)):
+            assert bool(torch.isfinite(plan.masses).all())
+        assert torch.allclose(unbalanced(given, 0.8, 0.01).masses.sum((-2, -1)), torch.full((3,), 0.8), atol=1e-4)
+
+
+def test_one_prompt_gets_all_of_the_mass() -> None:
+    plan = unbalanced(S[:, :1], 0.8, 0.1, iterations=5000, threshold=1e-12)
+    assert float(plan.masses.sum()) == pytest.approx(0.8, abs=1e-12)
+    assert float(plan.masses.max()) <= 1 / 3 + 1e-9
+
+
+def test_the_average() -> None:
+    assert score(average(S).masses) == pytest.approx(float(S.mean()))
+    assert not bool(average(S).capped.any())

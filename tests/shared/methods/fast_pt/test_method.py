@@ -2,51 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from promptfed.shared.clip import Backbone
+from promptfed.client_service.serving.prediction import Predictor
+from promptfed.client_service.state.private_state import PrivateState
+from promptfed.client_service.training.data import ClientData
+from promptfed.client_service.training.trainer import TaskWork
+from promptfed.experiments.simulation.asgi_transport import InProcess
+from promptfed.experiments.simulation.simulation import simulate
+from promptfed.runtime.processes import Site
+from promptfed.sdk.result import FederationResult
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data import open_source
+from promptfed.shared.messages import Domain, Peer, Task
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface import ClientContext, MethodError
-from promptfed.shared.methods.fast_pt.method import contrastive_loss
+from promptfed.shared.methods.core.interface import ClientContext, MethodError, TrainResult
+from promptfed.shared.methods.fast_pt.domains import domain_key
+from promptfed.shared.methods.fast_pt.method import FastPT, contrastive_loss
 from promptfed.shared.methods.fast_pt.style_transfer import StyleTransfer
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.shared.methods.conftest import NAMES, MadeUpSplit
 from tests.support import literal, literal_fast_pt
+from tests.support import small_fast_pt as small
+from tests.support.agreed import agreed, asked
 from tests.support.equality import assert_values
-from tests.support.small_fast_pt import (
-    CHALK,
-    NEON,
-    ROWS,
-    SKETCH,
-    UNSEEN,
-    A,
-    B,
-    C,
-    Make,
-    count_transforms,
-    drawn,
-    fast_pt,
-    keys,
-    payload_of,
-    server,
-)
 
 SGD: dict[str, Any] = {"batch_size": 4, "momentum": 0.9, "weight_decay": 5e-4}
 
 
 @pytest.fixture
-def make_sketcher(make_context: Make, backbone: Backbone) -> Make:
+def make_sketcher(make_context: small.Make, backbone: Backbone) -> small.Make:
     def make(count: int = 10, *, phase: str = "global", **options: Any) -> ClientContext:
         context = make_context(count, **(SGD | {"learning_rate": 0.05, "epochs": 2} | options))
-        return replace(context, domain=SKETCH, peers=(A, B, UNSEEN), phase=phase)
+        return replace(context, domain=small.SKETCH, peers=(small.A, small.B, small.UNSEEN), phase=phase)
 
     return make
 
@@ -59,12 +58,9 @@ def assert_moved_alike(found: Tensor, wanted: Tensor, start: Tensor) -> None:
     assert_values(moved / size, literally / size, 1e-4)
 
 
-# The client half
-
-
 def test_the_contrastive_term_is_the_papers_with_its_gradient(backbone: Backbone) -> None:
-    words, general = backbone.embed_words("a neon sign of a"), drawn(1, 4, backbone.d_t)
-    prompt = drawn(2, 3, backbone.d_t).requires_grad_()
+    words, general = backbone.embed_words("a neon sign of a"), small.drawn(1, 4, backbone.d_t)
+    prompt = small.drawn(2, 3, backbone.d_t).requires_grad_()
     found = contrastive_loss(prompt, words, general)
     near = torch.exp(literal_fast_pt.similarity(prompt, words))
     wanted = -torch.log(near / (near + torch.exp(literal_fast_pt.similarity(prompt, general))))
@@ -74,15 +70,15 @@ def test_the_contrastive_term_is_the_papers_with_its_gradient(backbone: Backbone
 
 
 def test_the_global_phase_trains_prompt_and_classifier_on_own_and_transferred_embeddings(
-    backbone: Backbone, make_sketcher: Make
+    backbone: Backbone, make_sketcher: small.Make
 ) -> None:
-    method, context, payload = fast_pt(), make_sketcher(), payload_of(backbone)
+    method, context, payload = small.fast_pt(), make_sketcher(), small.payload_of(backbone)
     private = method.prepare(context, {})
     result = method.train(context, payload, private)
 
     values, labels = context.train.features(), context.train.labels
-    draws = generator(3, "hospital-a", "style-transfer", NEON.description)
-    templates = (SKETCH.description, NEON.description, context.template)
+    draws = generator(3, "hospital-a", "style-transfer", small.NEON.description)
+    templates = (small.SKETCH.description, small.NEON.description, context.template)
     q = literal_fast_pt.trained_transform(
         backbone, values, labels, NAMES, templates, draws, hidden=6, epochs=2, batch_size=4, rate=0.01
     )
@@ -109,11 +105,11 @@ def test_the_global_phase_trains_prompt_and_classifier_on_own_and_transferred_em
 
 @pytest.mark.parametrize("contrastive", [True, False])
 def test_the_domain_prompt_trains_under_the_fixed_global_one(
-    contrastive: bool, backbone: Backbone, make_sketcher: Make
+    contrastive: bool, backbone: Backbone, make_sketcher: small.Make
 ) -> None:
-    method, payload = fast_pt(contrastive=contrastive), payload_of(backbone)
+    method, payload = small.fast_pt(contrastive=contrastive), small.payload_of(backbone)
     context = make_sketcher(round=4, phase="domain_prompts")
-    start = drawn(9, 3, backbone.d_t)
+    start = small.drawn(9, 3, backbone.d_t)
     result = method.train(context, {"global_prompt": payload["global_prompt"]}, {"domain_prompt": start})
 
     values, labels, general = context.train.features(), context.train.labels, payload["global_prompt"]
@@ -123,7 +119,7 @@ def test_the_domain_prompt_trains_under_the_fixed_global_one(
             whole = torch.cat([general, prompt])
             return literal.context_loss(backbone, whole, list(NAMES), values[some], labels[some])
         return literal_fast_pt.domain_loss(
-            backbone, general, prompt, SKETCH.description, NAMES, values[some], labels[some]
+            backbone, general, prompt, small.SKETCH.description, NAMES, values[some], labels[some]
         )
 
     purpose = (3, 4, "domain_prompts/domain_prompt", "hospital-a")
@@ -131,18 +127,16 @@ def test_the_domain_prompt_trains_under_the_fixed_global_one(
     assert set(result.update) == {"domain_prompt"}
     assert_moved_alike(result.update["domain_prompt"], wanted, start)
     assert torch.equal(result.private["domain_prompt"], result.update["domain_prompt"])
-    assert torch.equal(general, payload_of(backbone)["global_prompt"]), "a payload is not changed in place"
+    assert torch.equal(general, small.payload_of(backbone)["global_prompt"]), "a payload is not changed in place"
 
 
-def test_later_rounds_train_the_domain_prompt_first_and_keep_it_private(
-    backbone: Backbone, make_sketcher: Make
-) -> None:
-    method, payload = fast_pt(), payload_of(backbone)
+def test_later_rounds_train_a_private_domain_prompt_first(backbone: Backbone, make_sketcher: small.Make) -> None:
+    method, payload = small.fast_pt(), small.payload_of(backbone)
     context = make_sketcher(round=2)
     private = method.prepare(context, {})
     result = method.train(context, payload, private)
     assert set(result.update) == {"global_prompt", "classifier_weight", "classifier_bias"}
-    alone = fast_pt(prompts="domain").train(context, payload, private)  # without P^G: another prompt
+    alone = small.fast_pt(prompts="domain").train(context, payload, private)  # without P^G: another prompt
     start = torch.randn(3, backbone.d_t, generator=generator(3, "domain_prompt")) * 0.02
     assert not torch.equal(result.private["domain_prompt"], start)
     assert not torch.equal(result.private["domain_prompt"], alone.private["domain_prompt"])
@@ -153,24 +147,26 @@ def test_later_rounds_train_the_domain_prompt_first_and_keep_it_private(
     assert "domain_loss" not in first.metrics
 
 
-def test_transforms_are_made_once_and_for_newcomers_alone(make_sketcher: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    method, context = fast_pt(), make_sketcher()
-    trained = count_transforms(monkeypatch)
+def test_transforms_are_made_once_and_for_newcomers_alone(
+    make_sketcher: small.Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, context = small.fast_pt(), make_sketcher()
+    trained = small.count_transforms(monkeypatch)
     private = method.prepare(context, {})
     assert trained == ["neon"], "neither the own domain nor one that only evaluates"
     stored, _ = decode(encode(private))  # as after a restart
     assert method.prepare(context, stored) is stored
-    later = method.prepare(replace(context, peers=(A, B, C, UNSEEN)), stored)
+    later = method.prepare(replace(context, peers=(small.A, small.B, small.C, small.UNSEEN)), stored)
     assert trained == ["neon", "chalk"]
     assert all(torch.equal(later[name], stored[name]) for name in stored)
-    assert method.prepare(replace(context, peers=(A, C)), later) == later, "who was withdrawn may come back"
-    fast_pt(target_descriptions=True).prepare(context, stored)
+    assert method.prepare(replace(context, peers=(small.A, small.C)), later) == later, "who was withdrawn may come back"
+    small.fast_pt(target_descriptions=True).prepare(context, stored)
     assert trained == ["neon", "chalk", "chalk"]
-    assert fast_pt(mst=False).prepare(context, {}) == {}
+    assert small.fast_pt(mst=False).prepare(context, {}) == {}
 
 
-def test_style_transfer_is_reported_once_with_the_first_update(backbone: Backbone, make_sketcher: Make) -> None:
-    method, payload, context = fast_pt(), payload_of(backbone), make_sketcher()
+def test_style_transfer_is_reported_once_with_the_first_update(backbone: Backbone, make_sketcher: small.Make) -> None:
+    method, payload, context = small.fast_pt(), small.payload_of(backbone), make_sketcher()
     private = method.prepare(context, {})
     first = method.train(context, payload, private)
     told = {name: value for name, value in first.metrics.items() if name.startswith("mst_")}
@@ -178,36 +174,33 @@ def test_style_transfer_is_reported_once_with_the_first_update(backbone: Backbon
         f"mst_{what}_{when}[neon]" for what in ("alignment", "consistency") for when in ("before", "after")
     }
     transfer = StyleTransfer(context, method.hyper)
-    assert told == {f"mst_{name}[neon]": value for name, value in transfer.report(private, NEON).items()}
+    assert told == {f"mst_{name}[neon]": value for name, value in transfer.report(private, small.NEON).items()}
     second = method.train(replace(context, round=2), payload, first.private)
     assert not [name for name in second.metrics if name.startswith("mst_")]
-    assert transfer.has(second.private, NEON)
-    late = method.prepare(replace(context, peers=(A, B, C)), second.private)
-    third = method.train(replace(context, round=3, peers=(A, B, C)), payload, late)
+    assert transfer.has(second.private, small.NEON)
+    late = method.prepare(replace(context, peers=(small.A, small.B, small.C)), second.private)
+    third = method.train(replace(context, round=3, peers=(small.A, small.B, small.C)), payload, late)
     assert {name for name in third.metrics if "after" in name} == {
         "mst_alignment_after[chalk]",
         "mst_consistency_after[chalk]",
     }
 
 
-def test_rows_are_found_by_key_whatever_their_order_and_whoever_left(backbone: Backbone, make_sketcher: Make) -> None:
-    method, context = fast_pt(), make_sketcher()
-    private, payload = method.prepare(context, {}), payload_of(backbone)
+def test_rows_are_found_by_key_in_any_order_and_whoever_left(backbone: Backbone, make_sketcher: small.Make) -> None:
+    method, context = small.fast_pt(), make_sketcher()
+    private, payload = method.prepare(context, {}), small.payload_of(backbone)
     wanted = method.train(context, payload, private).update
     order = [1, 0]
     turned = payload | {name: payload[name][order] for name in ("classifier_weight", "classifier_bias", "domains")}
     found = method.train(context, turned, private).update
     assert_moved_alike(found["classifier_weight"][order], wanted["classifier_weight"], payload["classifier_weight"])
     # A third domain whose only trainer was withdrawn: its row only feels that it is never right.
-    rows = payload_of(backbone, rows=(CHALK, *ROWS))
+    rows = small.payload_of(backbone, rows=(small.CHALK, *small.ROWS))
     third = method.train(context, rows, private).update
     assert third["classifier_weight"].shape == (3, backbone.d_e)
     assert torch.equal(third["global_prompt"], method.train(context, payload, private).update["global_prompt"])
     with pytest.raises(MethodError, match="does not know the domain of 'hospital-a'"):
-        method.train(context, payload_of(backbone, rows=(CHALK, NEON)), private)
-
-
-# Prediction
+        method.train(context, small.payload_of(backbone, rows=(small.CHALK, small.NEON)), private)
 
 
 def mixture_by_hand(backbone: Backbone, payload: Tensors, features: Tensor, rows: list[int], soft: bool) -> Tensor:
@@ -229,12 +222,14 @@ def mixture_by_hand(backbone: Backbone, payload: Tensors, features: Tensor, rows
 
 @pytest.mark.parametrize("mixture", ["hard", "soft"])
 def test_the_mixture_classifies_each_image_by_its_own_prompt(
-    mixture: str, backbone: Backbone, make_context: Make, monkeypatch: pytest.MonkeyPatch
+    mixture: str, backbone: Backbone, make_context: small.Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("promptfed.shared.methods.fast_pt.domains.CPU_ROWS", 60)  # a few images at once
     context = make_context(8)
-    payload = payload_of(backbone, listed=(NEON, CHALK, SKETCH), rows=(NEON, CHALK, SKETCH))
-    found = fast_pt(mixture=mixture).classifier(context, payload, {})
+    payload = small.payload_of(
+        backbone, listed=(small.NEON, small.CHALK, small.SKETCH), rows=(small.NEON, small.CHALK, small.SKETCH)
+    )
+    found = small.fast_pt(mixture=mixture).classifier(context, payload, {})
     rows = torch.tensor([5, 0, 2, 7, 1, 3, 6, 4])
     features = context.train.features()[rows]
     wanted = mixture_by_hand(backbone, payload, features, [0, 1, 2], mixture == "soft")
@@ -247,10 +242,12 @@ def test_the_mixture_classifies_each_image_by_its_own_prompt(
 
 
 @pytest.mark.parametrize("mixture", ["hard", "soft"])
-def test_a_missing_domain_prompt_renormalises(mixture: str, backbone: Backbone, make_context: Make) -> None:
+def test_a_missing_domain_prompt_renormalises(mixture: str, backbone: Backbone, make_context: small.Make) -> None:
     context = make_context(6)
-    payload = payload_of(backbone, listed=(SKETCH, NEON), rows=(NEON, CHALK, SKETCH))
-    found = fast_pt(mixture=mixture).classifier(context, payload, {}).logits(context.train, torch.arange(6))
+    payload = small.payload_of(
+        backbone, listed=(small.SKETCH, small.NEON), rows=(small.NEON, small.CHALK, small.SKETCH)
+    )
+    found = small.fast_pt(mixture=mixture).classifier(context, payload, {}).logits(context.train, torch.arange(6))
     wanted = mixture_by_hand(backbone, payload, context.train.features(), [2, 0], mixture == "soft")
     assert_values(found, wanted)
     logits = context.train.features() @ payload["classifier_weight"].T + payload["classifier_bias"]
@@ -265,12 +262,10 @@ def text_scores(backbone: Backbone, prompt: Tensor, features: Tensor) -> Tensor:
     return backbone.logit_scale * features @ texts.T
 
 
-def test_before_the_end_a_trainer_has_its_own_domain_prompt_and_others_none(
-    backbone: Backbone, make_context: Make
-) -> None:
-    method, context, payload = fast_pt(), make_context(4), payload_of(backbone)
+def test_before_the_end_a_trainer_alone_has_its_domain_prompt(backbone: Backbone, make_context: small.Make) -> None:
+    method, context, payload = small.fast_pt(), make_context(4), small.payload_of(backbone)
     rows, features = torch.arange(4), make_context(4).train.features()
-    own = drawn(7, 3, backbone.d_t)
+    own = small.drawn(7, 3, backbone.d_t)
     general = text_scores(backbone, payload["global_prompt"], features)
     both = text_scores(backbone, torch.cat([payload["global_prompt"], own]), features)
     assert_values(method.classifier(context, payload, {}).logits(context.train, rows), general)
@@ -278,36 +273,36 @@ def test_before_the_end_a_trainer_has_its_own_domain_prompt_and_others_none(
     private = {"domain_prompt": own}
     assert_values(method.classifier(context, payload, private).logits(context.train, rows), both)
     assert_values(method.variants(context, payload, private)["global"].logits(context.train, rows), general)
-    last = payload_of(backbone, listed=ROWS)
+    last = small.payload_of(backbone, listed=small.ROWS)
     mixed = [method.classifier(context, last, some).logits(context.train, rows) for some in ({}, private)]
     assert torch.equal(*mixed), "at the end all predict alike"
-    beside = fast_pt(mixture="soft").variants(context, last, {})
+    beside = small.fast_pt(mixture="soft").variants(context, last, {})
     assert set(beside) == {"global", "hard"}
     assert torch.equal(beside["hard"].logits(context.train, rows), mixed[0])
     assert_values(method.variants(context, last, {})["global"].logits(context.train, rows), general)
 
 
-def test_classifiers_follow_the_candidates_of_the_test_set(backbone: Backbone, make_context: Make) -> None:
+def test_classifiers_follow_the_candidates_of_the_test_set(backbone: Backbone, make_context: small.Make) -> None:
     context = replace(make_context(4), class_names=("anchor", "moon"), label_space=NAMES)
-    payload = payload_of(backbone, listed=ROWS)
+    payload = small.payload_of(backbone, listed=small.ROWS)
     for mixture in ("hard", "soft"):
-        logits = fast_pt(mixture=mixture).classifier(context, payload, {}).logits(context.train, torch.arange(4))
+        logits = small.fast_pt(mixture=mixture).classifier(context, payload, {}).logits(context.train, torch.arange(4))
         assert logits.shape == (4, 2)
 
 
-# Ablations
-
-
-def test_the_global_prompt_alone_is_what_the_whole_trains_too(backbone: Backbone, make_sketcher: Make) -> None:
-    method, context, payload = fast_pt(prompts="global"), make_sketcher(), payload_of(backbone)
+def test_the_global_prompt_alone_is_what_the_whole_trains_too(backbone: Backbone, make_sketcher: small.Make) -> None:
+    method, context, payload = small.fast_pt(prompts="global"), make_sketcher(), small.payload_of(backbone)
     assert [phase.name for phase in method.phases(4, 4)] == ["global"]
     assert [spec.name for spec in method.state_tensors()] == ["global_prompt"]
-    state = method.initial_state(server(A, B), initial_draws(3))
-    assert torch.equal(state["global_prompt"], fast_pt().initial_state(server(A, B), initial_draws(3))["global_prompt"])
-    assert method.join(state, C, server(A, B, C)) == state
+    state = method.initial_state(small.server(small.A, small.B), initial_draws(3))
+    assert torch.equal(
+        state["global_prompt"],
+        small.fast_pt().initial_state(small.server(small.A, small.B), initial_draws(3))["global_prompt"],
+    )
+    assert method.join(state, small.C, small.server(small.A, small.B, small.C)) == state
     private = method.prepare(context, {})
     found = method.train(context, {"global_prompt": payload["global_prompt"]}, private)
-    whole = fast_pt().train(context, payload, private)
+    whole = small.fast_pt().train(context, payload, private)
     assert torch.equal(found.update["global_prompt"], whole.update["global_prompt"])
     assert set(found.update) == {"global_prompt"}
     logits = method.classifier(context, found.update, {}).logits(context.train, torch.arange(3))
@@ -316,15 +311,15 @@ def test_the_global_prompt_alone_is_what_the_whole_trains_too(backbone: Backbone
     assert method.variants(context, found.update, {"domain_prompt": state["global_prompt"]}) == {}
 
 
-def test_the_domain_prompts_alone(backbone: Backbone, make_sketcher: Make) -> None:
-    method, context = fast_pt(prompts="domain"), make_sketcher(round=2)
+def test_the_domain_prompts_alone(backbone: Backbone, make_sketcher: small.Make) -> None:
+    method, context = small.fast_pt(prompts="domain"), make_sketcher(round=2)
     names = ["classifier_weight", "classifier_bias", "domains", "domain_prompts", "listed_domains"]
     assert [spec.name for spec in method.state_tensors()] == names
-    assert set(method.initial_state(server(A, B), initial_draws(3))) == set(names)
+    assert set(method.initial_state(small.server(small.A, small.B), initial_draws(3))) == set(names)
     general, last = method.phases(4, 4)
     assert [spec.name for spec in general.up] == ["classifier_weight", "classifier_bias"]
     assert last.down == ()
-    payload = {name: payload_of(backbone, listed=ROWS)[name] for name in names}
+    payload = {name: small.payload_of(backbone, listed=small.ROWS)[name] for name in names}
     result = method.train(context, payload, method.prepare(context, {}))
     start = torch.randn(3, backbone.d_t, generator=generator(3, "domain_prompt")) * 0.02
     values, labels = context.train.features(), context.train.labels
@@ -340,23 +335,325 @@ def test_the_domain_prompts_alone(backbone: Backbone, make_sketcher: Make) -> No
         backbone, payload | {"global_prompt": torch.empty(0, backbone.d_t)}, values[:4], [0, 1], soft=False
     )
     assert_values(found, by_hand)
-    before = payload | {"listed_domains": keys(), "domain_prompts": torch.zeros(0, 3, backbone.d_t)}
+    before = payload | {"listed_domains": small.keys(), "domain_prompts": torch.zeros(0, 3, backbone.d_t)}
     untrained = method.classifier(context, before, {}).logits(context.train, torch.arange(4))
     assert_values(untrained, text_scores(backbone, start, values[:4]))
 
 
-def test_without_transfer_only_own_embeddings_are_trained_on(backbone: Backbone, make_sketcher: Make) -> None:
-    context, payload = make_sketcher(), payload_of(backbone)
-    found = fast_pt(mst=False).train(context, payload, {}).update["global_prompt"]
+def test_without_transfer_only_own_embeddings_are_trained_on(backbone: Backbone, make_sketcher: small.Make) -> None:
+    context, payload = make_sketcher(), small.payload_of(backbone)
+    found = small.fast_pt(mst=False).train(context, payload, {}).update["global_prompt"]
     promptfl = make_method({"name": "promptfl", "m": 3}).train(context, {"context": payload["global_prompt"]}, {})
     assert torch.equal(found, promptfl.update["context"])
 
 
-def test_a_targets_description_serves_the_global_prompt_alone(backbone: Backbone, make_sketcher: Make) -> None:
-    context, payload = make_sketcher(), payload_of(backbone)
-    with_target, without = fast_pt(target_descriptions=True), fast_pt()
+def test_a_targets_description_serves_the_global_prompt_alone(backbone: Backbone, make_sketcher: small.Make) -> None:
+    context, payload = make_sketcher(), small.payload_of(backbone)
+    with_target, without = small.fast_pt(target_descriptions=True), small.fast_pt()
     private = with_target.prepare(context, {})
     found, plain = with_target.train(context, payload, private).update, without.train(context, payload, private).update
     assert not torch.equal(found["global_prompt"], plain["global_prompt"])
     assert torch.equal(found["classifier_weight"], plain["classifier_weight"]), "no row, since it has no domain prompt"
     assert isinstance(context.train, MadeUpSplit)
+
+
+# FaST-PT with the real coordinator and real clients: a round by hand, what leaves a client, what is computed once.
+
+
+SMALL = "topic=weather&per_class=1&test_per_class=1"
+
+
+DATA = {"anna": f"symbols:sketch?{SMALL}", "bert": f"symbols:neon?{SMALL}"}
+
+
+UNSEEN_FEDERATION = Site("unseen", f"symbols:chalk?{SMALL}", role="evaluator")
+
+
+MST = {"mst_epochs": 1, "mst_hidden": 4, "mst_batch_size": 5, "mst_learning_rate": 0.01}
+
+
+SGD_FEDERATION: dict[str, Any] = {"epochs": 1, "batch_size": 10, "momentum": 0.9, "weight_decay": 5e-4}
+
+
+NAMES_FEDERATION = open_source(DATA["anna"]).class_names
+
+
+def sites() -> list[Site]:
+    return [*(Site(name, uri) for name, uri in DATA.items()), UNSEEN_FEDERATION]
+
+
+def spec(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "styles",
+        "method": {"name": "fast_pt", "m": 2, **MST},
+        "class_names": list(NAMES_FEDERATION),
+        "backbone": {"model": "promptfed-tiny", "pretrained": None},
+        "rounds": 1,
+        "training": {"learning_rate": 0.05, **SGD_FEDERATION},
+        "seed": 5,
+    } | changes
+
+
+@dataclass
+class ByHand:
+    """One client of the two, with loops."""
+
+    backbone: Backbone
+    name: str
+    other: Domain
+    row: int
+    own: Domain
+    values: Tensor
+    labels: Tensor
+
+    def global_phase(self, general: Tensor) -> tuple[Tensor, Tensor]:
+        """P^G, and φ with its bias as the last column."""
+        draws = generator(5, self.name, "style-transfer", self.other.description)
+        templates = (self.own.description, self.other.description, "a photo of a {}.")
+        q = literal_fast_pt.trained_transform(
+            self.backbone,
+            self.values,
+            self.labels,
+            NAMES_FEDERATION,
+            templates,
+            draws,
+            hidden=4,
+            epochs=1,
+            batch_size=5,
+            rate=0.01,
+        )
+        values = torch.cat([self.values, literal_fast_pt.transferred(q, self.values)])
+        labels = torch.cat([self.labels, self.labels])
+        rows = torch.tensor([self.row] * len(self.labels) + [1 - self.row] * len(self.labels))
+        purpose = (5, 1, "global", self.name)
+
+        def prompt_loss(weight: Tensor, some: Tensor) -> Tensor:
+            return literal.context_loss(self.backbone, weight, list(NAMES_FEDERATION), values[some], labels[some])
+
+        def domain_of(weight: Tensor, some: Tensor) -> Tensor:
+            return literal_fast_pt.classifier_loss(weight[:, :-1], weight[:, -1], values[some], rows[some])
+
+        prompt = literal_fast_pt.sgd_on(general, prompt_loss, len(rows), purpose, rate=0.05, **SGD_FEDERATION)
+        start = torch.zeros(2, self.backbone.d_e + 1)
+        return prompt, literal_fast_pt.sgd_on(start, domain_of, len(rows), purpose, rate=0.01, **SGD_FEDERATION)
+
+    def last_phase(self, general: Tensor) -> Tensor:
+        """P^D."""
+        start = torch.randn(2, self.backbone.d_t, generator=generator(5, "domain_prompt")) * 0.02
+
+        def loss(prompt: Tensor, some: Tensor) -> Tensor:
+            values, labels = self.values[some], self.labels[some]
+            return literal_fast_pt.domain_loss(
+                self.backbone, general, prompt, self.own.description, NAMES_FEDERATION, values, labels
+            )
+
+        purpose = (5, 1, "domain_prompts/domain_prompt", self.name)
+        return literal_fast_pt.sgd_on(start, loss, len(self.labels), purpose, rate=0.05, **SGD_FEDERATION)
+
+
+def test_a_round_of_two_clients_over_http_is_the_one_by_hand(backbone: Backbone, features: FeatureCache) -> None:
+    found = simulate(spec(), sites(), backbone=backbone, features=features)
+    domains = {name: Domain(**vars(open_source(uri).domain)) for name, uri in DATA.items()}
+    clients = []
+    for name, other, row in (("anna", "bert", 1), ("bert", "anna", 0)):  # neon stands before sketch
+        train = open_source(DATA[name]).train
+        values = features.features(backbone, train)
+        clients.append(ByHand(backbone, name, domains[other], row, domains[name], values, train.labels))
+    start = torch.randn(2, backbone.d_t, generator=initial_draws(5)) * 0.02
+    trained = [client.global_phase(start) for client in clients]
+    general, classifier = (sum(parts) / 2 for parts in zip(*trained, strict=True))
+    prompts = [client.last_phase(general) for client in clients]
+
+    moved = general - start
+    size = float(moved.abs().max())
+    assert size > 1e-4
+    assert_values((found.state["global_prompt"] - start) / size, moved / size, 1e-4)
+    assert_values(found.state["classifier_weight"], classifier[:, :-1])
+    assert_values(found.state["classifier_bias"], classifier[:, -1])
+    listed = [domain_key(domains[name].description) for name in ("bert", "anna")]
+    assert found.state["domains"].tolist() == found.state["listed_domains"].tolist() == listed
+    own_start = torch.randn(2, backbone.d_t, generator=generator(5, "domain_prompt")) * 0.02
+    for one, wanted in zip(found.state["domain_prompts"], (prompts[1], prompts[0]), strict=True):
+        size = float((wanted - own_start).abs().max())
+        assert size > 1e-4
+        assert_values((one - own_start) / size, (wanted - own_start) / size, 1e-4)
+
+
+@dataclass
+class Wire:
+    """Every byte that went over the wire either way, in order, and every domain prompt that was ever trained."""
+
+    passed: list[tuple[str, bytes]] = field(default_factory=list)  # "verb path" of a request, "answer" else
+    prompts: dict[str, list[tuple[str, Tensor]]] = field(default_factory=dict)
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    seen = Wire()
+    handle, train = InProcess.handle_async_request, FastPT.train
+
+    async def recorded(self: InProcess, request: httpx.Request) -> httpx.Response:
+        body = await request.aread()
+        head = str(request.url).encode() + repr(request.headers.raw).encode()
+        seen.passed.append((f"{request.method} {request.url.path}", head + body))
+        answer = await handle(self, request)
+        content = await answer.aread()
+        seen.passed.append(("answer", repr(answer.headers.raw).encode() + content))
+        return httpx.Response(answer.status_code, headers=answer.headers, content=content)
+
+    def watched(self: FastPT, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        result = train(self, context, payload, private)
+        if "domain_prompt" in result.private:
+            kept = seen.prompts.setdefault(context.client, [])
+            kept.append((context.phase, result.private["domain_prompt"].clone()))
+        return result
+
+    monkeypatch.setattr(InProcess, "handle_async_request", recorded)
+    monkeypatch.setattr(FastPT, "train", watched)
+    return seen
+
+
+def traces(prompt: Tensor) -> list[bytes]:
+    """Four consecutive numbers from every place of a prompt, as their bytes, and every number as JSON writes it."""
+    raw = prompt.contiguous().numpy().tobytes()
+    return [raw[at : at + 16] for at in range(0, len(raw) - 16, 4)] + [
+        json.dumps(value).encode() for value in prompt.flatten().tolist()
+    ]
+
+
+def test_no_byte_of_a_domain_prompt_leaves_before_the_end(
+    backbone: Backbone, features: FeatureCache, wire: Wire
+) -> None:
+    simulate(spec(rounds=3), sites(), backbone=backbone, features=features)
+    assert {client: [phase for phase, _ in one] for client, one in wire.prompts.items()} == {
+        name: ["global", "global", "domain_prompts"] for name in DATA
+    }
+    updates = [number for number, (what, _) in enumerate(wire.passed) if what.endswith("/update")]
+    naming = [number for number in updates if b"domain_prompt" in wire.passed[number][1]]
+    assert len(updates) == 2 * 3 + 2
+    assert naming == updates[-2:], "only the two last updates name it"
+    kept = [prompt for one in wire.prompts.values() for _, prompt in one]
+    before = b"\n".join(body for _, body in wire.passed[: updates[-2]])
+    assert not [trace for prompt in kept for trace in traces(prompt) if trace in before]
+    # The same search does find what is sent in the end.
+    last = b"\n".join(wire.passed[number][1] for number in updates[-2:])
+    assert all(one[-1][1].numpy().tobytes() in last for one in wire.prompts.values())
+    everything = b"\n".join(body for _, body in wire.passed)
+    earlier = [prompt for one in wire.prompts.values() for _, prompt in one[:-1]]
+    assert not [trace for prompt in earlier for trace in traces(prompt) if trace in everything], "nor ever an older one"
+
+
+def test_the_tower_sees_each_image_once(backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode_images, seen = Backbone.encode_images, []
+
+    def counted(self: Backbone, images: Tensor, **options: Any) -> Tensor:
+        seen.append(images.clone())
+        return encode_images(self, images, **options)
+
+    monkeypatch.setattr(Backbone, "encode_images", counted)
+    cache = FeatureCache(tmp_path)
+    method = {"name": "fast_pt", "m": 2, **MST, "mixture": "soft"}
+    found = simulate(spec(rounds=2, method=method), sites(), backbone=backbone, features=cache)
+    sources = [open_source(uri) for uri in DATA.values()]
+    images = sum(len(source.train) + len(source.test) for source in sources) + len(
+        open_source(UNSEEN_FEDERATION.data).test
+    )
+    assert cache.images_computed == images == 50
+    shown = [image for batch in seen for image in batch if bool(image.any())]
+    different = {image.numpy().tobytes() for image in shown}
+    assert len(different) == images + 1, "and one made-up image, from which the cache learns the places of a batch"
+    assert len(shown) == images + 32
+    assert len(reported(found, "unseen", "test")) == 3
+
+
+def reported(found: FederationResult, client: str, split: str) -> list[float]:
+    return [one.accuracy for one in found.accuracies() if (one.client, one.split) == (client, split)]
+
+
+def test_reports_hold_the_transfer_and_both_classifiers(backbone: Backbone, features: FeatureCache) -> None:
+    found = simulate(spec(rounds=2), sites(), backbone=backbone, features=features)
+    first, second = found.reports[1]["phases"][0], found.reports[2]["phases"][0]
+    metrics = {update["client"]: update["metrics"] for update in first["updates"]}
+    told = {"mst_alignment_before", "mst_alignment_after", "mst_consistency_before", "mst_consistency_after"}
+    assert {name for name in metrics["anna"] if name.startswith("mst")} == {f"{name}[neon]" for name in told}
+    assert {name for name in metrics["bert"] if name.startswith("mst")} == {f"{name}[sketch]" for name in told}
+    assert not [n for update in second["updates"] for n in update["metrics"] if n.startswith("mst")]
+    assert [phase["phase"] for phase in found.reports[2]["phases"]] == ["global", "domain_prompts"]
+    evaluations = found.reports[2]["evaluation"]["clients"]
+    assert all(set(one["splits"]) == {"test", "test@global"} for one in evaluations.values())
+    before = found.reports[1]["evaluation"]["clients"]
+    assert set(before["unseen"]["splits"]) == {"test"}
+
+
+def peers(*domains: tuple[str, str, str]) -> list[Peer]:
+    return [
+        Peer.model_validate({"name": name, "role": role, "domain": {"name": name, "description": text}})
+        for name, role, text in domains
+    ]
+
+
+def blank_payload(backbone: Backbone, known: list[Peer]) -> bytes:
+    """A global state of zeros with a row for each trainer, as an evaluation brings it."""
+    domains = [peer.domain for peer in known if peer.role == "trainer" and peer.domain]
+    return encode(
+        {
+            "global_prompt": torch.zeros(2, backbone.d_t),
+            "classifier_weight": torch.zeros(len(domains), backbone.d_e),
+            "classifier_bias": torch.zeros(len(domains)),
+            "domains": torch.tensor([domain_key(domain.description) for domain in domains]),
+            "domain_prompts": torch.zeros(0, 2, backbone.d_t),
+            "listed_domains": torch.zeros(0, dtype=torch.int64),
+        }
+    )
+
+
+def for_training(payload: bytes) -> bytes:
+    """Of an evaluation's payload, what the phase ``global`` brings."""
+    state, _ = decode(payload)
+    return encode({name: tensor for name, tensor in state.items() if name not in ("domain_prompts", "listed_domains")})
+
+
+def task(kind: str, round: int, known: list[Peer], payload: bytes) -> Task:
+    """What the coordinator would ask of a client that knows these peers."""
+    config = spec() | {"backbone": {}, "template": "a photo of a {}.", "rounds": 4, "peers": known}
+    config["training"] = {"epochs": 1, "batch_size": 10}
+    return asked(kind, round, "global" if kind == "train" else "evaluation", payload, config)
+
+
+def started(backbone: Backbone, features: FeatureCache, folder: Path) -> TaskWork:
+    """Anna's client as it starts on what the folder holds."""
+    data = ClientData(open_source(DATA["anna"]), backbone, features)
+    state = PrivateState(folder)
+    return TaskWork("anna", "trainer", backbone, data, state, Predictor(), agreed(state, {"name": "fast_pt"}))
+
+
+def test_transforms_outlive_a_restart_and_a_newcomer_adds_its_own(
+    backbone: Backbone, features: FeatureCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = small.count_transforms(monkeypatch)
+    anna = ("anna", "trainer", "a sketch of a {}")
+    everybody = [anna, ("bert", "trainer", "a neon sign of a {}"), ("unseen", "evaluator", "a chalk drawing of a {}")]
+    known = peers(*everybody)
+    payload = blank_payload(backbone, known)
+    brought = for_training(payload)
+
+    work = started(backbone, features, tmp_path)
+    work.evaluate(task("evaluate", 0, known, payload), payload, lambda: False)
+    assert trained == ["bert"], "before the first round, with the first task that tells of the peers"
+    work.state.close()
+    work = started(backbone, features, tmp_path)
+    metrics = work.train(task("train", 1, known, brought), brought, lambda: False)
+    assert trained == ["bert"]
+    assert "mst_alignment_after[bert]" in metrics
+    work.state.commit()
+    work.state.close()
+    work = started(backbone, features, tmp_path)
+    late = peers(*everybody, ("cleo", "trainer", "a mosaic of a {}"))
+    metrics = work.train(task("train", 2, late, brought), brought, lambda: False)
+    assert trained == ["bert", "cleo"]
+    assert "mst_alignment_after[cleo]" in metrics
+    assert "mst_alignment_after[bert]" not in metrics
+    pending = work.state.pending()
+    assert pending is not None
+    assert set(decode(pending.update.read())[0]) == {"global_prompt", "classifier_weight", "classifier_bias"}
+    work.state.close()

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
-from promptfed.shared.clip import Backbone, BackboneError
+from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, load_backbone
+from promptfed.shared.data import open_source
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods.core.interface import ClientInfo, ClientUpdate, MethodError, NeedsBackbone
+from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, ClientUpdate, MethodError, NeedsBackbone
+from promptfed.shared.methods.core.training import TaskCancelled
+from promptfed.shared.methods.fast_pt import style_transfer
+from promptfed.shared.methods.fast_pt import style_transfer as styles
+from promptfed.shared.methods.fast_pt.domains import described_domains, domain_key, trainer_domains, wording
 from promptfed.shared.methods.fast_pt.method import FastPT
-from promptfed.shared.seeds import initial_draws
+from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors.torch_tensors import decode, encode
+from tests.shared.methods.conftest import NAMES
+from tests.support import literal_fast_pt as literal
+from tests.support import small_fast_pt as given
 from tests.support.equality import assert_values
-from tests.support.small_fast_pt import (
-    CHALK,
-    NEON,
-    ROWS,
-    SKETCH,
-    UNSEEN,
-    A,
-    B,
-    C,
-    Make,
-    client,
-    drawn,
-    fast_pt,
-    keys,
-    payload_of,
-    server,
-)
+from tests.support.terms import training_terms
 
 
 def test_domain_prompts_have_no_way_up_before_the_end() -> None:
-    method = fast_pt()
+    method = given.fast_pt()
     for round in range(1, 20):
         (phase,) = method.phases(round, 20)
         assert phase.name == "global"
@@ -49,20 +44,22 @@ def test_domain_prompts_have_no_way_up_before_the_end() -> None:
 
 def test_the_papers_count_of_numbers() -> None:
     """Table 4: 0.005 M at d = 768, three domains and prompts of four; the domain prompts come once, apart."""
-    method = fast_pt(m=4)
-    context = server(A, B, C, d_t=768, d_e=768)
+    method = given.fast_pt(m=4)
+    context = given.server(given.A, given.B, given.C, d_t=768, d_e=768)
     general, domain = method.phases(20, 20)
     count = {
-        phase.name: sum(torch.Size(shape).numel() for shape, _ in method.expected_update(phase, A, context).values())
+        phase.name: sum(
+            torch.Size(shape).numel() for shape, _ in method.expected_update(phase, given.A, context).values()
+        )
         for phase in (general, domain)
     }
     assert count == {"global": 5379, "domain_prompts": 3072}
 
 
 def test_the_start_has_a_zero_row_for_each_domain_in_order_of_name() -> None:
-    method, context = fast_pt(), server(A, B, UNSEEN)
+    method, context = given.fast_pt(), given.server(given.A, given.B, given.UNSEEN)
     state = method.initial_state(context, initial_draws(3))
-    assert torch.equal(state["domains"], keys(NEON, SKETCH))
+    assert torch.equal(state["domains"], given.keys(given.NEON, given.SKETCH))
     assert state["classifier_weight"].shape == (2, 96)
     assert not state["classifier_weight"].any()
     assert torch.equal(state["classifier_bias"], torch.zeros(2))
@@ -74,180 +71,381 @@ def test_the_start_has_a_zero_row_for_each_domain_in_order_of_name() -> None:
 
 
 def test_a_late_domain_appends_a_zero_row() -> None:
-    method = fast_pt()
-    state = method.initial_state(server(A, B), initial_draws(3))
-    state |= {"classifier_weight": drawn(1, 2, 96), "classifier_bias": drawn(2, 2)}
-    later = method.join(state, C, server(A, B, C))
-    assert torch.equal(later["domains"], keys(NEON, SKETCH, CHALK)), "though chalk comes first by name: no row moves"
+    method = given.fast_pt()
+    state = method.initial_state(given.server(given.A, given.B), initial_draws(3))
+    state |= {"classifier_weight": given.drawn(1, 2, 96), "classifier_bias": given.drawn(2, 2)}
+    later = method.join(state, given.C, given.server(given.A, given.B, given.C))
+    assert torch.equal(later["domains"], given.keys(given.NEON, given.SKETCH, given.CHALK)), (
+        "though chalk comes first by name: no row moves"
+    )
     assert torch.equal(later["classifier_weight"][:2], state["classifier_weight"])
     assert not later["classifier_weight"][2].any()
     assert later["classifier_bias"].tolist() == [*state["classifier_bias"].tolist(), 0.0]
-    again = method.join(later, client("d", CHALK), server(A, B, C))
+    again = method.join(later, given.client("d", given.CHALK), given.server(given.A, given.B, given.C))
     assert torch.equal(again["domains"], later["domains"]), "a domain that is known needs no row"
-    assert torch.equal(method.join(later, UNSEEN, server(A, B, UNSEEN))["domains"], later["domains"])
+    assert torch.equal(
+        method.join(later, given.UNSEEN, given.server(given.A, given.B, given.UNSEEN))["domains"], later["domains"]
+    )
     (phase,) = method.phases(1, 4)
-    expected = method.expected_update(phase, A, server(A, B, C))
+    expected = method.expected_update(phase, given.A, given.server(given.A, given.B, given.C))
     assert expected["classifier_weight"] == ((3, 96), "float32")
 
 
 def test_updates_are_averaged_and_the_list_is_made_of_those_who_answered(backbone: Backbone) -> None:
-    method, context = fast_pt(), server(A, B, C)
-    state = payload_of(backbone, rows=(CHALK, NEON, SKETCH))
+    method, context = given.fast_pt(), given.server(given.A, given.B, given.C)
+    state = given.payload_of(backbone, rows=(given.CHALK, given.NEON, given.SKETCH))
     general, last = method.phases(4, 4)
-    sent = [{spec.name: drawn(10 + i, *state[spec.name].shape) for spec in general.up} for i in range(2)]
+    sent = [{spec.name: given.drawn(10 + i, *state[spec.name].shape) for spec in general.up} for i in range(2)]
     updates = [ClientUpdate("a", 0.25, sent[0]), ClientUpdate("b", 0.75, sent[1])]
     after = method.aggregate(state, general, iter(updates), weighted_mean, context)
     for spec in general.up:
         assert_values(after[spec.name], 0.25 * sent[0][spec.name] + 0.75 * sent[1][spec.name], 1e-6)
     assert torch.equal(after["domains"], state["domains"])
-    prompts = {name: drawn(20 + i, 3, backbone.d_t) for i, name in enumerate("ac")}
+    prompts = {name: given.drawn(20 + i, 3, backbone.d_t) for i, name in enumerate("ac")}
     updates = [ClientUpdate(name, 0.5, {"domain_prompt": one}) for name, one in prompts.items()]
     ended = method.aggregate(after, last, iter(updates), weighted_mean, context)
-    assert torch.equal(ended["listed_domains"], keys(CHALK, SKETCH)), "in the order of the rows; b did not answer"
+    assert torch.equal(ended["listed_domains"], given.keys(given.CHALK, given.SKETCH)), (
+        "in the order of the rows; b did not answer"
+    )
     assert torch.equal(ended["domain_prompts"], torch.stack([prompts["c"], prompts["a"]]))
 
 
 def test_merged_domains_are_one_row_and_one_prompt(backbone: Backbone) -> None:
-    method = fast_pt(merge_domains=True)
-    twin = client("d", Domain(name="drawing", description="A sketch of a {}."))
-    method.admit(twin, None, server(A, B))
-    context = server(A, B, twin)
+    method = given.fast_pt(merge_domains=True)
+    twin = given.client("d", Domain(name="drawing", description="A sketch of a {}."))
+    method.admit(twin, None, given.server(given.A, given.B))
+    context = given.server(given.A, given.B, twin)
     assert method.dims(context)["n"] == 2
     state = method.initial_state(context, initial_draws(3))
     (_, last) = method.phases(4, 4)
-    prompts = [drawn(i, 3, backbone.d_t) for i in range(3)]
+    prompts = [given.drawn(i, 3, backbone.d_t) for i in range(3)]
     updates = [
         ClientUpdate(name, weight, {"domain_prompt": one})
         for name, weight, one in zip("abd", (0.2, 0.5, 0.3), prompts, strict=True)
     ]
     ended = method.aggregate(state, last, iter(updates), weighted_mean, context)
-    assert torch.equal(ended["listed_domains"], keys(NEON, SKETCH))
+    assert torch.equal(ended["listed_domains"], given.keys(given.NEON, given.SKETCH))
     assert_values(ended["domain_prompts"][1], 0.4 * prompts[0] + 0.6 * prompts[2])
 
 
 def test_payloads_hold_what_the_phase_needs(backbone: Backbone) -> None:
-    method, context, state = fast_pt(), server(A, B), payload_of(backbone, listed=ROWS)
+    method, context, state = (
+        given.fast_pt(),
+        given.server(given.A, given.B),
+        given.payload_of(backbone, listed=given.ROWS),
+    )
     general, last = method.phases(4, 4)
-    found = {phase.name: set(method.payload(state, phase, A, context)) for phase in (general, last)}
+    found = {phase.name: set(method.payload(state, phase, given.A, context)) for phase in (general, last)}
     assert found == {
         "global": {"global_prompt", "classifier_weight", "classifier_bias", "domains"},
         "domain_prompts": {"global_prompt"},
     }
-    assert set(method.payload(state, None, UNSEEN, context)) == set(state)
+    assert set(method.payload(state, None, given.UNSEEN, context)) == set(state)
 
 
 def test_words_can_start_the_global_prompt(backbone: Backbone) -> None:
-    method = fast_pt(m=4, context_init="a photo of a")
+    method = given.fast_pt(m=4, context_init="a photo of a")
     with pytest.raises(NeedsBackbone):
-        method.initial_state(server(), initial_draws(3))
-    made = method.initial_state_with(backbone, server(), initial_draws(3))
+        method.initial_state(given.server(), initial_draws(3))
+    made = method.initial_state_with(backbone, given.server(), initial_draws(3))
     assert torch.equal(made["global_prompt"], backbone.embed_words("a photo of a"))
     assert made["domains"].shape == (0,), "the command does not know the clients"
-    started = method.adopt(made, server(A, B))
-    assert torch.equal(started["domains"], keys(NEON, SKETCH))
+    started = method.adopt(made, given.server(given.A, given.B))
+    assert torch.equal(started["domains"], given.keys(given.NEON, given.SKETCH))
     assert started["classifier_weight"].shape == (2, 96)
 
 
 def test_a_warm_start_keeps_the_rows_of_domains_that_are_there(backbone: Backbone) -> None:
-    method = fast_pt()
-    before = payload_of(backbone, listed=(SKETCH, CHALK), rows=(SKETCH, CHALK))
-    started = method.adopt(before, server(A, B))
-    assert torch.equal(started["domains"], keys(NEON, SKETCH))
+    method = given.fast_pt()
+    before = given.payload_of(backbone, listed=(given.SKETCH, given.CHALK), rows=(given.SKETCH, given.CHALK))
+    started = method.adopt(before, given.server(given.A, given.B))
+    assert torch.equal(started["domains"], given.keys(given.NEON, given.SKETCH))
     assert torch.equal(started["classifier_weight"][1], before["classifier_weight"][0])
     assert not started["classifier_weight"][0].any()
     assert started["domain_prompts"].shape == (0, 3, backbone.d_t), "domain prompts are their federation's"
     broken = before | {"classifier_bias": torch.zeros(3)}
-    assert method.adopt(broken, server(A, B)) is broken, "left for the check that follows to refuse"
+    assert method.adopt(broken, given.server(given.A, given.B)) is broken, "left for the check that follows to refuse"
     less = {"global_prompt": before["global_prompt"]}
-    assert method.adopt(less, server(A, B)) is less
-
-
-# Refusals
+    assert method.adopt(less, given.server(given.A, given.B)) is less
 
 
 def refused(method: FastPT, newcomer: ClientInfo, former: ClientInfo | None, *others: ClientInfo) -> str:
     with pytest.raises(MethodError) as caught:
-        method.admit(newcomer, former, server(*others))
+        method.admit(newcomer, former, given.server(*others))
     return str(caught.value)
 
 
 def test_a_description_that_another_trainer_has_is_refused() -> None:
-    method, twin = fast_pt(), client("d", Domain(name="other", description="A sketch of a {}."))
-    text = refused(method, twin, None, A, B)
+    method, twin = given.fast_pt(), given.client("d", Domain(name="other", description="A sketch of a {}."))
+    text = refused(method, twin, None, given.A, given.B)
     assert text == (
         "'a' describes its domain as 'A sketch of a {}.' too: say what sets this one apart, or set "
         "method.merge_domains to make them one domain"
     )
-    method.admit(twin, None, server(B, client("unseen", SKETCH, "evaluator")))
-    method.admit(client("unseen", SKETCH, "evaluator"), None, server(A, B))
-    method.admit(client("unseen", None, "evaluator"), None, server(A, B))
+    method.admit(twin, None, given.server(given.B, given.client("unseen", given.SKETCH, "evaluator")))
+    method.admit(given.client("unseen", given.SKETCH, "evaluator"), None, given.server(given.A, given.B))
+    method.admit(given.client("unseen", None, "evaluator"), None, given.server(given.A, given.B))
 
 
 def test_a_description_must_say_something() -> None:
-    text = refused(fast_pt(), client("d", Domain(name="d", description=" {}. ")), None)
+    text = refused(given.fast_pt(), given.client("d", Domain(name="d", description=" {}. ")), None)
     assert text == "the domain description ' {}. ' says nothing: use words, as in 'a sketch of a {}'"
 
 
 def test_who_comes_back_has_the_same_domain_and_role() -> None:
-    method = fast_pt()
-    method.admit(A, A, server(B))
-    assert refused(method, client("a", CHALK), A, B) == (
+    method = given.fast_pt()
+    method.admit(given.A, given.A, given.server(given.B))
+    assert refused(method, given.client("a", given.CHALK), given.A, given.B) == (
         "'a' took part with the domain 'a sketch of a {}': come back with it, or enrol 'a chalk drawing of a {}' "
         "under another name"
     )
-    evaluator = client("a", SKETCH, "evaluator")
-    assert "enrol the evaluator under another name" in refused(method, evaluator, A, B)
-    assert "enrol the trainer under another name" in refused(method, A, evaluator, B)
+    evaluator = given.client("a", given.SKETCH, "evaluator")
+    assert "enrol the evaluator under another name" in refused(method, evaluator, given.A, given.B)
+    assert "enrol the trainer under another name" in refused(method, given.A, evaluator, given.B)
 
 
 def test_one_domain_is_no_federation() -> None:
-    method = fast_pt(merge_domains=True)
+    method = given.fast_pt(merge_domains=True)
     with pytest.raises(MethodError, match=r"all trainers are of one domain, 'a sketch of a \{\}'"):
-        method.check_clients(server(A, client("d", SKETCH), UNSEEN))
-    method.check_clients(server(A, B))
+        method.check_clients(given.server(given.A, given.client("d", given.SKETCH), given.UNSEEN))
+    method.check_clients(given.server(given.A, given.B))
 
 
 def test_a_backbone_without_room_for_both_prompts_is_refused() -> None:
-    context = server(A, B)
+    context = given.server(given.A, given.B)
     small = replace(context, shape=BackboneShape(d_t=8, d_e=8, context_length=10))
     with pytest.raises(MethodError, match="no room for a class name"):
-        fast_pt(m=4).dims(small)
-    assert fast_pt(m=4, prompts="global").dims(small)["m"] == 4
+        given.fast_pt(m=4).dims(small)
+    assert given.fast_pt(m=4, prompts="global").dims(small)["m"] == 4
     with pytest.raises(MethodError, match="text tower"):
-        fast_pt().dims(server(A, B, d_t=None))
+        given.fast_pt().dims(given.server(given.A, given.B, d_t=None))
 
 
-def test_a_trainer_without_a_description_is_told_so(make_context: Make, backbone: Backbone) -> None:
+def test_a_trainer_without_a_description_is_told_so(make_context: given.Make, backbone: Backbone) -> None:
     with pytest.raises(MethodError, match="no domain description"):
-        fast_pt().train(replace(make_context(), phase="global"), payload_of(backbone), {})
+        given.fast_pt().train(replace(make_context(), phase="global"), given.payload_of(backbone), {})
 
 
 @pytest.mark.parametrize("words", ["very " * 39 + "{}", "x" * 198 + " {}"])
 def test_a_description_that_no_text_tower_reads_is_refused_where_it_is_enrolled(words: str) -> None:
-    context = server(B)
+    context = given.server(given.B)
     context = replace(context, shape=context.shape.model_copy(update={"context_length": 32}))
-    long = client("long", Domain(name="long", description=words))
+    long = given.client("long", Domain(name="long", description=words))
     with pytest.raises(MethodError, match="say it in fewer"):
-        fast_pt().admit(long, None, context)
-    fast_pt().admit(A, None, context)
+        given.fast_pt().admit(long, None, context)
+    given.fast_pt().admit(given.A, None, context)
 
 
-def test_one_peer_with_too_many_words_stops_nobody(make_context: Make, backbone: Backbone) -> None:
+def test_one_peer_with_too_many_words_stops_nobody(make_context: given.Make, backbone: Backbone) -> None:
     """It got in, as 200 characters of rare signs are more tokens than words: nothing is transferred to it."""
     rare = Domain(name="rare", description="❄☃⚘♞ " * 12 + "{}")
-    context = replace(make_context(), domain=SKETCH, peers=(A, B, client("rare", rare)), phase="global")
+    context = replace(
+        make_context(), domain=given.SKETCH, peers=(given.A, given.B, given.client("rare", rare)), phase="global"
+    )
     with pytest.raises(BackboneError):
-        fast_pt().check_domain(backbone, context.class_names, rare)
-    method = fast_pt()
+        given.fast_pt().check_domain(backbone, context.class_names, rare)
+    method = given.fast_pt()
     private = method.prepare(context, {})
     payload = {
-        "global_prompt": drawn(1, 3, backbone.d_t),
+        "global_prompt": given.drawn(1, 3, backbone.d_t),
         "classifier_weight": torch.zeros(3, backbone.d_e),
         "classifier_bias": torch.zeros(3),
-        "domains": keys(NEON, rare, SKETCH),
+        "domains": given.keys(given.NEON, rare, given.SKETCH),
     }
     result = method.train(context, payload, private)
     assert result.metrics["mst_too_long[rare]"] == 1.0
     assert "mst_too_long[neon]" not in result.metrics
     assert result.update["classifier_weight"].shape == (3, backbone.d_e)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in result.update.values())
+
+
+# MST against its equations written out, and its life on a client: resumed, extended, reported once, stopped.
+
+
+SKETCHED = Domain(name="sketch", description="a sketch of a {}")
+
+
+NEON_LOOK = Domain(name="neon", description="a neon sign of a {}")
+
+
+CHALKED = Domain(name="chalk", description="a chalk drawing of a {}")
+
+
+TEMPLATE = "a photo of a {}."
+
+
+def client_of_style_transfer(name: str, domain: Domain | None, role: Any = "trainer") -> ClientInfo:
+    return ClientInfo(name, role, 10, (), domain)
+
+
+def texts(backbone: Backbone, template: str) -> Tensor:
+    return torch.stack([literal.whole_text(backbone, template, name) for name in NAMES])
+
+
+@pytest.fixture
+def sketcher(make_context: given.Make) -> ClientContext:
+    return replace(make_context(10), domain=SKETCHED)
+
+
+@pytest.mark.parametrize(("weight", "temperature"), [(0.5, 1.0), (0.2, 1.0), (0.2, 0.05)])
+def test_the_loss_is_the_papers_with_its_gradients(
+    weight: float, temperature: float, backbone: Backbone, sketcher: ClientContext
+) -> None:
+    hyper = styles.StyleTransferHyper(mst_weight=weight, mst_temperature=temperature)
+    own, target, template = (texts(backbone, one) for one in (SKETCHED.description, NEON_LOOK.description, TEMPLATE))
+    start = styles.new_transform(backbone.d_e, 7, torch.Generator().manual_seed(3))
+    values, labels = sketcher.train.features(), sketcher.train.labels
+
+    q = {name: one.clone().requires_grad_() for name, one in start.items()}
+    found = styles.transfer_loss(styles.transform(q, values), values, labels, target - own, template, hyper)
+    gradients = torch.autograd.grad(found, list(q.values()))
+
+    p = {name: one.clone().requires_grad_() for name, one in start.items()}
+    aligned, consistent = literal.transfer_terms(
+        p, values, labels, list(own), list(target), list(template), temperature
+    )
+    wanted = weight * aligned + (1 - weight) * consistent
+    literally = torch.autograd.grad(wanted, list(p.values()))
+
+    assert_values(found, wanted)
+    for one, other in zip(gradients, literally, strict=True):
+        assert float((one - other).abs().max()) <= 1e-4 * float(other.abs().max())
+
+
+def test_training_a_transform_equals_the_equations(backbone: Backbone, sketcher: ClientContext) -> None:
+    hyper = styles.StyleTransferHyper(mst_hidden=5, mst_epochs=2, mst_batch_size=4, mst_learning_rate=0.01)
+    values, labels = sketcher.train.features(), sketcher.train.labels
+    trained = styles.StyleTransfer(sketcher, hyper).train(NEON_LOOK)
+    draws = generator(3, "hospital-a", "style-transfer", "a neon sign of a {}")
+    templates = (SKETCHED.description, NEON_LOOK.description, TEMPLATE)
+    wanted = literal.trained_transform(
+        backbone, values, labels, NAMES, templates, draws, hidden=5, epochs=2, batch_size=4, rate=0.01
+    )
+    found = {name.rsplit(".", 1)[1]: one for name, one in trained.items()}
+    start = styles.new_transform(backbone.d_e, 5, generator(3, "hospital-a", "style-transfer", "a neon sign of a {}"))
+    for name in styles.PARAMETERS:
+        assert float((wanted[name] - start[name]).abs().max()) > 0.01
+        assert_values(found[name], wanted[name], 1e-4)
+    moved = styles.StyleTransfer(sketcher, hyper).apply(trained, NEON_LOOK)
+    assert_values(moved, literal.transferred(wanted, values), 1e-4)
+    assert_values(moved.norm(dim=1), torch.ones(10))
+
+
+def test_the_hidden_width_is_half_of_d_e_by_default(backbone: Backbone, sketcher: ClientContext) -> None:
+    trained = styles.StyleTransfer(sketcher, styles.StyleTransferHyper(mst_epochs=1)).train(NEON_LOOK)
+    shapes = {name.rsplit(".", 1)[1]: tuple(one.shape) for name, one in trained.items()}
+    d_e = backbone.d_e
+    assert shapes == {"w1": (d_e // 2, d_e), "b1": (d_e // 2,), "w2": (d_e, d_e // 2), "b2": (d_e,), "report": (4,)}
+
+
+def test_training_aligns_and_keeps_the_class(backbone: Backbone, sketcher: ClientContext) -> None:
+    transfer = styles.StyleTransfer(sketcher, styles.StyleTransferHyper())
+    private = transfer.train(NEON_LOOK)
+    report = transfer.report(private, NEON_LOOK)
+    assert report["alignment_after"] > report["alignment_before"] + 0.3
+    assert report["consistency_after"] > report["consistency_before"]
+    values, labels = sketcher.train.features(), sketcher.train.labels
+    keys = ".".join(f"{domain_key(one.description):016x}" for one in (SKETCHED, NEON_LOOK))
+    parameters = {name: private[f"transform.{keys}.{name}"] for name in styles.PARAMETERS}
+    directions = texts(backbone, NEON_LOOK.description) - texts(backbone, SKETCHED.description)
+    aligned = styles.alignment(styles.transform(parameters, values), values, directions[labels])
+    assert float(aligned.mean()) == pytest.approx(report["alignment_after"], abs=1e-5)
+    read = (styles.transferred(parameters, values) @ texts(backbone, TEMPLATE).T).argmax(dim=1) == labels
+    assert float(read.float().mean()) == pytest.approx(report["consistency_after"])
+
+
+def test_few_images_are_trained_on_in_as_many_steps(sketcher: ClientContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 epochs of batch 256 were 50 steps on 208 images, and 10 images had as many."""
+    steps: list[int] = []
+
+    def counted(moved: Tensor, *rest: Any) -> Tensor:
+        steps.append(len(moved))
+        return styles.transfer_loss(moved, *rest)
+
+    monkeypatch.setattr(style_transfer, "transfer_loss", counted)
+    styles.StyleTransfer(sketcher, styles.StyleTransferHyper()).train(NEON_LOOK)
+    assert steps == [10] * 400
+    steps.clear()
+    styles.StyleTransfer(sketcher, styles.StyleTransferHyper(mst_steps=5, mst_batch_size=4)).train(NEON_LOOK)
+    assert steps == [4, 4, 2, 4, 4]
+    steps.clear()
+    styles.StyleTransfer(sketcher, styles.StyleTransferHyper(mst_epochs=2, mst_batch_size=4)).train(NEON_LOOK)
+    assert steps == [4, 4, 2, 4, 4, 2]
+
+
+def test_on_real_embeddings_the_class_is_kept(tmp_path: Path) -> None:
+    """Sketches of 13 signs, 16 of each, as clients of the embedded benchmark have them, into neon."""
+    backbone = load_backbone("promptfed-tiny", "embedded")
+    source = open_source("symbols:sketch?topic=signs&per_class=16&test_per_class=1")
+    features = FeatureCache(tmp_path).features(backbone, source.train)
+    names = source.class_names
+    context = ClientContext(
+        backbone, training_terms(rounds=1, seed=0), names, TEMPLATE, "a", SKETCHED, (), 1, "global",
+        styles.EmbeddedSplit(features, source.train.labels),
+    )  # fmt: skip
+    kept = {}
+    for label, hyper in (("epochs", styles.StyleTransferHyper(mst_epochs=50)), ("steps", styles.StyleTransferHyper())):
+        transfer = styles.StyleTransfer(context, hyper)
+        kept[label] = transfer.report(transfer.train(NEON_LOOK), NEON_LOOK)["consistency_after"]
+    assert kept["epochs"] < 0.7
+    assert kept["steps"] > 0.8
+
+
+def test_a_transform_does_not_depend_on_when_or_beside_which_it_is_trained(sketcher: ClientContext) -> None:
+    transfer = styles.StyleTransfer(sketcher, styles.StyleTransferHyper(mst_epochs=2))
+    alone = transfer.train(NEON_LOOK)
+    transfer.train(CHALKED)
+    again = styles.StyleTransfer(
+        replace(sketcher, round=4, phase="evaluation"), styles.StyleTransferHyper(mst_epochs=2)
+    ).train(NEON_LOOK)
+    assert all(torch.equal(alone[name], again[name]) for name in alone)
+    with torch.no_grad():
+        under_no_grad = transfer.train(NEON_LOOK)
+    assert all(torch.equal(alone[name], under_no_grad[name]) for name in alone)
+
+
+def test_a_stop_is_noticed_between_steps(sketcher: ClientContext) -> None:
+    asked: list[int] = []
+
+    def cancelled() -> bool:
+        asked.append(1)
+        return len(asked) > 3
+
+    with pytest.raises(TaskCancelled):
+        styles.StyleTransfer(replace(sketcher, cancelled=cancelled), styles.StyleTransferHyper()).train(NEON_LOOK)
+    assert len(asked) == 4
+
+
+def test_a_client_without_a_description_cannot_transfer(make_context: given.Make) -> None:
+    with pytest.raises(MethodError, match="'hospital-a' has no domain description"):
+        styles.StyleTransfer(make_context(), styles.StyleTransferHyper())
+
+
+def test_a_domain_is_its_wording() -> None:
+    assert wording("A  Sketch of a {}.") == "a sketch of a {}"
+    assert domain_key("A Sketch of a {}.") == domain_key("a sketch of a {}") != domain_key("a sketch of the {}")
+    assert 0 <= domain_key("a {}") < 1 << 63
+
+
+def test_domains_are_the_trainers_sorted_by_name_and_told_once() -> None:
+    shout = Domain(name="a-sketch", description="A SKETCH OF A {}")
+    clients = [
+        client_of_style_transfer("a", SKETCHED),
+        client_of_style_transfer("b", NEON_LOOK),
+        client_of_style_transfer("c", shout),
+        client_of_style_transfer("d", CHALKED, "evaluator"),
+    ]
+    clients.append(client_of_style_transfer("e", None, "evaluator"))
+    assert [domain.name for domain in trainer_domains(clients).values()] == ["neon", "sketch"]
+    assert [domain.name for domain in described_domains(clients).values()] == ["chalk", "neon", "sketch"]
+    assert list(trainer_domains(clients)) == [domain_key(NEON_LOOK.description), domain_key(SKETCHED.description)]
+
+
+def test_embedded_splits_join_and_have_no_images() -> None:
+    values = torch.arange(6.0).reshape(3, 2)
+    joined = styles.EmbeddedSplit.of([(values, torch.tensor([0, 1, 2])), (values + 10, torch.tensor([2, 1, 0]))])
+    assert len(joined) == 6
+    assert torch.equal(joined.features(), torch.cat([values, values + 10]))
+    assert joined.labels.tolist() == [0, 1, 2, 2, 1, 0]
+    with pytest.raises(MethodError, match="no images"):
+        joined.images(torch.tensor([0]))
