@@ -98,12 +98,9 @@ EXPIRES = datetime(2027, 1, 2, 3, 4, tzinfo=UTC)
 
 
 INVITATION = Invitation(
-    coordinator="https://coordinator.example:8443",
-    federation="pets",
-    token="ab" * 32,
-    expires_at=EXPIRES,
+    coordinator="https://coordinator.example:8443", federation="pets", token="ab" * 32, expires_at=EXPIRES,
     authority="0f" * 32,
-)
+)  # fmt: skip
 
 
 ALPHABET = string.ascii_letters + string.digits + "-_"

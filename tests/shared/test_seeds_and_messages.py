@@ -15,13 +15,9 @@ from promptfed.shared.messages import Domain, EnrolRequest, EvaluationRequest, P
 from promptfed.shared.seeds import derive_seed, generator, sampling_order
 
 ENROL: dict[str, Any] = {
-    "name": "hospital-a",
-    "secret": "ab" * 32,
-    "num_samples": 10,
-    "class_names": ["cat", "dog"],
-    "backbone_fingerprint": "sha256:" + "0" * 64,
-    "backbone_shape": {"d_e": 8},
-}
+    "name": "hospital-a", "secret": "ab" * 32, "num_samples": 10, "class_names": ["cat", "dog"],
+    "backbone_fingerprint": "sha256:" + "0" * 64, "backbone_shape": {"d_e": 8},
+}  # fmt: skip
 
 
 def test_seeds_are_of_their_purpose_alone() -> None:

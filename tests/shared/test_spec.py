@@ -239,12 +239,9 @@ def test_a_key_that_is_like_no_other_suggests_nothing() -> None:
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
     raw = {
-        "name": "a b",
-        "secure_aggregation": {"threshold": 0.5},
-        "rounds": -1,
-        "training": {"epoch": 1},
+        "name": "a b", "secure_aggregation": {"threshold": 0.5}, "rounds": -1, "training": {"epoch": 1},
         "method": {"name": "promptfl", "m": 0, "mu": 1},
-    }
+    }  # fmt: skip
     with pytest.raises(SpecError) as caught:
         resolve_spec(raw)
     paths = [error["path"] for error in caught.value.errors]

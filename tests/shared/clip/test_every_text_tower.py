@@ -39,16 +39,12 @@ ON_THE_HUB = {
     for name, config in json.loads((DATA / "text_models.json").read_text()).items()
 }
 BIOMEDCLIP = {
-    "embed_dim": 512,
-    "custom_text": True,
-    "quick_gelu": False,
+    "embed_dim": 512, "custom_text": True, "quick_gelu": False,
     "text_cfg": {
-        "hf_model_name": "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract",
-        "hf_proj_type": "mlp",
-        "hf_pooler_type": "cls_last_hidden_state_pooler",
-        "context_length": 256,
+        "hf_model_name": "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract", "hf_proj_type": "mlp",
+        "hf_pooler_type": "cls_last_hidden_state_pooler", "context_length": 256,
     },
-}
+}  # fmt: skip
 
 
 @cache
@@ -112,13 +108,9 @@ def prompts_for(tower: Any, model: Any) -> ClassPrompts:
     for index, position in enumerate(ends.tolist()):
         buckets.setdefault(position, []).append(index)
     return ClassPrompts(
-        names=("a", "b", "c"),
-        context_length=M,
-        start=1,
-        ids=ids,
-        end=ends,
+        names=("a", "b", "c"), context_length=M, start=1, ids=ids, end=ends,
         buckets=tuple((position, tuple(buckets[position])) for position in sorted(buckets)),
-    )
+    )  # fmt: skip
 
 
 def reference(tower: Any, model: Any, prompts: Any, context: Any, deep: Any) -> Any:

@@ -26,15 +26,9 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"a photo of . x one big red fox do
 
 
 BERT = {
-    "model_type": "bert",
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "vocab_size": len(WORDS),
-    "max_position_embeddings": 40,
-    "pad_token_id": 0,
-}
+    "model_type": "bert", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 3,
+    "vocab_size": len(WORDS), "max_position_embeddings": 40, "pad_token_id": 0,
+}  # fmt: skip
 
 
 MODEL = {

@@ -522,12 +522,10 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_head
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "small_plain": {},
-    "small_registers": {"reg_tokens": 2, "no_embed_class": True, "init_values": 0.3},
-    "small_average": {"global_pool": "avg", "class_token": False},
-    "small_prenorm": {"pre_norm": True},
+    "small_plain": {}, "small_registers": {"reg_tokens": 2, "no_embed_class": True, "init_values": 0.3},
+    "small_average": {"global_pool": "avg", "class_token": False}, "small_prenorm": {"pre_norm": True},
     "small_map": {"global_pool": "map", "class_token": False},
-}
+}  # fmt: skip
 
 
 class Altered(VisionTransformer):
@@ -611,19 +609,9 @@ def test_what_it_says_of_itself() -> None:
     backbone = small("small_plain")
     assert (backbone.has_text, backbone.supports.text_prompts, backbone.supports.visual_prompts) == (False, False, True)
     assert shape_of(backbone).model_dump() == {
-        "d_t": None,
-        "d_v": 48,
-        "d_e": 48,
-        "text_layers": None,
-        "vision_layers": 3,
-        "context_length": None,
-        "patch_size": 8,
-        "patch_tokens": None,
-        "mlp_width": 192,
-        "positions": 17,
-        "heads_v": 4,
-        "heads_t": None,
-    }
+        "d_t": None, "d_v": 48, "d_e": 48, "text_layers": None, "vision_layers": 3, "context_length": None,
+        "patch_size": 8, "patch_tokens": None, "mlp_width": 192, "positions": 17, "heads_v": 4, "heads_t": None,
+    }  # fmt: skip
     assert backbone.image_size == (32, 32)
 
 

@@ -166,20 +166,15 @@ def test_weights_of_one_s_own_are_prepared_as_the_published_ones_are(
 BIOMEDCLIP: dict[str, Any] = {
     "embed_dim": 32,
     "vision_cfg": {
-        "timm_model_name": "vit_tiny_patch16_224",
-        "timm_model_pretrained": False,
-        "timm_pool": "",
-        "timm_proj": "linear",
-        "image_size": 224,
+        "timm_model_name": "vit_tiny_patch16_224", "timm_model_pretrained": False, "timm_pool": "",
+        "timm_proj": "linear", "image_size": 224,
     },
     "text_cfg": {
         "hf_model_name": "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract",
-        "hf_tokenizer_name": "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract",
-        "hf_proj_type": "mlp",
-        "hf_pooler_type": "cls_last_hidden_state_pooler",
-        "context_length": 24,
+        "hf_tokenizer_name": "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract", "hf_proj_type": "mlp",
+        "hf_pooler_type": "cls_last_hidden_state_pooler", "context_length": 24,
     },
-}
+}  # fmt: skip
 
 
 BERT = {"model_type": "bert", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 60}

@@ -357,11 +357,9 @@ class WrappedTokenizer:
     def __init__(self, begin: bool, class_token: bool) -> None:
         self._begin, self._class = begin, class_token
         self.tokenizer = SimpleNamespace(
-            pad_token_id=PAD,
-            bos_token_id=BOS if begin else None,
-            cls_token_id=None,
+            pad_token_id=PAD, bos_token_id=BOS if begin else None, cls_token_id=None,
             all_special_ids=[PAD, BOS, EOS, CLS],
-        )
+        )  # fmt: skip
 
     def __call__(self, texts: Any, context_length: Any) -> Any:
         rows = []

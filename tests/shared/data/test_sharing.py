@@ -44,14 +44,10 @@ def assert_same(found: Source, wanted: Source) -> None:
 
 
 OPTIONS = [
-    "",
-    "&shots=2",
-    "&classes=novel",
-    "&partition=iid&clients=3&client={}",
-    "&partition=dirichlet&alpha=1&clients=3&client={}&partition_seed=2",
-    "&partition=pathological&clients=3&client={}",
+    "", "&shots=2", "&classes=novel", "&partition=iid&clients=3&client={}",
+    "&partition=dirichlet&alpha=1&clients=3&client={}&partition_seed=2", "&partition=pathological&clients=3&client={}",
     "&classes=base&partition=pathological&classes_per_client=1&client={}&shots=3",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -101,13 +97,9 @@ def test_a_source_can_be_handed_in() -> None:
 
 
 REFUSED = [
-    "nothing:here",
-    SMALL + "&unknown=1",
-    SMALL + "&partition=iid&clients=3&client=3",
-    SMALL + "&partition=iid&clients=3",
-    SMALL + "&alpha=1",
-    "symbols:nowhere",
-]
+    "nothing:here", SMALL + "&unknown=1", SMALL + "&partition=iid&clients=3&client=3",
+    SMALL + "&partition=iid&clients=3", SMALL + "&alpha=1", "symbols:nowhere",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("uri", REFUSED)

@@ -196,13 +196,9 @@ def test_csv_with_split_and_domain(tmp_path: Path) -> None:
     for i in range(4):
         write_image(tmp_path / f"{i}", i)
     uri = table(
-        tmp_path,
-        "path,label,split,domain",
-        "0.png,cat,train,ink",
-        "1.png,cat,test,ink",
-        "2.png,dog,train,ink",
+        tmp_path, "path,label,split,domain", "0.png,cat,train,ink", "1.png,cat,test,ink", "2.png,dog,train,ink",
         "3.png,dog,test,oil",
-    )
+    )  # fmt: skip
     source = open_source(f"{uri}?domain=ink")
     assert source.class_names == ("cat", "dog")
     assert (len(source.train), len(source.test)) == (2, 1)
@@ -814,13 +810,9 @@ def rows(source: Source) -> dict[int, list[int]]:
 
 def test_a_table_with_a_column_for_each_class(tmp_path: Path) -> None:
     uri = table_of_several_labels(
-        tmp_path,
-        "path,patient,pleural_effusion,mass,split",
-        "a.png,p,1,0,train",
-        "b.png,p,,1.0,train",
-        "c.png,q,0,,test",
-        "d.png,q,0.0,1,test",
-    )
+        tmp_path, "path,patient,pleural_effusion,mass,split", "a.png,p,1,0,train", "b.png,p,,1.0,train",
+        "c.png,q,0,,test", "d.png,q,0.0,1,test",
+    )  # fmt: skip
     source = open_source(f"{uri}?group=patient")
     assert source.class_names == ("pleural effusion", "mass")
     assert source.train.labels.dtype == torch.int8

@@ -58,17 +58,10 @@ def make_context(backbone: Backbone) -> Callable[..., ClientContext]:
         features = F.normalize(torch.randn(count, backbone.d_e, generator=draws), dim=-1)
         labels = torch.randint(len(NAMES), (count,), generator=draws)
         return ClientContext(
-            backbone=backbone,
-            class_names=NAMES,
-            template="a photo of a {}.",
-            terms=training_terms(training, rounds=rounds),
-            client="hospital-a",
-            domain=None,
-            peers=(),
-            round=round,
-            phase="train",
-            train=MadeUpSplit(features, labels),
-        )
+            backbone=backbone, class_names=NAMES, template="a photo of a {}.",
+            terms=training_terms(training, rounds=rounds), client="hospital-a", domain=None, peers=(), round=round,
+            phase="train", train=MadeUpSplit(features, labels),
+        )  # fmt: skip
 
     return make
 

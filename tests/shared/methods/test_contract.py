@@ -222,21 +222,14 @@ SHAPE = BackboneShape(
 
 TRAVELS: dict[str, dict[str, tuple[int, ...]]] = {
     "fedclip": {"adapter_w1": (512, 512), "adapter_b1": (512,), "adapter_w2": (512, 512), "adapter_b2": (512,)},
-    "fedclipadapter": {"image_w1": (128, 512), "image_w2": (512, 128)},
-    "fedkgcoop": {"context": (16, 512)},
-    "fedotp": {"global_context": (16, 512)},
-    "fedpgp": {"global_context": (16, 512)},
-    "fedpr": {"visual_prompts": (12, 8, 768)},
-    "fedtaskres": {"residual": (3, 512)},
-    "fedvpt": {"visual_prompts": (1, 10, 768)},
-    "fedvpt_deep": {"visual_prompts": (12, 1, 768)},
-    "pfedprompt": {"context": (16, 512)},
-    "promptfl": {"context": (16, 512)},
-    "promptfl_ft": {"context": (16, 512)},
-    "promptfl_per": {"context": (8, 512)},
-    "promptfl_prox": {"context": (16, 512)},
+    "fedclipadapter": {"image_w1": (128, 512), "image_w2": (512, 128)}, "fedkgcoop": {"context": (16, 512)},
+    "fedotp": {"global_context": (16, 512)}, "fedpgp": {"global_context": (16, 512)},
+    "fedpr": {"visual_prompts": (12, 8, 768)}, "fedtaskres": {"residual": (3, 512)},
+    "fedvpt": {"visual_prompts": (1, 10, 768)}, "fedvpt_deep": {"visual_prompts": (12, 1, 768)},
+    "pfedprompt": {"context": (16, 512)}, "promptfl": {"context": (16, 512)}, "promptfl_ft": {"context": (16, 512)},
+    "promptfl_per": {"context": (8, 512)}, "promptfl_prox": {"context": (16, 512)},
     "promptfolio": {"global_context": (16, 512)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRAVELS)
@@ -469,18 +462,9 @@ def test_a_file_in_the_folder_is_a_method_as_contributing_says(tmp_path: Path, m
 
 
 SHAPE_PAYLOAD_TENSORS = BackboneShape(
-    d_t=16,
-    d_v=16,
-    d_e=16,
-    text_layers=3,
-    vision_layers=3,
-    context_length=77,
-    patch_size=4,
-    mlp_width=64,
-    positions=17,
-    heads_v=2,
-    heads_t=2,
-)
+    d_t=16, d_v=16, d_e=16, text_layers=3, vision_layers=3, context_length=77, patch_size=4, mlp_width=64, positions=17,
+    heads_v=2, heads_t=2,
+)  # fmt: skip
 
 
 NAMES = ("sun", "anchor", "umbrella")
@@ -518,13 +502,9 @@ PRIVACY = {"level": "client", "clip": 0.5, "noise_multiplier": 1.0}
 
 def spec(**changes: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
-        "name": "eyes",
-        "method": {"name": "promptfl", "m": 4},
-        "rounds": 3,
-        "participation": {"min_clients": 50},
-        "aggregation": {"weighting": "uniform"},
-        "privacy": PRIVACY,
-    }
+        "name": "eyes", "method": {"name": "promptfl", "m": 4}, "rounds": 3, "participation": {"min_clients": 50},
+        "aggregation": {"weighting": "uniform"}, "privacy": PRIVACY,
+    }  # fmt: skip
     return base | changes
 
 
@@ -600,11 +580,9 @@ def test_noise_and_a_budget_end_the_rounds_in_time() -> None:
 def test_hopeless_noise_is_refused_with_its_numbers_unless_it_is_accepted() -> None:
     context = pf.ServerContext(resolve_spec(spec()).training, BackboneShape(d_t=512, d_e=512), None, (), 0, 25)
     hopeless = spec(
-        method={"name": "promptfl", "m": 16},
-        rounds=25,
-        participation={"min_clients": 10},
+        method={"name": "promptfl", "m": 16}, rounds=25, participation={"min_clients": 10},
         privacy={"level": "client", "clip": 0.5, "noise_multiplier": 2.04},
-    )
+    )  # fmt: skip
     found = resolve_spec(hopeless)
     method = method_for(found)
     with pytest.raises(pf.MethodError, match=r"on 8,192 numbers over 10 expected clients is r = 18 .* ρ = 3\.7"):

@@ -89,11 +89,9 @@ def test_the_start_is_vpts_xaviers_and_uniform_descriptors() -> None:
     method = method_of(m=40, inner_width=30)
     state = start(method, roster(*CLIENTS))
     bounds = {
-        BASIS: (6 / (3 * 8 * 8 + 24)) ** 0.5,
-        "w_query": (6 / (24 + 30)) ** 0.5,
-        "w_output": (6 / (30 + 24)) ** 0.5,
+        BASIS: (6 / (3 * 8 * 8 + 24)) ** 0.5, "w_query": (6 / (24 + 30)) ** 0.5, "w_output": (6 / (30 + 24)) ** 0.5,
         DESCRIPTORS: 1.0,
-    }
+    }  # fmt: skip
     for name, bound in bounds.items():
         assert float(state[name].abs().max()) <= bound
         assert float(state[name].abs().max()) > 0.9 * bound
@@ -297,17 +295,10 @@ def task(backbone: Backbone, count: int = 10, **training: Any) -> pf.ClientConte
     height, width = backbone.image_size
     pictures = Pictures(noise(count, 3, height, width), torch.arange(count) % len(NAMES))
     return pf.ClientContext(
-        backbone=backbone,
-        class_names=NAMES,
-        template="a photo of a {}.",
-        terms=training_terms({"epochs": 2, "batch_size": 4, "learning_rate": 0.05} | training),
-        client="birch",
-        domain=None,
-        peers=(),
-        round=2,
-        phase="train",
-        train=pictures,
-    )
+        backbone=backbone, class_names=NAMES, template="a photo of a {}.",
+        terms=training_terms({"epochs": 2, "batch_size": 4, "learning_rate": 0.05} | training), client="birch",
+        domain=None, peers=(), round=2, phase="train", train=pictures,
+    )  # fmt: skip
 
 
 def logits(backbone: Backbone, images: Tensor, P: Tensor, weight: Tensor, bias: Tensor, projected: bool) -> Tensor:
@@ -422,13 +413,9 @@ TEXTLESS = {"model": MODEL, "pretrained": None}
 
 def spec(**changes: Any) -> dict[str, Any]:
     return {
-        "name": "styles",
-        "method": {"name": "pfedpg", "m": 3},
-        "class_names": list(NAMES_PFEDPG_FEDERATION),
-        "rounds": 2,
-        "training": {"epochs": 1, "batch_size": 10, "learning_rate": 0.05},
-        "seed": 5,
-    } | changes
+        "name": "styles", "method": {"name": "pfedpg", "m": 3}, "class_names": list(NAMES_PFEDPG_FEDERATION),
+        "rounds": 2, "training": {"epochs": 1, "batch_size": 10, "learning_rate": 0.05}, "seed": 5,
+    } | changes  # fmt: skip
 
 
 @dataclass
@@ -515,14 +502,9 @@ def test_a_client_whose_backbone_lacks_what_the_method_needs_says_so_before_it_e
     token = tmp_path / "token"
     token.write_text("enrolment-token\n")
     settings = make_settings(
-        coordinator="http://127.0.0.1:1",
-        federation="pets",
-        name="anna",
-        data="made-up",
-        state_dir=tmp_path / "state",
-        enrolment_token_file=token,
-        device="cpu",
-    )
+        coordinator="http://127.0.0.1:1", federation="pets", name="anna", data="made-up", state_dir=tmp_path / "state",
+        enrolment_token_file=token, device="cpu",
+    )  # fmt: skip
     worker = Worker(settings, Parts(textless_backbone(), made_up_source()), http=coordinator.http())
     with pytest.raises(ClientError, match="promptfl needs a text tower") as error:
         asyncio.run(worker.run())

@@ -203,12 +203,9 @@ def test_fedcocoop_starts_where_promptfl_starts(backbone: Backbone, make_context
     state, shared = (one.initial_state(server, initial_draws(3)) for one in (method, plain))
     assert torch.equal(state["context"], shared["context"])
     assert {name: tuple(value.shape) for name, value in state.items()} == {
-        "context": (M, backbone.d_t),
-        "meta_net.narrow.weight": (6, 96),
-        "meta_net.narrow.bias": (6,),
-        "meta_net.widen.weight": (112, 6),
-        "meta_net.widen.bias": (112,),
-    }
+        "context": (M, backbone.d_t), "meta_net.narrow.weight": (6, 96), "meta_net.narrow.bias": (6,),
+        "meta_net.widen.weight": (112, 6), "meta_net.widen.bias": (112,),
+    }  # fmt: skip
     context, rows = make_context(6), torch.arange(6)
     one, other = (
         tried.classifier(context, tensors, {}).logits(context.train, rows)

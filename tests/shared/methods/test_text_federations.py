@@ -54,14 +54,9 @@ SEED = 11
 
 def spec(method: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {
-        "name": method["name"],
-        "method": method,
-        "rounds": 1,
-        "training": TRAINING,
-        "participation": {"min_clients": 2},
-        "template": "a photo of a {}.",
-        "seed": SEED,
-    } | changes
+        "name": method["name"], "method": method, "rounds": 1, "training": TRAINING,
+        "participation": {"min_clients": 2}, "template": "a photo of a {}.", "seed": SEED,
+    } | changes  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +71,10 @@ def by_hand(backbone: Backbone, name: str, names: list[str], training: dict[str,
     images = torch.stack([backbone.preprocess(train.image(row)) for row in range(len(train))])
     labels = torch.tensor([names.index(SOURCES[name].class_names[int(label)]) for label in train.labels])
     return ClientContext(
-        backbone=backbone,
-        class_names=tuple(names),
-        template="a photo of a {}.",
-        terms=training_terms(training, rounds=1, seed=SEED),
-        client=name,
-        domain=None,
-        peers=(),
-        round=1,
-        phase="train",
+        backbone=backbone, class_names=tuple(names), template="a photo of a {}.",
+        terms=training_terms(training, rounds=1, seed=SEED), client=name, domain=None, peers=(), round=1, phase="train",
         train=MadeUpSplit(backbone.encode_images(images), labels),
-    )
+    )  # fmt: skip
 
 
 def assert_moved_equally(found: Tensors, wanted: Tensors, start: Tensors) -> None:
@@ -159,13 +147,10 @@ def test_every_byte_that_a_fedpgp_client_sends_is_accounted_for(fedpgp: Finished
             for key in ("name", "secret", "backbone_fingerprint", "backbone_shape", "device"):
                 told.pop(key)
             assert told == {
-                "role": "trainer",
-                "num_samples": len(SOURCES[one.client].train),
-                "release": RELEASE,
-                "system": SYSTEM,
+                "role": "trainer", "num_samples": len(SOURCES[one.client].train), "release": RELEASE, "system": SYSTEM,
                 "class_names": list(SOURCES[one.client].class_names),
                 "domain": {"name": "noise", "description": "noise of a {}"},
-            }
+            }  # fmt: skip
             assert json.loads(one.body) == allowed.model_dump(mode="json")
         elif place == "update":
             tensors, about = decode(one.body)

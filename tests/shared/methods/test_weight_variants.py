@@ -507,12 +507,10 @@ def test_what_an_image_tower_alone_can_run() -> None:
 def test_a_linear_head_needs_no_text_tower_and_stays_at_home(name: str) -> None:
     data = "symbols:sketch?topic=weather&per_class=2&test_per_class=1&partition=iid&clients=2&client={}"
     spec = {
-        "name": "textless",
-        "method": {"name": name, "m": 2, "head": "linear"},
-        "backbone": {"model": MODEL, "pretrained": None},
-        "rounds": 2,
+        "name": "textless", "method": {"name": name, "m": 2, "head": "linear"},
+        "backbone": {"model": MODEL, "pretrained": None}, "rounds": 2,
         "training": {"learning_rate": 0.25, "batch_size": 8},
-    }
+    }  # fmt: skip
     sites = [Site(f"site-{k}", data.format(k)) for k in range(2)]
     found = simulate(spec, sites, backbone=textless_backbone(), allow_backbone=True)
     assert set(found.state) == (set() if name == "singleset_vpt" else {"visual_prompts"})

@@ -361,11 +361,8 @@ def test_the_start_is_zero_shot_and_one_for_all(backbone: Backbone) -> None:
     server = server_context(backbone, "a")
     state = method.initial_state(server, initial_draws(3))
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
-        "visual_a": (3, 3, 2, 32),
-        "visual_b": (3, 3, 32, 2),
-        "text_a": (2, 3, 2, 24),
-        "text_b": (2, 3, 24, 2),
-    }
+        "visual_a": (3, 3, 2, 32), "visual_b": (3, 3, 32, 2), "text_a": (2, 3, 2, 24), "text_b": (2, 3, 24, 2),
+    }  # fmt: skip
     assert float(state["visual_a"].abs().max()) <= 32**-0.5
     assert not bool(state["text_b"].any())
     template = ZeroShot(ZeroShot.Hyper()).classifier(context, {}, {}).logits(context.train, rows)

@@ -105,13 +105,9 @@ def test_a_box_that_was_changed_or_swapped_is_refused_by_its_sender_s_name() -> 
 def test_an_entry_that_is_not_as_it_was_signed_is_refused(changed: str) -> None:
     clients = sums.members(4, 3, SPEC)
     other = {
-        "round": 2,
-        "attempt": 2,
-        "payload_sha256": "sha256:" + "3" * 64,
-        "terms": "4" * 64,
-        "samples": 65_535,
+        "round": 2, "attempt": 2, "payload_sha256": "sha256:" + "3" * 64, "terms": "4" * 64, "samples": 65_535,
         "mask_key": clients[1].entry.entry.mask_key[::-1],
-    }
+    }  # fmt: skip
     forged = clients[2].entry.model_dump(mode="json")
     if changed == "signature":
         forged["signature"] = clients[1].entry.signature

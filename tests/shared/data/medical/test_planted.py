@@ -253,12 +253,10 @@ class Sites:
         for root in self.data.values():
             broken(root)
         self.environment = {
-            **os.environ,
-            **{f"XDG_{name}_HOME": str(self.out / name) for name in ("CACHE", "STATE", "CONFIG")},
+            **os.environ, **{f"XDG_{name}_HOME": str(self.out / name) for name in ("CACHE", "STATE", "CONFIG")},
             "PROMPTFED_OPERATOR_TOKEN": (server.settings.data_dir / "operator.token").read_text().strip(),
-            "PROMPTFED_COORDINATOR": tap.url,
-            "PROMPTFED_CLIENT_COORDINATOR": tap.url,
-        }
+            "PROMPTFED_COORDINATOR": tap.url, "PROMPTFED_CLIENT_COORDINATOR": tap.url,
+        }  # fmt: skip
         self.count = 0
 
     def uri(self, site: str, skip: bool = True) -> str:
@@ -359,16 +357,14 @@ def errors(sites: Sites) -> None:
     uids = [line.split(",")[0] for line in lines[1:]]
     patient = "QX0001ZK"
     tables = {
-        "cut": "\n".join(lines).encode(),
-        "column": f"Name,label\n{patient},x".encode(),
-        "twice": "\n".join([*lines, lines[5]]).encode(),
-        "nobody": f"PatientID,label\n{patient},x\nQX9999ZK,y".encode(),
+        "cut": "\n".join(lines).encode(), "column": f"Name,label\n{patient},x".encode(),
+        "twice": "\n".join([*lines, lines[5]]).encode(), "nobody": f"PatientID,label\n{patient},x\nQX9999ZK,y".encode(),
         "split": (
             "\n".join(["SOPInstanceUID,label,split", *(f"{uid},x,QX{k:02d}11ZK" for k, uid in enumerate(uids))])
         ).encode(),
         "several": f"SOPInstanceUID,mass\n{uids[0]},{patient}".encode(),
         "latin": f"SOPInstanceUID,label\n{uids[0]},{patient}\xe9".encode("latin-1"),
-    }
+    }  # fmt: skip
     (sites.out / "index").mkdir()
     for name, content in tables.items():
         table.write_bytes(content)

@@ -384,14 +384,10 @@ def sites() -> list[Site]:
 
 def spec(**changes: Any) -> dict[str, Any]:
     return {
-        "name": "styles",
-        "method": {"name": "fast_pt", "m": 2, **MST},
-        "class_names": list(NAMES_FEDERATION),
-        "backbone": {"model": "promptfed-tiny", "pretrained": None},
-        "rounds": 1,
-        "training": {"learning_rate": 0.05, **SGD_FEDERATION},
-        "seed": 5,
-    } | changes
+        "name": "styles", "method": {"name": "fast_pt", "m": 2, **MST}, "class_names": list(NAMES_FEDERATION),
+        "backbone": {"model": "promptfed-tiny", "pretrained": None}, "rounds": 1,
+        "training": {"learning_rate": 0.05, **SGD_FEDERATION}, "seed": 5,
+    } | changes  # fmt: skip
 
 
 @dataclass
@@ -411,17 +407,9 @@ class ByHand:
         draws = generator(5, self.name, "style-transfer", self.other.description)
         templates = (self.own.description, self.other.description, "a photo of a {}.")
         q = literal_fast_pt.trained_transform(
-            self.backbone,
-            self.values,
-            self.labels,
-            NAMES_FEDERATION,
-            templates,
-            draws,
-            hidden=4,
-            epochs=1,
-            batch_size=5,
-            rate=0.01,
-        )
+            self.backbone, self.values, self.labels, NAMES_FEDERATION, templates, draws, hidden=4, epochs=1,
+            batch_size=5, rate=0.01,
+        )  # fmt: skip
         values = torch.cat([self.values, literal_fast_pt.transferred(q, self.values)])
         labels = torch.cat([self.labels, self.labels])
         rows = torch.tensor([self.row] * len(self.labels) + [1 - self.row] * len(self.labels))
@@ -597,14 +585,12 @@ def blank_payload(backbone: Backbone, known: list[Peer]) -> bytes:
     domains = [peer.domain for peer in known if peer.role == "trainer" and peer.domain]
     return encode(
         {
-            "global_prompt": torch.zeros(2, backbone.d_t),
-            "classifier_weight": torch.zeros(len(domains), backbone.d_e),
+            "global_prompt": torch.zeros(2, backbone.d_t), "classifier_weight": torch.zeros(len(domains), backbone.d_e),
             "classifier_bias": torch.zeros(len(domains)),
             "domains": torch.tensor([domain_key(domain.description) for domain in domains]),
-            "domain_prompts": torch.zeros(0, 2, backbone.d_t),
-            "listed_domains": torch.zeros(0, dtype=torch.int64),
+            "domain_prompts": torch.zeros(0, 2, backbone.d_t), "listed_domains": torch.zeros(0, dtype=torch.int64),
         }
-    )
+    )  # fmt: skip
 
 
 def for_training(payload: bytes) -> bytes:

@@ -247,11 +247,9 @@ def test_one_peer_with_too_many_words_stops_nobody(make_context: given.Make, bac
     method = given.fast_pt()
     private = method.prepare(context, {})
     payload = {
-        "global_prompt": given.drawn(1, 3, backbone.d_t),
-        "classifier_weight": torch.zeros(3, backbone.d_e),
-        "classifier_bias": torch.zeros(3),
-        "domains": given.keys(given.NEON, rare, given.SKETCH),
-    }
+        "global_prompt": given.drawn(1, 3, backbone.d_t), "classifier_weight": torch.zeros(3, backbone.d_e),
+        "classifier_bias": torch.zeros(3), "domains": given.keys(given.NEON, rare, given.SKETCH),
+    }  # fmt: skip
     result = method.train(context, payload, private)
     assert result.metrics["mst_too_long[rare]"] == 1.0
     assert "mst_too_long[neon]" not in result.metrics
