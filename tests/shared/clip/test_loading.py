@@ -544,14 +544,14 @@ def entry(name: str, kind: type[VisionTransformer], options: dict[str, Any]) -> 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _registered() -> None:
+def _timm_registered() -> None:
     for name, options in KINDS.items():
         entry(name, VisionTransformer, options)
     entry("small_altered", Altered, {})
 
 
 @cache
-def small(name: str, dtype: torch.dtype = torch.float32) -> VisualBackbone:
+def of_timm(name: str, dtype: torch.dtype = torch.float32) -> VisualBackbone:
     backbone = load_backbone(f"timm:{name}", None, allow_unregistered=True)
     assert isinstance(backbone, VisualBackbone)
     backbone.model.to(dtype)
@@ -580,7 +580,7 @@ def literal(model: Any, images: torch.Tensor, prompts: torch.Tensor) -> torch.Te
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_prompted_images_equal_the_definition(name: str, depth: int, dtype: torch.dtype) -> None:
-    backbone = small(name, dtype)
+    backbone = of_timm(name, dtype)
     images = noise(2, 3, 32, 32, dtype=dtype)
     leaves = [noise(depth, 5, backbone.d_v, seed=1, scale=0.5, dtype=dtype).requires_grad_() for _ in range(2)]
     found = backbone.encode_images_prompted(images, leaves[0], pooled=True, normalize=False)
@@ -595,7 +595,7 @@ def test_prompted_images_equal_the_definition(name: str, depth: int, dtype: torc
 
 @pytest.mark.parametrize("name", KINDS)
 def test_without_prompt_tokens_it_is_timm_s_own_encoding(name: str) -> None:
-    backbone = small(name)
+    backbone = of_timm(name)
     images = noise(3, 3, 32, 32)
     with torch.no_grad():
         wanted = backbone.model.forward_head(backbone.model.forward_features(images), pre_logits=True)
@@ -606,7 +606,7 @@ def test_without_prompt_tokens_it_is_timm_s_own_encoding(name: str) -> None:
 
 
 def test_what_it_says_of_itself() -> None:
-    backbone = small("small_plain")
+    backbone = of_timm("small_plain")
     assert (backbone.has_text, backbone.supports.text_prompts, backbone.supports.visual_prompts) == (False, False, True)
     assert shape_of(backbone).model_dump() == {
         "d_t": None, "d_v": 48, "d_e": 48, "text_layers": None, "vision_layers": 3, "context_length": None,
@@ -616,7 +616,7 @@ def test_what_it_says_of_itself() -> None:
 
 
 def test_images_are_prepared_as_timm_says() -> None:
-    backbone = small("small_plain")
+    backbone = of_timm("small_plain")
     grey = Image.fromarray(np.full((64, 48, 3), 51, dtype=np.uint8))
     pixels = backbone.preprocess(grey)
     assert pixels.shape == (3, 32, 32)
@@ -624,7 +624,7 @@ def test_images_are_prepared_as_timm_says() -> None:
 
 
 def test_all_that_needs_text_is_refused() -> None:
-    backbone = small("small_plain")
+    backbone = of_timm("small_plain")
     calls = [
         lambda: backbone.encode_text(["a photo of a sun."]),
         lambda: backbone.class_prompts(["sun"], 4),
@@ -647,7 +647,7 @@ def test_random_weights_are_the_same_ones_every_time_and_leave_the_global_genera
     second = load_backbone("timm:small_plain", None, allow_unregistered=True)
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(1))
-    assert first.fingerprint == second.fingerprint != small("small_prenorm").fingerprint
+    assert first.fingerprint == second.fingerprint != of_timm("small_prenorm").fingerprint
 
 
 def test_the_fingerprint_knows_weights_and_preprocessing() -> None:
@@ -717,7 +717,7 @@ def test_it_needs_the_owners_consent() -> None:
 @pytest.mark.parametrize("shape", [(4, 48), (1, 4, 64), (4, 2, 48), (0, 2, 48)])
 def test_prompts_that_do_not_fit(shape: tuple[int, ...]) -> None:
     with pytest.raises(BackboneError, match="depth of 1 to 3"):
-        small("small_plain").encode_images_prompted(noise(2, 3, 32, 32), noise(*shape))
+        of_timm("small_plain").encode_images_prompted(noise(2, 3, 32, 32), noise(*shape))
 
 
 def test_half_precision_gives_wide_features() -> None:
