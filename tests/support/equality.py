@@ -30,7 +30,7 @@ def assert_gradients(found: Tensor, wanted: Tensor) -> None:
 
 
 def assert_moved_equally(found: Tensors, wanted: Tensors, start: Tensors, least: float = 1e-5) -> None:
-    """What training did is compared, tensor by tensor, on the scale of what it did: where it began is the larger part."""
+    """What training did is compared, tensor by tensor, on its own scale: where it began is the larger part."""
     assert set(found) == set(wanted)
     for name, value in found.items():
         literally = wanted[name] - start[name]

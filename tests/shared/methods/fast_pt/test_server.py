@@ -16,7 +16,6 @@ from promptfed.shared.data import open_source
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, ClientUpdate, MethodError, NeedsBackbone
 from promptfed.shared.methods.core.training import TaskCancelled
-from promptfed.shared.methods.fast_pt import style_transfer
 from promptfed.shared.methods.fast_pt import style_transfer as styles
 from promptfed.shared.methods.fast_pt.domains import described_domains, domain_key, trainer_domains, wording
 from promptfed.shared.methods.fast_pt.method import FastPT
@@ -355,12 +354,13 @@ def test_training_aligns_and_keeps_the_class(backbone: Backbone, sketcher: Clien
 def test_few_images_are_trained_on_in_as_many_steps(sketcher: ClientContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """50 epochs of batch 256 were 50 steps on 208 images, and 10 images had as many."""
     steps: list[int] = []
+    transfer_loss = styles.transfer_loss
 
     def counted(moved: Tensor, *rest: Any) -> Tensor:
         steps.append(len(moved))
-        return styles.transfer_loss(moved, *rest)
+        return transfer_loss(moved, *rest)
 
-    monkeypatch.setattr(style_transfer, "transfer_loss", counted)
+    monkeypatch.setattr(styles, "transfer_loss", counted)
     styles.StyleTransfer(sketcher, styles.StyleTransferHyper()).train(NEON_LOOK)
     assert steps == [10] * 400
     steps.clear()
