@@ -95,16 +95,10 @@ def modules_besides(distributions: set[str]) -> set[str]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("service", "absent"),
-    [
-        (
-            "coordinator",
-            {"torch", "open_clip", "torchvision", "sklearn", "matplotlib", "PIL", "httpx", "typer", "docker"},
-        ),
-        ("client_service", {"sqlalchemy", "alembic", "typer", "docker"}),
-    ],
-)
+@pytest.mark.parametrize(("service", "absent"), [
+    ("coordinator", {"torch", "open_clip", "torchvision", "sklearn", "matplotlib", "PIL", "httpx", "typer", "docker"}),
+    ("client_service", {"sqlalchemy", "alembic", "typer", "docker"}),
+])  # fmt: skip
 def test_a_service_imports_with_what_its_image_installs(service: str, absent: set[str]) -> None:
     image = needed(installed("coordinator" if service == "coordinator" else "client"))
     hidden = modules_besides(image)

@@ -235,17 +235,14 @@ def test_no_redirect_is_followed(status: int) -> None:
     assert len(script.requests) == 3
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "https://elsewhere.example/payload",
-        "//elsewhere.example/payload",
-        "http://coordinator.example/payload",
-        "https://coordinator.example:444/payload",
-        "file:///etc/passwd",
-        "https://coordinator.example@elsewhere.example/payload",
-    ],
-)
+@pytest.mark.parametrize("url", [
+    "https://elsewhere.example/payload",
+    "//elsewhere.example/payload",
+    "http://coordinator.example/payload",
+    "https://coordinator.example:444/payload",
+    "file:///etc/passwd",
+    "https://coordinator.example@elsewhere.example/payload",
+])  # fmt: skip
 def test_a_payload_of_another_origin_is_not_fetched(url: str) -> None:
     script = Scripted(httpx.Response(200, content=PAYLOAD))
     with pytest.raises(BadAnswer, match="not on the coordinator"):

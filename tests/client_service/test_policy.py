@@ -109,26 +109,23 @@ def test_the_other_rules() -> None:
     assert refusals(same, FACTS) == []
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("version: 2", "version"),
-        ("- a list", "the file"),
-        ("version: [", "is not YAML"),
-        ({"limit": {}}, "limit: this version does not know it"),
-        ({"payload": {"signed": 2}}, "payload: this version does not know it"),
-        ({"privacy": {"unit": "person"}}, "privacy.unit"),
-        ({"secure_aggregation": {"witnesses": 1}}, "secure_aggregation.witnesses: this version does not know it"),
-        ({"secure_aggregation": {"peers": ["ed25519:12"]}}, "secure_aggregation.peers.0"),
-        ({"secure_aggregation": {"verified": 2}}, "verified is 2, and peers lists 0"),
-        ({"secure_aggregation": {"unverified": 0}}, "peers lists nobody"),
-        ({"secure_aggregation": {"peers": [PEER], "unverified": 1}}, "give verified"),
-        ({"secure_aggregation": {"max_own_share": 0.6}}, "secure_aggregation.max_own_share"),
-        ({"metrics": {"accuracy": "rounded"}}, "metrics.accuracy"),
-        ({"limits": {"rounds": "50"}}, "limits.rounds"),
-        ({"limits": {"rounds": 0}}, "limits.rounds"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ("version: 2", "version"),
+    ("- a list", "the file"),
+    ("version: [", "is not YAML"),
+    ({"limit": {}}, "limit: this version does not know it"),
+    ({"payload": {"signed": 2}}, "payload: this version does not know it"),
+    ({"privacy": {"unit": "person"}}, "privacy.unit"),
+    ({"secure_aggregation": {"witnesses": 1}}, "secure_aggregation.witnesses: this version does not know it"),
+    ({"secure_aggregation": {"peers": ["ed25519:12"]}}, "secure_aggregation.peers.0"),
+    ({"secure_aggregation": {"verified": 2}}, "verified is 2, and peers lists 0"),
+    ({"secure_aggregation": {"unverified": 0}}, "peers lists nobody"),
+    ({"secure_aggregation": {"peers": [PEER], "unverified": 1}}, "give verified"),
+    ({"secure_aggregation": {"max_own_share": 0.6}}, "secure_aggregation.max_own_share"),
+    ({"metrics": {"accuracy": "rounded"}}, "metrics.accuracy"),
+    ({"limits": {"rounds": "50"}}, "limits.rounds"),
+    ({"limits": {"rounds": 0}}, "limits.rounds"),
+])  # fmt: skip
 def test_a_policy_that_is_not_understood_ends_the_client_before_it_asks_anybody(
     tmp_path: Path, given: Any, said: str, make: Make, settings: Settings
 ) -> None:
@@ -143,21 +140,18 @@ def test_a_policy_that_is_not_understood_ends_the_client_before_it_asks_anybody(
         asyncio.run(make.worker(make.coordinator(), settings=missing).run())
 
 
-@pytest.mark.parametrize(
-    ("given", "kind"),
-    [
-        ({"allow": {"coordinators": ["https://other.example.org"]}}, "policy-coordinator"),
-        ({"allow": {"federations": ["dogs"]}}, "policy-federation"),
-        ({"allow": {"methods": ["fedpgp"]}}, "policy-method"),
-        ({"allow": {"backbones": ["ViT-B-16/openai"]}}, "policy-backbone"),
-        ({"limits": {"rounds": 1}}, "policy-rounds"),
-        ({"limits": {"min_steps": 2}}, "policy-steps"),
-        ({"limits": {"min_images": 25}}, "policy-images"),
-        ({"limits": {"until": date(2020, 1, 1)}}, "policy-expired"),
-        ({"privacy": {"require": "sample"}}, "policy-privacy"),
-        ({"secure_aggregation": {"require": True}}, "policy-secure-aggregation"),
-    ],
-)
+@pytest.mark.parametrize(("given", "kind"), [
+    ({"allow": {"coordinators": ["https://other.example.org"]}}, "policy-coordinator"),
+    ({"allow": {"federations": ["dogs"]}}, "policy-federation"),
+    ({"allow": {"methods": ["fedpgp"]}}, "policy-method"),
+    ({"allow": {"backbones": ["ViT-B-16/openai"]}}, "policy-backbone"),
+    ({"limits": {"rounds": 1}}, "policy-rounds"),
+    ({"limits": {"min_steps": 2}}, "policy-steps"),
+    ({"limits": {"min_images": 25}}, "policy-images"),
+    ({"limits": {"until": date(2020, 1, 1)}}, "policy-expired"),
+    ({"privacy": {"require": "sample"}}, "policy-privacy"),
+    ({"secure_aggregation": {"require": True}}, "policy-secure-aggregation"),
+])  # fmt: skip
 def test_a_federation_that_offends_learns_nothing_of_this_site(
     tmp_path: Path, given: dict[str, Any], kind: str, make: Make, settings: Settings
 ) -> None:
@@ -347,22 +341,19 @@ def training(**values: Any) -> Change:
     return lambda task: task | {"config": task["config"] | {"training": task["config"]["training"] | values}}
 
 
-@pytest.mark.parametrize(
-    ("given", "change", "kind"),
-    [
-        ({"allow": {"methods": ["promptfl"]}}, config(method={"name": "fedpgp"}), "policy-method"),
-        (
-            {"allow": {"backbones": ["promptfed-tiny/random"]}},
-            config(backbone={"model": "promptfed-tiny", "pretrained": "symbols", "precision": "fp32"}),
-            "policy-backbone",
-        ),
-        ({"allow": {"class_names": "federation"}}, config(class_names=None), "policy-classes"),
-        ({"limits": {"rounds": 2}}, config(rounds=3), "policy-rounds"),
-        ({"limits": {"epochs": 3}}, training(epochs=4), "policy-epochs"),
-        ({"limits": {"min_steps": 3}}, training(epochs=1, batch_size=24), "policy-steps"),
-        ({"privacy": {"require": "sample", "delta": 1e-3}}, config(privacy=None), "policy-privacy"),
-    ],
-)
+@pytest.mark.parametrize(("given", "change", "kind"), [
+    ({"allow": {"methods": ["promptfl"]}}, config(method={"name": "fedpgp"}), "policy-method"),
+    (
+        {"allow": {"backbones": ["promptfed-tiny/random"]}},
+        config(backbone={"model": "promptfed-tiny", "pretrained": "symbols", "precision": "fp32"}),
+        "policy-backbone",
+    ),
+    ({"allow": {"class_names": "federation"}}, config(class_names=None), "policy-classes"),
+    ({"limits": {"rounds": 2}}, config(rounds=3), "policy-rounds"),
+    ({"limits": {"epochs": 3}}, training(epochs=4), "policy-epochs"),
+    ({"limits": {"min_steps": 3}}, training(epochs=1, batch_size=24), "policy-steps"),
+    ({"privacy": {"require": "sample", "delta": 1e-3}}, config(privacy=None), "policy-privacy"),
+])  # fmt: skip
 def test_a_task_that_offends_is_refused_by_name_before_its_payload_is_fetched(
     given: dict[str, Any], change: Change, kind: str, tmp_path: Path, make: Make, settings: Settings
 ) -> None:
@@ -377,13 +368,10 @@ def test_a_task_that_offends_is_refused_by_name_before_its_payload_is_fetched(
     assert not any(path.endswith(("/payload", "/update", "/evaluation")) for _, path, _ in coordinator.calls)
 
 
-@pytest.mark.parametrize(
-    ("given", "changes", "kind"),
-    [
-        ({"limits": {"epochs": 2}}, {"training": {"epochs": 3}}, "policy-epochs"),
-        ({"allow": {"class_names": "federation"}}, {"class_names": None}, "policy-classes"),
-    ],
-)
+@pytest.mark.parametrize(("given", "changes", "kind"), [
+    ({"limits": {"epochs": 2}}, {"training": {"epochs": 3}}, "policy-epochs"),
+    ({"allow": {"class_names": "federation"}}, {"class_names": None}, "policy-classes"),
+])  # fmt: skip
 def test_further_keys_that_a_federation_offends(
     given: dict[str, Any], changes: dict[str, Any], kind: str, tmp_path: Path, make: Make, settings: Settings
 ) -> None:

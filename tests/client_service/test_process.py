@@ -69,13 +69,10 @@ def small(make: Make, **changes: Any) -> FakeCoordinator:
     return make.coordinator(**({"class_names": None, "rounds": 2, "training": training} | changes))
 
 
-@pytest.mark.parametrize(
-    ("number", "stage", "code"),
-    [
-        pytest.param(signal.SIGTERM, "training", Exit.OK, id="sigterm-in-training", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, "waiting", Exit.INTERRUPTED, id="ctrl-c-in-a-poll"),
-    ],
-)
+@pytest.mark.parametrize(("number", "stage", "code"), [
+    pytest.param(signal.SIGTERM, "training", Exit.OK, id="sigterm-in-training", marks=pytest.mark.slow),
+    pytest.param(signal.SIGINT, "waiting", Exit.INTERRUPTED, id="ctrl-c-in-a-poll"),
+])  # fmt: skip
 def test_a_signal_ends_it_in_time(make: Make, start: Start, number: signal.Signals, stage: str, code: Exit) -> None:
     coordinator = small(make, training=LONG, state="paused" if stage == "waiting" else "running")
     coordinator.poll_seconds = 2 * PATIENCE
@@ -157,21 +154,18 @@ def test_an_api_token_that_cannot_be_read(command: Callable[..., int], capsys: p
     assert "cannot read the API token in /absent" in last_line(capsys)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "--coordinator: is missing; --federation: is missing"),
-        (
-            ["--coordinator=http://10.1.2.3", "--federation=f", "--name=n", "--data=d", "--state-dir=s"],
-            "--allow-plain-http",
-        ),
-        (["--no-such-option"], "--no-such-option"),
-        (
-            ["--coordinator=http://localhost", "--federation=f", "--data=d", "--device=gpu"],
-            "--device: 'gpu' is no device: give auto, cpu, cuda or cuda:N",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    ([], "--coordinator: is missing; --federation: is missing"),
+    (
+        ["--coordinator=http://10.1.2.3", "--federation=f", "--name=n", "--data=d", "--state-dir=s"],
+        "--allow-plain-http",
+    ),
+    (["--no-such-option"], "--no-such-option"),
+    (
+        ["--coordinator=http://localhost", "--federation=f", "--data=d", "--device=gpu"],
+        "--device: 'gpu' is no device: give auto, cpu, cuda or cuda:N",
+    ),
+])  # fmt: skip
 def test_a_wrong_command_line(arguments: list[str], words: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "promptfed.client_service", *arguments], capture_output=True, text=True, timeout=PATIENCE
@@ -189,15 +183,10 @@ def test_help_names_the_command_and_what_must_be_given(capsys: pytest.CaptureFix
     assert text.count("(required)") == 3  # coordinator, federation, data; name and state folder are found out
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "promptfed.client_service",
-        "promptfed.client_service.settings",
-        "promptfed.client_service.exits",
-        "promptfed.client_service.__main__",
-    ],
-)
+@pytest.mark.parametrize("module", [
+    "promptfed.client_service", "promptfed.client_service.settings", "promptfed.client_service.exits",
+    "promptfed.client_service.__main__",
+])  # fmt: skip
 def test_what_the_command_imports_is_free_of_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE).returncode == 0

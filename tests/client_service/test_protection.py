@@ -121,13 +121,10 @@ def test_a_schedule_that_cannot_fit_ends_the_client_before_it_enrols(make: Make,
     assert not own.ledger_file.exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"method": {"name": "plan"}}, "cannot be trained under protection: its aggregators have millions"),
-        ({"privacy": PRIVACY | {"delta": 0.5}}, "δ = 0.5 is not between 1e-10 and 1/24"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"method": {"name": "plan"}}, "cannot be trained under protection: its aggregators have millions"),
+    ({"privacy": PRIVACY | {"delta": 0.5}}, "δ = 0.5 is not between 1e-10 and 1/24"),
+])  # fmt: skip
 def test_what_cannot_be_protected_is_refused_before_enrolment(
     make: Make, own: Settings, changes: dict[str, Any], said: str
 ) -> None:

@@ -160,15 +160,12 @@ def test_a_beginning_that_was_damaged_is_not_used(
     assert hashlib.sha256(path.read_bytes()).hexdigest() == name
 
 
-@pytest.mark.parametrize(
-    ("status", "headers", "content"),
-    [
-        (206, {"Content-Range": "bytes 7-9/400000"}, b"xxx"),
-        (206, {"Content-Range": "bytes 5-9/10"}, b"xxx"),
-        (206, {}, b"xxx"),
-        (200, {}, bytes(400_001)),
-    ],
-)
+@pytest.mark.parametrize(("status", "headers", "content"), [
+    (206, {"Content-Range": "bytes 7-9/400000"}, b"xxx"),
+    (206, {"Content-Range": "bytes 5-9/10"}, b"xxx"),
+    (206, {}, b"xxx"),
+    (200, {}, bytes(400_001)),
+])  # fmt: skip
 def test_an_answer_that_is_not_the_asked_for_range_is_refused(
     status: int, headers: dict[str, str], content: bytes, tmp_path: Path
 ) -> None:

@@ -168,22 +168,19 @@ def test_promtool_accepts_the_rules() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason=WITHOUT)
-@pytest.mark.parametrize(
-    ("alert", "series", "values", "fires"),
-    [
-        ("CoordinatorDown", 'up{job="promptfed-coordinator"}', "1 0x9", True),
-        ("CoordinatorDown", 'up{job="promptfed-coordinator"}', "1x10", False),
-        ("FederationPaused", 'promptfed_federation_moves_total{state="paused"}', "0x4 1x5", True),
-        ("FederationPaused", 'promptfed_federation_moves_total{state="paused"}', "3x10", False),
-        ("FederationFailed", 'promptfed_federation_moves_total{state="failed"}', "0x4 1x5", True),
-        ("StorageFull", 'promptfed_refusals_total{kind="storage-full"}', "0x4 2x5", True),
-        ("WrongTokens", 'promptfed_refusals_total{kind="unauthorized"}', "0+10x10", True),
-        ("WrongTokens", 'promptfed_refusals_total{kind="unauthorized"}', "0+1x10", False),
-        ("UpdatesRefused", 'promptfed_updates_total{verdict="rejected"}', "0+2x10", True),
-        ("PrivacyRefused", 'promptfed_privacy_failures_total{kind="privacy-missing"}', "0x4 1x5", True),
-        ("ClientFailing", 'promptfed_client_events_total{event="failed"}', "0+1x10", True),
-    ],
-)
+@pytest.mark.parametrize(("alert", "series", "values", "fires"), [
+    ("CoordinatorDown", 'up{job="promptfed-coordinator"}', "1 0x9", True),
+    ("CoordinatorDown", 'up{job="promptfed-coordinator"}', "1x10", False),
+    ("FederationPaused", 'promptfed_federation_moves_total{state="paused"}', "0x4 1x5", True),
+    ("FederationPaused", 'promptfed_federation_moves_total{state="paused"}', "3x10", False),
+    ("FederationFailed", 'promptfed_federation_moves_total{state="failed"}', "0x4 1x5", True),
+    ("StorageFull", 'promptfed_refusals_total{kind="storage-full"}', "0x4 2x5", True),
+    ("WrongTokens", 'promptfed_refusals_total{kind="unauthorized"}', "0+10x10", True),
+    ("WrongTokens", 'promptfed_refusals_total{kind="unauthorized"}', "0+1x10", False),
+    ("UpdatesRefused", 'promptfed_updates_total{verdict="rejected"}', "0+2x10", True),
+    ("PrivacyRefused", 'promptfed_privacy_failures_total{kind="privacy-missing"}', "0x4 1x5", True),
+    ("ClientFailing", 'promptfed_client_events_total{event="failed"}', "0+1x10", True),
+])  # fmt: skip
 def test_alerts_fire_when_they_should(tmp_path: Path, alert: str, series: str, values: str, fires: bool) -> None:
     firing: dict[str, Any] = {"eval_time": "9m", "alertname": alert}
     labels = dict(re.findall(r'(\w+)="([^"]+)"', series))

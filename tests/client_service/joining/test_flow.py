@@ -124,51 +124,38 @@ def answers(response: Response) -> dict[str, Any]:
     return {"alter": lambda request: response}
 
 
-@pytest.mark.parametrize(
-    ("offered", "parts", "exit", "said"),
-    [
-        ({"model": "hf-hub:someone/model", "pretrained": None}, {"backbone": None}, Exit.BACKBONE, "--allow-backbone"),
-        ({"fingerprint": "sha256:" + "0" * 64}, {}, Exit.BACKBONE, "has other weights here"),
-        ({"protocol_version": "1-3"}, {}, Exit.PROTOCOL, r"version 3 of the protocol.*: update the coordinator$"),
-        ({"protocol_version": "99"}, {}, Exit.PROTOCOL, r"version 99 of the protocol.*: update this client$"),
-        ({"secure_aggregation": {"minimum": 3}}, {}, Exit.PROTOCOL, "it is of an earlier version"),
-        ({"unknown": "of-tomorrow"}, {}, Exit.PROTOCOL, "of-tomorrow"),
-        (
-            {"unknown": "other", "method_package": "promptfed-other==2.1"},
-            {},
-            Exit.PROTOCOL,
-            r"it comes from the package promptfed-other==2\.1: install it beside promptfed, if you trust it",
-        ),
-        (
-            {"method_package": "promptfed-other==2.1"},
-            {},
-            Exit.PROTOCOL,
-            r"is promptfed-other==2\.1 at the coordinator and promptfed's own here",
-        ),
-        (answers(Response(b"<html>a portal</html>")), {}, Exit.PROTOCOL, ""),
-        (answers(problem(404, "not-found", "no such federation")), {}, Exit.REFUSED, "no such federation"),
-        (
-            answers(Response(b"<html>a portal</html>", 404)),
-            {},
-            Exit.REFUSED,
-            r"(?=.*answers 404).*is the address right\?",
-        ),
-        (
-            {},
-            {"source": made_up_source(names=["sun", "lynx", "anchor", "otter"])},
-            Exit.BAD_INPUT,
-            "^(?!.*look alike).*does not know the classes 'lynx', 'otter'",
-        ),
-        (
-            {},
-            {"source": made_up_source(names=["Sun", "anchor"])},
-            Exit.BAD_INPUT,
-            r"\(these look alike: 'Sun' and 'sun'\)",
-        ),
-        (ROOM_FOR_13, {"source": LONG}, Exit.BAD_INPUT, NEEDS_17),
-        (ROOM_FOR_13, {"tests": {"novel": LONG}}, Exit.BAD_INPUT, NEEDS_17),
-    ],
-)
+@pytest.mark.parametrize(("offered", "parts", "exit", "said"), [
+    ({"model": "hf-hub:someone/model", "pretrained": None}, {"backbone": None}, Exit.BACKBONE, "--allow-backbone"),
+    ({"fingerprint": "sha256:" + "0" * 64}, {}, Exit.BACKBONE, "has other weights here"),
+    ({"protocol_version": "1-3"}, {}, Exit.PROTOCOL, r"version 3 of the protocol.*: update the coordinator$"),
+    ({"protocol_version": "99"}, {}, Exit.PROTOCOL, r"version 99 of the protocol.*: update this client$"),
+    ({"secure_aggregation": {"minimum": 3}}, {}, Exit.PROTOCOL, "it is of an earlier version"),
+    ({"unknown": "of-tomorrow"}, {}, Exit.PROTOCOL, "of-tomorrow"),
+    (
+        {"unknown": "other", "method_package": "promptfed-other==2.1"},
+        {},
+        Exit.PROTOCOL,
+        r"it comes from the package promptfed-other==2\.1: install it beside promptfed, if you trust it",
+    ),
+    (
+        {"method_package": "promptfed-other==2.1"},
+        {},
+        Exit.PROTOCOL,
+        r"is promptfed-other==2\.1 at the coordinator and promptfed's own here",
+    ),
+    (answers(Response(b"<html>a portal</html>")), {}, Exit.PROTOCOL, ""),
+    (answers(problem(404, "not-found", "no such federation")), {}, Exit.REFUSED, "no such federation"),
+    (answers(Response(b"<html>a portal</html>", 404)), {}, Exit.REFUSED, r"(?=.*answers 404).*is the address right\?"),
+    (
+        {},
+        {"source": made_up_source(names=["sun", "lynx", "anchor", "otter"])},
+        Exit.BAD_INPUT,
+        "^(?!.*look alike).*does not know the classes 'lynx', 'otter'",
+    ),
+    ({}, {"source": made_up_source(names=["Sun", "anchor"])}, Exit.BAD_INPUT, r"\(these look alike: 'Sun' and 'sun'\)"),
+    (ROOM_FOR_13, {"source": LONG}, Exit.BAD_INPUT, NEEDS_17),
+    (ROOM_FOR_13, {"tests": {"novel": LONG}}, Exit.BAD_INPUT, NEEDS_17),
+])  # fmt: skip
 def test_what_does_not_fit_is_one_line_before_the_client_enrols(
     offered: dict[str, Any], parts: dict[str, Any], exit: Exit, said: str, make: Make
 ) -> None:
@@ -181,13 +168,10 @@ def test_what_does_not_fit_is_one_line_before_the_client_enrols(
     assert coordinator.client is None
 
 
-@pytest.mark.parametrize(
-    ("model", "refused", "permitted", "said"),
-    [
-        ("ViT-S-32-alt", [[], ["ViT-S-32-alt"], ["hf-hub:someone/model"]], ["FILE"], "must permit it"),
-        ("timm:test_vit", [[], ["timm:test_vit"], ["FILE"]], ["timm:test_vit", "FILE"], "--allow-backbone"),
-    ],
-)
+@pytest.mark.parametrize(("model", "refused", "permitted", "said"), [
+    ("ViT-S-32-alt", [[], ["ViT-S-32-alt"], ["hf-hub:someone/model"]], ["FILE"], "must permit it"),
+    ("timm:test_vit", [[], ["timm:test_vit"], ["FILE"]], ["timm:test_vit", "FILE"], "--allow-backbone"),
+])  # fmt: skip
 def test_consent_is_to_one_name_and_to_a_model_of_timm_none_to_a_file_with_weights(
     model: str,
     refused: list[list[str]],
@@ -250,16 +234,10 @@ def folder(root: Path, spoil: str) -> str:
     return f"folder:{root}"
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        ("unreadable image", "2.png cannot be read"),
-        ("empty class", "moon is empty"),
-        ("no class", "no class folder"),
-        ("uri", "'floppy'"),
-        ("domain", "'two words'"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "words"), [
+    ("unreadable image", "2.png cannot be read"), ("empty class", "moon is empty"), ("no class", "no class folder"),
+    ("uri", "'floppy'"), ("domain", "'two words'"),
+])  # fmt: skip
 def test_data_that_cannot_be_used(make: Make, settings: Settings, tmp_path: Path, spoil: str, words: str) -> None:
     coordinator = make.coordinator()
     data = "floppy:a" if spoil == "uri" else folder(tmp_path / "images", spoil)

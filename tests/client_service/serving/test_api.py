@@ -215,20 +215,17 @@ def test_only_addresses_of_this_machine_name_the_open_api(idle: Worker, listenin
         assert asyncio.run(status(host)) == 400, host
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"Origin": "http://127.0.0.1:8123"}, 200),
-        ({"Origin": "http://evil.example"}, 403),
-        ({"Origin": "http://127.0.0.1:9999"}, 403),
-        ({"Origin": "null"}, 403),
-        ({"Sec-Fetch-Site": "same-origin"}, 200),
-        ({"Sec-Fetch-Site": "none"}, 200),
-        ({"Sec-Fetch-Site": "cross-site"}, 403),
-        ({"Sec-Fetch-Site": "same-site"}, 403),
-        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 403),
-    ],
-)
+@pytest.mark.parametrize(("headers", "status"), [
+    ({"Origin": "http://127.0.0.1:8123"}, 200),
+    ({"Origin": "http://evil.example"}, 403),
+    ({"Origin": "http://127.0.0.1:9999"}, 403),
+    ({"Origin": "null"}, 403),
+    ({"Sec-Fetch-Site": "same-origin"}, 200),
+    ({"Sec-Fetch-Site": "none"}, 200),
+    ({"Sec-Fetch-Site": "cross-site"}, 403),
+    ({"Sec-Fetch-Site": "same-site"}, 403),
+    ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 403),
+])  # fmt: skip
 def test_other_pages_cannot_call(idle: Worker, headers: dict[str, str], status: int) -> None:
     assert call(idle, "GET", "/status", base="127.0.0.1:8123", headers=headers).status_code == status
     with_token = {**headers, "Authorization": "Bearer t"}

@@ -112,16 +112,13 @@ def test_without_template_in_spec_each_data_source_has_its_own(make: Make, backb
     assert found["zero_shot"]["test"]["accuracy"] == zero_shot_of(backbone, source, source.template)
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (["novel"], "is not NAME=URI"),
-        (["=digits"], "is not NAME=URI"),
-        (["a@b=digits"], "is not NAME=URI"),
-        (["test=digits"], "give the further test set another name"),
-        (["a=digits", "a=digits?classes=novel"], "two further test sets have the same name"),
-    ],
-)
+@pytest.mark.parametrize(("given", "text"), [
+    (["novel"], "is not NAME=URI"),
+    (["=digits"], "is not NAME=URI"),
+    (["a@b=digits"], "is not NAME=URI"),
+    (["test=digits"], "give the further test set another name"),
+    (["a=digits", "a=digits?classes=novel"], "two further test sets have the same name"),
+])  # fmt: skip
 def test_a_test_set_without_a_good_name_is_refused(given: list[str], text: str, tmp_path: Any) -> None:
     with pytest.raises(ClientError, match=text) as refused:
         make_settings(

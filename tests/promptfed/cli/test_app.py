@@ -138,15 +138,12 @@ def test_parameters_are_made_of_options(monkeypatch: pytest.MonkeyPatch) -> None
     assert CliRunner().invoke(own, ["look", "--size", "0"]).exit_code == Exit.USAGE
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (CommandError("wrong", Exit.REFUSED), Exit.REFUSED),
-        (ClientError(Exit.STATE, "wrong"), Exit.STATE),
-        (DataError("wrong"), Exit.BAD_INPUT),
-        (KeyboardInterrupt(), Exit.INTERRUPTED),
-    ],
-)
+@pytest.mark.parametrize(("error", "code"), [
+    (CommandError("wrong", Exit.REFUSED), Exit.REFUSED),
+    (ClientError(Exit.STATE, "wrong"), Exit.STATE),
+    (DataError("wrong"), Exit.BAD_INPUT),
+    (KeyboardInterrupt(), Exit.INTERRUPTED),
+])  # fmt: skip
 def test_expected_errors_are_one_line(error: BaseException, code: Exit) -> None:
     own = Commands()
 

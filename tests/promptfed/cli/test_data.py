@@ -43,15 +43,12 @@ def test_a_sheet_shows_images_of_every_class_in_turn(tmp_path: Path) -> None:
         assert all(np.abs(sheet[8:72, 8 + 72 * at : 72 + 72 * at] - other).mean() > 12 for other in others)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["show", "emoji:nowhere", "--out", "x.png"], "unknown style nowhere"),
-        (["show", "emoji:flat", "--part", "middle", "--out", "x.png"], "use train or test"),
-        (["show", "emoji:flat", "--out", "nowhere/x.png"], "cannot be written"),
-        (["show", "emoji:fxemoji?level=names", "--part", "train", "--out", "x.png"], "name another designer"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "why"), [
+    (["show", "emoji:nowhere", "--out", "x.png"], "unknown style nowhere"),
+    (["show", "emoji:flat", "--part", "middle", "--out", "x.png"], "use train or test"),
+    (["show", "emoji:flat", "--out", "nowhere/x.png"], "cannot be written"),
+    (["show", "emoji:fxemoji?level=names", "--part", "train", "--out", "x.png"], "name another designer"),
+])  # fmt: skip
 def test_what_cannot_be_shown_is_said(
     arguments: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,21 +146,18 @@ def test_each_trouble_is_a_line_and_the_rest_is_still_looked_at(coordinator: InT
     assert done.stderr.splitlines()[-1] == "promptfed: not ready: method"
 
 
-@pytest.mark.parametrize(
-    ("changes", "name", "why"),
-    [
-        ({"coordinator": "http://127.0.0.1:1"}, "coordinator", "no answer"),
-        ({"coordinator": "http://192.0.2.1"}, "coordinator", "--allow-plain-http"),
-        (
-            {"federation": "absent"},
-            "coordinator",
-            "no federation 'absent' here: check its name, or ask the operator for it",
-        ),
-        ({"data": "folder:/absent"}, "data", "/absent"),
-        ({"device": "cuda:7"}, "device", "cuda:7 is not here"),
-        ({"device": "gpu"}, "device", "'gpu' names no device"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "name", "why"), [
+    ({"coordinator": "http://127.0.0.1:1"}, "coordinator", "no answer"),
+    ({"coordinator": "http://192.0.2.1"}, "coordinator", "--allow-plain-http"),
+    (
+        {"federation": "absent"},
+        "coordinator",
+        "no federation 'absent' here: check its name, or ask the operator for it",
+    ),
+    ({"data": "folder:/absent"}, "data", "/absent"),
+    ({"device": "cuda:7"}, "device", "cuda:7 is not here"),
+    ({"device": "gpu"}, "device", "'gpu' names no device"),
+])  # fmt: skip
 @pytest.mark.usefixtures("loaded")
 def test_what_fails_says_why(
     coordinator: InThread,

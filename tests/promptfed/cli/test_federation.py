@@ -94,15 +94,12 @@ def test_dry_run_creates_nothing(command: Command) -> None:
     assert command("status", "imagined").exit_code == Exit.REFUSED
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"rounds": 0}, "rounds"),
-        ({"colour": 1}, "colour: unknown key"),
-        ({"method": {"name": "promptfk"}}, "did you mean 'promptfl'"),
-        ({"training": {"epochs": "2"}}, "training.epochs"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"rounds": 0}, "rounds"),
+    ({"colour": 1}, "colour: unknown key"),
+    ({"method": {"name": "promptfk"}}, "did you mean 'promptfl'"),
+    ({"training": {"epochs": "2"}}, "training.epochs"),
+])  # fmt: skip
 def test_a_bad_spec_is_refused_in_one_line_with_its_path(command: Command, changes: dict[str, Any], says: str) -> None:
     done = command("create", command.spec("bad", **changes), "--no-backbone")
     assert done.exit_code == Exit.REFUSED

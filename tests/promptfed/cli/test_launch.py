@@ -170,15 +170,12 @@ def test_a_port_in_use(spec: Path, taken: int) -> None:
     check_port(0)
 
 
-@pytest.mark.parametrize(
-    ("written", "instead", "options", "reason"),
-    [
-        ("", "", ["--clients", "3"], "lists 2 trainers, not 3"),
-        ("", "", ["--clients", "1"], "1 trainer where participation.min_clients wants 2: give more, or lower it"),
-        ("promptfl", "promptfk", [], "did you mean 'promptfl'"),
-        ("rounds: 2", "rounds: none", [], "rounds"),
-    ],
-)
+@pytest.mark.parametrize(("written", "instead", "options", "reason"), [
+    ("", "", ["--clients", "3"], "lists 2 trainers, not 3"),
+    ("", "", ["--clients", "1"], "1 trainer where participation.min_clients wants 2: give more, or lower it"),
+    ("promptfl", "promptfk", [], "did you mean 'promptfl'"),
+    ("rounds: 2", "rounds: none", [], "rounds"),
+])  # fmt: skip
 def test_a_run_file_that_cannot_run(spec: Path, written: str, instead: str, options: list[str], reason: str) -> None:
     spec.write_text(SPEC.replace(written, instead) if written else SPEC)
     code, said = refusal(str(spec), *options)

@@ -296,15 +296,12 @@ def test_logs_are_text_where_people_read_them(caplog: pytest.LogCaptureFixture) 
     assert (entry["message"], entry["round"]) == ("phase-opened", 3)
 
 
-@pytest.mark.parametrize(
-    ("format", "terminal", "kind"),
-    [
-        ("auto", True, json_logs.TextFormatter),
-        ("auto", False, json_logs.JsonFormatter),
-        ("text", False, json_logs.TextFormatter),
-        ("json", True, json_logs.JsonFormatter),
-    ],
-)
+@pytest.mark.parametrize(("format", "terminal", "kind"), [
+    ("auto", True, json_logs.TextFormatter),
+    ("auto", False, json_logs.JsonFormatter),
+    ("text", False, json_logs.TextFormatter),
+    ("json", True, json_logs.JsonFormatter),
+])  # fmt: skip
 def test_a_terminal_gets_text_and_everything_else_json(
     format: Any, terminal: bool, kind: type[logging.Formatter], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,18 +79,15 @@ def test_a_batch_goes_on_after_an_image_that_cannot_be_read(
     assert answers[0] == answers[4]
 
 
-@pytest.mark.parametrize(
-    ("sent", "status", "text"),
-    [
-        ({"json": {"images": []}}, 422, "1 to 64 images"),
-        ({"json": {"images": ["AAAA"] * 65}}, 422, "1 to 64 images"),
-        ({"json": {"images": ["%"]}}, 422, "images.0"),
-        ({"json": {"pictures": []}}, 422, "in base64"),
-        ({"content": b"[", "headers": {"Content-Type": "application/json"}}, 422, "in base64"),
-        ({"content": b"{}", "headers": {"Content-Type": "text/plain"}}, 415, "application/json"),
-        ({"content": b" " * 2000, "headers": {"Content-Type": "application/json"}}, 413, "fewer at once"),
-    ],
-)
+@pytest.mark.parametrize(("sent", "status", "text"), [
+    ({"json": {"images": []}}, 422, "1 to 64 images"),
+    ({"json": {"images": ["AAAA"] * 65}}, 422, "1 to 64 images"),
+    ({"json": {"images": ["%"]}}, 422, "images.0"),
+    ({"json": {"pictures": []}}, 422, "in base64"),
+    ({"content": b"[", "headers": {"Content-Type": "application/json"}}, 422, "in base64"),
+    ({"content": b"{}", "headers": {"Content-Type": "text/plain"}}, 415, "application/json"),
+    ({"content": b" " * 2000, "headers": {"Content-Type": "application/json"}}, 413, "fewer at once"),
+])  # fmt: skip
 def test_what_is_no_batch_is_refused(
     ask: Ask, monkeypatch: pytest.MonkeyPatch, sent: dict[str, Any], status: int, text: str
 ) -> None:

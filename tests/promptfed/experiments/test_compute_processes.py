@@ -83,17 +83,10 @@ def never() -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    ("number", "kind", "text"),
-    [
-        (0, MethodError, "the loss is not finite"),
-        (1, Failure, "4 records instead of 5"),
-        (2, ClientError, "withdrawn"),
-        (3, OSError, "[Errno 28] no room: 'somewhere'"),
-        (4, KeyError, "'name'"),
-        (5, TaskCancelled, ""),
-    ],
-)
+@pytest.mark.parametrize(("number", "kind", "text"), [
+    (0, MethodError, "the loss is not finite"), (1, Failure, "4 records instead of 5"), (2, ClientError, "withdrawn"),
+    (3, OSError, "[Errno 28] no room: 'somewhere'"), (4, KeyError, "'name'"), (5, TaskCancelled, ""),
+])  # fmt: skip
 def test_an_error_is_the_one_that_was_raised_with_its_traceback(
     number: int, kind: type[Exception], text: str, processes: Processes
 ) -> None:

@@ -238,22 +238,19 @@ def test_what_a_uri_says_itself_stays() -> None:
     assert with_options("digits", {}) == "digits"
 
 
-@pytest.mark.parametrize(
-    ("protocol", "setting", "complaint"),
-    [
-        ("leave-one-domain-out", Setting(("symbols:sketch",), ("a", "b")), "needs one --data with {domain}"),
-        ("leave-one-domain-out", Setting((SYMBOLS,), ("sketch",)), "at least two --domains"),
-        (
-            "leave-one-domain-out",
-            Setting((SYMBOLS,), ("sketch", "neon"), ("chalk",)),
-            "chalk is not one of the domains",
-        ),
-        ("personalisation", Setting(("digits", "digits")), "takes one --data"),
-        ("personalisation", Setting((SYMBOLS,)), "needs --domains"),
-        ("cross-dataset", Setting(("digits",)), "at least two --data"),
-        ("base-to-novel", Setting(("nothing:",)), "unknown data source"),
-    ],
-)
+@pytest.mark.parametrize(("protocol", "setting", "complaint"), [
+    ("leave-one-domain-out", Setting(("symbols:sketch",), ("a", "b")), "needs one --data with {domain}"),
+    ("leave-one-domain-out", Setting((SYMBOLS,), ("sketch",)), "at least two --domains"),
+    (
+        "leave-one-domain-out",
+        Setting((SYMBOLS,), ("sketch", "neon"), ("chalk",)),
+        "chalk is not one of the domains",
+    ),
+    ("personalisation", Setting(("digits", "digits")), "takes one --data"),
+    ("personalisation", Setting((SYMBOLS,)), "needs --domains"),
+    ("cross-dataset", Setting(("digits",)), "at least two --data"),
+    ("base-to-novel", Setting(("nothing:",)), "unknown data source"),
+])  # fmt: skip
 def test_a_setting_that_a_protocol_cannot_use_is_refused(protocol: str, setting: Setting, complaint: str) -> None:
     with pytest.raises(CommandError, match=complaint):
         PROTOCOLS[protocol].trials(setting, seed=0, personal=False)
@@ -348,16 +345,13 @@ def test_what_is_personal_depends_on_the_method_and_its_hyperparameters() -> Non
         parse_entry("promptfl:colour=red").personal  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("promptfll", "did you mean 'promptfl'"),
-        ("promptfl:m", "'m' is not key=value"),
-        ("promptfl:=3", "is not key=value"),
-        ("promptfl,promptfl", "given twice"),
-        (" , ", "no method is given"),
-    ],
-)
+@pytest.mark.parametrize(("text", "complaint"), [
+    ("promptfll", "did you mean 'promptfl'"),
+    ("promptfl:m", "'m' is not key=value"),
+    ("promptfl:=3", "is not key=value"),
+    ("promptfl,promptfl", "given twice"),
+    (" , ", "no method is given"),
+])  # fmt: skip
 def test_bad_entries_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(CommandError, match=complaint):
         parse_entries(text)

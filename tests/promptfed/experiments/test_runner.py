@@ -187,20 +187,17 @@ def test_a_job_that_cannot_run_is_named_and_finished_ones_stay(tmp_path: Path) -
     assert len(list((tmp_path / "runs").glob("*.json"))) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"--seeds": "0,0"}, "must be different"),
-        ({"--seeds": "a"}, "write whole numbers"),
-        ({"--methods": "promptfl:m=[1"}, "the value of 'm=[1' cannot be read"),
-        ({"--methods": "promptfl:seed=3"}, "seeds are given by --seeds"),
-        ({"--data": DATA + "&client=0"}, "sets client itself"),
-        ({"--data": DATA + "&shots=1", "--shots": "2"}, "sets shots itself"),
-        ({"--methods": "nothing"}, "there is no method"),
-        ({"--data": "symbols:nowhere"}, "unknown domain"),
-        ({"--methods": "promptfl:training.epochs=0"}, "training.epochs"),
-    ],
-)
+@pytest.mark.parametrize(("change", "complaint"), [
+    ({"--seeds": "0,0"}, "must be different"),
+    ({"--seeds": "a"}, "write whole numbers"),
+    ({"--methods": "promptfl:m=[1"}, "the value of 'm=[1' cannot be read"),
+    ({"--methods": "promptfl:seed=3"}, "seeds are given by --seeds"),
+    ({"--data": DATA + "&client=0"}, "sets client itself"),
+    ({"--data": DATA + "&shots=1", "--shots": "2"}, "sets shots itself"),
+    ({"--methods": "nothing"}, "there is no method"),
+    ({"--data": "symbols:nowhere"}, "unknown domain"),
+    ({"--methods": "promptfl:training.epochs=0"}, "training.epochs"),
+])  # fmt: skip
 def test_bad_arguments_are_one_line(tmp_path: Path, change: dict[str, str], complaint: str) -> None:
     arguments = dict(zip(ARGUMENTS[2:-1:2], ARGUMENTS[3:-1:2], strict=True)) | {"--seeds": "0"} | change
     code, _, stderr = invoke(
@@ -265,14 +262,11 @@ def test_a_damaged_result_is_told_in_one_line(finished: tuple[Path, dict[str, An
     assert "https://" not in told
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["embedded", "--methods", "promptfl", "--rounds", "2"], "--methods, --rounds"),
-        (["paper:plan-pacs", "--data", "symbols:neon"], "--data"),
-        (["personalisation", "--data", "symbols:neon", "--reduced"], "--reduced"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "named"), [
+    (["embedded", "--methods", "promptfl", "--rounds", "2"], "--methods, --rounds"),
+    (["paper:plan-pacs", "--data", "symbols:neon"], "--data"),
+    (["personalisation", "--data", "symbols:neon", "--reduced"], "--reduced"),
+])  # fmt: skip
 def test_options_that_would_change_nothing_are_refused(tmp_path: Path, arguments: list[str], named: str) -> None:
     code, _, stderr = invoke("bench", *arguments, "--out", str(tmp_path / "out"))
     assert code == Exit.BAD_INPUT
@@ -280,21 +274,15 @@ def test_options_that_would_change_nothing_are_refused(tmp_path: Path, arguments
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["base-to-novel", "--partition", "iid", "--alpha", "1", "--curve", "2"], "--alpha, --curve, --partition"),
-        (["base-to-novel", "--classes-per-client", "2", "--clients", "3"], "--clients"),
-        (["leave-one-domain-out", "--domains", "a,b", "--clients", "3"], "--clients"),
-        (["personalisation", "--partition", "iid", "--alpha", "1"], "--alpha"),
-        (
-            ["personalisation", "--domains", "neon,sketch", "--classes-per-client", "2"],
-            "--classes-per-client, --domains",
-        ),
-        (["cross-dataset", "--targets", "neon"], "--targets"),
-        (["few-shot:personalisation", "--shots", "3"], "--shots"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "named"), [
+    (["base-to-novel", "--partition", "iid", "--alpha", "1", "--curve", "2"], "--alpha, --curve, --partition"),
+    (["base-to-novel", "--classes-per-client", "2", "--clients", "3"], "--clients"),
+    (["leave-one-domain-out", "--domains", "a,b", "--clients", "3"], "--clients"),
+    (["personalisation", "--partition", "iid", "--alpha", "1"], "--alpha"),
+    (["personalisation", "--domains", "neon,sketch", "--classes-per-client", "2"], "--classes-per-client, --domains"),
+    (["cross-dataset", "--targets", "neon"], "--targets"),
+    (["few-shot:personalisation", "--shots", "3"], "--shots"),
+])  # fmt: skip
 def test_options_that_a_protocol_does_not_look_at_are_refused(tmp_path: Path, arguments: list[str], named: str) -> None:
     code, _, stderr = invoke(
         "bench", *arguments, "--data", DATA, "--methods", "zero_shot", "--out", str(tmp_path / "out")
@@ -330,17 +318,11 @@ def test_what_a_protocol_looks_at_is_what_changes_its_federations() -> None:
             assert differs == (field in protocol.used(other) | protocol.used(setting)), (name, field)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["leave-one-domain-out", "--domains", "neon,neon"], "--domains: neon is given twice"),
-        (
-            ["leave-one-domain-out", "--domains", "neon,sketch", "--targets", "neon,neon"],
-            "--targets: neon is given twice",
-        ),
-        (["few-shot:leave-one-domain-out", "--domains", "neon,sketch", "--curve", "0,1"], "at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "complaint"), [
+    (["leave-one-domain-out", "--domains", "neon,neon"], "--domains: neon is given twice"),
+    (["leave-one-domain-out", "--domains", "neon,sketch", "--targets", "neon,neon"], "--targets: neon is given twice"),
+    (["few-shot:leave-one-domain-out", "--domains", "neon,sketch", "--curve", "0,1"], "at least 1"),
+])  # fmt: skip
 def test_names_given_twice_and_no_shots_are_refused(tmp_path: Path, arguments: list[str], complaint: str) -> None:
     data = DATA.replace("neon", "{domain}")
     code, _, stderr = invoke(

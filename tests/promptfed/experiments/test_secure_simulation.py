@@ -144,16 +144,10 @@ DIVERGED = MethodError("the tensor 'context' does not converge")
 WRONG = ValueError("record 17 has label 3")
 
 
-@pytest.mark.parametrize(
-    ("when", "error"),
-    [
-        ("images", UNREADABLE),
-        ("preparing", DIVERGED),
-        ("training", DIVERGED),
-        ("training", WRONG),
-        ("keeping", MemoryError("too many images of class 3")),
-    ],
-)
+@pytest.mark.parametrize(("when", "error"), [
+    ("images", UNREADABLE), ("preparing", DIVERGED), ("training", DIVERGED), ("training", WRONG),
+    ("keeping", MemoryError("too many images of class 3")),
+])  # fmt: skip
 def test_under_protection_the_coordinator_is_not_told_why_training_failed(
     when: str, error: Exception, backbone: Backbone, features: FeatureCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,14 +86,11 @@ def test_it_runs_to_its_end(backbone: Backbone, features: FeatureCache, tmp_path
     assert found.spec["method"] == {"name": "promptfl", "m": 4} | found.spec["method"]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"method": {"name": "fedpgp", "m": 4}},
-        {"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}},
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    {},
+    {"method": {"name": "fedpgp", "m": 4}},
+    {"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}},
+])  # fmt: skip
 def test_an_interrupted_run_goes_on_to_the_same_state(
     changes: dict[str, Any], backbone: Backbone, features: FeatureCache, tmp_path: Path
 ) -> None:
@@ -125,15 +122,12 @@ def failed_by(cause: OSError) -> CommandError:
     return error
 
 
-@pytest.mark.parametrize(
-    ("place", "call", "fails"),
-    [
-        (jobs, "aggregate", OSError(errno.ENOSPC, "No space left on device")),
-        (jobs, "aggregate", OperationalError("insert", {}, sqlite3.OperationalError("database or disk is full"))),
-        (PrivateState, "commit", OSError(errno.ENOSPC, "No space left on device")),
-        (simulation, "_follow", failed_by(OSError(errno.ENOSPC, "No space left on device"))),
-    ],
-)
+@pytest.mark.parametrize(("place", "call", "fails"), [
+    (jobs, "aggregate", OSError(errno.ENOSPC, "No space left on device")),
+    (jobs, "aggregate", OperationalError("insert", {}, sqlite3.OperationalError("database or disk is full"))),
+    (PrivateState, "commit", OSError(errno.ENOSPC, "No space left on device")),
+    (simulation, "_follow", failed_by(OSError(errno.ENOSPC, "No space left on device"))),
+])  # fmt: skip
 def test_a_full_disk_ends_it_in_one_line(
     place: object,
     call: str,
@@ -171,16 +165,12 @@ def test_the_first_steps_of_a_round_share_a_pass_of_the_text_tower(
     assert backbone.starts is None
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"method": {"name": "fedpgp", "m": 4}},
-        {"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}},
-        {"training": {"threads": 2}},
-    ],
-    ids=["shared", "personal", "protected", "two threads each"],
-)
+@pytest.mark.parametrize("changes", [
+    {},
+    {"method": {"name": "fedpgp", "m": 4}},
+    {"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}},
+    {"training": {"threads": 2}},
+], ids=["shared", "personal", "protected", "two threads each"])  # fmt: skip
 def test_two_at_once_come_to_same_result(changes: dict[str, Any], backbone: Backbone, features: FeatureCache) -> None:
     """Also each answer on a test image, with other clients' prompts too, and what clients tell of their training."""
     options: dict[str, Any] = {
@@ -345,17 +335,14 @@ def test_a_data_set_can_be_handed_in_opened(backbone: Backbone, features: Featur
     assert given.state_hash == simulate(spec(), SITES, backbone=backbone, features=features).state_hash
 
 
-@pytest.mark.parametrize(
-    ("changes", "sites", "says", "exit"),
-    [
-        ({}, [*SITES, Site("site-0", DATA.format(0))], "two clients are called 'site-0'", Exit.BAD_INPUT),
-        ({}, SITES[:1], "1 trainer where participation.min_clients wants 2", Exit.BAD_INPUT),
-        ({"rounds": 0}, SITES, "rounds: 0 rounds evaluate an export", Exit.BAD_INPUT),
-        ({}, [*SITES, Site("lost", "symbols:nowhere")], "client lost: symbols:nowhere: unknown domain", Exit.BAD_INPUT),
-        ({"class_names": ["sun", "moon"]}, SITES, "the federation does not know the classes", Exit.BAD_INPUT),
-        ({"backbone": {"model": "no-model"}}, SITES, "open_clip has no model 'no-model'", Exit.BAD_INPUT),
-    ],
-)
+@pytest.mark.parametrize(("changes", "sites", "says", "exit"), [
+    ({}, [*SITES, Site("site-0", DATA.format(0))], "two clients are called 'site-0'", Exit.BAD_INPUT),
+    ({}, SITES[:1], "1 trainer where participation.min_clients wants 2", Exit.BAD_INPUT),
+    ({"rounds": 0}, SITES, "rounds: 0 rounds evaluate an export", Exit.BAD_INPUT),
+    ({}, [*SITES, Site("lost", "symbols:nowhere")], "client lost: symbols:nowhere: unknown domain", Exit.BAD_INPUT),
+    ({"class_names": ["sun", "moon"]}, SITES, "the federation does not know the classes", Exit.BAD_INPUT),
+    ({"backbone": {"model": "no-model"}}, SITES, "open_clip has no model 'no-model'", Exit.BAD_INPUT),
+])  # fmt: skip
 def test_what_goes_wrong_is_one_line(
     changes: dict[str, Any], sites: list[Site], says: str, exit: Exit, backbone: Backbone, features: FeatureCache
 ) -> None:
@@ -498,16 +485,13 @@ def test_it_runs_reduced_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # What ends a simulated client, as the command ends.
 
 
-@pytest.mark.parametrize(
-    ("client", "command"),
-    [
-        (Exit.BAD_INPUT, Exit.BAD_INPUT),
-        (Exit.FEDERATION_ENDED_BADLY, Exit.FEDERATION_ENDED_BADLY),
-        (Exit.NAME_TAKEN, Exit.FAILED),
-        (Exit.BACKBONE, Exit.FAILED),
-        (Exit.DECLINED, Exit.FAILED),
-        (Exit.INTERRUPTED, Exit.INTERRUPTED),
-    ],
-)
+@pytest.mark.parametrize(("client", "command"), [
+    (Exit.BAD_INPUT, Exit.BAD_INPUT),
+    (Exit.FEDERATION_ENDED_BADLY, Exit.FEDERATION_ENDED_BADLY),
+    (Exit.NAME_TAKEN, Exit.FAILED),
+    (Exit.BACKBONE, Exit.FAILED),
+    (Exit.DECLINED, Exit.FAILED),
+    (Exit.INTERRUPTED, Exit.INTERRUPTED),
+])  # fmt: skip
 def test_codes_of_a_clients_process_alone_are_a_failure(client: Exit, command: Exit) -> None:
     assert _exit(ClientError(client, "why")) == command

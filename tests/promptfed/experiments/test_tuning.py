@@ -102,16 +102,13 @@ def test_a_template_near_chance_is_remarked() -> None:
     assert near_chance(0.01, None, "x") == []
 
 
-@pytest.mark.parametrize(
-    ("gain", "losses", "says"),
-    [
-        (0.001, [4.0, 3.99], "Nothing moved in 2 rounds (loss from 4.000 to 3.990)"),
-        (0.001, [4.0, 2.0], None),
-        (0.02, [4.0, 3.99], None),
-        (-0.05, [4.0, 2.0], "Below zero-shot by 5.0 points: try a lower training.learning_rate than 0.002"),
-        (0.0, [], None),
-    ],
-)
+@pytest.mark.parametrize(("gain", "losses", "says"), [
+    (0.001, [4.0, 3.99], "Nothing moved in 2 rounds (loss from 4.000 to 3.990)"),
+    (0.001, [4.0, 2.0], None),
+    (0.02, [4.0, 3.99], None),
+    (-0.05, [4.0, 2.0], "Below zero-shot by 5.0 points: try a lower training.learning_rate than 0.002"),
+    (0.0, [], None),
+])  # fmt: skip
 def test_what_does_not_move_is_remarked_with_what_to_try(gain: float, losses: list[float], says: str | None) -> None:
     said = movement(gain, losses, 0.002, 2)
     assert (says in said[0]) if says else said == []

@@ -108,13 +108,10 @@ def test_no_rounds_measure_what_the_last_round_did(exported: Path, tmp_path: Pat
     assert {one.client: one.accuracy for one in result.accuracies() if one.split == "test"} == pytest.approx(measured)
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({}, "0 rounds evaluate an export"),
-        ({"continues": "sha256:" + "0" * 64, "privacy": PRIVATE}, "0 rounds train nobody: leave privacy out"),
-    ],
-)
+@pytest.mark.parametrize(("given", "why"), [
+    ({}, "0 rounds evaluate an export"),
+    ({"continues": "sha256:" + "0" * 64, "privacy": PRIVATE}, "0 rounds train nobody: leave privacy out"),
+])  # fmt: skip
 def test_no_rounds_without_an_export_or_with_training_are_refused(given: dict[str, Any], why: str) -> None:
     with pytest.raises(SpecError, match=why):
         resolve_spec({"name": "none", "method": {"name": "promptfl"}, "rounds": 0, **given})
@@ -223,17 +220,14 @@ def moved(method: dict[str, Any], backbone: Backbone) -> Tensors:
     return {name: tensor + torch.randn(tensor.shape, generator=draws) * 0.05 for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        {"name": "fedavg"},
-        {"name": "fedprox", "trainable": "last_k", "k": 2},
-        {"name": "fedavg", "trainable": "biases"},
-        {"name": "fedlora"},
-        {"name": "fedlora", "matrices": "qkvo", "towers": "visual"},
-        {"name": "fedlora", "towers": "text", "aggregation": "freeze_a", "blocks": "last_k"},
-    ],
-)
+@pytest.mark.parametrize("method", [
+    {"name": "fedavg"},
+    {"name": "fedprox", "trainable": "last_k", "k": 2},
+    {"name": "fedavg", "trainable": "biases"},
+    {"name": "fedlora"},
+    {"name": "fedlora", "matrices": "qkvo", "towers": "visual"},
+    {"name": "fedlora", "towers": "text", "aggregation": "freeze_a", "blocks": "last_k"},
+])  # fmt: skip
 def test_checkpoint_s_model_has_federation_s_logits(backbone: Backbone, method: dict[str, Any], tmp_path: Path) -> None:
     state = moved(method, backbone)
     checkpoint = adapted(backbone, method, state).merged(backbone, NAMES)

@@ -212,17 +212,14 @@ def test_without_class_names_state_alone_is_exported(coordinator: InThread, back
     assert "--classes" in card["use"]["why_not_open_clip"]
 
 
-@pytest.mark.parametrize(
-    ("model", "pretrained", "arguments"),
-    [
-        ("ViT-B-16", "openai", '"ViT-B-16", pretrained="openai", force_quick_gelu=True'),
-        ("ViT-B-16", "laion2b_s34b_b88k", '"ViT-B-16", pretrained="laion2b_s34b_b88k"'),
-        ("ViT-B-16", "random", '"local-dir:backbone"'),
-        ("hf-hub:a/b", None, '"hf-hub:a/b"'),
-        ("local-dir:/here", None, '"local-dir:backbone"'),
-        ("ViT-B-16", 'a"); exit("', r'"ViT-B-16", pretrained="a\"); exit(\""'),
-    ],
-)
+@pytest.mark.parametrize(("model", "pretrained", "arguments"), [
+    ("ViT-B-16", "openai", '"ViT-B-16", pretrained="openai", force_quick_gelu=True'),
+    ("ViT-B-16", "laion2b_s34b_b88k", '"ViT-B-16", pretrained="laion2b_s34b_b88k"'),
+    ("ViT-B-16", "random", '"local-dir:backbone"'),
+    ("hf-hub:a/b", None, '"hf-hub:a/b"'),
+    ("local-dir:/here", None, '"local-dir:backbone"'),
+    ("ViT-B-16", 'a"); exit("', r'"ViT-B-16", pretrained="a\"); exit(\""'),
+])  # fmt: skip
 def test_the_code_asks_open_clip_for_the_very_backbone(
     coordinator: InThread, model: str, pretrained: str | None, arguments: str
 ) -> None:

@@ -351,20 +351,10 @@ def a_missing_file(folder: Path) -> None:
     (folder / "class_weights.safetensors").unlink()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        a_link,
-        a_linked_folder,
-        a_folder_inside,
-        a_file_beside_the_backbone,
-        another_case,
-        a_pipe,
-        a_longer_file,
-        a_missing_file,
-    ],
-    ids=lambda change: change.__name__,
-)
+@pytest.mark.parametrize("change", [
+    a_link, a_linked_folder, a_folder_inside, a_file_beside_the_backbone, another_case, a_pipe, a_longer_file,
+    a_missing_file,
+], ids=lambda change: change.__name__)  # fmt: skip
 def test_a_folder_that_holds_anything_else_is_refused(exported: Path, key: str, change: Callable[[Path], None]) -> None:
     """The card and its signature are as they were."""
     change(exported)
@@ -399,16 +389,13 @@ def test_predict_and_score_verify_where_the_key_is_known(
     assert known.exit_code == Exit.REFUSED
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda card: card["federation"].pop("id"), "federation.id"),
-        (lambda card: card.pop("federation"), "federation"),
-        (lambda card: card["hashes"].pop("state"), "hashes.state"),
-        (lambda card: card.pop("files"), "files"),
-        (lambda card: card["files"].pop("prompts.safetensors"), "names no prompts.safetensors"),
-    ],
-)
+@pytest.mark.parametrize(("change", "why"), [
+    (lambda card: card["federation"].pop("id"), "federation.id"),
+    (lambda card: card.pop("federation"), "federation"),
+    (lambda card: card["hashes"].pop("state"), "hashes.state"),
+    (lambda card: card.pop("files"), "files"),
+    (lambda card: card["files"].pop("prompts.safetensors"), "names no prompts.safetensors"),
+])  # fmt: skip
 def test_a_card_that_lacks_something_is_one_line(exported: Path, tmp_path: Path, change: Any, why: str) -> None:
     place = exported / "card.json"
     card = json.loads(place.read_text())
@@ -417,18 +404,15 @@ def test_a_card_that_lacks_something_is_one_line(exported: Path, tmp_path: Path,
     expect_one_line(exported, tmp_path, why)
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("[" * 100_000, "nested too deeply"),
-        ('{"a":' * 100_000, "nested too deeply"),
-        ('{"format": 1, "format": 1}', "has the key 'format' twice"),
-        ('{"format": NaN}', "holds NaN"),
-        ("\udcff", "cannot be read"),
-        ("[]", "damaged"),
-        (" " * (9 << 20), "longer than"),
-    ],
-)
+@pytest.mark.parametrize(("text", "why"), [
+    ("[" * 100_000, "nested too deeply"),
+    ('{"a":' * 100_000, "nested too deeply"),
+    ('{"format": 1, "format": 1}', "has the key 'format' twice"),
+    ('{"format": NaN}', "holds NaN"),
+    ("\udcff", "cannot be read"),
+    ("[]", "damaged"),
+    (" " * (9 << 20), "longer than"),
+])  # fmt: skip
 def test_json_that_readers_differ_about_is_one_line(exported: Path, tmp_path: Path, text: str, why: str) -> None:
     (exported / "card.json").write_bytes(text.encode(errors="surrogateescape"))
     expect_one_line(exported, tmp_path, why)

@@ -204,14 +204,10 @@ def test_clients_declare_their_domains_in_words(tmp_path: Path, backbone: Backbo
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    "spec",
-    [
-        {"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}},
-        {"secure_aggregation": {}, "participation": {"min_clients": 3}},
-    ],
-    ids=["noise", "sums"],
-)
+@pytest.mark.parametrize("spec", [
+    {"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}},
+    {"secure_aggregation": {}, "participation": {"min_clients": 3}},
+], ids=["noise", "sums"])  # fmt: skip
 def test_a_run_on_a_gpu_is_that_on_the_cpu(spec: dict[str, Any], tmp_path: Path) -> None:
     """With features, noise or masked sums, an export and predictions, on the tests' stand-in for a GPU."""
     data = [f"folder:{write_folder(tmp_path / str(seed), SHAPES[:3], each=4, seed=seed)}" for seed in range(3)]

@@ -106,16 +106,13 @@ def test_only_what_carries_the_label_is_removed(engine: FakeEngine) -> None:
     assert kinds == ["container"] * 2 + ["network"] + ["volume"] * 3, "a network goes once nothing is on it"
 
 
-@pytest.mark.parametrize(
-    ("refusal", "said"),
-    [
-        (
-            "driver failed:\n port is already allocated",
-            r"^the Docker engine refuses: driver failed: port is already allocated$",
-        ),
-        ('could not select device driver "" with capabilities: [[gpu]]', r"has no GPUs to give.*--gpus none"),
-    ],
-)
+@pytest.mark.parametrize(("refusal", "said"), [
+    (
+        "driver failed:\n port is already allocated",
+        r"^the Docker engine refuses: driver failed: port is already allocated$",
+    ),
+    ('could not select device driver "" with capabilities: [[gpu]]', r"has no GPUs to give.*--gpus none"),
+])  # fmt: skip
 def test_a_failed_start_is_one_line_and_leaves_nothing_behind(engine: FakeEngine, refusal: str, said: str) -> None:
     engine.refuses_start = APIError("500", explanation=refusal)
     with pytest.raises(CommandError, match=said), federation_in_containers(engine, 8080, None):

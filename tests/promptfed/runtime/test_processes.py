@@ -217,22 +217,19 @@ def test_the_file_names_the_federation_where_the_spec_does_not(tmp_path: Path) -
     assert [site.name for site in found.sites] == ["client-0", "client-1"]
 
 
-@pytest.mark.parametrize(
-    ("text", "clients", "complaint"),
-    [
-        ("", None, "has no `clients`"),
-        ("clients: []", None, "`clients` is empty"),
-        ("clients: [{name: a}]", None, r"clients\.0\.data: is missing"),
-        ("clients: [{data: digits, colour: red}]", None, r"clients\.0\.colour: unknown key"),
-        ("clients: {data: digits, count: 0}", None, r"clients\.count: must be greater"),
-        ("clients: [{data: digits, role: boss}]", None, r"clients\.0\.role"),
-        ("clients: {data: digits, name: a, count: 2}", None, "two clients are named a"),
-        ("clients: [{data: digits, name: a b}]", None, "'a b' is no client name"),
-        ("clients: [{data: digits, role: evaluator}]", None, "no client is a trainer"),
-        ("clients: [{data: digits, tests: {'a@b': digits}}]", None, r"clients\.0\.tests"),
-        (LISTED, 3, "lists 2 trainers, not 3"),
-    ],
-)
+@pytest.mark.parametrize(("text", "clients", "complaint"), [
+    ("", None, "has no `clients`"),
+    ("clients: []", None, "`clients` is empty"),
+    ("clients: [{name: a}]", None, r"clients\.0\.data: is missing"),
+    ("clients: [{data: digits, colour: red}]", None, r"clients\.0\.colour: unknown key"),
+    ("clients: {data: digits, count: 0}", None, r"clients\.count: must be greater"),
+    ("clients: [{data: digits, role: boss}]", None, r"clients\.0\.role"),
+    ("clients: {data: digits, name: a, count: 2}", None, "two clients are named a"),
+    ("clients: [{data: digits, name: a b}]", None, "'a b' is no client name"),
+    ("clients: [{data: digits, role: evaluator}]", None, "no client is a trainer"),
+    ("clients: [{data: digits, tests: {'a@b': digits}}]", None, r"clients\.0\.tests"),
+    (LISTED, 3, "lists 2 trainers, not 3"),
+])  # fmt: skip
 def test_a_bad_run_file_is_refused_in_one_line(tmp_path: Path, text: str, clients: int | None, complaint: str) -> None:
     with pytest.raises(CommandError, match=complaint) as refused:
         run(tmp_path, text, clients)
