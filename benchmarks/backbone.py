@@ -1,4 +1,4 @@
-"""Parts of a pre-training step."""
+"""Pre-training of the embedded backbone: its corpus, its steps, and `python -m benchmarks.backbone`."""
 
 from __future__ import annotations
 

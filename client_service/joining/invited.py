@@ -25,13 +25,10 @@ from promptfed.shared.service.net import (
 from promptfed.shared.service.reasons import why
 
 TOKEN, AUTHORITY = "invitation.token", "authority.pem"  # in the state folder
-
-
 GIVEN = frozenset({"coordinator", "federation", "enrolment_token_file"})
 """The settings that an invitation brings."""
+
 SECONDS = 20.0
-
-
 MOST_BYTES = 1 << 16  # of a certificate
 
 

@@ -1,4 +1,4 @@
-"""Accuracies that leave a site as noisy counts: drawn once, written down, paid for out of the test images' budget.
+"""Accuracies that leave a site as noisy counts, or coarse under the disclosure floor; drawn once, written down.
 
 A count of right answers on a test set of N images is k + η with P(η) ∝ e^(−a·|η|), clamped to 0 ... N: one image moves
 k by one, so it costs ε = a. That holds only where nothing but the count depends on the test images, and where the

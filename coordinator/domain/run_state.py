@@ -1,4 +1,4 @@
-"""A federation's run as plain values: its rules and its state."""
+"""A federation's run as plain values: its rules, its state, the events that change it, and the facts that follow."""
 
 from __future__ import annotations
 

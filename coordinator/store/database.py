@@ -1,4 +1,4 @@
-"""Transactions: one writer at a time; readers see the last commit and never wait."""
+"""Transactions on SQLite or PostgreSQL: one writer at a time; readers see the last commit and never wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening the store: the data folder, its lock and the database, which must belong together."""
+"""Opening the store: the data folder with its lock, signing key and tokens, and the database that belongs to it."""
 
 from __future__ import annotations
 

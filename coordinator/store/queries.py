@@ -1,4 +1,4 @@
-"""Queries that several parts of the coordinator share. ``id`` is a federation's."""
+"""Queries that several parts of the coordinator share, and rows written in batches. ``id`` is a federation's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identity of a frozen backbone: a digest of its weights and of everything else that determines its features."""
+"""Identity of a frozen backbone (a digest of what determines its features), and a cache of recent values."""
 
 from __future__ import annotations
 

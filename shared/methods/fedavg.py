@@ -1,4 +1,4 @@
-"""FedAvg: every client fine-tunes the image tower itself, and the changes are averaged."""
+"""FedAvg, FedProx, FedBABU and each client alone: the image tower itself is fine-tuned."""
 
 from __future__ import annotations
 

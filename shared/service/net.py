@@ -1,4 +1,4 @@
-"""Addresses that a service listens on, and those to which a coordinator redirects its callers."""
+"""Networking of both services: addresses, redirects, TLS, proxies, and how many files may be open."""
 
 from __future__ import annotations
 

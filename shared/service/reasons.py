@@ -1,4 +1,4 @@
-"""Errors of libraries and of the operating system in words for users: what is wrong, and what to do."""
+"""Errors of libraries and of the operating system in words for users; exit codes of the services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sections of the federation spec, and other models, have in common."""
+"""What the sections of the federation spec have in common, and the versions of the release and the protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suggestions for unknown keys of a spec."""
+"""Suggestions for unknown keys of a spec, and what became of removed ones."""
 
 from __future__ import annotations
 

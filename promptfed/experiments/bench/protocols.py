@@ -1,4 +1,4 @@
-"""The setting of a bench: data URIs, their division over clients, and the test sets."""
+"""Protocols of a bench: data URIs, their division over clients, label spaces, and the test sets."""
 
 from __future__ import annotations
 

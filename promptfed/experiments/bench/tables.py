@@ -1,4 +1,4 @@
-"""The table of a bench: accuracies in percent (mean and standard deviation over seeds) and costs."""
+"""The table of a bench: its metrics, accuracies in percent (mean and deviation over seeds) and costs."""
 
 from __future__ import annotations
 

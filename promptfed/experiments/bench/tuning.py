@@ -1,4 +1,4 @@
-"""Trials of a run file: the same sites with any method and learning rate, tested on held-out training images."""
+"""Tuning: trials of a run file on held-out training images, successive halving, and the choice of a rate."""
 
 from __future__ import annotations
 

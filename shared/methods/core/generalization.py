@@ -1,4 +1,6 @@
-"""FedDG-GA's weights: a client whose loss is larger under the mean than under its own update gets a larger weight.
+"""FedDG-GA's weights and FedSR's representation, for domains that nobody has.
+
+FedDG-GA's weights: a client whose loss is larger under the mean than under its own update gets a larger weight.
 
 Source: Zhang et al., "Federated Domain Generalization with Generalization Adjustment", CVPR 2023. Notation: n clients
 of the roster, a (n) their weights, gap_k the loss of the received state minus that of the client's own last update.

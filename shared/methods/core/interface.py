@@ -1,4 +1,4 @@
-"""The interfaces of a client's images and of a method's classifier."""
+"""What a method implements, its optional protocols, and the interfaces of images and classifiers."""
 
 from __future__ import annotations
 

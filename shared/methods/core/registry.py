@@ -1,4 +1,4 @@
-"""The methods by name: promptfed's own, and those of installed packages."""
+"""The methods by name: promptfed's own, and those of packages; swept rates on the embedded backbones."""
 
 from __future__ import annotations
 
