@@ -343,11 +343,8 @@ def training(**values: Any) -> Change:
 
 @pytest.mark.parametrize(("given", "change", "kind"), [
     ({"allow": {"methods": ["promptfl"]}}, config(method={"name": "fedpgp"}), "policy-method"),
-    (
-        {"allow": {"backbones": ["promptfed-tiny/random"]}},
-        config(backbone={"model": "promptfed-tiny", "pretrained": "symbols", "precision": "fp32"}),
-        "policy-backbone",
-    ),
+    ({"allow": {"backbones": ["promptfed-tiny/random"]}},
+     config(backbone={"model": "promptfed-tiny", "pretrained": "symbols", "precision": "fp32"}), "policy-backbone"),
     ({"allow": {"class_names": "federation"}}, config(class_names=None), "policy-classes"),
     ({"limits": {"rounds": 2}}, config(rounds=3), "policy-rounds"),
     ({"limits": {"epochs": 3}}, training(epochs=4), "policy-epochs"),

@@ -156,15 +156,11 @@ def test_an_api_token_that_cannot_be_read(command: Callable[..., int], capsys: p
 
 @pytest.mark.parametrize(("arguments", "words"), [
     ([], "--coordinator: is missing; --federation: is missing"),
-    (
-        ["--coordinator=http://10.1.2.3", "--federation=f", "--name=n", "--data=d", "--state-dir=s"],
-        "--allow-plain-http",
-    ),
+    (["--coordinator=http://10.1.2.3", "--federation=f", "--name=n", "--data=d", "--state-dir=s"],
+     "--allow-plain-http"),
     (["--no-such-option"], "--no-such-option"),
-    (
-        ["--coordinator=http://localhost", "--federation=f", "--data=d", "--device=gpu"],
-        "--device: 'gpu' is no device: give auto, cpu, cuda or cuda:N",
-    ),
+    (["--coordinator=http://localhost", "--federation=f", "--data=d", "--device=gpu"],
+     "--device: 'gpu' is no device: give auto, cpu, cuda or cuda:N"),
 ])  # fmt: skip
 def test_a_wrong_command_line(arguments: list[str], words: str) -> None:
     done = subprocess.run(

@@ -159,10 +159,8 @@ def test_expected_errors_are_one_line(error: BaseException, code: Exit) -> None:
 
 SURROUNDINGS = [
     (OSError(errno.ENOSPC, "No space left on device", "/tmp/x"), "/tmp/x cannot be used: the disk is full"),
-    (
-        PermissionError(errno.EACCES, "Permission denied", "/etc/shadow"),
-        "/etc/shadow cannot be used: permission denied",
-    ),
+    (PermissionError(errno.EACCES, "Permission denied", "/etc/shadow"),
+     "/etc/shadow cannot be used: permission denied"),
     (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), "set TMPDIR to another"),
     (UnicodeEncodeError("latin-1", "\u732b", 0, 1, "ordinal not in range"), "cannot be written in latin-1"),
     (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "it is not text in UTF-8"),
@@ -170,7 +168,7 @@ SURROUNDINGS = [
     (OperationalError("select", {}, sqlite3.OperationalError("no such table")), "cannot be used: no such table"),
     (RecursionError("maximum recursion depth exceeded"), "nested too deeply"),
     (ExceptionGroup("several", [OSError(errno.EDQUOT, "Disk quota exceeded")]), "the disk quota is used up"),
-]
+]  # fmt: skip
 
 
 def registered(group: Any = app) -> Iterator[Any]:

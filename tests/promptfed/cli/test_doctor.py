@@ -149,11 +149,8 @@ def test_each_trouble_is_a_line_and_the_rest_is_still_looked_at(coordinator: InT
 @pytest.mark.parametrize(("changes", "name", "why"), [
     ({"coordinator": "http://127.0.0.1:1"}, "coordinator", "no answer"),
     ({"coordinator": "http://192.0.2.1"}, "coordinator", "--allow-plain-http"),
-    (
-        {"federation": "absent"},
-        "coordinator",
-        "no federation 'absent' here: check its name, or ask the operator for it",
-    ),
+    ({"federation": "absent"}, "coordinator",
+     "no federation 'absent' here: check its name, or ask the operator for it"),
     ({"data": "folder:/absent"}, "data", "/absent"),
     ({"device": "cuda:7"}, "device", "cuda:7 is not here"),
     ({"device": "gpu"}, "device", "'gpu' names no device"),

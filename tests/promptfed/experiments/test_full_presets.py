@@ -44,10 +44,8 @@ VIT_B = {"d_v": 768, "vision_layers": 12, "patch_size": 16, "mlp_width": 3072, "
 TEXT = {"d_t": 512, "d_e": 512, "text_layers": 12, "context_length": 77, "heads_t": 8}
 SHAPES = {
     "ViT-B-16": BackboneShape(**TEXT, **VIT_B, patch_tokens=196),
-    "ViT-L-14": BackboneShape(
-        d_t=768, d_v=1024, d_e=768, text_layers=12, vision_layers=24, context_length=77, patch_size=14,
-        patch_tokens=256, mlp_width=4096, positions=257, heads_v=16, heads_t=12,
-    ),
+    "ViT-L-14": BackboneShape(d_t=768, d_v=1024, d_e=768, text_layers=12, vision_layers=24, context_length=77,
+        patch_size=14, patch_tokens=256, mlp_width=4096, positions=257, heads_v=16, heads_t=12),
     "RN50": BackboneShape(**TEXT | {"d_e": 1024}, patch_tokens=49),
     "timm:vit_base_patch16_224": BackboneShape(d_e=768, **VIT_B),
 }  # fmt: skip

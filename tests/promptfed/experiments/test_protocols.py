@@ -148,10 +148,8 @@ def test_a_personal_method_is_tested_on_the_target_by_every_client() -> None:
     [trial, *_] = PROTOCOLS["leave-one-domain-out"].trials(THREE, seed=0, personal=True)
     assert all("symbols:sketch" in site.tests["target"] and site.role == "trainer" for site in trial.sites)
     rows = {
-        "sketch": [
-            one("a", "test", 0.9), one("a", "target", 0.4), one("b", "target", 0.2), one("b", "test", 0.7),
-            one("t", "test", 0.1, role="evaluator"),
-        ],
+        "sketch": [one("a", "test", 0.9), one("a", "target", 0.4), one("b", "target", 0.2), one("b", "test", 0.7),
+         one("t", "test", 0.1, role="evaluator")],
         "neon": [one("a", "test", 0.5), one("t", "test", 0.6, role="evaluator")],
     }  # fmt: skip
     found = PROTOCOLS["leave-one-domain-out"].scores(rows, learned)
@@ -241,11 +239,7 @@ def test_what_a_uri_says_itself_stays() -> None:
 @pytest.mark.parametrize(("protocol", "setting", "complaint"), [
     ("leave-one-domain-out", Setting(("symbols:sketch",), ("a", "b")), "needs one --data with {domain}"),
     ("leave-one-domain-out", Setting((SYMBOLS,), ("sketch",)), "at least two --domains"),
-    (
-        "leave-one-domain-out",
-        Setting((SYMBOLS,), ("sketch", "neon"), ("chalk",)),
-        "chalk is not one of the domains",
-    ),
+    ("leave-one-domain-out", Setting((SYMBOLS,), ("sketch", "neon"), ("chalk",)), "chalk is not one of the domains"),
     ("personalisation", Setting(("digits", "digits")), "takes one --data"),
     ("personalisation", Setting((SYMBOLS,)), "needs --domains"),
     ("cross-dataset", Setting(("digits",)), "at least two --data"),

@@ -107,10 +107,8 @@ def test_only_what_carries_the_label_is_removed(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize(("refusal", "said"), [
-    (
-        "driver failed:\n port is already allocated",
-        r"^the Docker engine refuses: driver failed: port is already allocated$",
-    ),
+    ("driver failed:\n port is already allocated",
+     r"^the Docker engine refuses: driver failed: port is already allocated$"),
     ('could not select device driver "" with capabilities: [[gpu]]', r"has no GPUs to give.*--gpus none"),
 ])  # fmt: skip
 def test_a_failed_start_is_one_line_and_leaves_nothing_behind(engine: FakeEngine, refusal: str, said: str) -> None:
