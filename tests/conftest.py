@@ -49,7 +49,7 @@ LONG = (
     "test_plan_attack.py",
     "test_secret_participation.py",
     "test_restored.py",
-    "test_protection.py",
+    "test_agreement.py",
 )
 
 

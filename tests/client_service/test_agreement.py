@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import exp
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from scipy import stats
+from torch import Tensor
 
 from promptfed.client_service import __main__ as command
 from promptfed.client_service.exits import ClientError, Exit
@@ -21,16 +27,28 @@ from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.disclosure import Disclosure
 from promptfed.client_service.log_messages import EventTextLines
 from promptfed.client_service.privacy import agreement as agreements
+from promptfed.client_service.privacy import noisy_counts
 from promptfed.client_service.privacy.agreement import Agreement, differences
+from promptfed.client_service.privacy.ledger import Ledger
+from promptfed.client_service.privacy.noisy_counts import DRAWN_FILE, noisy_count, what_leaves
+from promptfed.client_service.privacy.policy import Policy
+from promptfed.client_service.privacy.protection import reported
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.clip import FeatureCache, load_backbone, shape_of
 from promptfed.shared.clip.sizes import shape_by_name
+from promptfed.shared.data.source import Source
+from promptfed.shared.messages import EnrolmentInfo, SplitResult
 from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core.interface import Method, TrainResult
+from promptfed.shared.methods.core.interface import ClientContext, Method, MethodError, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.privacy.accounting import Event, epsilon_of
+from promptfed.shared.privacy.noise import SeededNoise
+from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec.spec import TrainingSpec
+from promptfed.shared.tensors.torch_tensors import decode
 from tests.client_service.conftest import Make
-from tests.support.fake_coordinator import FakeCoordinator, made_up_source
+from tests.support.fake_coordinator import FakeCoordinator, made_up_source, problem
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -127,9 +145,6 @@ def test_an_evaluator_trains_nothing(make: Make, settings: Settings) -> None:
     assert len(coordinator.evaluations) == 2
 
 
-# Payloads
-
-
 PAYLOADS: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
     "unknown": lambda state: state | {"more": torch.zeros(3)},
     "missing": lambda state: {},
@@ -163,9 +178,6 @@ def test_numbers_that_a_method_does_not_declare_stay_here(make: Make, monkeypatc
     (update,) = sent_updates(coordinator)
     assert b"loss" in update
     assert b"pixel" not in update
-
-
-# Consent, and its change
 
 
 def test_consent_comes_before_the_backbone_and_the_features(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,9 +261,6 @@ def test_differences_are_told_in_plain_text() -> None:
     assert len(differences({"a": "x"}, {"a": "y" * 10_000})[0]) < 500
 
 
-# What others learn
-
-
 @pytest.mark.parametrize("name", sorted(METHODS.own()))
 def test_each_method_says_what_it_discloses(name: str) -> None:
     """Whose updates are no plain means, or are gradients by image features, says more than the base does."""
@@ -295,9 +304,6 @@ def test_a_log_line_is_one_line_of_plain_text() -> None:
     assert formatter.format(record) == r"refused: \x1b[2Jgone\x0aenrolled as x"
 
 
-# One payload for all
-
-
 def test_the_owner_is_told_where_others_were_given_something_else(make: Make) -> None:
     other = "sha256:" + "e" * 64
 
@@ -312,9 +318,6 @@ def test_the_owner_is_told_where_others_were_given_something_else(make: Make) ->
     honest = make.coordinator(rounds=0)
     asyncio.run(make.worker(honest, hook=lambda event, facts: told.append(facts) if "other" in event else None).run())
     assert len(told) == 4
-
-
-# A coordinator that was restored from a backup
 
 
 def test_rounds_are_answered_again_for_a_restored_coordinator_but_not_for_ever(make: Make) -> None:
@@ -333,9 +336,6 @@ def test_rounds_are_answered_again_for_a_restored_coordinator_but_not_for_ever(m
     terminal = Terminal("text", ask=False)
     with pytest.raises(ClientError, match="went back to earlier rounds 3 times"):
         asyncio.run(make.worker(coordinator, consent=terminal.consent).run())
-
-
-# Calling it back
 
 
 def test_consent_can_be_called_back(make: Make, settings: Settings) -> None:
@@ -391,3 +391,406 @@ def test_the_command_calls_back_and_deletes(make: Make, tmp_path: Path, monkeypa
 def test_deleting_goes_with_calling_back() -> None:
     with pytest.raises(ClientError, match="--delete-private goes with --withdraw"):
         make_settings(coordinator="http://127.0.0.1", federation="f", data="d", delete_private=True)
+
+
+# A protected federation at the client: what leaves, what it costs, and what is refused before anything is computed.
+
+
+TRAINING = TrainingSpec(learning_rate=0.1, batch_size=6).model_dump()
+
+
+PRIVACY = PrivacySpec(level="sample", clip=0.3, noise_multiplier=2.0, delta=1e-3).model_dump()
+
+
+PER_ROUND = Event("gaussian", 0.25, 2.0, 4)  # 24 records in batches of 6
+
+
+@pytest.fixture
+def own(settings: Settings, tmp_path: Path) -> Settings:
+    return settings.model_copy(update={"ledger": tmp_path / "ledger.jsonl", "max_epsilon": 50.0})
+
+
+def protected(make: Make, **changes: Any) -> FakeCoordinator:
+    return make.coordinator(**({"privacy": PRIVACY, "training": TRAINING, "rounds": 2} | changes))
+
+
+def test_updates_say_what_they_cost_and_nothing_that_depends_on_records(make: Make, own: Settings) -> None:
+    coordinator = protected(make)
+    assert asyncio.run(make.worker(coordinator, settings=own).run()) is Exit.OK
+    updates = [body for body in coordinator.received if b"payload_sha256" in body]
+    assert len(updates) == 2
+    ledger = Ledger(own.ledger_file)
+    assert len(ledger.spends()) == 2
+    for number, (body, spent) in enumerate(zip(updates, ledger.spends(), strict=True), start=1):
+        told = reported(body)
+        assert told is not None
+        assert told.epsilon == spent.epsilon == epsilon_of([PER_ROUND] * number, 1e-3)
+        assert (told.delta, told.noise) == (1e-3, "secret")
+        assert spent.events == (PER_ROUND,)
+        _, metadata = decode(body)
+        assert isinstance(metadata, dict)
+        assert metadata["metrics"] == {"steps": 4.0, "trained_parameters": 448.0}
+    assert [(one["splits"], one["withheld"]) for one in coordinator.evaluations] == [({}, True)] * 2
+    assert all(one["zero_shot"] == {} and one["metrics"] == {} for one in coordinator.evaluations)
+
+
+def test_noise_is_new_in_every_attempt_unless_it_is_handed_in(make: Make, own: Settings, tmp_path: Path) -> None:
+    found = []
+    for number, noise in enumerate([None, None, SeededNoise(1), SeededNoise(1)]):
+        coordinator = protected(make, rounds=1)
+        settings = own.model_copy(update={"state_dir": tmp_path / f"state-{number}"})
+        asyncio.run(make.worker(coordinator, settings=settings, noise=noise).run())
+        found.append(coordinator.global_state["context"])
+    assert not found[0].equal(found[1])
+    assert found[2].equal(found[3])
+
+
+def test_a_task_beyond_the_budget_is_refused_before_training_and_costs_nothing(
+    make: Make, own: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another federation has spent most of it meanwhile."""
+    coordinator = protected(make)
+    ledger, trained = Ledger(own.ledger_file), []
+
+    def spend_elsewhere(request: Request) -> Response | None:
+        if request.url.path.endswith("/payload") and not ledger.spends():
+            about = {"federation_id": "other", "coordinator": "http://x", "phase": "train", "noise": "secret"}
+            ledger.spend("0" * 64, [PER_ROUND] * 20, 1e3, {**about, "round": 1, "task_id": "t"}, "train")
+        return None
+
+    coordinator.alter = spend_elsewhere
+    train = PromptFL.train
+    monkeypatch.setattr(PromptFL, "train", lambda *given: trained.append(1) or train(*given))
+    limit = epsilon_of([PER_ROUND] * 3, 1e-3)
+    asyncio.run(make.worker(coordinator, settings=own.model_copy(update={"max_epsilon": limit})).run())
+    assert [one["type"] for one in coordinator.failures] == ["privacy-budget-exhausted"] * 2
+    assert "has spent ε" in coordinator.failures[0]["detail"]
+    assert trained == []
+    assert len(ledger.spends()) == 1
+
+
+def test_a_schedule_that_cannot_fit_ends_the_client_before_it_enrols(make: Make, own: Settings) -> None:
+    coordinator = protected(make, rounds=50)
+    with pytest.raises(
+        ClientError, match=r"all rounds would make ε = .* of the 2 that the data set 'default' has"
+    ) as end:
+        asyncio.run(make.worker(coordinator, settings=own.model_copy(update={"max_epsilon": 2.0})).run())
+    assert end.value.exit is Exit.LEDGER
+    assert coordinator.client is None
+    assert not own.ledger_file.exists()
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"method": {"name": "plan"}}, "cannot be trained under protection: its aggregators have millions"),
+    ({"privacy": PRIVACY | {"delta": 0.5}}, "δ = 0.5 is not between 1e-10 and 1/24"),
+])  # fmt: skip
+def test_what_cannot_be_protected_is_refused_before_enrolment(
+    make: Make, own: Settings, changes: dict[str, Any], said: str
+) -> None:
+    coordinator = protected(make)
+    for key, value in changes.items():
+        setattr(coordinator, key, value)
+    with pytest.raises(ClientError, match=said):
+        asyncio.run(make.worker(coordinator, settings=own).run())
+    assert coordinator.client is None
+
+
+@pytest.mark.parametrize(
+    "other", [None, PRIVACY | {"noise_multiplier": 0.3}, PRIVACY | {"clip": 16.0}, PRIVACY | {"evaluation": "plain"}]
+)
+def test_a_task_with_less_protection_than_was_agreed_is_refused(
+    make: Make, own: Settings, other: dict[str, Any] | None
+) -> None:
+    coordinator = protected(make, rounds=1)
+
+    def garble(task: dict[str, Any]) -> dict[str, Any]:
+        config = {key: value for key, value in task["config"].items() if key != "privacy"}
+        return task | {"config": config if other is None else config | {"privacy": other}}
+
+    coordinator.garble = garble
+    asyncio.run(make.worker(coordinator, settings=own).run())
+    assert {one["type"] for one in coordinator.failures} == {"NotAgreed"}
+    assert all("privacy" in one["detail"] for one in coordinator.failures)
+    assert coordinator.accepted == {}
+    assert Ledger(own.ledger_file).spends() == []
+
+
+NOT_TOLD = "this client's own log says why"
+
+
+CENTRAL = PrivacySpec(level="client", clip=1.0, noise_multiplier=1.0, delta=1e-3).model_dump()
+
+
+def _fail(*given: Any, **options: Any) -> Any:
+    raise MethodError("record 17 has label 3")
+
+
+def _diverge(self: PromptFL, context: ClientContext, payload: dict[str, Tensor], private: object) -> TrainResult:
+    if context.protection is not None:
+        context.protection.used = True
+    return TrainResult({name: tensor * float("nan") for name, tensor in payload.items()})
+
+
+@pytest.mark.parametrize("privacy", [PRIVACY, CENTRAL], ids=["sample", "client"])
+@pytest.mark.parametrize(
+    ("where", "change"),
+    [("train", _fail), ("train", _diverge), ("prepare", _fail)],
+    ids=["train", "diverge", "prepare"],
+)
+def test_why_protected_training_failed_is_not_told(
+    where: str,
+    change: Callable[..., Any],
+    privacy: dict[str, Any],
+    make: Make,
+    own: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PromptFL, where, change, raising=False)
+    coordinator = protected(make, rounds=1, privacy=privacy)
+    asyncio.run(make.worker(coordinator, settings=own).run())
+    works = {one["type"].removesuffix("-failed") for one in coordinator.failures}
+    assert works == {"training", "evaluation"} if where == "prepare" else {"training"}
+    for work in coordinator.failures:
+        kind = work["type"].removesuffix("-failed")
+        assert work["detail"] == f"protected {kind} failed; {NOT_TOLD}"
+    assert Ledger(own.ledger_file).spends() == []
+
+
+def test_why_evaluation_failed_is_not_told(make: Make, own: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptFL, "classifier", _fail)
+    coordinator = protected(make, rounds=1)
+    asyncio.run(make.worker(coordinator, settings=own).run())
+    assert {(one["type"], one["detail"]) for one in coordinator.failures} == {
+        ("evaluation-failed", f"protected evaluation failed; {NOT_TOLD}")
+    }
+
+
+def test_a_method_that_trains_without_its_protection_sends_nothing(
+    make: Make, own: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptFL, "train", lambda self, context, payload, private: TrainResult(dict(payload)))
+    coordinator = protected(make, rounds=1)
+    asyncio.run(make.worker(coordinator, settings=own).run())
+    assert [one["type"] for one in coordinator.failures] == ["training-failed"]
+    assert coordinator.accepted == {}
+
+
+def test_private_tensors_of_unprotected_training_are_no_start(make: Make, own: Settings) -> None:
+    method = {"name": "fedpgp", "m": 4, "b": 2}
+    plain = protected(make, method=method, rounds=1, privacy=None)
+    asyncio.run(make.worker(plain, settings=own).run())
+    coordinator = protected(make, method=method, rounds=2, epoch="second")
+    coordinator.client = plain.client
+    asyncio.run(make.worker(coordinator, settings=own).run())
+    assert [one["type"] for one in coordinator.failures] == ["private-state-unprotected"] * 2
+    again = protected(make, method=method, rounds=2, epoch="third")
+    again.client = plain.client
+    anew = own.model_copy(update={"reset_private": True})
+    asyncio.run(make.worker(again, settings=anew).run())
+    assert again.failures == []
+    assert len(again.accepted) == 2
+    state = PrivateState(own.state_dir)
+    assert state.committed()[1].privacy == "sample"
+    state.close()
+
+
+def test_an_update_is_paid_before_it_is_sent_and_once_however_often_it_is_sent(make: Make, own: Settings) -> None:
+    coordinator = protected(make, rounds=1)
+    ledger, seen = Ledger(own.ledger_file), []
+
+    def lose(request: Request) -> Response | None:
+        if request.url.path.endswith("/update"):
+            seen.append(len(ledger.spends()))
+            if len(seen) < 3:
+                return problem(503, "not-ready")
+        return None
+
+    coordinator.alter = lose
+    asyncio.run(make.worker(coordinator, settings=own).run())
+    assert seen == [1, 1, 1]
+    assert len(ledger.spends()) == 1
+
+
+def test_an_update_that_waits_is_paid_after_a_restart_with_the_same_bytes(
+    make: Make, own: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the update's writing and its spend: it costs once, and is not trained again."""
+    from promptfed.client_service.training import trainer
+
+    class Killed(BaseException):
+        pass
+
+    def die(name: str) -> None:
+        if name == "pending-written":
+            raise Killed
+
+    coordinator = protected(make, rounds=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "point", die)
+        with pytest.raises(Killed):
+            asyncio.run(make.worker(coordinator, settings=own).run())
+    assert Ledger(own.ledger_file).spends() == []
+    monkeypatch.setattr(PromptFL, "train", None)  # not called: the bytes are there
+    asyncio.run(make.worker(coordinator, settings=own).run())
+    assert len(Ledger(own.ledger_file).spends()) == 1
+    assert len(coordinator.accepted) == 1
+
+
+def test_noise_that_was_planned_for_other_terms_is_not_kept(make: Make, own: Settings) -> None:
+    """The same client, asked for more noise after its owner agreed anew: the spec's multiplier holds."""
+    first = protected(make, rounds=1)
+    asyncio.run(make.worker(first, settings=own).run())
+    second = protected(make, privacy=PRIVACY | {"noise_multiplier": 4.0}, epoch="second")
+    second.client = first.client
+    asyncio.run(make.worker(second, settings=own).run())
+    assert [one.events[0].z for one in Ledger(own.ledger_file).spends()] == [2.0, 4.0, 4.0]
+
+
+@pytest.mark.slow
+def test_a_budget_of_the_spec_calibrates_the_noise_once_and_keeps_it(make: Make, own: Settings) -> None:
+    privacy = PRIVACY | {"noise_multiplier": None, "epsilon": 4.0}
+    coordinator = protected(make, privacy=privacy, rounds=2)
+    asyncio.run(make.worker(coordinator, settings=own).run())
+    spends = Ledger(own.ledger_file).spends()
+    assert len({one.events for one in spends}) == 1
+    assert 3.9 < spends[-1].epsilon <= 4.0
+
+
+NOISY = PrivacySpec(
+    level="sample", clip=0.3, noise_multiplier=2.0, delta=1e-3, evaluation="noisy", evaluation_epsilon=0.5
+)
+
+
+@pytest.fixture
+def apart(source: Source) -> Source:
+    """The source without the test images that are trained on as well."""
+    trained = {source.train.digest(row) for row in range(len(source.train))}
+    rows = [row for row in range(len(source.test)) if source.test.digest(row) not in trained]
+    return replace(source, test=source.test.select(source.test.labels.new_tensor(rows)))
+
+
+def noisy(make: Make, **changes: Any) -> FakeCoordinator:
+    return make.coordinator(**({"privacy": NOISY.model_dump(), "training": TRAINING, "rounds": 2} | changes))
+
+
+def test_a_count_has_just_the_distribution_that_it_is_paid_for() -> None:
+    """P(k + η) ∝ e^(−a·|η|), with all beyond 0 and N gathered at these."""
+    right, images, a, draws = 6, 9, 0.7, 6000
+    stream, result = SeededNoise(3).stream("counts"), SplitResult(accuracy=right / images, num_samples=images)
+    found = Counter(round(noisy_count(stream, result, a).accuracy * images) for _ in range(draws))
+    weight = (1 - exp(-a)) / (1 + exp(-a))
+    chance = {count: weight * exp(-a * abs(count - right)) for count in range(1, images)}
+    chance[0] = sum(weight * exp(-a * abs(count - right)) for count in range(-200, 1))
+    chance[images] = sum(weight * exp(-a * abs(count - right)) for count in range(images, 200))
+    assert sum(chance.values()) == pytest.approx(1)
+    keys = sorted(chance)
+    tried = stats.chisquare([found[key] for key in keys], [draws * chance[key] for key in keys])
+    assert tried.pvalue > 1e-6
+    told = noisy_count(stream, result.model_copy(update={"ece": 0.1, "macro_f1": 0.2}), a)
+    assert (told.num_samples, told.ece, told.macro_f1) == (images, None, None), "no other figure leaves"
+
+
+def test_each_release_is_paid_once_and_the_template_s_is_drawn_once(make: Make, own: Settings, apart: Source) -> None:
+    coordinator = noisy(make)
+    assert asyncio.run(make.worker(coordinator, settings=own, source=apart).run()) is Exit.OK
+    first, second = coordinator.evaluations
+    ledger = Ledger(own.ledger_file)
+    spends = [one for one in ledger.spends() if one.split == "test"]
+    assert [one.events for one in spends] == [(Event("laplace", 1.0, 0.5, 2),), (Event("laplace", 1.0, 0.5, 1),)]
+    assert ledger.epsilon("test") == pytest.approx(epsilon_of([Event("laplace", 1.0, 0.5, 3)], 1e-3))
+    assert first["zero_shot"] == second["zero_shot"], "sent again unchanged"
+    for told in (first, second):
+        assert told["metrics"] == {}
+        assert told["splits"]["test"]["num_samples"] == len(apart.test)
+        assert (told["splits"]["test"]["accuracy"] * len(apart.test)) % 1 == pytest.approx(0, abs=1e-9)
+        assert told["privacy"]["noise"] == "secret"
+    assert [one["privacy"]["epsilon"] for one in (first, second)] == [one.epsilon for one in spends]
+    assert len([one for one in ledger.spends() if one.split == "train"]) == 2
+
+
+@pytest.mark.parametrize("at", ["counts-written", "counts-spent"])
+def test_a_client_that_dies_between_drawing_and_sending_sends_the_same_and_pays_once(
+    at: str, make: Make, own: Settings, apart: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = noisy(make, rounds=1)
+
+    class Died(BaseException):
+        pass
+
+    def die(name: str) -> None:
+        if name == at:
+            raise Died
+
+    with monkeypatch.context() as patched, pytest.raises(Died):
+        patched.setattr(noisy_counts, "point", die)
+        asyncio.run(make.worker(coordinator, settings=own, source=apart).run())
+    drawn = json.loads((own.state_dir / DRAWN_FILE).read_text())
+    ledger = Ledger(own.ledger_file)
+    assert len(ledger.spends()) == (at == "counts-spent")
+    assert coordinator.evaluations == []
+    assert asyncio.run(make.worker(coordinator, settings=own, source=apart).run()) is Exit.OK
+    sent = coordinator.evaluations[0]
+    assert sent["splits"] == drawn["body"]["splits"]
+    assert [one.split for one in ledger.spends()] == ["test", "train", "test"]
+
+
+def test_what_the_budget_has_no_room_for_is_withheld(make: Make, own: Settings, apart: Source, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"version: 1\nprivacy: {{max_epsilon: 50, max_test_epsilon: 1.1}}\nledger: {own.ledger_file}\n")
+    coordinator = noisy(make)
+    settings = own.model_copy(update={"policy": policy})
+    assert asyncio.run(make.worker(coordinator, settings=settings, source=apart).run()) is Exit.OK
+    first, second = coordinator.evaluations
+    assert first["splits"] != {}
+    assert (second["splits"], second["zero_shot"], second["withheld"]) == ({}, {}, True)
+    assert [one.split for one in Ledger(own.ledger_file).spends()] == ["test", "train", "train"]
+
+
+@pytest.mark.parametrize("why", ["trained and tested on", "fine-tuned", "the policy", "the floor"])
+def test_where_no_noise_helps_is_withheld(why: str, make: Make, own: Settings, apart: Source, tmp_path: Path) -> None:
+    coordinator = noisy(make, rounds=1)
+    if why == "fine-tuned":
+        coordinator = noisy(make, rounds=1, method={"name": "promptfl_ft", "m": 4})
+    if why == "trained and tested on":
+        apart = replace(apart, test=apart.train)
+    if why in ("the policy", "the floor"):
+        metrics = "accuracy: withheld" if why == "the policy" else f"floor: {len(apart.test)}"
+        policy = tmp_path / "policy.yaml"
+        policy.write_text(f"version: 1\nmetrics: {{{metrics}}}\nledger: {own.ledger_file}\n")
+        own = own.model_copy(update={"policy": policy})
+    assert asyncio.run(make.worker(coordinator, settings=own, source=apart).run()) is Exit.OK
+    assert coordinator.failures == []
+    assert [(one["splits"], one["withheld"]) for one in coordinator.evaluations] == [({}, True)] * 2
+    assert [one.split for one in Ledger(own.ledger_file).spends()] == ["train"]
+
+
+def test_the_stricter_of_federation_and_owner_says_what_leaves() -> None:
+    method, tuned = make_method({"name": "promptfl"}), make_method({"name": "promptfl_ft"})
+
+    def leaves(asked: str | None, owner: str | None, **given: Any) -> str:
+        privacy = None if asked is None else NOISY.model_copy(update={"evaluation": asked})
+        if given.pop("level", "sample") == "client":
+            privacy = PrivacySpec(level="client", clip=1.0, evaluation=asked)
+        policy = None if owner is None else Policy.model_validate({"version": 1, "metrics": {"accuracy": owner}})
+        info = EnrolmentInfo.model_construct(privacy=privacy)
+        return what_leaves(info, given.pop("method", method), given.pop("role", "trainer"), policy, **given)
+
+    asked = ("withheld", "noisy", "plain")
+    assert [[leaves(one, owner) for one in asked] for owner in (None, *asked)] == [
+        ["withheld", "noisy", "withheld"],  # in the clear only where both say so
+        ["withheld"] * 3,
+        ["withheld", "noisy", "noisy"],
+        ["withheld", "noisy", "plain"],
+    ]
+    assert [leaves(None, owner) for owner in (None, *asked)] == ["plain", "withheld", "noisy", "plain"]
+    assert [leaves(one, "plain", method=tuned) for one in asked] == ["withheld"] * 3
+    assert [leaves(None, owner, method=tuned) for owner in (None, "noisy")] == ["plain", "withheld"]
+    whole = [[leaves(one, owner, level="client") for one in ("plain", "withheld", None)] for owner in (None, "plain")]
+    assert whole == [["withheld"] * 3, ["plain", "withheld", "withheld"]], "in the clear only where both say so"
+    assert leaves("plain", None, handed_in=True) == "plain"
+    several = make_method({"name": "promptfl", "task": "multi_label"})
+    figures = [leaves(*one, method=several) for one in (("noisy", None), (None, "noisy"), ("plain", "plain"))]
+    assert figures == ["withheld", "withheld", "plain"], "a mean average precision is no count"
+    assert leaves(None, "noisy", method=several, role="evaluator") == "withheld"
+    said = [[leaves(one, owner, role="evaluator") for one in asked] for owner in (None, "noisy", "plain")]
+    assert said == [["withheld", "noisy", "withheld"], ["noisy"] * 3, ["plain"] * 3], "its own test set is its own"

@@ -74,14 +74,12 @@ class Broken(httpx.AsyncByteStream):
 
 def make_task(url: str = "/v1/federations/fed/tasks/t/payload", size: int = len(PAYLOAD)) -> Task:
     config = {"method": {"name": "promptfl"}, "training": {}, "backbone": {}, "class_names": None, "template": "{}"}
-    return Task.model_validate(
-        {
-            "task_id": "t", "kind": "train", "round": 1, "phase": "train", "deadline": datetime.now(UTC),
-            "seconds_left": 1,
-            "payload": {"url": url, "bytes": size, "sha256": "sha256:" + hashlib.sha256(PAYLOAD).hexdigest()},
-            "config": config | {"rounds": 1, "seed": 0, "peers": []},
-        }
-    )  # fmt: skip
+    return Task.model_validate({
+        "task_id": "t", "kind": "train", "round": 1, "phase": "train", "deadline": datetime.now(UTC),
+        "seconds_left": 1,
+        "payload": {"url": url, "bytes": size, "sha256": "sha256:" + hashlib.sha256(PAYLOAD).hexdigest()},
+        "config": config | {"rounds": 1, "seed": 0, "peers": []},
+    })  # fmt: skip
 
 
 def problem(status: int, kind: str, detail: str = "why", **extra: Any) -> httpx.Response:

@@ -310,13 +310,11 @@ def test_client_enrols_its_groups_and_spends_them(folder: Path, make: Make, sett
 
 
 def test_a_site_s_policy_names_the_unit_and_counts_steps_over_groups(folder: Path) -> None:
-    info = EnrolmentInfo.model_validate(
-        {
-            "federation_id": "fed-1", "name": "eyes", "method": {"name": "promptfl"}, "backbone": {},
-            "class_names": list(CLASSES), "template": None, "state": "enrolling", "rounds": 1, "seed": 0,
-            "training": TrainingSpec(batch_size=4).model_dump(), "evaluate_every": 1, "privacy": GROUP.model_dump(),
-        }
-    )  # fmt: skip
+    info = EnrolmentInfo.model_validate({
+        "federation_id": "fed-1", "name": "eyes", "method": {"name": "promptfl"}, "backbone": {},
+        "class_names": list(CLASSES), "template": None, "state": "enrolling", "rounds": 1, "seed": 0,
+        "training": TrainingSpec(batch_size=4).model_dump(), "evaluate_every": 1, "privacy": GROUP.model_dump(),
+    })  # fmt: skip
     train = opened_of_groups(folder).train
     facts = facts_of(info, "https://x", "trainer", len(train), units_of(info, train))
     assert (facts.unit, facts.steps) == ("group", 2)

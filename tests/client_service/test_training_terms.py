@@ -3,31 +3,62 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import io
+import json
+import logging
+import os
+import pty
+import re
+import resource
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from fastapi import Request, Response
+from PIL import Image
 from pydantic import BaseModel
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.joining.checks import (
+    Check,
+    check_clock,
+    check_data,
+    check_device,
+    check_disk,
+    check_files,
+)
+from promptfed.client_service.joining.consent import Terminal
+from promptfed.client_service.joining.disclosure import EACH, Declared, Disclosure, disclose
 from promptfed.client_service.privacy.agreement import AgreedTerms, Agreement, NotAgreed, terms_of
-from promptfed.client_service.settings import Settings
+from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.state.private_state import PrivateState
+from promptfed.client_service.worker import Worker
+from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.data import ImageDomain, Source
 from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo, PayloadRef, Peer, SecurePart, Task, TaskConfig
-from promptfed.shared.methods import make_method, resolve_spec
-from promptfed.shared.methods.core.interface import Needs
+from promptfed.shared.methods import METHODS, make_method, resolve_spec
+from promptfed.shared.methods.core.interface import Method, Needs
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec.section import RELEASE, SYSTEM
 from promptfed.shared.spec.sections import CompressionSpec, SecureAggregationSpec, Weighting
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
+from promptfed.shared.tensors.torch_tensors import decode
+from tests import ROOT
 from tests.client_service.conftest import Make
 from tests.client_service.test_agreement import Owner, sent_updates
-from tests.support.fake_coordinator import NAMES
+from tests.support.fake_coordinator import NAMES, TOKEN, FakeCoordinator, made_up_source, problem
+from tests.support.waiting import PATIENCE
 
 FINGERPRINT = "sha256:" + "1" * 64
+
 
 NOT_AGREED_TO = {
     "task_id": "names the answer",
@@ -43,7 +74,10 @@ NOT_AGREED_TO = {
     "config.backbone.shape": "the sizes are those of the weights that are loaded",
     "config.peers": "vary as clients join; whether there are any, and how many at most, is agreed to",
 }
+
+
 """Fields of a task that no owner agrees to, with the reason. Others are refused where they change."""
+
 
 CONFIG = TaskConfig(
     method={"name": "promptfl", "m": 4},
@@ -59,6 +93,8 @@ CONFIG = TaskConfig(
     weighting=Weighting(weighting="samples", max_weight_share=0.5),
     peers=[],
 )
+
+
 """A task's configuration in which every part is there; no spec could have all of them."""
 
 
@@ -118,7 +154,11 @@ def is_listed(path: str) -> bool:
 
 
 TASK = task_of(CONFIG)
+
+
 FIELDS = dict(leaves(TASK))
+
+
 AGREED = sorted(path for path in FIELDS if not is_listed(path))
 
 
@@ -151,8 +191,6 @@ def test_a_task_without_a_part_that_was_agreed_to_is_refused(tmp_path: Path, par
     with pytest.raises(NotAgreed, match=part):
         agreement_to(CONFIG, tmp_path).expect(changed(TASK, f"config.{part}", None))
 
-
-# Over the wire, to a client at work
 
 ON_THE_WIRE: dict[str, dict[str, Any]] = {
     "method": {"method": {"name": "promptfl", "m": 5}}, "training.epochs": {"epochs": 2},
@@ -198,9 +236,6 @@ def test_a_client_trains_and_evaluates_by_no_changed_field(make: Make) -> None:
     assert len(sent_updates(coordinator)) == len(coordinator.accepted) == 1
 
 
-# Peers
-
-
 def test_the_number_of_peers_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def peers(count: int) -> Task:
         known = [Peer(name=f"c{number}", role="trainer") for number in range(count)]
@@ -216,9 +251,6 @@ def test_the_number_of_peers_is_bounded(tmp_path: Path, monkeypatch: pytest.Monk
         NotAgreed, match=f"peers describes {MOST_PEERS + 1:,} clients instead of {MOST_PEERS:,} at most"
     ):
         together.expect(peers(MOST_PEERS + 1))
-
-
-# What the owner is shown and asked
 
 
 def test_the_owner_is_shown_seed_and_peers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,9 +271,6 @@ def test_another_offer_after_a_restart_is_asked_again(make: Make, what: str, val
     owner.answer = False
     with pytest.raises(ClientError, match=f"the federation is not what you agreed to .*{what}"):
         asyncio.run(make.worker(coordinator, consent=owner.consent).run())
-
-
-# State folders that are not whole
 
 
 def test_an_offer_that_is_lost_is_fetched_again(make: Make, settings: Settings) -> None:
@@ -269,3 +298,509 @@ def test_the_terms_of_a_spec_are_all_there() -> None:
     terms = TrainingTerms.of(spec)
     assert (terms.seed, terms.rounds, terms.class_names, terms.privacy) == (9, spec.rounds, NAMES, None)
     assert terms.training == spec.training
+
+
+# Joining: what is wrong is said in one line, with an exit code, before the coordinator hears of the client.
+
+
+def ends(worker: Worker) -> ClientError:
+    with pytest.raises(ClientError) as end:
+        asyncio.run(worker.run())
+    assert "\n" not in str(end.value)
+    assert worker.monitor.status.stage == "failed"
+    return end.value
+
+
+def test_starting_again_is_the_same_client(make: Make, settings: Settings) -> None:
+    coordinator = make.coordinator(rounds=0)
+    asyncio.run(make.worker(coordinator).run())
+    first = coordinator.client
+    coordinator.plan = [("evaluate", 0)]
+    asyncio.run(make.worker(coordinator).run())
+    assert coordinator.client == first
+    assert [call[2] for call in coordinator.calls if call[1].endswith("/clients")] == [201, 200]
+
+
+def test_a_taken_name(make: Make, settings: Settings, tmp_path: Path) -> None:
+    coordinator = make.coordinator(rounds=0)
+    asyncio.run(make.worker(coordinator).run())
+    other = settings.model_copy(update={"state_dir": tmp_path / "other"})
+    error = ends(make.worker(coordinator, settings=other))
+    assert error.exit is Exit.NAME_TAKEN
+    assert "'hospital-a' is taken" in str(error)
+
+
+@pytest.mark.parametrize("content", [None, "", "\n", "not\x00printable"])
+def test_no_usable_enrolment_token(make: Make, settings: Settings, content: str | None) -> None:
+    assert settings.enrolment_token_file is not None
+    settings.enrolment_token_file.unlink()
+    if content is not None:
+        settings.enrolment_token_file.write_text(content)
+    coordinator = make.coordinator()
+    assert ends(make.worker(coordinator)).exit is Exit.NOT_ALLOWED
+    assert ends(make.worker(coordinator, settings=settings.model_copy(update={"enrolment_token_file": None}))).exit is (
+        Exit.NOT_ALLOWED
+    )
+    assert not coordinator.calls
+
+
+@pytest.mark.parametrize("lost", ["expired", "deleted", "not given"])
+def test_who_has_enrolled_needs_no_token_any_more(make: Make, settings: Settings, lost: str) -> None:
+    coordinator = make.coordinator(rounds=0)
+    asyncio.run(make.worker(coordinator).run())
+    coordinator.plan, coordinator.epoch = [("evaluate", 0)], "restored"
+    assert settings.enrolment_token_file is not None
+    if lost == "expired":
+        settings.enrolment_token_file.write_text("expired")
+    elif lost == "deleted":
+        settings.enrolment_token_file.unlink()
+    else:
+        settings = settings.model_copy(update={"enrolment_token_file": None})
+    assert asyncio.run(make.worker(coordinator, settings=settings).run()) is Exit.OK
+    assert len(coordinator.evaluations) == 2
+
+
+LONG = made_up_source(names=["sun", "a b c d e f g h i j k l m n"])
+
+
+NEEDS_17 = "'a b c d e f g h i j k l m n' needs 17 tokens and the context 16"
+
+
+ROOM_FOR_13: dict[str, Any] = {"method": {"name": "promptfl", "m": 16}, "class_names": None}
+
+
+"""A context of 16 vectors leaves 13 tokens; a template of four words would have had room."""
+
+
+def answers(response: Response) -> dict[str, Any]:
+    return {"alter": lambda request: response}
+
+
+@pytest.mark.parametrize(("offered", "parts", "exit", "said"), [
+    ({"model": "hf-hub:someone/model", "pretrained": None}, {"backbone": None}, Exit.BACKBONE, "--allow-backbone"),
+    ({"fingerprint": "sha256:" + "0" * 64}, {}, Exit.BACKBONE, "has other weights here"),
+    ({"protocol_version": "1-3"}, {}, Exit.PROTOCOL, r"version 3 of the protocol.*: update the coordinator$"),
+    ({"protocol_version": "99"}, {}, Exit.PROTOCOL, r"version 99 of the protocol.*: update this client$"),
+    ({"secure_aggregation": {"minimum": 3}}, {}, Exit.PROTOCOL, "it is of an earlier version"),
+    ({"unknown": "of-tomorrow"}, {}, Exit.PROTOCOL, "of-tomorrow"),
+    ({"unknown": "other", "method_package": "promptfed-other==2.1"}, {}, Exit.PROTOCOL,
+     r"it comes from the package promptfed-other==2\.1: install it beside promptfed, if you trust it"),
+    ({"method_package": "promptfed-other==2.1"}, {}, Exit.PROTOCOL,
+     r"is promptfed-other==2\.1 at the coordinator and promptfed's own here"),
+    (answers(Response(b"<html>a portal</html>")), {}, Exit.PROTOCOL, ""),
+    (answers(problem(404, "not-found", "no such federation")), {}, Exit.REFUSED, "no such federation"),
+    (answers(Response(b"<html>a portal</html>", 404)), {}, Exit.REFUSED, r"(?=.*answers 404).*is the address right\?"),
+    ({}, {"source": made_up_source(names=["sun", "lynx", "anchor", "otter"])}, Exit.BAD_INPUT,
+     "^(?!.*look alike).*does not know the classes 'lynx', 'otter'"),
+    ({}, {"source": made_up_source(names=["Sun", "anchor"])}, Exit.BAD_INPUT, r"\(these look alike: 'Sun' and 'sun'\)"),
+    (ROOM_FOR_13, {"source": LONG}, Exit.BAD_INPUT, NEEDS_17),
+    (ROOM_FOR_13, {"tests": {"novel": LONG}}, Exit.BAD_INPUT, NEEDS_17),
+])  # fmt: skip
+def test_what_does_not_fit_is_one_line_before_the_client_enrols(
+    offered: dict[str, Any], parts: dict[str, Any], exit: Exit, said: str, make: Make
+) -> None:
+    coordinator = make.coordinator(**{key: value for key, value in offered.items() if key != "unknown"})
+    if "unknown" in offered:
+        coordinator.method = {"name": offered["unknown"]}
+    error = ends(make.worker(coordinator, **parts))
+    assert error.exit is exit
+    assert re.search(said, str(error)), str(error)
+    assert coordinator.client is None
+
+
+@pytest.mark.parametrize(("model", "refused", "permitted", "said"), [
+    ("ViT-S-32-alt", [[], ["ViT-S-32-alt"], ["hf-hub:someone/model"]], ["FILE"], "must permit it"),
+    ("timm:test_vit", [[], ["timm:test_vit"], ["FILE"]], ["timm:test_vit", "FILE"], "--allow-backbone"),
+])  # fmt: skip
+def test_consent_is_to_one_name_and_to_a_model_of_timm_none_to_a_file_with_weights(
+    model: str,
+    refused: list[list[str]],
+    permitted: list[str],
+    said: str,
+    make: Make,
+    settings: Settings,
+    tmp_path: Path,
+) -> None:
+    checkpoint = tmp_path / "weights.pt"
+    checkpoint.write_bytes(b"no checkpoint")
+    coordinator = make.coordinator(model=model, pretrained=str(checkpoint))
+
+    def told(allowed: list[str]) -> str:
+        names = [str(checkpoint) if one == "FILE" else one for one in allowed]
+        own = settings.model_copy(update={"allow_backbone": names})
+        return str(ends(make.worker(coordinator, backbone=None, settings=own)))
+
+    assert all(said in told(allowed) for allowed in refused)
+    assert "cannot be loaded" in told(permitted)
+
+
+def test_a_wrong_enrolment_token_and_a_device_that_is_not_here(make: Make, settings: Settings) -> None:
+    coordinator = make.coordinator()
+    error = ends(make.worker(coordinator, backbone=None, settings=settings.model_copy(update={"device": "cuda:99"})))
+    assert error.exit is Exit.BACKBONE
+    assert str(error).startswith("The device 'cuda:99' cannot be used: ")
+    assert str(error).endswith("Or give --device cpu.")
+    assert coordinator.client is None
+    assert settings.enrolment_token_file is not None
+    settings.enrolment_token_file.write_text("another")
+    error = ends(make.worker(coordinator))
+    assert error.exit is Exit.NOT_ALLOWED
+    assert "the enrolment token is not valid" in str(error)
+
+
+def test_a_federation_that_is_over(make: Make) -> None:
+    coordinator = make.coordinator(rounds=0, state="finished")
+    error = ends(make.worker(coordinator))
+    assert error.exit is Exit.REFUSED
+    assert "is finished" in str(error)
+    coordinator.state = "running"
+    asyncio.run(make.worker(coordinator).run())
+    coordinator.state = "finished"
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
+
+
+def folder(root: Path, spoil: str) -> str:
+    for name in ("sun", "anchor"):
+        (root / name).mkdir(parents=True)
+        for index in range(4):
+            Image.new("RGB", (8, 8), (index * 9, 0, 0)).save(root / name / f"{index}.png")
+    if spoil == "unreadable image":
+        (root / "sun" / "2.png").write_bytes(b"\x89PNG\r\n")
+    elif spoil == "empty class":
+        (root / "moon").mkdir()
+    elif spoil == "no class":
+        for path in [*root.glob("*/*.png"), *root.glob("*")]:
+            path.unlink() if path.is_file() else path.rmdir()
+    return f"folder:{root}"
+
+
+@pytest.mark.parametrize(("spoil", "words"), [
+    ("unreadable image", "2.png cannot be read"), ("empty class", "moon is empty"), ("no class", "no class folder"),
+    ("uri", "'floppy'"), ("domain", "'two words'"),
+])  # fmt: skip
+def test_data_that_cannot_be_used(make: Make, settings: Settings, tmp_path: Path, spoil: str, words: str) -> None:
+    coordinator = make.coordinator()
+    data = "floppy:a" if spoil == "uri" else folder(tmp_path / "images", spoil)
+    source = replace(made_up_source(), domain=ImageDomain("two words", "a {}")) if spoil == "domain" else None
+    own = settings.model_copy(update={"data": data})
+    error = ends(make.worker(coordinator, settings=own, source=source))
+    assert error.exit is Exit.BAD_INPUT
+    assert words in str(error)
+    assert not coordinator.calls
+
+
+def test_a_state_folder_of_another_federation(make: Make, settings: Settings) -> None:
+    coordinator = make.coordinator(rounds=0)
+    asyncio.run(make.worker(coordinator).run())
+    error = ends(make.worker(coordinator, settings=settings.model_copy(update={"federation": "birds"})))
+    assert error.exit is Exit.STATE
+    assert "belongs to federation pets" in str(error)
+
+
+def test_what_enrolment_sends_is_all_that_it_may(make: Make, backbone: Backbone, tmp_path: Path) -> None:
+    own = make.settings.model_copy(update={"data": folder(tmp_path / "secret-place", "")})
+    coordinator: FakeCoordinator = make.coordinator(rounds=0, class_names=None)
+    asyncio.run(make.worker(coordinator, settings=own, source=None).run())
+    (body,) = (json.loads(body) for body in coordinator.received if b'"secret"' in body)
+    secret: Any = body.pop("secret")
+    assert len(secret) == 64
+    assert body == {
+        "name": "hospital-a", "role": "trainer", "num_samples": 6, "class_names": ["anchor", "sun"], "domain": None,
+        "backbone_fingerprint": backbone.fingerprint,
+        "backbone_shape": {
+            "d_t": backbone.d_t, "d_v": backbone.d_v, "d_e": backbone.d_e, "text_layers": backbone.text_layers,
+            "vision_layers": backbone.vision_layers, "context_length": backbone.context_length, "patch_size": 8,
+            "patch_tokens": backbone.patch_tokens, **backbone.sizes,
+        },
+        "device": "cpu", "release": RELEASE, "system": SYSTEM,
+    }  # fmt: skip
+    assert not any(b"secret-place" in body or TOKEN.encode() in body for body in coordinator.received)
+
+
+def test_refusal_of_enrolment_leaves_nothing_that_hinders_a_second_try(make: Make) -> None:
+    def other_backbone(request: Request) -> Response | None:
+        return problem(409, "other-backbone", "x") if request.url.path.endswith("/clients") else None
+
+    coordinator = make.coordinator(rounds=0, alter=other_backbone)
+    assert ends(make.worker(coordinator)).exit is Exit.BACKBONE
+    coordinator.alter = lambda request: None
+    assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
+
+
+class Told:
+    """A data owner who says ``answer``."""
+
+    def __init__(self, answer: bool = True):
+        self.answer = answer
+        self.calls: list[tuple[Sequence[Check], Disclosure]] = []
+
+    async def consent(self, checks: Sequence[Check], disclosure: Disclosure) -> bool:
+        self.calls.append((checks, disclosure))
+        return self.answer
+
+
+def test_what_is_told_is_what_is_sent(make: Make, backbone: Backbone) -> None:
+    owner, coordinator = Told(), make.coordinator(rounds=2)
+    assert asyncio.run(make.worker(coordinator, consent=owner.consent).run()) is Exit.OK
+    (_, told), *others = owner.calls
+    assert others == []
+    assert coordinator.client is not None
+    sent = coordinator.client.model_dump(exclude={"secret", "backbone_shape"})
+    sent["fingerprint"] = sent.pop("backbone_fingerprint")
+    assert told.facts()["declared"] == sent  # the very request that enrolled
+    text = "\n".join(told.lines())
+    assert coordinator.client.secret not in text
+    assert coordinator.client.secret not in json.dumps(told.facts())
+    updates = [decode(body)[0] for body in coordinator.received if body[8:9] == b"{"]
+    assert len(updates) == 2
+    for update in updates:
+        sent = {name: (tuple(one.shape), one.numel() * one.element_size()) for name, one in update.items()}
+        (exchange,) = told.exchanges
+        assert exchange.when == EACH
+        assert sent == {one.name: (one.shape, one.bytes) for one in exchange.tensors}
+    assert f"context (4, {backbone.d_t}) float32, {4 * backbone.d_t * 4:,} bytes" in text
+
+
+def test_a_no_sends_nothing(make: Make) -> None:
+    owner, coordinator = Told(answer=False), make.coordinator()
+    with pytest.raises(ClientError, match="nothing of the above was sent") as end:
+        asyncio.run(make.worker(coordinator, consent=owner.consent).run())
+    assert end.value.exit is Exit.DECLINED
+    assert coordinator.client is None
+    assert [(verb, path) for verb, path, _ in coordinator.calls if not path.endswith("/enrolment")] == []
+
+
+def test_who_has_joined_is_not_asked_again(make: Make) -> None:
+    coordinator, owner = make.coordinator(rounds=0), Told()
+    asyncio.run(make.worker(coordinator, consent=owner.consent).run())
+    coordinator.plan = [("evaluate", 0)]
+    asyncio.run(make.worker(coordinator, consent=Told(answer=False).consent).run())
+    assert len(owner.calls) == 1
+
+
+def info_of(method: str) -> EnrolmentInfo:
+    backbone = BackboneSpec()
+    known: dict[str, Any] = {
+        "federation_id": "f", "name": "pets", "template": None, "state": "running", "class_names": NAMES,
+    }  # fmt: skip
+    plan: dict[str, Any] = {"rounds": 3, "training": TrainingSpec(), "seed": 0, "evaluate_every": 1}
+    return EnrolmentInfo(method={"name": method}, backbone=backbone, **known, **plan)
+
+
+def told_of(
+    method: Method, declared: Declared, shape: BackboneShape | None, tests: list[str], **changes: Any
+) -> Disclosure:
+    info = info_of(method.name).model_copy(update=changes)
+    terms = terms_of(info, method, "http://127.0.0.1", declared.role, tests)
+    return disclose(terms, info, method, declared, shape)
+
+
+@pytest.fixture
+def declared() -> Declared:
+    return Declared("a", "trainer", 4, tuple(NAMES), None, "cpu", "sha256:" + "0" * 64)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.own()))
+def test_every_method_can_be_told(declared: Declared, backbone: Backbone, name: str) -> None:
+    method = make_method({"name": name})
+    told = told_of(method, declared, shape_of(backbone), ["novel"])
+    promised = {spec.name for round in (1, 2, 3) for phase in method.phases(round, 3) for spec in phase.up}
+    tensors = [one for exchange in told.exchanges for one in exchange.tensors]
+    assert {one.name for one in tensors} == promised
+    unknown = {size for one in tensors for size in one.shape if isinstance(size, str)}
+    assert unknown == ({"n"} if name in ("fast_pt", "fedapt") else set())  # how many domains there will be
+    evaluator = replace(declared, role="evaluator")
+    assert told_of(method, evaluator, shape_of(backbone), []).exchanges == ()
+
+
+def test_the_readme_lists_what_the_consent_shows(declared: Declared, backbone: Backbone) -> None:
+    section = (ROOT / "README.md").read_text().split("## What leaves a site")[1].split("\n## ")[0]
+    listed = set(re.findall(r"\*\*(\w+)\*\*", section))
+    shown, figures = set(), ""
+    sums = SecureAggregationSpec()
+    for more in ({}, {"secure_aggregation": sums}):
+        lines = told_of(make_method({"name": "promptfl"}), declared, shape_of(backbone), [], **more).lines()
+        leaving = lines[next(k for k, line in enumerate(lines) if line.startswith("Leaves")) :]
+        leaving = leaving[: leaving.index("Who learns what of it:")]
+        shown |= {found[1] for line in leaving if (found := re.match(r"  (\w+) {2,}", line)) and found[1] != "nothing"}
+        figures += " ".join(leaving)
+    assert listed == shown
+    for word in ("ECE", "macro-F1", "seconds", "mean shares", "number of images"):
+        assert word in section, word
+        assert word in figures, word
+
+
+def test_the_floor_and_its_states_are_told(declared: Declared, backbone: Backbone) -> None:
+    info = info_of("promptfl")
+    method = make_method({"name": "promptfl"})
+    terms = terms_of(info, method, "http://127.0.0.1", declared.role, [])
+    told = disclose(terms, info, method, declared, shape_of(backbone), limits=(10, 50))
+    text = "\n".join(told.lines())
+    assert "all from ranges of 10 images; nothing of a test set of fewer than 20" in text
+    assert "of at most 50 states on one test set (metrics.states); 4 may be asked for" in text
+    assert "ECE" not in text
+    assert (told.facts()["floor"], told.facts()["states"]) == (10, 50)
+    several = terms.model_copy(update={"method": terms.method | {"task": "multi_label"}})
+    text = "\n".join(replace(told, terms=several).lines())
+    assert "of several labels no figure leaves under this site's floor" in text
+
+
+def test_the_last_rounds_tensors_are_told_apart(declared: Declared, backbone: Backbone) -> None:
+    told = told_of(make_method({"name": "fast_pt"}), declared, shape_of(backbone), [])
+    assert [(one.phase, one.when) for one in told.exchanges] == [
+        ("global", EACH),
+        ("domain_prompts", "after the last round"),
+    ]
+    by_name = {tensor.name: tensor for exchange in told.exchanges for tensor in exchange.tensors}
+    assert by_name["classifier_weight"].shape == ("n", backbone.d_e)
+    assert by_name["classifier_weight"].bytes is None
+
+
+def test_of_secure_sums_it_is_told_that_changes_leave_under_masks_alone(declared: Declared) -> None:
+    method = make_method({"name": "promptfl"})
+    secure = SecureAggregationSpec(minimum=5)
+    told = "\n".join(told_of(method, declared, None, [], secure_aggregation=secure, evaluation="withheld").lines())
+    assert "as a part of a sum that nobody sees into, 64 bits a number (phase train)" in told
+    assert "of the changes nothing but sums of at least 5 clients" in told
+    assert "metrics   none" in told
+    assert "accuracies are withheld" in told
+    assert "gradients of images" not in told
+    assert "key       public, made here" in told
+    plain = "\n".join(told_of(method, declared, None, [], secure_aggregation=secure, evaluation="plain").lines())
+    assert "accuracy  on its test images" in plain
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, disclosure: Disclosure, answer: str | None, ask: bool = True) -> bool:
+    """What the terminal makes of an answer; None where no terminal is there."""
+    leader, follower = pty.openpty()
+    try:
+        with os.fdopen(follower, "r+b", buffering=0) as raw, io.TextIOWrapper(raw) as stdin:
+            if answer is not None:
+                monkeypatch.setattr(sys, "stdin", stdin)
+                monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+                os.write(leader, answer.encode())
+            else:
+                monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+            terminal = Terminal("text", ask)
+            return asyncio.run(asyncio.wait_for(terminal.consent([], disclosure), PATIENCE))
+    finally:
+        os.close(leader)
+
+
+@pytest.fixture
+def disclosure(declared: Declared) -> Disclosure:
+    return told_of(make_method({"name": "promptfl"}), declared, None, [])
+
+
+@pytest.mark.parametrize(
+    ("answer", "joins"), [("y\n", True), ("YES\n", True), ("n\n", False), ("\n", False), (None, True)]
+)
+def test_a_person_is_asked_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, disclosure: Disclosure, answer: str | None, joins: bool
+) -> None:
+    assert ask(monkeypatch, disclosure, answer) is joins
+
+
+def test_yes_is_not_asked(monkeypatch: pytest.MonkeyPatch, disclosure: Disclosure) -> None:
+    assert ask(monkeypatch, disclosure, "n\n", ask=False) is True
+
+
+def test_a_log_of_json_has_the_disclosure_as_one_event(
+    disclosure: Disclosure, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO, "promptfed.client"):
+        terminal = Terminal("json", ask=False)
+        assert asyncio.run(terminal.consent([Check("clock", "pass", "agrees")], disclosure))
+    events = {record.event: record.facts for record in caplog.records}
+    assert events["check"]["verdict"] == "pass"
+    assert events["disclosure"]["declared"]["class_names"] == NAMES
+    assert capsys.readouterr().err == ""
+
+
+def given(**changes: Any) -> dict[str, Any]:
+    return {"coordinator": "http://127.0.0.1:8080", "federation": "pets", "data": "digits"} | changes
+
+
+def test_a_client_needs_neither_name_nor_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(socket, "gethostname", lambda: "Anna's laptop.example.org")
+    found = make_settings(**given())
+    assert found.name == "Anna-s-laptop"
+    assert found.state_dir == tmp_path / "promptfed" / "127.0.0.1-8080" / "pets" / "Anna-s-laptop"
+    assert make_settings(**given(name="b")).state_dir.name == "b"
+
+
+def test_a_state_folder_knows_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A container gets another host name each time; the client stays who it is."""
+    (tmp_path / "identity.json").write_text('{"name": "ward-3"}')
+    monkeypatch.setattr(socket, "gethostname", lambda: "0f3c9a")
+    assert make_settings(**given(state_dir=tmp_path)).name == "ward-3"
+    (tmp_path / "identity.json").write_text("damaged")
+    assert make_settings(**given(state_dir=tmp_path)).name == "0f3c9a"
+
+
+def test_the_clock() -> None:
+    assert check_clock(-2.0).verdict == "pass"
+    assert check_clock(None).verdict == "pass"
+    ahead = check_clock(120.0)
+    assert (ahead.verdict, "120 s ahead" in ahead.text) == ("warn", True)
+    assert "behind" in check_clock(-90.0).text
+
+
+def test_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert verdicts("auto", "cpu", "cuda", "cuda:1") == ["warn", "warn", "fail", "fail"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: Card())
+    assert verdicts("auto", "cuda", "cuda:1", "cpu") == ["pass", "pass", "fail", "warn"]
+
+
+class Card:
+    name = "a GPU"
+    total_memory = 8 << 30
+
+
+def verdicts(*wanted: str) -> list[str]:
+    return [check_device(one).verdict for one in wanted]
+
+
+def test_the_data(source: Source) -> None:
+    counts, images = check_data(source, "trainer")
+    assert f"{len(source.train)} training" in counts.text
+    assert (counts.verdict, images.verdict) == ("pass", "pass")
+    nothing = replace(source, train=source.train.select(torch.arange(0)))
+    assert check_data(nothing, "trainer")[0].verdict == "fail"
+    assert check_data(nothing, "evaluator")[0].verdict == "pass"
+    leaking = replace(source, test=source.train)
+    assert "training and test images alike" in check_data(leaking, "trainer")[1].text
+    few = replace(source, train=source.train.select((source.train.labels != 1).nonzero()[:, 0]))
+    assert check_data(few, "trainer")[0].verdict == "warn"
+    assert source.class_names[1] in check_data(few, "trainer")[0].text
+
+
+def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_disk(tmp_path / "not" / "yet").verdict == "pass"
+    (tmp_path / "file").write_text("")
+    assert check_disk(tmp_path / "file" / "below").verdict == "fail"
+
+
+@pytest.mark.parametrize(("hard", "clients", "verdict"), [(1024, "624", "warn"), (20_000, "19,600", "pass")])
+def test_limit_on_open_files_is_named(monkeypatch: pytest.MonkeyPatch, hard: int, clients: str, verdict: str) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, hard))
+    check = check_files()
+    assert (check.verdict, check.text) == (
+        verdict, f"a process may open {hard:,}: enough for a coordinator with {clients} clients",
+    )  # fmt: skip
+    assert (check.advice is not None and "ulimit -n" in check.advice) is (verdict == "warn")
+
+
+def test_names_that_look_alike_are_a_warning(source: Source) -> None:
+    names = ("blue bird", "Blue-Bird", "cat", "c\u0430t", "dog", "d\u200bog", "bird", "birds", "caf\u00e9", "cafe")
+    text = check_data(replace(source, class_names=names), "trainer")[1]
+    assert (text.name, text.verdict) == ("classes", "warn")
+    for pair in ("'Blue-Bird' and 'blue bird'", "'cat' and 'c\u0430t' (spelt 'c\\u0430t')", "(spelt 'd\\u200bog')"):
+        assert pair in text.text
+    assert "birds" not in text.text
+    assert "caf" not in text.text
+    assert "classes" not in [check.name for check in check_data(source, "trainer")]

@@ -8,7 +8,7 @@ TRAINING = "shared/methods/core/training.py"
 MECHANISM = "tests/shared/methods/test_private_training.py"
 LOOP = "client_service/task_loop.py"
 TASKS = "tests/client_service/test_policy.py"
-PROTECTION = "tests/client_service/test_protection.py"
+PROTECTION = "tests/client_service/test_agreement.py"
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,9 @@ def agreed(state: PrivateState, method: dict[str, Any], rounds: int = 3, **chang
 
 def asked(kind: str, round: int, phase: str, payload: bytes, spec: dict[str, Any]) -> Task:
     """What a coordinator would ask of a client in a federation of this spec."""
-    return Task.model_validate(
-        {
-            "task_id": f"{kind}-{round}", "kind": kind, "round": round, "phase": phase,
-            "deadline": "2030-01-01T00:00:00Z", "seconds_left": 60,
-            "payload": {"url": "/", "bytes": len(payload), "sha256": "sha256:" + "0" * 64},
-            "config": {key: value for key, value in spec.items() if key != "name"},
-        }
-    )  # fmt: skip
+    return Task.model_validate({
+        "task_id": f"{kind}-{round}", "kind": kind, "round": round, "phase": phase,
+        "deadline": "2030-01-01T00:00:00Z", "seconds_left": 60,
+        "payload": {"url": "/", "bytes": len(payload), "sha256": "sha256:" + "0" * 64},
+        "config": {key: value for key, value in spec.items() if key != "name"},
+    })  # fmt: skip

@@ -86,19 +86,17 @@ class Attacker:
         if self._draws.random() < 0.9:
             return {"Content-Digest": digest}
         draws = self._draws
-        return draws.choice(
-            [
-                {}, {"Content-Digest": ""}, {"Content-Digest": content_digest(body + b"x")},
-                {"Content-Digest": digest.replace("sha-256", "sha-512")},
-                {"Content-Digest": digest[: draws.randrange(len(digest))]},
-                {"Content-Digest": "sha-256=:" + "A" * draws.randrange(200) + ":"},
-                {
-                    "Content-Digest": digest,
-                    "Content-Type": draws.choice(["application/json", "text/html", "multipart/form-data"]),
-                },
-                {"Content-Digest": digest, "Content-Encoding": draws.choice(["gzip", "br", "identity", "x" * 99])},
-            ]
-        )  # fmt: skip
+        return draws.choice([
+            {}, {"Content-Digest": ""}, {"Content-Digest": content_digest(body + b"x")},
+            {"Content-Digest": digest.replace("sha-256", "sha-512")},
+            {"Content-Digest": digest[: draws.randrange(len(digest))]},
+            {"Content-Digest": "sha-256=:" + "A" * draws.randrange(200) + ":"},
+            {
+                "Content-Digest": digest,
+                "Content-Type": draws.choice(["application/json", "text/html", "multipart/form-data"]),
+            },
+            {"Content-Digest": digest, "Content-Encoding": draws.choice(["gzip", "br", "identity", "x" * 99])},
+        ])  # fmt: skip
 
     def _some(self, *choices: Any) -> Any:
         return self._draws.choice(choices)

@@ -104,14 +104,12 @@ class FakeCoordinator:
             "class_names": self.class_names, "template": self.template, "rounds": self.rounds, "seed": self.seed,
             "peers": self.peers, "privacy": self.privacy, "compression": self.compression,
         }  # fmt: skip
-        task = Task.model_validate(
-            {
-                "task_id": self.task_id, "kind": kind, "round": round, "phase": kind,
-                "deadline": datetime.now(UTC) + timedelta(seconds=60), "seconds_left": 60,
-                "payload": {"url": path, "bytes": len(body), "sha256": "sha256:" + hashlib.sha256(body).hexdigest()},
-                "config": config, "epoch": self.epoch, "common_payload": "sha256:" + hashlib.sha256(body).hexdigest(),
-            }
-        )  # fmt: skip
+        task = Task.model_validate({
+            "task_id": self.task_id, "kind": kind, "round": round, "phase": kind,
+            "deadline": datetime.now(UTC) + timedelta(seconds=60), "seconds_left": 60,
+            "payload": {"url": path, "bytes": len(body), "sha256": "sha256:" + hashlib.sha256(body).hexdigest()},
+            "config": config, "epoch": self.epoch, "common_payload": "sha256:" + hashlib.sha256(body).hexdigest(),
+        })  # fmt: skip
         return self.garble(task.model_dump(mode="json"))
 
     def _make_app(self) -> FastAPI:
@@ -131,20 +129,18 @@ class FakeCoordinator:
         async def enrolment(name: str, request: Request) -> Response:
             if request.headers["authorization"] != f"Bearer {TOKEN}":
                 return problem(401, "unauthorized", "the enrolment token is not valid")
-            info = EnrolmentInfo.model_validate(
-                {
-                    "federation_id": FEDERATION, "name": name, "method": self.method,
-                    "method_package": self.method_package,
-                    "backbone": {
-                        "model": self.model, "pretrained": self.pretrained, "precision": "fp32",
-                        "fingerprint": self.fingerprint,
-                    },
-                    "class_names": self.class_names, "template": self.template, "state": self.state,
-                    "rounds": self.rounds, "training": self.training, "evaluate_every": 1, "seed": self.seed,
-                    "privacy": self.privacy, "secure_aggregation": self.secure_aggregation,
-                    "compression": self.compression,
-                }
-            )  # fmt: skip
+            info = EnrolmentInfo.model_validate({
+                "federation_id": FEDERATION, "name": name, "method": self.method,
+                "method_package": self.method_package,
+                "backbone": {
+                    "model": self.model, "pretrained": self.pretrained, "precision": "fp32",
+                    "fingerprint": self.fingerprint,
+                },
+                "class_names": self.class_names, "template": self.template, "state": self.state,
+                "rounds": self.rounds, "training": self.training, "evaluate_every": 1, "seed": self.seed,
+                "privacy": self.privacy, "secure_aggregation": self.secure_aggregation,
+                "compression": self.compression,
+            })  # fmt: skip
             return Response(info.model_dump_json(), media_type="application/json")
 
         @app.post(base + "/clients")

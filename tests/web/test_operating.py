@@ -6,21 +6,30 @@ import csv
 import io
 import json
 import re
+import time
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from playwright.sync_api import expect
+import pytest
+import torch
+from playwright.sync_api import Error, expect
+from sqlalchemy import select, update
 
+from promptfed.coordinator.store.tables import BlobRow, UpdateRow
 from promptfed.export.reading import read_export
 from promptfed.export.verification import verify_export
+from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.service.invitation import decode as decode_invitation
 from promptfed.shared.tensors.torch_tensors import decode, state_hash
-from promptfed.testing.clients import FINGERPRINT, SHAPE, ScriptedClient, drive
+from promptfed.testing.clients import FINGERPRINT, SHAPE, ScriptedClient, bearer, drive, secret_of, trained, update_body
 from tests.support.coordinators import InThread
-from tests.web.conftest import PATIENCE, Visit
+from tests.support.open_phases import open_first_phase
+from tests.support.secure_clients import SecureClient
+from tests.web.conftest import PATIENCE, Visit, visit
 
 expect.set_options(timeout=PATIENCE)
+
 
 if TYPE_CHECKING:
     from playwright.sync_api import Download, Page
@@ -302,3 +311,357 @@ def test_a_refusal_goes_when_its_cause_is_gone(coordinator: InThread, visited: V
     coordinator.enrol(federation, "b")
     expect(page.get_by_role("row", name="b trainer")).to_be_visible()
     expect(refusal).to_have_count(0)
+
+
+# The operator's page in a real browser: signing in, a federation live, steering by keyboard, names as text.
+
+
+expect.set_options(timeout=PATIENCE)
+
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Route
+
+
+HTML = "<img src=x onerror=alert(1)>"
+
+
+LONG = "a-site-with-a-name-as-long-as-names-of-sites-may-be-in-promptfed"
+
+
+def enrolled(coordinator: InThread, *names: str, name: str = "styles") -> tuple[str, list[ScriptedClient]]:
+    """A federation with these trainers and an evaluator of an unseen domain."""
+    # No deadline passes while a busy machine is slow.
+    federation = coordinator.create(name=name, participation={"min_clients": 2, "deadline_seconds": 3600})
+    domain = {"name": "neon", "description": "a neon sign of a {}"}
+    clients = coordinator.enrol(federation, *names, domain=domain, device=HTML)
+    unseen = {"name": "sketch", "description": "a sketch of a {}"}
+    clients += coordinator.enrol(federation, "referee", role="evaluator", num_samples=0, domain=unseen)
+    return federation, clients
+
+
+def test_a_federation_is_watched_and_steered_from_its_start_to_its_end(coordinator: InThread, visited: Visit) -> None:
+    federation, clients = enrolled(coordinator, "a", "b")
+    page = visited.page
+    visited.open()
+    page.get_by_label("Operator token").fill("0" * 64)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_have_text("This token is not known here.")
+    visited.sign_in()
+    expect(page.get_by_role("heading", level=1)).to_have_text("styles")
+    badge = page.locator(".status .badge")
+    expect(badge).to_have_text("enrolling")
+
+    visited.tab_to("Start")
+    page.keyboard.press("Enter")
+    expect(badge).to_have_text("running")
+    roll = page.locator(".roll")
+    expect(roll.locator("[data-state=awaited]")).to_have_count(3)
+    expect(page.locator(".left")).to_contain_text("awaited until")
+    for client in clients:
+        assert client.evaluate(coordinator.task(client), 0.375).status_code == 201
+    task = coordinator.task(clients[0])
+    expect(page.locator(".phase")).to_have_text("Round 1, train: 0 of 2 answered")
+
+    tensors = trained(clients[0].payload(task), "a", task)
+    assert clients[0].send(task, update_body(tensors | {HTML: torch.ones(1)}, task)).status_code == 422
+    assert clients[0].answer(task).status_code == 201
+    expect(page.locator(".phase")).to_have_text("Round 1, train: 1 of 2 answered")
+    expect(roll.locator("[data-state=answered] b")).to_have_text("a")
+    expect(page.locator(".troubles")).to_contain_text("refused: unknown-tensor")
+    expect(page.locator(".troubles")).to_contain_text(HTML)
+
+    visited.tab_to("Pause")
+    page.keyboard.press("Enter")
+    expect(badge).to_have_text("paused")
+    assert coordinator.get(federation)["state"] == "paused"
+    visited.tab_to("Resume")
+    page.keyboard.press("Space")
+    expect(badge).to_have_text("running")
+    drive(clients)
+    expect(badge).to_have_text("finished")
+    expect(page.locator("#link")).to_have_text("finished")
+    expect(page.get_by_role("button", name="Pause")).to_have_count(0)
+    results = page.get_by_role("region", name="Accuracy after round 2")
+    expect(results.get_by_role("row", name="a neon")).to_contain_text("25.0 %50.0 %+25.0")
+    expect(results).to_contain_text("sketch (unseen)")
+    assert visited.token not in page.url
+    assert page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'
+
+
+def test_what_looks_wrong_is_listed_once_it_has_ended(coordinator: InThread, visited: Visit) -> None:
+    federation, clients = enrolled(coordinator, "a", "b")
+    for client in clients:
+        client.accuracy = 0.1  # the template's is 0.25
+    coordinator.post(f"{federation}/start")
+    visited.open()
+    visited.sign_in()
+    page = visited.page
+    expect(page.locator(".status .badge")).to_have_text("running")
+    remarks = page.get_by_role("list", name="Remarks")
+    expect(remarks).to_be_hidden()
+    drive(clients)
+    expect(remarks.get_by_role("listitem").last).to_contain_text("Below zero-shot by 15.0 points")
+    expect(remarks.locator("code")).to_have_text("promptfed tune RUN.yaml --methods auto")
+
+
+def test_cancelling_asks_first(coordinator: InThread, visited: Visit) -> None:
+    federation, _ = enrolled(coordinator, "a", "b")
+    page = visited.page
+    visited.open()
+    visited.sign_in()
+    visited.tab_to("Cancel")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    assert coordinator.get(federation)["state"] == "enrolling"
+    visited.tab_to("Cancel")
+    page.keyboard.press("Enter")
+    visited.tab_to("Cancel it for good")
+    page.keyboard.press("Enter")
+    expect(page.locator(".status .badge")).to_have_text("cancelled")
+    expect(page.locator("#announcer")).to_have_text("styles is cancelled")
+    assert coordinator.get(federation)["state"] == "cancelled"
+
+
+def test_what_is_not_there_cannot_be_steered(coordinator: InThread, visited: Visit) -> None:
+    enrolled(coordinator, "a", "b")
+    page = visited.page
+    visited.open("/#/federations/absent")
+    visited.sign_in()
+    expect(page.get_by_role("alert")).to_have_text("there is no federation 'absent' here: check its name")
+    expect(page.get_by_role("group", name="Steer this federation").get_by_role("button")).to_have_count(0)
+
+
+def test_names_are_text_whoever_chose_them(coordinator: InThread, visited: Visit) -> None:
+    """The coordinator refuses such names at enrolment; the page does not rely on it."""
+    enrolled(coordinator, "a", "b")
+    page = visited.page
+
+    def renamed(route: Route) -> None:
+        answer = route.fetch()
+        body = answer.text().replace('"a"', json.dumps(HTML)).replace('"neon"', '"<b>neon</b>"')
+        route.fulfill(response=answer, body=body)
+
+    page.route("**/clients?*", renamed)
+    visited.open()
+    visited.sign_in()
+    row = page.get_by_role("region", name="3 clients").get_by_role("row").nth(1)
+    expect(row).to_contain_text(HTML)
+    expect(row).to_contain_text("<b>neon</b>")
+    assert page.locator("#main img, #main b b").count() == 0
+    page.unroute_all(behavior="ignoreErrors")  # the page asks every few seconds, also while it is closed
+
+
+@pytest.mark.parametrize("width", [360, pytest.param(1440, marks=pytest.mark.slow)])
+def test_nothing_scrolls_sideways_and_the_dark_is_dark(browser: Browser, coordinator: InThread, width: int) -> None:
+    federation, clients = enrolled(coordinator, LONG, "b", name=LONG)
+    coordinator.post(f"{federation}/start")
+    drive(clients)
+    made = visit(browser, coordinator, viewport={"width": width, "height": 800}, color_scheme="dark")
+    made.open()
+    made.sign_in()
+    expect(made.page.get_by_role("region", name="3 clients").get_by_role("row")).not_to_have_count(0)
+    assert made.page.evaluate("document.documentElement.scrollWidth") == width
+    red, green, blue = made.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    assert max(red, green, blue) < 40
+    assert (made.wrong, made.violations()) == ([], [])
+    made.page.context.close()
+
+
+def test_reloading_forgets_the_token_and_signing_out_too(coordinator: InThread, visited: Visit) -> None:
+    enrolled(coordinator, "a", "b")
+    page = visited.page
+    visited.open()
+    visited.sign_in()
+    expect(page.get_by_role("heading", level=1)).to_have_text("styles")
+    page.reload()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
+    visited.sign_in()
+    expect(page.get_by_role("heading", level=1)).to_have_text("styles")
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
+    expect(page.get_by_text("styles")).to_have_count(0)
+
+
+def test_the_link_to_the_content_stays_in_the_federation(coordinator: InThread, visited: Visit) -> None:
+    enrolled(coordinator, "a", "b")
+    page = visited.page
+    visited.open()
+    visited.sign_in()
+    heading = page.get_by_role("heading", level=1)
+    expect(heading).to_have_text("styles")
+    address = page.url
+    page.locator(".skip").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#main")).to_be_focused()
+    expect(heading).to_have_text("styles")
+    assert page.url == address
+
+
+def test_what_does_not_answer_is_not_called_live(coordinator: InThread, visited: Visit) -> None:
+    enrolled(coordinator, "a", "b")
+    page = visited.page
+    page.route("**/events?*", lambda route: route.abort())
+    visited.open()
+    page.evaluate(
+        "window.said = []; const link = document.getElementById('link');"
+        "new MutationObserver(() => window.said.push(link.textContent)).observe(link, {childList: true})"
+    )
+    visited.sign_in()
+    expect(page.locator("#link")).to_have_text("reconnecting…")
+    assert set(page.evaluate("window.said")) == {"reconnecting…"}
+    page.unroute("**/events?*")
+    expect(page.locator("#link")).to_have_text("live")
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_comes_back_is_followed_again(browser: Browser, tmp_path: Path) -> None:
+    first = InThread(tmp_path / "data")
+    federation, _ = enrolled(first, "a", "b")
+    made = visit(browser, first)
+    made.open()
+    made.sign_in()
+    expect(made.page.locator("#link")).to_have_text("live")
+    first.stop()
+    expect(made.page.locator("#link")).to_have_text("reconnecting…")
+    again = InThread(tmp_path / "data", port=int(first.url.rsplit(":", 1)[1]))
+    try:
+        expect(made.page.locator("#link")).to_have_text("live")
+        again.post(f"{federation}/start")
+        expect(made.page.locator(".status .badge")).to_have_text("running")
+        assert made.wrong == []
+    finally:
+        made.page.context.close()
+        again.stop()
+
+
+def test_the_policy_forbids_markup_made_of_text_and_tests_would_see_it(browser: Browser, coordinator: InThread) -> None:
+    made = visit(browser, coordinator)
+    made.open()
+    with pytest.raises(Error, match="TrustedHTML"):
+        made.page.evaluate("document.body.innerHTML = '<b>x</b>'")
+    made.page.evaluate("document.body.setAttribute('style', 'color: red')")
+    # Both are told a moment later, by events.
+    made.page.wait_for_function("window.violations.length >= 2")
+    assert set(made.violations()) == {"require-trusted-types-for", "style-src-attr"}
+    end = time.monotonic() + PATIENCE / 1000
+    while not made.wrong:
+        assert time.monotonic() < end, "the console says nothing"
+        made.page.wait_for_timeout(50)
+    made.page.context.close()
+
+
+def test_what_is_damaged_and_whose_change_is_far_off_is_said(coordinator: InThread, visited: Visit) -> None:
+    """A federation that waits for damaged bytes says which; a change ten times its round's median is pointed out."""
+    federation = coordinator.create(
+        name="styles", rounds=2, participation={"min_clients": 3, "deadline_seconds": 3600},
+        admission={"max_update_norm": 1e6},
+    )  # fmt: skip
+    clients = coordinator.enrol(federation, "a", "b", "c")
+    coordinator.post(f"{federation}/start")
+    tasks = coordinator.training(clients)
+    coordinator.post(f"{federation}/pause")
+    for client, task, step in zip(clients, tasks, (1.0, 1.25, 50.0), strict=True):
+        body = update_body({"context": client.payload(task)["context"] + step}, task)
+        client.sent[task["task_id"]] = body
+        assert client.send(task, body).status_code == 201
+    with coordinator.registry.database.write() as session:
+        [digest] = session.scalars(select(UpdateRow.sha256).where(UpdateRow.task_id == tasks[0]["task_id"]))
+        [whole] = session.scalars(select(BlobRow.content).where(BlobRow.digest == digest))
+        session.execute(update(BlobRow).where(BlobRow.digest == digest).values(content=b"else"))
+    visited.open()
+    visited.sign_in()
+    page = visited.page
+    visited.tab_to("Resume")
+    page.keyboard.press("Enter")
+    reason = page.locator(".status .reason")
+    expect(reason).to_contain_text(f"damaged: {digest} has changed")
+    expect(page.locator(".status .badge")).to_have_text("paused")
+    with coordinator.registry.database.write() as session:
+        session.execute(update(BlobRow).where(BlobRow.digest == digest).values(content=whole))
+    visited.tab_to("Resume")
+    page.keyboard.press("Enter")
+    expect(page.locator(".status .badge")).to_have_text("running")
+    expect(reason).to_be_hidden()
+    trouble = page.locator(".troubles")
+    expect(trouble).to_contain_text("far off in round 1")
+    expect(trouble).to_contain_text("c")
+    expect(trouble).to_contain_text("its change is 40")
+    expect(trouble).to_contain_text("times as long as the round's median")
+
+
+def test_of_secure_sums_the_steps_are_shown_and_what_nobody_sees_is_said(coordinator: InThread, visited: Visit) -> None:
+    federation = coordinator.create(
+        name="sums", rounds=1, participation={"min_clients": 3, "deadline_seconds": 3600}, secure_aggregation={}
+    )
+    token = coordinator.token(federation)
+    clients = [SecureClient(coordinator.http, federation, name) for name in "abc"]
+    for client in clients:
+        assert client.enrol(token).status_code == 201
+        client.withheld = True
+    coordinator.post(f"{federation}/start")
+    end = time.monotonic() + 300
+    while coordinator.get(federation)["state"] == "running" and time.monotonic() < end:
+        for client in clients:
+            if (response := client.task()).status_code == 200:
+                assert client.answer(response.json()).status_code in (200, 201)
+    visited.open()
+    visited.sign_in()
+    page = visited.page
+    page.get_by_text("finished").first.wait_for()
+    panel = page.get_by_role("region", name="Secure aggregation", exact=True)
+    expect(panel).to_contain_text("Attempt 1: the sum of 3 clients, weight 3; the mean change has the norm")
+    expect(panel).to_contain_text("Norms, directions and verdicts of single clients are unknown")
+    rows = panel.get_by_role("region", name="Steps of round 1, train, attempt 1").locator("tbody tr")
+    # Text as it stands in the document, without the spaces between cells: rows are redrawn while one reads them.
+    expect(rows).to_contain_text(
+        ["U1trainkeys", "U2shareshares", "U3maskmasked", "U4confirmsignatures", "U5unmaskshares"]
+    )
+    expect(page.get_by_role("region", name="Training", exact=True)).to_contain_text(
+        "clients send no number that they measured"
+    )
+    expect(page.get_by_role("region", name="Accuracy", exact=True)).to_contain_text(
+        "Withheld: 3 sites keep their accuracies"
+    )
+
+
+@pytest.mark.slow
+def test_of_a_protected_federation_privacy_panel_tells_what_was_spent(coordinator: InThread, visited: Visit) -> None:
+    privacy = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
+    _, (a, _), (task, other) = open_first_phase(coordinator, name="guarded", privacy=privacy)
+    spent = {"epsilon": 1.5, "delta": 1e-3, "noise": "seeded", "events": [training_event(10, 32, 1, 1.0).as_json()]}
+    update = update_body(trained(a.payload(task), "a", task), task, metrics={}, privacy=spent)
+    assert a.send(task, update).status_code == 201
+    refusal = {"type": "privacy-budget-exhausted", "detail": "no"}
+    url = f"{a.path}/tasks/{other['task_id']}/failure"
+    assert a.http.post(url, json=refusal, headers=bearer(secret_of("b"))).status_code == 200
+    visited.open()
+    visited.sign_in()
+    panel = visited.page.get_by_role("region", name="Privacy", exact=True)
+    expect(panel).to_contain_text("one record is protected; clip 0.3; noise 1 times the clip")
+    expect(panel).to_contain_text("noise from a seed, which protects nothing: a")
+    expect(panel).to_contain_text("1 task refused: privacy-budget-exhausted")
+    rows = panel.get_by_role("region", name="What clients have spent").locator("tbody tr")
+    expect(rows.first).to_contain_text("1.5")
+    expect(rows.first).to_contain_text("seeded: no guarantee")
+
+
+@pytest.mark.slow
+def test_where_whole_clients_are_protected_the_panel_tells_the_federations_epsilon(
+    coordinator: InThread, visited: Visit
+) -> None:
+    privacy = {"level": "client", "clip": 1.5, "noise_multiplier": 1.0, "accept_noise": True}
+    federation = coordinator.create(name="whole", rounds=1, privacy=privacy, aggregation={"weighting": "uniform"})
+    clients = coordinator.enrol(federation, "a", "b")
+    coordinator.post(f"{federation}/start")
+    drive(clients)
+    told = coordinator.get(federation)["privacy"]
+    assert told["epsilon"] > 0
+    visited.open()
+    visited.sign_in()
+    panel = visited.page.get_by_role("region", name="Privacy", exact=True)
+    expect(panel).to_contain_text("Whole clients are protected by noise in the mean")
+    expect(panel).to_contain_text(f"So far ε = {told['epsilon']:.2f} of {told['epsilon_planned']:.2f} planned")
+    expect(panel).to_contain_text(f"r = {told['ratio']:.2f} times")

@@ -180,14 +180,12 @@ BAD = "<img src=x onerror=alert(1)> a|b [c](javascript:d) `e`"
 ROWS = {
     "accuracy": table_of([BAD], [TableRow(BAD, ({BAD: 0.5},))]),
     "matrix": matrix_table(Matrix(label=BAD, clients=[BAD, BAD], accuracy=[[1.0, 0.5], [0.5, 1.0]])),
-    "measures": measures_table(
-        [
-            Measures(
-                label=BAD, split=BAD, seeds=[0], accuracy=[1], ece=[0], macro_f1=[1], worst_class=[1], sd_clients=[0],
-                worst_client=[1], reliability=[],
-            )
-        ]
-    ),
+    "measures": measures_table([
+        Measures(
+            label=BAD, split=BAD, seeds=[0], accuracy=[1], ece=[0], macro_f1=[1], worst_class=[1], sd_clients=[0],
+            worst_client=[1], reliability=[],
+        )
+    ]),
 }  # fmt: skip
 
 
