@@ -47,7 +47,6 @@ LONG = (
     "test_augmentation.py",
     "test_client_level.py",
     "test_plan_attack.py",
-    "test_secret_participation.py",
     "test_restored.py",
     "test_agreement.py",
 )

@@ -21,7 +21,7 @@ from promptfed.coordinator.engine.recorder import Changes
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store import blobs
 from promptfed.coordinator.store.tables import FederationRow
-from tests.support.coordinators import InProcess, InThread, in_process, in_thread
+from tests.support.coordinators import InProcess, InThread, Make, in_process, in_thread
 from tests.support.object_store import NoObjectStore, ObjectStoreServer
 from tests.support.postgres import NoServer, PostgresServer
 
@@ -135,7 +135,7 @@ def served(tmp_path: Path, database: dict[str, Any]) -> Iterator[InThread]:
 
 
 @pytest.fixture
-def coordinator_with(tmp_path: Path, database: dict[str, Any]) -> Iterator[Callable[..., InThread]]:
+def coordinator_with(tmp_path: Path, database: dict[str, Any]) -> Iterator[Make]:
     """Coordinators with settings of their own, all in one data folder and on one database."""
     servers: list[InThread] = []
 

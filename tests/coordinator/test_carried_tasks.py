@@ -11,7 +11,7 @@ import pytest
 from promptfed.coordinator.engine import last_seen
 from promptfed.testing.clients import ScriptedClient
 from tests.support.coordinators import InThread
-from tests.support.open_phases import kind, open_first_phase
+from tests.support.open_phases import answer_all, kind, open_first_phase
 from tests.support.waiting import PATIENCE, wait_for
 
 
@@ -49,8 +49,7 @@ def test_who_is_too_late_is_told_at_once(coordinator: InThread) -> None:
     federation, clients, tasks = open_first_phase(coordinator, "a", "b", "c", rounds=1, participation=part)
     thread, answers = answered_later(clients[-1], tasks[-1])
     wait_for("the question", lambda: coordinator.registry.metrics.waiting._value.get() == 1)
-    for client, task in zip(clients[:2], tasks[:2], strict=True):
-        client.answer(task).raise_for_status()
+    answer_all(clients[:2], tasks[:2])
     thread.join(PATIENCE)
     [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
     assert phase["expired"] == ["c"]

@@ -9,8 +9,9 @@ import httpx
 import torch
 
 from promptfed.shared.secagg.messages import UnmaskAnswer
-from tests.coordinator.test_secure_sums import Leap, drive, expected, federation_of, prompts, step
+from tests.coordinator.test_secure_sums import Leap, drive, expected, federation_of, step
 from tests.support.coordinators import InThread
+from tests.support.open_phases import prompts
 from tests.support.secure_clients import SecureClient
 from tests.support.waiting import PATIENCE
 
@@ -30,9 +31,7 @@ class Liar(SecureClient):
         return httpx.Response(200)
 
 
-def test_false_shares_of_one_member_are_refused_by_its_name_and_the_sum_is_right(
-    coordinator: InThread, leap: Leap
-) -> None:
+def test_false_shares_of_a_member_are_refused_by_name_and_the_sum_is_right(coordinator: InThread, leap: Leap) -> None:
     federation, clients = federation_of(coordinator, *"abcde", liars={"a": Liar}, aggregation={"weighting": "uniform"})
     end = time.monotonic() + PATIENCE
     while clients[0].refused is None:  # before the three others that are enough

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import httpx
+import pytest
 import torch
 
+from promptfed.shared.methods import METHODS
+from promptfed.shared.methods.core.interface import Phase
 from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_tensors import decode, encode
+from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import DEADLINE, ScriptedClient, update_body
 from tests.support.coordinators import InThread
-from tests.support.waiting import PATIENCE
+from tests.support.open_phases import answer_all, answer_next, prompts, refusal, supply
+from tests.support.two_phase import TwoPhase
+from tests.support.waiting import wait_for
 
 UP = ("global_prompt", "classifier_weight", "classifier_bias")
+
+
 WORDS = {"a": "a sketch of a {}", "b": "a neon sign of a {}", "c": "a chalk drawing of a {}"}
+
+
 STYLE = {"a": "sketch", "b": "neon", "c": "chalk"}
 
 
@@ -32,15 +40,6 @@ def federation_of(coordinator: InThread, **changes: Any) -> str:
 
 def enrol(coordinator: InThread, federation: str, *names: str) -> list[ScriptedClient]:
     return [client for name in names for client in coordinator.enrol(federation, name, domain=domain(name))]
-
-
-def refusal(response: httpx.Response) -> tuple[int, str, str]:
-    return response.status_code, response.json()["type"].rsplit("/", 1)[-1], response.json()["detail"]
-
-
-def state(coordinator: InThread, federation: str) -> Tensors:
-    response = coordinator.http.get(f"/v1/federations/{federation}/prompts", headers=coordinator.operator)
-    return decode(response.content)[0]
 
 
 def keys(*names: str) -> list[int]:
@@ -80,14 +79,11 @@ def test_one_domain_does_not_start(coordinator: InThread) -> None:
     enrol(coordinator, federation, "a")
     coordinator.enrol(federation, "twin", domain=domain("a"))
     response = coordinator.http.post(f"/v1/federations/{federation}/start", headers=coordinator.operator)
-    assert refusal(response) == (
-        409,
-        "cannot-start",
-        "all trainers are of one domain, 'a sketch of a {}': fast_pt needs a trainer of another domain",
-    )
+    told = "all trainers are of one domain, 'a sketch of a {}': fast_pt needs a trainer of another domain"
+    assert refusal(response) == (409, "cannot-start", told)
     enrol(coordinator, federation, "b")
     coordinator.post(f"{federation}/start")
-    assert state(coordinator, federation)["domains"].tolist() == keys("b", "a")
+    assert prompts(coordinator, federation)["domains"].tolist() == keys("b", "a")
 
 
 def test_merged_clients_make_one_prompt_of_their_domain(coordinator: InThread) -> None:
@@ -100,7 +96,7 @@ def test_merged_clients_make_one_prompt_of_their_domain(coordinator: InThread) -
     for by, client in enumerate(clients):
         assert answer(client, coordinator.task(client), float(by)).status_code == 201
     coordinator.task(clients[0])
-    found = state(coordinator, federation)
+    found = prompts(coordinator, federation)
     assert found["listed_domains"].tolist() == keys("b", "a")
     assert torch.equal(found["domain_prompts"][0], torch.ones(4, 8))
     assert torch.allclose(found["domain_prompts"][1], torch.full((4, 8), (10 * 0.0 + 30 * 2.0) / 40))
@@ -115,8 +111,7 @@ def test_a_late_domain_gets_its_row_when_a_round_opens(coordinator: InThread) ->
     for client, task in zip(clients, tasks, strict=True):
         assert client.payload(task)["classifier_weight"].shape == (2, 8)
         assert answer(client, task).status_code == 201
-    for client in clients:
-        client.evaluate(coordinator.task(client))
+    answer_next(coordinator, clients)
     everybody = [*clients, late]
     tasks = [coordinator.task(client) for client in everybody]
     assert [peer["name"] for peer in tasks[0]["config"]["peers"]] == ["a", "b", "c"]
@@ -135,9 +130,7 @@ def test_a_late_domain_gets_its_row_when_a_round_opens(coordinator: InThread) ->
     assert final["domain_prompts"][:, 0, 0].tolist() == [1.0, 0.0, 2.0]
 
 
-def test_a_domain_waits_for_the_next_round_while_a_phase_is_extended(
-    coordinator: InThread, leap: Callable[[InThread, float], None]
-) -> None:
+def test_a_domain_is_no_part_of_an_extension(coordinator: InThread, leap: Callable[[InThread, float], None]) -> None:
     federation = federation_of(coordinator, rounds=2)
     clients = enrol(coordinator, federation, "a", "b")
     coordinator.post(f"{federation}/start")
@@ -145,25 +138,19 @@ def test_a_domain_waits_for_the_next_round_while_a_phase_is_extended(
     assert answer(clients[0], tasks[0]).status_code == 201
     [late] = enrol(coordinator, federation, "c")
     leap(coordinator, DEADLINE)
-    end = time.monotonic() + PATIENCE
-    while not coordinator.get(federation)["stage"]["extended"]:
-        assert time.monotonic() < end, "the phase is not extended"
+    wait_for("the extension", lambda: coordinator.get(federation)["stage"]["extended"])
     assert coordinator.get(federation)["asked"] == ["a", "b"]
     assert answer(clients[1], tasks[1]).status_code == 201, "its classifier has the rows that it was given"
-    for client in clients:
-        client.evaluate(coordinator.task(client))
+    answer_next(coordinator, clients)
     assert late.payload(coordinator.task(late))["domains"].tolist() == keys("b", "a", "c")
     assert coordinator.get(federation)["state"] == "running"
 
 
-def test_every_trainer_is_asked_for_its_prompt_and_a_silent_one_is_left_out(
-    coordinator: InThread, leap: Callable[[InThread, float], None]
-) -> None:
+def test_every_trainer_is_asked_for_its_prompt(coordinator: InThread, leap: Callable[[InThread, float], None]) -> None:
     federation = federation_of(coordinator, rounds=1, participation={"fraction": 0.6, "quorum": 0.5})
     clients = enrol(coordinator, federation, "a", "b", "c")
     coordinator.post(f"{federation}/start")
-    for client in clients:
-        client.evaluate(coordinator.task(client))
+    answer_next(coordinator, clients)
     coordinator.until(federation, phase="global")
     asked = coordinator.get(federation)["asked"]
     assert len(asked) == 2
@@ -185,16 +172,10 @@ def test_every_trainer_is_asked_for_its_prompt_and_a_silent_one_is_left_out(
 
 def test_a_start_of_words_gets_its_rows_at_the_start(coordinator: InThread) -> None:
     federation = federation_of(coordinator, method={"context_init": "a photo of a"})
-    none: Tensors = {
-        "global_prompt": torch.ones(4, 8),
-        "classifier_weight": torch.zeros(0, 8),
-        "classifier_bias": torch.zeros(0),
-        "domains": torch.zeros(0, dtype=torch.int64),
-        "domain_prompts": torch.zeros(0, 4, 8),
-        "listed_domains": torch.zeros(0, dtype=torch.int64),
-    }
-    path = f"/v1/federations/{federation}/initial-state"
-    assert coordinator.http.put(path, content=encode(none), headers=coordinator.operator).is_success
+    nobody = torch.zeros(0, dtype=torch.int64)
+    none = {"global_prompt": torch.ones(4, 8), "classifier_weight": torch.zeros(0, 8), "domains": nobody}
+    none |= {"classifier_bias": torch.zeros(0), "domain_prompts": torch.zeros(0, 4, 8), "listed_domains": nobody}
+    assert supply(coordinator, federation, encode(none)).is_success
     clients = enrol(coordinator, federation, "a", "b")
     coordinator.post(f"{federation}/start")
     down = clients[0].payload(coordinator.task(clients[0]))
@@ -206,22 +187,131 @@ def test_a_start_of_words_gets_its_rows_at_the_start(coordinator: InThread) -> N
 def test_a_supplied_state_that_is_none_is_refused(coordinator: InThread) -> None:
     federation = federation_of(coordinator)
     enrol(coordinator, federation, "a", "b")
-    path = f"/v1/federations/{federation}/initial-state"
 
     def put(tensors: Tensors) -> tuple[int, str]:
-        return refusal(coordinator.http.put(path, content=encode(tensors), headers=coordinator.operator))[:2]
+        return refusal(supply(coordinator, federation, encode(tensors)))[:2]
 
-    whole: Tensors = {
-        "global_prompt": torch.ones(4, 8),
-        "classifier_weight": torch.zeros(2, 8),
-        "classifier_bias": torch.zeros(2),
-        "domains": torch.tensor(keys("a", "c")),
-        "domain_prompts": torch.zeros(1, 4, 8),
-        "listed_domains": torch.tensor(keys("a")),
-    }
+    whole = {"global_prompt": torch.ones(4, 8), "classifier_weight": torch.zeros(2, 8)}
+    whole |= {"classifier_bias": torch.zeros(2), "domains": torch.tensor(keys("a", "c"))}
+    whole |= {"domain_prompts": torch.zeros(1, 4, 8), "listed_domains": torch.tensor(keys("a"))}
     assert put({"global_prompt": torch.ones(4, 8)}) == (422, "missing-tensor")
     assert put(whole | {"classifier_weight": torch.zeros(8)}) == (422, "wrong-shape")
     assert put(whole | {"classifier_bias": torch.zeros(3)}) == (422, "wrong-shape")
     assert put(whole | {"classifier_weight": torch.zeros(2, 7)}) == (422, "wrong-shape")
     assert put(whole | {"domains": torch.zeros(2)}) == (422, "wrong-dtype")
-    assert coordinator.http.put(path, content=encode(whole), headers=coordinator.operator).is_success
+    assert supply(coordinator, federation, encode(whole)).is_success
+
+
+# Rounds of two phases with payloads per client: what PLAN and pFedPG need of the coordinator.
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "two_phase", TwoPhase)
+
+
+def two_phase_federation(coordinator: InThread, *names: str, **changes: Any) -> tuple[str, list[ScriptedClient]]:
+    federation = coordinator.create(method={"name": "two_phase"}, **changes)
+    raw = coordinator.get(federation)["spec"]["method"]
+    assert raw == {"name": "two_phase", "label_space": "federation", "m": 4}
+    clients = coordinator.enrol(federation, *names)
+    coordinator.post(f"{federation}/start")
+    return federation, clients
+
+
+def test_each_client_gets_its_own_payload_and_no_other_s(coordinator: InThread) -> None:
+    federation, clients = two_phase_federation(coordinator, "b", "a")
+    tasks = coordinator.training(clients)
+    first = prompts(coordinator, federation)
+    for client, task, row in zip(clients, tasks, (1, 0), strict=True):
+        own = client.payload(task)
+        assert list(own) == ["prompt"]
+        assert torch.equal(own["prompt"], first["prompt"] + first["descriptors"][row].sum())
+        assert client.payload(task)["prompt"].equal(own["prompt"])
+    assert tasks[0]["payload"]["sha256"] != tasks[1]["payload"]["sha256"]
+    assert clients[0].http.get(tasks[1]["payload"]["url"], headers=clients[0].headers).status_code == 404
+    swapped = update_body({"prompt": torch.ones(4, 8)}, tasks[0], payload_sha256=tasks[1]["payload"]["sha256"])
+    assert clients[0].send(tasks[0], swapped).json()["type"].endswith("/wrong-payload")
+
+
+@pytest.mark.both_databases
+def test_phase_two_gets_what_phase_one_brought(coordinator: InThread, leap: Callable[[InThread, float], None]) -> None:
+    federation, clients = two_phase_federation(coordinator, "a", "b", "c", rounds=1, participation={"quorum": 0.6})
+    tasks = coordinator.training(clients)
+    sent = {client.name: torch.full((4, 8), float(number)) for number, client in enumerate(clients, 1)}
+    for client, task in list(zip(clients, tasks, strict=True))[:2]:
+        assert client.send(task, update_body({"prompt": sent[client.name]}, task)).status_code == 201
+    leap(coordinator, DEADLINE)
+    second = [coordinator.task(client) for client in clients[:2]]
+    assert [task["phase"] for task in second] == ["aggregators", "aggregators"]
+    assert clients[2].task().status_code == 204, "it did not answer the first phase"
+    down = clients[0].payload(second[0])
+    assert torch.equal(down["answers"], torch.stack([sent["a"], sent["b"]]))
+    for client, task in zip(clients[:2], second, strict=True):
+        wrong = client.send(task, update_body({"prompt": sent[client.name]}, task))
+        assert wrong.json()["type"].endswith("/unknown-tensor")
+        assert client.send(task, update_body({"aggregator": torch.ones(8)}, task)).status_code == 201
+    coordinator.task(clients[0])
+    after = prompts(coordinator, federation)
+    assert torch.equal(after["aggregator"], torch.ones(8))
+    report = coordinator.get(f"{federation}/rounds/1")
+    assert [phase["phase"] for phase in report["phases"]] == ["prompts", "aggregators"]
+    assert report["state_hash"] == report["phases"][1]["state_hash"] != report["phases"][0]["state_hash"]
+
+
+@pytest.mark.both_databases
+def test_what_the_method_measures_stands_in_the_report(coordinator: InThread) -> None:
+    federation, clients = two_phase_federation(coordinator, "a", "b", rounds=1)
+    answer_all(clients, coordinator.training(clients))
+    answer_next(coordinator, clients)
+    coordinator.task(clients[0])
+    rows = prompts(coordinator, federation)["descriptors"]
+    wanted = {name: float(row[0]) for name, row in zip("ab", rows, strict=True)}
+    first, second = coordinator.get(f"{federation}/rounds/1")["phases"]
+    assert first["measured"] == {"phase": {}, "clients": {}}
+    assert second["measured"]["phase"] == {"prompts": 2.0}
+    assert {name: found["first"] for name, found in second["measured"]["clients"].items()} == pytest.approx(wanted)
+    rows = coordinator.get(f"{federation}/metrics")["metrics"]
+    found = {row["client"]: row["value"] for row in rows if row["phase"] == "aggregators" and row["name"] == "first"}
+    assert found == pytest.approx(wanted)
+    assert [row["value"] for row in rows if row["name"] == "prompts"] == [2.0]
+
+
+def test_a_newcomer_gets_its_row_where_its_name_stands(coordinator: InThread) -> None:
+    federation, clients = two_phase_federation(coordinator, "a", "c", rounds=2)
+    tasks = coordinator.training(clients)
+    [late] = coordinator.enrol(federation, "b")
+    everybody = [*clients, late]
+    answer_all(clients, tasks)
+    answer_next(coordinator, clients)
+    before = prompts(coordinator, federation)
+    answer_next(coordinator, clients)
+    tasks = [coordinator.task(client) for client in everybody]
+    after = prompts(coordinator, federation)
+    assert after["descriptors"].shape == (3, 2)
+    assert torch.equal(after["descriptors"][[0, 2]], before["descriptors"])
+    assert torch.equal(after["descriptors"][1], before["descriptors"].mean(dim=0))
+    own = late.payload(tasks[2])["prompt"]
+    assert torch.equal(own, after["prompt"] + after["descriptors"][1].sum())
+
+
+def test_a_method_that_breaks_fails_its_federation(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: TwoPhase, state: Tensors, *_: object) -> Tensors:
+        return state | {"prompt": torch.full((4, 8), torch.nan)}
+
+    federation, clients = two_phase_federation(coordinator, "a", "b")
+    tasks = coordinator.training(clients)
+    monkeypatch.setattr(TwoPhase, "aggregate", broken)
+    answer_all(clients, tasks)
+    found = coordinator.until(federation, state="failed")
+    assert "NaN" in found["reason"]
+    assert clients[0].task().status_code == 410
+
+
+def test_a_payload_that_breaks_fails_the_federation(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: TwoPhase, state: Tensors, phase: Phase | None, *_: object) -> Tensors:
+        raise ValueError("no payload today")
+
+    monkeypatch.setattr(TwoPhase, "payload", broken)
+    federation, _ = two_phase_federation(coordinator, "a", "b")
+    assert coordinator.until(federation, state="failed")["reason"] == "ValueError: no payload today"

@@ -16,9 +16,10 @@ from promptfed.shared.methods.core.interface import ClientInfo, ClientUpdate, Se
 from promptfed.shared.methods.pfedpg import DESCRIPTORS, PFedPG
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_tensors import decode, state_hash
+from promptfed.shared.tensors.torch_tensors import state_hash
 from promptfed.testing.clients import DEADLINE, ScriptedClient, bearer, enrolment, secret_of, update_body
-from tests.support.coordinators import InThread
+from tests.support.coordinators import InThread, Make
+from tests.support.open_phases import prompts
 
 METHOD = {"name": "pfedpg", "m": 3, "inner_width": 5, "generator_learning_rate": 0.05}
 SHAPE = {"d_v": 6, "d_e": 6, "vision_layers": 2, "patch_size": 8}
@@ -29,12 +30,6 @@ def federation_of(coordinator: InThread, *names: str, **changes: Any) -> tuple[s
     clients = coordinator.enrol(federation, *names, backbone_shape=SHAPE)
     coordinator.post(f"{federation}/start")
     return federation, clients
-
-
-def state(coordinator: InThread, federation: str) -> Tensors:
-    response = coordinator.http.get(f"/v1/federations/{federation}/prompts", headers=coordinator.operator)
-    assert response.status_code == 200
-    return decode(response.content)[0]
 
 
 def delta(name: str, round: int) -> Tensor:
@@ -51,15 +46,18 @@ def answer(client: ScriptedClient, task: dict[str, Any]) -> None:
     assert client.send(task, body).status_code == 201
 
 
+def answers(clients: list[ScriptedClient], tasks: list[dict[str, Any]]) -> None:
+    for client, task in zip(clients, tasks, strict=True):
+        answer(client, task)
+
+
 def context_of(*names: str) -> ServerContext:
     clients = tuple(ClientInfo(name, "trainer", 10, ("circle", "square", "star")) for name in sorted(names))
     return ServerContext(TrainingSpec(), BackboneShape(**SHAPE), None, clients, seed=7, rounds=2)
 
 
 def method() -> PFedPG:
-    made = make_method(METHOD)
-    assert isinstance(made, PFedPG)
-    return made
+    return make_method(METHOD)
 
 
 def test_nobody_else_s_prompts_can_be_fetched(coordinator: InThread) -> None:
@@ -68,19 +66,14 @@ def test_nobody_else_s_prompts_can_be_fetched(coordinator: InThread) -> None:
     tasks = [coordinator.task(client) for client in clients]
     own = [client.payload(task)["prompts"] for client, task in zip(clients, tasks, strict=True)]
     assert not own[0].equal(own[1])
-    first = state(coordinator, federation)
+    first = prompts(coordinator, federation)
     names = ["a", "b"]
-    for row, prompts in enumerate(own):
+    for row, one in enumerate(own):
         client = context_of(*names).clients[row]
-        assert prompts.equal(method().payload(first, None, client, context_of(*names))["prompts"])
-    tokens = {
-        "nobody's": {},
-        "unknown": bearer("0" * 64),
-        "another client's": clients[1].headers,
-        "a stranger's": strangers[0].headers,
-        "enrolment": bearer(coordinator.token(federation)),
-        "operator": coordinator.operator,
-    }
+        assert one.equal(method().payload(first, None, client, context_of(*names))["prompts"])
+    tokens = {"nobody's": {}, "unknown": bearer("0" * 64), "enrolment": bearer(coordinator.token(federation))}
+    tokens |= {"another client's": clients[1].headers, "a stranger's": strangers[0].headers}
+    tokens["operator"] = coordinator.operator
     for whose, headers in tokens.items():
         for url in (tasks[0]["payload"]["url"], tasks[0]["payload"]["url"].replace(federation, other)):
             status = coordinator.http.get(url, headers=headers).status_code
@@ -102,7 +95,7 @@ def test_a_round_is_one_server_step_off_the_event_loop(coordinator: InThread, mo
 
     monkeypatch.setattr(PFedPG, "aggregate", watched)
     federation, clients = federation_of(coordinator, "b", "a", rounds=1)
-    before = state(coordinator, federation)
+    before = prompts(coordinator, federation)
     tasks = coordinator.training(clients)
     for client, task in zip(clients, tasks, strict=True):
         served = client.payload(task)
@@ -113,7 +106,7 @@ def test_a_round_is_one_server_step_off_the_event_loop(coordinator: InThread, mo
     [phase] = learner.phases(1, 1)
     updates = [ClientUpdate(name, 0.5, {"delta": delta(name, 1)}) for name in ("a", "b")]
     wanted = learner.aggregate(before, phase, updates, lambda updates: {}, context)
-    assert state_hash(state(coordinator, federation)) == state_hash(wanted)
+    assert state_hash(prompts(coordinator, federation)) == state_hash(wanted)
     assert threads[0].startswith("tensors"), "not on the event loop's thread"
     for client, task in zip(clients, last, strict=True):
         [info] = [one for one in context.clients if one.name == client.name]
@@ -123,8 +116,7 @@ def test_a_round_is_one_server_step_off_the_event_loop(coordinator: InThread, mo
 def test_only_a_change_of_the_prompts_that_were_served_is_taken(coordinator: InThread) -> None:
     _, clients = federation_of(coordinator, "a", "b")
     first = coordinator.training(clients)
-    for client, task in zip(clients, first, strict=True):
-        answer(client, task)
+    answers(clients, first)
     second = coordinator.training(clients)
     assert not clients[0].payload(second[0])["prompts"].equal(clients[0].payload(first[0])["prompts"])
     change = {"delta": torch.ones(3, 6)}
@@ -148,20 +140,18 @@ def test_a_change_whose_square_is_no_float32_is_refused_and_the_round_goes_on(co
     assert clients[0].send(tasks[0], update_body(largest, tasks[0])).status_code == 201
     answer(clients[1], tasks[1])
     assert coordinator.task(clients[0])["kind"] == "evaluate", "the server's step came to a state"
-    assert all(tensor.double().isfinite().all() for tensor in state(coordinator, federation).values())
+    assert all(tensor.double().isfinite().all() for tensor in prompts(coordinator, federation).values())
 
 
-def test_a_client_that_misses_a_round_keeps_its_descriptor(
-    coordinator: InThread, leap: Callable[[InThread, float], None]
-) -> None:
+def test_who_misses_a_round_keeps_its_place(coordinator: InThread, leap: Callable[[InThread, float], None]) -> None:
     federation, clients = federation_of(coordinator, "a", "b", "c", rounds=2, participation={"quorum": 0.6})
     tasks = coordinator.training(clients)
-    before = state(coordinator, federation)
+    before = prompts(coordinator, federation)
     for client, task in list(zip(clients, tasks, strict=True))[:2]:
         answer(client, task)
     leap(coordinator, DEADLINE)
     coordinator.task(clients[0])
-    after = state(coordinator, federation)
+    after = prompts(coordinator, federation)
     for name in ("descriptors", "adam_mean.descriptors", "adam_square.descriptors", "adam_steps.descriptors"):
         assert after[name][2].equal(before[name][2])
         assert not after[name][0].equal(before[name][0])
@@ -176,35 +166,30 @@ def test_a_newcomer_gets_the_mean_descriptor_and_joins(coordinator: InThread) ->
     federation, clients = federation_of(coordinator, "a", "c", rounds=3)
     tasks = coordinator.training(clients)
     [late] = coordinator.enrol(federation, "b", backbone_shape=SHAPE)
-    for client, task in zip(clients, tasks, strict=True):
-        answer(client, task)
-    for client in clients:
-        answer(client, coordinator.task(client))
+    answers(clients, tasks)
+    answers(clients, [coordinator.task(client) for client in clients])
     everybody = [clients[0], late, clients[1]]
     tasks = [coordinator.task(client) for client in everybody]
     assert [task["kind"] for task in tasks] == ["train"] * 3
-    joined = state(coordinator, federation)
+    joined = prompts(coordinator, federation)
     assert joined[DESCRIPTORS].shape == (3, 6)
     assert joined[DESCRIPTORS][1].equal(joined[DESCRIPTORS][[0, 2]].mean(0))
-    for client, task in zip(everybody, tasks, strict=True):
-        answer(client, task)
+    answers(everybody, tasks)
     coordinator.task(late)
-    assert state(coordinator, federation)["adam_steps.descriptors"].tolist() == [2, 1, 2]
+    assert prompts(coordinator, federation)["adam_steps.descriptors"].tolist() == [2, 1, 2]
 
 
-def test_descriptors_last_and_who_comes_back_is_itself(coordinator_with: Callable[..., InThread]) -> None:
+def test_descriptors_last_and_who_comes_back_is_itself(coordinator_with: Make) -> None:
     first = coordinator_with()
     federation, clients = federation_of(first, "a", "b", rounds=3, participation={"quorum": 0.5})
-    for client, task in zip(clients, first.training(clients), strict=True):
-        answer(client, task)
-    for client in clients:
-        answer(client, first.task(client))
+    answers(clients, first.training(clients))
+    answers(clients, [first.task(client) for client in clients])
     tasks = [first.task(client) for client in clients]
-    own, kept = clients[0].payload(tasks[0])["prompts"], state_hash(state(first, federation))
+    own, kept = clients[0].payload(tasks[0])["prompts"], state_hash(prompts(first, federation))
     first.stop()
 
     again = coordinator_with()
-    assert state_hash(state(again, federation)) == kept
+    assert state_hash(prompts(again, federation)) == kept
     a = again.client(federation, "a")
     assert a.payload(again.task(a))["prompts"].equal(own)
     again.delete(f"{federation}/clients/a")
@@ -213,7 +198,7 @@ def test_descriptors_last_and_who_comes_back_is_itself(coordinator_with: Callabl
     b = again.client(federation, "b")
     answer(b, again.task(b))
     answer(b, again.task(b))
-    after = state(again, federation)
+    after = prompts(again, federation)
     assert after[DESCRIPTORS].shape == (2, 6)
     task = again.task(a)
     expected = method().payload(after, None, context_of("a", "b").clients[0], context_of("a", "b"))["prompts"]
@@ -223,9 +208,8 @@ def test_descriptors_last_and_who_comes_back_is_itself(coordinator_with: Callabl
 def test_an_evaluator_is_refused_since_it_has_no_head(coordinator: InThread) -> None:
     federation = coordinator.create(method=METHOD)
     body = enrolment("lab", role="evaluator", backbone_shape=SHAPE)
-    response = coordinator.http.post(
-        f"/v1/federations/{federation}/clients", json=body, headers=bearer(coordinator.token(federation))
-    )
+    headers = bearer(coordinator.token(federation))
+    response = coordinator.http.post(f"/v1/federations/{federation}/clients", json=body, headers=headers)
     assert (response.status_code, response.json()["type"].rsplit("/", 1)[-1]) == (409, "unfit-client")
     assert "an evaluator has none" in response.json()["detail"]
     assert secret_of("lab") not in response.text
@@ -242,7 +226,7 @@ def test_an_evaluator_is_refused_since_it_has_no_head(coordinator: InThread) -> 
         ("plan", {"d_t": 8, "d_e": 8, "context_length": 77}, "plan needs a vision transformer"),
     ],
 )
-def test_a_method_that_needs_what_the_backbone_lacks_is_refused_at_creation_or_else_at_enrolment(
+def test_a_method_needs_a_backbone_of_its_kind(
     coordinator: InThread, name: str, shape: dict[str, int], text: str
 ) -> None:
     spec = {"name": "eyes", "method": {"name": name}, "backbone": {"shape": shape}}
@@ -252,4 +236,5 @@ def test_a_method_that_needs_what_the_backbone_lacks_is_refused_at_creation_or_e
     federation = coordinator.post("/v1/federations", spec | {"backbone": {}}, status=201)["id"]
     response = coordinator.client(federation, "a").enrol(coordinator.token(federation), backbone_shape=shape)
     assert (response.status_code, response.json()["type"].rsplit("/", 1)[-1]) == (409, "cannot-start")
+    assert coordinator.get(federation)["backbone"]["fingerprint"] is None
     assert text in response.json()["detail"]

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from sqlalchemy import text
+from typer.testing import CliRunner
 
+from promptfed.cli.main import app
+from promptfed.coordinator import server
 from promptfed.coordinator.__main__ import main
 from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store import opening
+from promptfed.coordinator.store.blobs import Blobs
+from promptfed.coordinator.store.database import Database
 from promptfed.shared.service.command_line import given_settings
+from promptfed.testing.clients import drive
+from tests.support.coordinators import InThread, in_thread
+from tests.support.open_phases import kind
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
@@ -38,11 +51,7 @@ def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--port", "7", "--upload-timeout-seconds", "1.5", "--allow-plain-http"]
     settings = Settings(**given_settings(Settings, "coordinator", given))
     changed = {name: getattr(settings, name) for name in settings.model_fields_set}
-    assert changed == {
-        "port": 7,
-        "upload_timeout_seconds": 1.5,
-        "allow_plain_http": True,
-    }
+    assert changed == {"port": 7, "upload_timeout_seconds": 1.5, "allow_plain_http": True}
     with pytest.raises(SystemExit):
         main(["--help"])
     help_ = capsys.readouterr().out
@@ -70,9 +79,7 @@ def test_what_cannot_start_is_said_in_one_line(
     assert len(output.strip().splitlines()) == 1
 
 
-def test_a_token_that_could_not_be_written_is_said_at_the_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_token_that_cannot_be_written_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec, token = tmp_path / "spec.yaml", tmp_path / "join" / "enrolment.token"
     spec.write_text("name: eyes\nmethod: {name: promptfl}\n")
     data_dir = str(tmp_path / "data")
@@ -86,3 +93,164 @@ def test_the_app_imports_neither_torch_nor_what_is_seldom_needed() -> None:
     heavy = {"torch", "open_clip", "PIL", "scipy", "dp_accounting", "alembic"}
     script = f"import sys, promptfed.coordinator.server; assert not {heavy} & sys.modules.keys()"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+# A start on what a disk has left: one line and the right exit code, or everything goes on but what cannot be read.
+
+
+FILE = "coordinator.sqlite3"
+
+
+PAGE = 4096
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A data folder with a federation that has ended and one that runs."""
+    folder = tmp_path / "data"
+    with in_thread(folder) as coordinator:
+        clients = coordinator.enrol(coordinator.create(name="done", rounds=1), "a", "b")
+        coordinator.post("done/start")
+        drive(clients)
+        coordinator.enrol(coordinator.create(name="runs"), "a", "b")
+        coordinator.post("runs/start")
+        coordinator.until("runs", state="running")
+    return folder
+
+
+def starting(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    """The exit code of a start that cannot be, and the lines on stderr that are no log."""
+    capsys.readouterr()
+    code = server.serve(Settings(data_dir=folder, port=0))
+    return code, [line for line in capsys.readouterr().err.splitlines() if not line.startswith('{"at"')]
+
+
+def overwrite(path: Path, begin: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(b"garbage" * PAGE),
+        lambda path: os.truncate(path, path.stat().st_size // 3),
+        lambda path: overwrite(path, 3 * PAGE, b"\xff" * (path.stat().st_size - 3 * PAGE)),
+    ],
+    ids=["no database", "cut off", "pages of garbage"],
+)
+def test_a_damaged_database(folder: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]) -> None:
+    damage(folder / FILE)
+    code, lines = starting(folder, capsys)
+    assert code == 2
+    [line] = lines
+    assert line.startswith(f"coordinator: the database at {folder / FILE} cannot be used: ")
+    assert "its file is damaged, put a backup back" in line
+
+
+def test_a_full_disk_is_one_line_and_a_start_once_there_is_room(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Database, session: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("promptfed.coordinator.store.queries.Batch.write", full)
+        code, lines = starting(folder, capsys)
+    assert (code, lines) == (2, [f"coordinator: the disk of {folder / FILE} is full: make room, and start it again"])
+    with in_thread(folder) as coordinator:
+        assert coordinator.get("runs")["state"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("statement", "why"),
+    [
+        ("UPDATE federations SET spec = json_set(spec, '$.rounds', -3)", "rounds: "),
+        ("UPDATE federations SET spec = json_set(spec, '$.novelty', 1)", "novelty: "),
+        ("UPDATE federations SET spec = '{'", "JSONDecodeError: "),
+        ("UPDATE federations SET shape = '[1]'", "ValidationError: "),
+    ],
+)
+def test_an_unreadable_federation_is_listed_and_the_others_run(folder: Path, statement: str, why: str) -> None:
+    with in_thread(folder) as coordinator, coordinator.registry.database.write() as session:
+        kept = session.execute(text("SELECT spec, state FROM federations WHERE name = 'done'")).one()
+        session.execute(text(f"{statement} WHERE name = 'done'"))
+    with in_thread(folder) as coordinator:
+        listed = {one["name"]: one for one in coordinator.get("/v1/federations")["federations"]}
+        assert listed["done"]["state"] == "failed"
+        assert listed["done"]["reason"].startswith(f"unreadable: its stored spec or rows cannot be read: {why}")
+        assert listed["runs"]["state"] == "running"
+        assert coordinator.get("done", status=503)["type"].endswith("/unreadable")
+        drive([coordinator.client("runs", name) for name in "ab"])
+        assert coordinator.get("runs")["state"] == "finished"
+        with coordinator.registry.database.write() as session:
+            state = session.execute(text("SELECT state FROM federations WHERE name = 'done'")).scalar()
+            assert state == kept.state, "what is stored stays as it is"
+            session.execute(text("UPDATE federations SET spec = :spec WHERE name = 'done'"), {"spec": kept.spec})
+            session.execute(text("UPDATE federations SET shape = NULL WHERE shape = '[1]'"))
+    with in_thread(folder) as coordinator:
+        assert coordinator.get("done")["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("statement", "why"),
+    [
+        ("UPDATE federations SET created_at = 'never'", "created_at: "),
+        ("UPDATE federations SET started_at = x'ff'", "started_at: "),
+        ("UPDATE federations SET ended_at = '{}'", "ended_at: "),
+        ("UPDATE federations SET state = 'hovering'", "state: "),
+        ("UPDATE federations SET reason = x'ff'", "reason: "),
+        ("UPDATE federations SET work = 'x'", "work: "),
+        ("UPDATE phases SET kind = 'x'", ""),
+    ],
+)
+def test_damaged_rows_are_told_in_the_list(folder: Path, statement: str, why: str) -> None:
+    """The federation that ran is listed by id and name with the reason, and the other one is as it was."""
+    with in_thread(folder) as coordinator:
+        before = {one["name"]: one for one in coordinator.get("/v1/federations")["federations"]}
+        where = "id" if "federations" in statement else "federation_id"
+        with coordinator.registry.database.write() as session:
+            session.execute(text(f"{statement} WHERE {where} = :id"), {"id": before["runs"]["id"]})
+    with in_thread(folder) as coordinator:
+        done, runs = coordinator.get("/v1/federations")["federations"]
+        assert done == before["done"]
+        assert (runs["id"], runs["name"]) == (before["runs"]["id"], "runs")
+        assert runs["unreadable"].startswith(f"its stored spec or rows cannot be read: {why}")
+        options = ["--coordinator", coordinator.url, "--token-file", str(folder / "operator.token")]
+        listed = CliRunner().invoke(app, ["federation", "list", *options])
+        assert listed.exit_code == 0, listed.output
+        assert f"runs ({runs['id']}) is unreadable: its stored spec or rows cannot be read: {why}" in listed.output
+
+
+@pytest.mark.parametrize("spec", ["{", '{"name": "done"}'])
+def test_an_unreadable_federation_can_be_deleted(folder: Path, spec: str) -> None:
+    with in_thread(folder) as coordinator, coordinator.registry.database.write() as session:
+        session.execute(text("UPDATE federations SET spec = :spec WHERE name = 'done'"), {"spec": spec})
+    with in_thread(folder) as coordinator:
+        refused = coordinator.client("done", "a").task()
+        assert (refused.status_code, kind(refused), refused.headers["Retry-After"]) == (503, "unreadable", "60")
+        coordinator.delete("done")
+        assert [one["name"] for one in coordinator.get("/v1/federations")["federations"]] == ["runs"]
+
+
+def test_not_ready_where_nothing_can_be_written(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "FRESH_SECONDS", 0.0)
+    ready = coordinator.http.get("/readyz")
+    assert ready.json() == {"status": "ok"}
+
+    def full(self: Blobs) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Blobs, "temporary", full)
+        answer = coordinator.http.get("/readyz")
+        assert (answer.status_code, kind(answer)) == (503, "not-ready")
+        assert answer.json()["detail"] == "nothing can be written: the disk is full, make room"
+    with coordinator.registry.database.write() as session:
+        session.execute(text("ALTER TABLE store RENAME TO stored"))
+    answer = coordinator.http.get("/readyz")
+    assert answer.json()["detail"] == "nothing can be written: the coordinator's log says why"
+    with coordinator.registry.database.write() as session:
+        session.execute(text("ALTER TABLE stored RENAME TO store"))
+    assert coordinator.http.get("/readyz").status_code == 200

@@ -12,6 +12,7 @@ import torch
 
 from promptfed.client_service.http import connection
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
+from promptfed.shared.service.net import trust
 from tests.support.authority import Authority
 from tests.support.coordinators import TIMEOUT, InThread
 from tests.support.real_clients import RealFederations, without_id
@@ -36,16 +37,9 @@ def coordinator(authority: Authority, tmp_path_factory: pytest.TempPathFactory) 
         auth_failures_per_minute=100_000,
     )
     server.url = server.url.replace("http://", "https://")
-    server.http = httpx.Client(base_url=server.url, verify=connection_trust(authority), timeout=TIMEOUT)
+    server.http = httpx.Client(base_url=server.url, verify=trust(authority.file), timeout=TIMEOUT)
     yield server
     server.stop()
-
-
-def connection_trust(authority: Authority) -> Any:
-    """Trusts the tests' authority."""
-    from promptfed.shared.service.net import trust
-
-    return trust(authority.file)
 
 
 @pytest.fixture(scope="package")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,21 @@ import torch
 from promptfed.coordinator.app import create_app
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.http import callers
+from promptfed.coordinator.http.callers import GUESSES, AuthThrottle
+from promptfed.coordinator.problems import TooManyFailures
 from promptfed.coordinator.settings import Settings
 from promptfed.testing.clients import bearer, content_digest, enrolment, secret_of, spec, update_body
 from tests import ROOT
-from tests.security.test_bodies import answer_to_a_beginning
-from tests.support.coordinators import InThread, in_thread
+from tests.security.test_connections import answer_to_a_beginning
+from tests.support.coordinators import InThread, Make, in_thread
+from tests.support.open_phases import enrolled, launched
 
 FEDERATION = "/v1/federations/{federation}"
+
+
 ROLES = ("viewer", "operator", "admin")  # each role includes the rights of the previous one
+
+
 #: What every route in its place gets to read, so that it is the token alone for which it is refused.
 BODIES: dict[str, Any] = {
     "POST /v1/federations": spec(name="another"),
@@ -33,9 +41,8 @@ BODIES: dict[str, Any] = {
 
 def table() -> dict[str, str]:
     """Who may call what, as docs/reference/protocol.md has it."""
-    text = (
-        (ROOT / "docs" / "reference" / "protocol.md").read_text().split("## Who may call what\n")[1].split("\n## ")[0]
-    )
+    protocol = (ROOT / "docs" / "reference" / "protocol.md").read_text()
+    text = protocol.split("## Who may call what\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `((?:GET|PUT|POST|DELETE) [^`]+)` \| ([^|]+) \|$", text, re.MULTILINE)
     found = dict(rows)
     assert len(found) == len(rows), "no call twice"
@@ -76,14 +83,8 @@ class Door:
     def address(self, call: str) -> tuple[str, str]:
         """The verb and the path of a call, of ``a``'s task."""
         verb, path = call.split(" ")
-        real = {
-            "federation": "mine",
-            "client_id": "a",
-            "task_id": self.task["task_id"],
-            "round": "0",
-            "token_id": "spare",
-            "operator": "nobody",
-        }
+        real = {"federation": "mine", "client_id": "a", "task_id": self.task["task_id"], "round": "0"}
+        real |= {"token_id": "spare", "operator": "nobody"}
         return verb, path.replace("...", FEDERATION).format(**real, name="promptfl", file="app.js")
 
     def knock(self, call: str, token: str | None) -> httpx.Response:
@@ -196,6 +197,8 @@ def test_what_is_open_needs_no_token(door: Door, call: str) -> None:
 
 # Events never end, and the federation trains.
 ELSEWHERE = ("GET .../events",)
+
+
 READING = [call for call, who in TABLE.items() if call.startswith("GET") and who != "anyone" and call not in ELSEWHERE]
 
 
@@ -206,19 +209,17 @@ def test_the_right_token_opens_what_only_reads(door: Door, call: str) -> None:
 
 
 HOT = ("GET .../task", "GET .../tasks/{task_id}/payload", "PUT .../tasks/{task_id}/update")
+
+
 HOT += ("PUT .../tasks/{task_id}/evaluation",)
 
 
 @pytest.mark.parametrize("call", HOT)
-def test_wrong_tokens_count_for_the_address_that_a_proxy_names(
-    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_tokens_count_for_their_address(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callers, "GUESSES", 1)  # two different wrong tokens are guessing here
     options = {"forwarded_allow_ips": "127.0.0.1", "auth_failures_per_minute": 2}
     with in_thread(tmp_path / "data", **options) as coordinator:
-        mine = coordinator.create(name="mine")
-        a, b = coordinator.enrol(mine, "a", "b")
-        coordinator.post(f"{mine}/start")
+        _, (a, b) = launched(coordinator, "a", "b", name="mine")
         task, _ = coordinator.training([a, b])
         door = Door(coordinator, {}, task, a.payload(task)["context"])
         this_moment = clock.monotonic()
@@ -235,3 +236,153 @@ def test_wrong_tokens_count_for_the_address_that_a_proxy_names(
         assert knock("203.0.113.1", secret_of("b")) == 429, "and no other, right or wrong"
         assert knock("203.0.113.2", secret_of("a")) == good, "nor does another address pay for it"
         assert knock("203.0.113.2", "0" * 64) == 401
+
+
+# Failed authentication is limited by address: wrong tokens wait, right ones pass unless somebody is guessing.
+
+
+MOST = 5
+
+
+def fail(limit: AuthThrottle, address: str, times: int, token: str = "wrong") -> None:
+    for _ in range(times):
+        limit.check_wrong(address, token)
+        limit.failed(address)
+
+
+def guess(limit: AuthThrottle, address: str, times: int) -> None:
+    """``times`` different wrong tokens, most of which are answered 429."""
+    for number in range(times):
+        with contextlib.suppress(TooManyFailures):
+            limit.check_wrong(address, f"guess-{number}")
+
+
+def refused(limit: AuthThrottle, address: str, token: str = "other") -> bool:
+    """Whether a wrong token is."""
+    try:
+        limit.check_wrong(address, token)
+    except TooManyFailures:
+        return True
+    return False
+
+
+def right_refused(limit: AuthThrottle, address: str, token: str = "right") -> bool:
+    try:
+        limit.check_right(address, token)
+    except TooManyFailures:
+        return True
+    return False
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    found = [100.0]
+    monkeypatch.setattr(clock, "monotonic", lambda: found[0])
+    return found
+
+
+def test_failures_come_back_with_time(now: list[float]) -> None:
+    limit = AuthThrottle(MOST)
+    fail(limit, "1.2.3.4", MOST)
+    with pytest.raises(TooManyFailures, match=r"1\.2\.3\.4.* in 12 s") as refusal:
+        limit.check_wrong("1.2.3.4", "any")
+    assert refusal.value.headers == {"Retry-After": "12"}
+    now[0] += 11.9
+    assert refused(limit, "1.2.3.4")
+    now[0] += 0.2
+    fail(limit, "1.2.3.4", 1)
+    assert refused(limit, "1.2.3.4")
+    now[0] += 3600
+    fail(limit, "1.2.3.4", MOST)
+    assert refused(limit, "1.2.3.4"), "an hour of rest allows no more than the first minute did"
+
+
+def test_each_address_has_its_own_and_an_ipv6_network_one(now: list[float]) -> None:
+    limit = AuthThrottle(MOST)
+    for number in range(MOST):
+        fail(limit, f"2001:db8::{number}", 1)
+    fail(limit, "::ffff:1.2.3.4", MOST)
+    assert refused(limit, "2001:db8::ffff")
+    assert refused(limit, "1.2.3.4")
+    assert not refused(limit, "2001:db8:0:1::1")
+    assert not refused(limit, "1.2.3.5")
+    assert not refused(limit, "no address")
+
+
+def test_a_right_token_passes_whatever_else_has_failed(now: list[float]) -> None:
+    limit = AuthThrottle(MOST)
+    fail(limit, "1.2.3.4", MOST)
+    for _ in range(2 * MOST * GUESSES):
+        assert refused(limit, "1.2.3.4", "the same again"), "a broken script sends one wrong token again and again"
+    assert not right_refused(limit, "1.2.3.4")
+
+
+def test_guessing_is_limited_whatever_is_guessed(now: list[float]) -> None:
+    limit = AuthThrottle(MOST)
+    limit.succeeded("1.2.3.4", "right before")
+    for address in ("1.2.3.4", "5.6.7.8"):
+        fail(limit, address, MOST)
+        guess(limit, address, MOST * GUESSES - 2)
+        assert not right_refused(limit, address)
+        guess(limit, address, MOST * GUESSES)
+        assert right_refused(limit, address), "a right guess is not told from a wrong one"
+    assert not right_refused(limit, "1.2.3.4", "right before")
+    assert right_refused(limit, "5.6.7.8", "right before"), "it was right from another address only"
+    now[0] += 60
+    assert not right_refused(limit, "5.6.7.8")
+
+
+def test_memory_is_bounded(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers, "MOST_ADDRESSES", 10)
+    monkeypatch.setattr(callers, "MOST_TOKENS", 10)
+    limit = AuthThrottle(1)
+    for number in range(50):
+        fail(limit, f"1.2.3.{number}", 1, f"wrong-{number}")
+        limit.succeeded("1.2.3.4", f"token-{number}")
+    assert {len(kept) for kept in (limit._failures, limit._guesses, limit._wrong, limit._trusted)} == {10}
+    assert refused(limit, "1.2.3.49"), "the latest are remembered"
+    assert not refused(limit, "1.2.3.0"), "the oldest are not"
+
+
+def test_wrong_tokens_wait_and_right_ones_pass(
+    coordinator_with: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = coordinator_with(auth_failures_per_minute=MOST)
+    federation, [client] = enrolled(coordinator, "a")
+    assert client.task().status_code == 204
+    fresh = coordinator.token(federation)
+    this_moment = clock.monotonic()
+    monkeypatch.setattr(clock, "monotonic", lambda: this_moment)  # failures come back with time
+    path = f"/v1/federations/{federation}"
+
+    def ask(token: str) -> httpx.Response:
+        return coordinator.http.get(f"{path}/enrolment", headers=bearer(token))
+
+    assert [ask(f"guess-{number}").status_code for number in range(MOST + 2)] == [401] * MOST + [429] * 2
+    answer = ask("one more")
+    assert answer.json()["type"].endswith("/too-many-failures")
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert ask(fresh).status_code == 200, "others' failures keep no right token out"
+    assert coordinator.http.get(f"{path}/enrolment").status_code == 401, "no token is no guess"
+    assert client.task().status_code == 204, "who worked from here before goes on"
+    coordinator.get(federation)
+    assert any("wrong tokens from 127.0.0.1" in one.getMessage() for one in caplog.records)
+    assert "guess-" not in caplog.text
+
+
+def test_callers_behind_one_address_pass(coordinator_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restored coordinator lacks some clients, which keep asking from the address of those that it knows."""
+    first = coordinator_with(auth_failures_per_minute=MOST)
+    federation = first.create()
+    first.enrol(federation, "a", "b")
+    first.stop()
+    again = coordinator_with(auth_failures_per_minute=MOST)
+    this_moment = clock.monotonic()
+    monkeypatch.setattr(clock, "monotonic", lambda: this_moment)
+    path = f"/v1/federations/{federation}/task"
+    lost = [again.http.get(path, headers=bearer(f"{number % 3:064x}")) for number in range(4 * MOST)]
+    assert lost[0].status_code == 401
+    assert lost[-1].status_code == 429
+    for name in ("a", "b"):
+        assert again.http.get(path, headers=bearer(secret_of(name))).status_code == 204
+    again.get(federation)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from promptfed.testing.clients import content_digest, update_body
 from tests.support.bad_updates import MOST_BYTES, MOST_NORM, Attacker
 from tests.support.coordinators import ForkedCoordinator, InThread, in_thread
-from tests.support.open_phases import kind, open_first_phase, stored_rows
+from tests.support.open_phases import kind, launched, open_first_phase, stored_rows
 from tests.support.waiting import PATIENCE
 
 LIMITS = {"max_bytes": MOST_BYTES, "max_update_norm": MOST_NORM}
@@ -142,9 +142,9 @@ def test_a_hundred_thousand_bad_updates_leave_memory_flat(tmp_path: Path) -> Non
     process = ForkedCoordinator(tmp_path / "data")
     try:
         # The phase has to outlast the attack.
-        federation = process.create(admission=LIMITS, participation={"min_clients": 2, "deadline_seconds": 86_400})
-        a, b = process.enrol(federation, "a", "b")
-        process.post(f"{federation}/start")
+        federation, (a, b) = launched(
+            process, "a", "b", admission=LIMITS, participation={"min_clients": 2, "deadline_seconds": 86_400}
+        )
         task, _ = process.training([a, b])
         before = process.get(federation)
         coordinator = psutil.Process(process.pid)

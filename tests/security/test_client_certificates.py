@@ -55,9 +55,7 @@ def coordinator(authority: Authority, tmp_path_factory: pytest.TempPathFactory) 
     server.stop()
 
 
-def test_a_client_needs_a_certificate_in_its_own_name(
-    coordinator: InThread, authority: Authority, tmp_path: Path
-) -> None:
+def test_a_client_needs_a_certificate_of_its_name(coordinator: InThread, authority: Authority, tmp_path: Path) -> None:
     token = coordinator.token("eyes")
     a, b = (Site(coordinator.url, authority.file, authority.sign(name)) for name in "ab")
     by_dns = Site(coordinator.url, authority.file, authority.sign("ward 3 of St. Mary's", "ward-3"))

@@ -67,14 +67,11 @@ def imitation(folder: Path, body: str) -> Iterator[tuple[str, list[str]]]:
 
 def invitation(url: str, authority: str, hours: float = 1.0) -> str:
     expires = clock.parse(clock.now()) + timedelta(hours=hours)
-    return Invitation(
-        coordinator=url, federation="pets", token=TOKEN, expires_at=expires, authority=authority
-    ).encoded()
+    given = {"federation": "pets", "token": TOKEN, "expires_at": expires, "authority": authority}
+    return Invitation(coordinator=url, **given).encoded()
 
 
-def test_an_invited_client_trusts_the_coordinator_s_own_certificate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_invited_trusts_the_own_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cert, key = certificate(tmp_path, "own")
     server = ForkedCoordinator(tmp_path / "data", "--tls-cert", str(cert), "--tls-key", str(key))
     try:
@@ -89,7 +86,6 @@ def test_an_invited_client_trusts_the_coordinator_s_own_certificate(
         state = tmp_path / "state"
         settings = accept(minted.invitation, {"data": "symbols:sketch", "state_dir": state})
         assert settings.ca_file == state / AUTHORITY
-        assert settings.enrolment_token_file is not None
         assert settings.enrolment_token_file.stat().st_mode & 0o777 == 0o600
 
         async def ask() -> EnrolmentInfo:
@@ -151,9 +147,8 @@ def test_a_client_that_has_enrolled_joins_again_after_the_invitation_has_expired
     state = tmp_path / "state"
     state.mkdir()
     (state / "identity.json").write_text('{"name": "ward-3", "client_id": "cli-1"}')
-    text = Invitation(
-        coordinator="https://127.0.0.1:9", federation="pets", token=TOKEN, expires_at=clock.parse(clock.now())
-    ).encoded()
+    given = {"federation": "pets", "token": TOKEN, "expires_at": clock.parse(clock.now())}
+    text = Invitation(coordinator="https://127.0.0.1:9", **given).encoded()
     settings = accept(text, {"data": "symbols:sketch", "state_dir": state})
     assert (settings.name, settings.ca_file) == ("ward-3", None)
 

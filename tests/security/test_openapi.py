@@ -20,11 +20,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
+from schemathesis.specs.openapi import checks
 
 from promptfed.coordinator.app import create_app
 from promptfed.coordinator.engine.registry import Registry
@@ -32,20 +28,16 @@ from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.tables import StateRow, TaskRow, UpdateRow
 from promptfed.testing.clients import bearer, content_digest
 from tests.support.coordinators import InThread, in_thread
-from tests.support.open_phases import open_first_phase
+from tests.support.open_phases import launched, open_first_phase
 
-CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+CHECKS = [not_a_server_error, checks.status_code_conformance, checks.content_type_conformance]
+CHECKS.append(checks.response_schema_conformance)
 SCHEMA = schemathesis.openapi.from_dict(create_app(Settings()).openapi())
 OPERATIONS = {f"{one.method.upper()} {one.path}": one for one in (found.ok() for found in SCHEMA.get_all_operations())}
 FEW, MANY = 6, 1000
 OPTIONS = {"upload_timeout_seconds": 5, "auth_failures_per_minute": 1_000_000}  # strangers and members share an address
-RIGHT = {
-    "viewer": "operator",
-    "operator": "operator",
-    "admin": "operator",
-    "client": "member of toy",
-    "enrolment": "enrolling to toy",
-}
+RIGHT = {"viewer": "operator", "operator": "operator", "admin": "operator"}
+RIGHT |= {"client": "member of toy", "enrolment": "enrolling to toy"}
 STREAM = "GET /v1/federations/{federation}/events"
 
 
@@ -72,9 +64,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InThrea
 @pytest.fixture
 def place(attacked: tuple[InThread, str, str], name: str) -> Iterator[Place]:
     coordinator, victim, task = attacked
-    toy = coordinator.create(name="toy", participation={"min_clients": 1})
-    [member] = coordinator.enrol(toy, "member")
-    coordinator.post(f"{toy}/start")
+    toy, [member] = launched(coordinator, "member", name="toy", participation={"min_clients": 1})
     callers = {
         "nobody": {},
         "stranger": bearer(secrets.token_hex(32)),
@@ -107,16 +97,9 @@ def standing(registry: Registry, federation: str) -> tuple[Any, ...]:
 def aimed(case: schemathesis.Case, place: Place, caller: str, at_victim: bool) -> None:
     """Give the case real addresses; an operator, who may do anything, is not let near the victim."""
     federation = place.victim if at_victim and caller != "operator" else place.toy
-    real = {
-        "federation": federation,
-        "task_id": place.tasks[federation],
-        "client_id": "a" if federation == place.victim else "member",
-        "round": 0,
-        "name": "promptfl",
-        "file": "app.js",
-        "token_id": "spare",
-        "operator": "nobody",
-    }
+    real: dict[str, Any] = {"federation": federation, "task_id": place.tasks[federation]}
+    real |= {"client_id": "a" if federation == place.victim else "member", "round": 0}
+    real |= {"name": "promptfl", "file": "app.js", "token_id": "spare", "operator": "nobody"}
     case.path_parameters = {name: real[name] for name in case.path_parameters or {}}
 
 

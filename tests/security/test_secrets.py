@@ -7,7 +7,6 @@ import logging
 import secrets
 import stat
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ import pytest
 from promptfed.coordinator.engine.json_logs import JsonFormatter
 from promptfed.testing.clients import bearer, drive, secret_of, update_body
 from tests.support.coordinators import ForkedCoordinator, InThread
+from tests.support.open_phases import completed, enrolled, launched
 from tests.support.postgres import PASSWORD
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_for
 
 SITES = ("hospital-a", "hospital-b", "hospital-c")
 
@@ -59,9 +59,7 @@ def every_kind_of_trouble(coordinator: InThread, federation: str, token: str) ->
 
 
 @pytest.mark.both_databases
-def test_no_secret_in_logs_errors_or_metrics(
-    coordinator: InThread, tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
+def test_no_secret_is_in_logs_or_metrics(coordinator: InThread, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     federation = coordinator.create(rounds=1)
     token = coordinator.token(federation)
     clients = coordinator.enrol(federation, *SITES[:2])
@@ -83,10 +81,7 @@ def test_no_secret_in_logs_errors_or_metrics(
 
 
 def test_a_line_says_what_it_is_about(coordinator: InThread, log: pytest.LogCaptureFixture) -> None:
-    federation = coordinator.create(name="eyes", rounds=1)
-    clients = coordinator.enrol(federation, *SITES[:2])
-    coordinator.post(f"{federation}/start")
-    drive(clients)
+    federation, _ = completed(coordinator, *SITES[:2], name="eyes", rounds=1)
     coordinator.until(federation, state="finished")
     coordinator.stop()
     found = lines(log)
@@ -95,9 +90,8 @@ def test_a_line_says_what_it_is_about(coordinator: InThread, log: pytest.LogCapt
     [committed] = [line for line in told if line["message"] == "state-committed" and line.get("round") == 1]
     assert committed["data"]["state_hash"].startswith("sha256:")
     settled = [line for line in told if line["message"] == "task-settled" and line["phase"] == "train"]
-    assert {(line["round"], line["client"], line["data"]["status"]) for line in settled} == {
-        (1, name, "answered") for name in SITES[:2]
-    }
+    answered = {(1, name, "answered") for name in SITES[:2]}
+    assert {(line["round"], line["client"], line["data"]["status"]) for line in settled} == answered
     [closed] = [line for line in told if line["message"] == "phase-closed" and line["phase"] == "train"]
     assert closed["data"]["counted"] == list(SITES[:2])
 
@@ -105,20 +99,14 @@ def test_a_line_says_what_it_is_about(coordinator: InThread, log: pytest.LogCapt
 def test_a_method_that_breaks_is_logged_where_it_broke(
     coordinator: InThread, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    federation = coordinator.create(name="eyes", rounds=1)
-    clients = coordinator.enrol(federation, *SITES[:2])
-    coordinator.post(f"{federation}/start")
+    federation, clients = launched(coordinator, *SITES[:2], name="eyes", rounds=1)
     method = type(coordinator.registry.get(federation).method)
     monkeypatch.setattr(method, "aggregate", lambda *_: 1 / 0)
     drive(clients)
     coordinator.until(federation, state="failed")
     [line] = [line for line in lines(log) if line["message"] == "the method failed"]
-    assert {key: line[key] for key in ("level", "federation", "round", "phase")} == {
-        "level": "error",
-        "federation": "eyes",
-        "round": 1,
-        "phase": "train",
-    }
+    about = {"level": "error", "federation": "eyes", "round": 1, "phase": "train"}
+    assert {key: line[key] for key in about} == about
     assert "ZeroDivisionError" in line["exception"]
 
 
@@ -152,9 +140,8 @@ def numbers(coordinator: InThread) -> dict[str, float]:
 
 
 def test_prometheus_tells_of_rounds_updates_bytes_durations_and_who_waits(coordinator: InThread) -> None:
-    federation = coordinator.create(rounds=2, participation={"min_clients": 3}, aggregation={"clip_norm": 1e-3})
-    clients = coordinator.enrol(federation, *SITES)
-    coordinator.post(f"{federation}/start")
+    asked = {"participation": {"min_clients": 3}, "aggregation": {"clip_norm": 1e-3}}
+    federation, clients = launched(coordinator, *SITES, rounds=2, **asked)
     tasks = coordinator.training(clients)
     start = clients[0].payload(tasks[0])
     assert clients[0].send(tasks[0], update_body({"nothing": start["context"]}, tasks[0])).status_code == 422
@@ -163,6 +150,10 @@ def test_prometheus_tells_of_rounds_updates_bytes_durations_and_who_waits(coordi
     assert clients[0].send(tasks[0], update_body(start, tasks[0])).status_code == 409
     found = numbers(coordinator)
     assert found["promptfed_rounds_completed_total"] == 2
+    assert found["promptfed_phases_completed_total"] == 5
+    assert found['promptfed_tasks_settled_total{status="answered"}'] == 15
+    assert found['promptfed_refusals_total{kind="unknown-tensor"}'] == 1
+    assert found['promptfed_federation_moves_total{state="finished"}'] == 1
     assert found['promptfed_updates_total{verdict="clipped"}'] == 6
     assert found['promptfed_updates_total{verdict="refused"}'] == 2, "one with another tensor, one after another"
     assert found["promptfed_update_bytes_total"] > 6 * 4 * 8 * 4
@@ -176,23 +167,17 @@ def test_prometheus_tells_of_rounds_updates_bytes_durations_and_who_waits(coordi
 
 
 def test_a_round_that_was_given_up_is_not_counted_as_over(coordinator: InThread) -> None:
-    federation = coordinator.create(rounds=2, participation={"min_clients": 2})
-    clients = coordinator.enrol(federation, *SITES[:2])
-    coordinator.post(f"{federation}/start")
+    federation, clients = launched(coordinator, *SITES[:2], rounds=2, participation={"min_clients": 2})
     coordinator.training(clients)
     coordinator.post(f"{federation}/cancel")
     assert numbers(coordinator)["promptfed_rounds_completed_total"] == 0
 
 
 def test_a_waiting_client_is_counted_while_it_waits(coordinator: InThread) -> None:
-    federation = coordinator.create()
-    [client] = coordinator.enrol(federation, SITES[0])
+    federation, [client] = enrolled(coordinator, SITES[0])
     poll = threading.Thread(target=client.task, args=(60,))
     poll.start()
-    end = time.monotonic() + PATIENCE
-    while numbers(coordinator)["promptfed_waiting_clients"] != 1:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_for("the poll", lambda: numbers(coordinator)["promptfed_waiting_clients"] == 1)
     coordinator.delete(f"{federation}/clients/{SITES[0]}")
     poll.join(PATIENCE)
     assert numbers(coordinator)["promptfed_waiting_clients"] == 0

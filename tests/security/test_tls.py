@@ -54,9 +54,7 @@ def test_only_who_trusts_the_certificate_speaks_to_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["missing", "junk", "another key", "locked key"])
-def test_files_that_cannot_be_used_are_said_in_one_line(
-    tmp_path: Path, trouble: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unusable_files_are_one_line(tmp_path: Path, trouble: str, capsys: pytest.CaptureFixture[str]) -> None:
     cert, key = certificate(tmp_path, "own")
     if trouble == "missing":
         key.unlink()

@@ -109,6 +109,10 @@ class InThread(RealCoordinator):
         assert not self._thread.is_alive()
 
 
+Make = Callable[..., InThread]
+"""Makes coordinators with settings of their own: the fixture ``coordinator_with``."""
+
+
 @contextmanager
 def in_thread(folder: Path, **options: Any) -> Iterator[InThread]:
     """A server in a thread for the length of a block."""

@@ -9,8 +9,10 @@ from typing import Any
 from unittest import mock
 
 import httpx
+import pytest
 
 from promptfed.testing.clients import ScriptedClient, trained, update_body
+from promptfed.testing.coordinator import RealCoordinator
 from tests.support.waiting import PATIENCE
 
 COMMITTER = "promptfed.coordinator.engine.committer"
@@ -52,3 +54,16 @@ def updates_of(clients: Sequence[ScriptedClient], tasks: Sequence[dict[str, Any]
         update_body(trained(client.payload(task), client.name, task), task)
         for client, task in zip(clients, tasks, strict=True)
     ]
+
+
+def commits(coordinator: RealCoordinator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many entries each group had."""
+    sizes: list[int] = []
+    together = coordinator.registry.committer._together
+
+    def counted(entries: Any) -> Any:
+        sizes.append(len(entries))
+        return together(entries)
+
+    monkeypatch.setattr(coordinator.registry.committer, "_together", counted)
+    return sizes

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from promptfed.testing.clients import PATIENCE as PATIENCE
@@ -30,3 +31,12 @@ def wait_for(
         assert time.monotonic() < deadline, f"{what} did not happen in {seconds:.0f} s"
         time.sleep(every)
     return outcome
+
+
+def start_and_join(threads: Sequence[threading.Thread]) -> None:
+    """Run all at the same time, to their ends."""
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "a thread does not end"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from promptfed.coordinator.aggregation import rows, weights
 from promptfed.coordinator.aggregation.rules import Rule
 from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.api import results
 from promptfed.coordinator.store.blobs import Blobs, put_tensors, room
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.checks import check_sizes, exchanged, needed_bytes, update_limit
@@ -20,18 +22,11 @@ from promptfed.shared.spec.sections import AggregationSpec
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import decode_file, encode, encode_file, state_hash
 from promptfed.shared.tensors.torch_tensors import arrays_of
+from tests.support.coordinators import InThread
+from tests.support.open_phases import open_first_phase
 
-VIT_B_32 = BackboneShape(
-    d_t=512,
-    d_v=768,
-    d_e=512,
-    text_layers=12,
-    vision_layers=12,
-    context_length=77,
-    patch_size=32,
-    mlp_width=3072,
-    positions=50,
-)
+SIZES = {"d_t": 512, "d_v": 768, "d_e": 512, "text_layers": 12, "vision_layers": 12, "context_length": 77}
+VIT_B_32 = BackboneShape(patch_size=32, mlp_width=3072, positions=50, **SIZES)
 
 
 def updates_in(folder: Path, count: int = 5) -> list[ClientUpdate]:
@@ -39,11 +34,8 @@ def updates_in(folder: Path, count: int = 5) -> list[ClientUpdate]:
     found = []
     for number in range(count):
         draws = torch.Generator().manual_seed(number)
-        tensors = {
-            "b": torch.randn(3, 16_411, generator=draws),
-            "a": torch.randn(7, generator=draws),
-            "c": torch.tensor(float(number)),
-        }
+        tensors = {"b": torch.randn(3, 16_411, generator=draws), "a": torch.randn(7, generator=draws)}
+        tensors["c"] = torch.tensor(float(number))
         path = folder / f"{number}.safetensors"
         encode_file(arrays_of(tensors), path)
         found.append(ClientUpdate(f"client-{number}", (number + 1) / 15, decode_file(path)[0]))
@@ -75,9 +67,7 @@ def test_a_robust_rule_comes_to_the_same_bits_from_files(
 ) -> None:
     monkeypatch.setattr(rows, "BLOCK", block)
     updates = updates_in(tmp_path, 7)
-    base = arrays_of(
-        {"b": torch.full((3, 16_411), 0.25), "a": torch.ones(8)}
-    )  # "a" is of another size, and begins at zero
+    base = arrays_of({"b": torch.full((3, 16_411), 0.25), "a": torch.ones(8)})  # another size: begins at zero
     spec = {"rule": rule, "clip_norm": 200.0}
     held, mapped = (Rule(AggregationSpec.model_validate({**spec, "weighting": "uniform"}), base) for _ in range(2))
     in_memory = held(updates)
@@ -93,9 +83,7 @@ def test_a_robust_rule_comes_to_the_same_bits_from_files(
     assert mapped.judged == held.judged
 
 
-def test_a_file_of_tensors_has_the_bytes_that_memory_would_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_tensors_has_the_bytes_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_tensors = {"b": torch.randn(3, 5), "a": torch.arange(4), "c": torch.randn(2).bfloat16()}
     tensors = arrays_of(torch_tensors) | {"d": np.arange(16.0, dtype=np.float32).reshape(4, 4).T}
     encode_file(tensors, tmp_path / "file", {"task": "ü"})
@@ -143,18 +131,63 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         check_sizes(spec_of(admission={"max_bytes": 1_000_000}), method, context, 10)
     with pytest.raises(MethodError, match="take krum"):
         check_sizes(spec_of(aggregation={"rule": "median"}), method, context, 10)
-    check_sizes(
-        spec_of(aggregation={"rule": "krum"}, participation={"min_clients": 5, "deadline_seconds": 3600.0}),
-        method,
-        context,
-        10,
-    )
+    patient = {"min_clients": 5, "deadline_seconds": 3600.0}
+    check_sizes(spec_of(aggregation={"rule": "krum"}, participation=patient), method, context, 10)
     last, _ = sized(trainable="last_k", k=3)
     with pytest.raises(MethodError, match="take krum"):
         check_sizes(spec_of(aggregation={"rule": "geometric_median"}), last, context, 3)
     check_sizes(spec_of(aggregation={"rule": "median"}), last, context, 3)
-    giant = VIT_B_32.model_copy(
-        update={"d_v": 1664, "mlp_width": 8192, "vision_layers": 48, "positions": 257, "patch_size": 14}
-    )
+    larger = {"d_v": 1664, "mlp_width": 8192, "vision_layers": 48, "positions": 257, "patch_size": 14}
+    giant = VIT_B_32.model_copy(update=larger)
     with pytest.raises(MethodError, match="2,147,483,648 is the most"):
         check_sizes(spec_of(), method, ServerContext(TrainingSpec(), giant, None, (), seed=0, rounds=2), 1)
+
+
+# Whole towers: the disk that they need is told when a federation is created; their states are no JSON.
+
+
+BYTES = 4 * 87_849_216  # of a ViT-B/32's tower
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def tower_spec(name: str, **method: Any) -> dict[str, Any]:
+    backbone = {"model": "ViT-B-32", "pretrained": "openai", "shape": VIT_B_32.model_dump(mode="json")}
+    return {"name": name, "method": {"name": "fedavg", **method}, "backbone": backbone, "rounds": 2}
+
+
+def free(monkeypatch: pytest.MonkeyPatch, bytes: int) -> None:
+    monkeypatch.setattr("promptfed.coordinator.engine.disk_room.shutil.disk_usage", lambda path: Usage(0, 0, bytes))
+
+
+def test_the_disk_that_is_needed_is_told_at_creation(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 10 * BYTES)
+    created = coordinator.post("/v1/federations", json=tower_spec("whole"), status=201)
+    # Updates and payload of two rounds, and two states that are being written, for as many as the spec asks for.
+    least = created["spec"]["participation"]["min_clients"]
+    needed = 2 * (least + 1) * BYTES + 2 * BYTES
+    assert created["disk"] == {"needed": needed, "trainers": least, "free": 10 * BYTES}
+    assert coordinator.get("whole")["disk"] == created["disk"]
+    assert coordinator.post("/v1/federations", json=tower_spec("norms", trainable="norms"), status=201)["disk"] is None
+    unknown = tower_spec("unknown") | {"backbone": {"model": "ViT-B-32", "pretrained": "openai"}}
+    assert coordinator.post("/v1/federations", json=unknown, status=201)["disk"] is None
+
+
+def test_a_disk_without_room_is_told_at_creation(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, BYTES)
+    refused = coordinator.post("/v1/federations", json=tower_spec("whole"), status=507)
+    assert refused["type"].endswith("/storage-full")
+    assert f"bytes of disk at once, and {BYTES:,} are free: make room" in refused["detail"]
+    assert coordinator.get("/v1/federations")["federations"] == []
+
+
+def test_a_large_state_is_no_json(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation, _, _ = open_first_phase(coordinator)
+    assert results.MOST_JSON_NUMBERS == 1_000_000
+    monkeypatch.setattr(results, "MOST_JSON_NUMBERS", 31)
+    refused = coordinator.get(f"{federation}/prompts", status=406, headers={"Accept": "application/json"})
+    assert "the state has 32 numbers; JSON is given up to 31: ask for application/octet-stream" in refused["detail"]
+    url = f"/v1/federations/{federation}/prompts"
+    answer = coordinator.http.get(url, headers=coordinator.operator | {"Accept": "application/octet-stream"})
+    assert answer.status_code == 200

@@ -2,80 +2,66 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from scipy import stats
 
 from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.aggregation.global_state import Combined, call, call_with_torch
+from promptfed.coordinator.aggregation.private_mean import NoiseTerms, private_mean
 from promptfed.coordinator.aggregation.rules import RULES, Rule, ServerOptimizer
 from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, resolve_spec
-from promptfed.shared.methods.core.interface import (
-    AdoptsStates,
-    ClientInfo,
-    ClientUpdate,
-    MeasuresPhases,
-    MeasuresUpdates,
-    ServerContext,
-    computed,
-)
+from promptfed.shared.methods.core import interface
+from promptfed.shared.methods.core.interface import ClientInfo, ClientUpdate, ServerContext, computed
+from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.seeds import draws, generator
 from promptfed.shared.spec.sections import AggregationSpec, ServerOptimizerSpec
 from promptfed.shared.spec.spec import BackboneShape
-from promptfed.shared.tensors import Arrays
+from promptfed.shared.tensors import Arrays, Tensors
 from promptfed.testing.clients import CLASSES, spec
 
 SHAPE = {
     "d_t": 8, "d_e": 8, "d_v": 8, "text_layers": 2, "vision_layers": 2, "context_length": 16, "patch_size": 2,
     "patch_tokens": 4, "mlp_width": 8, "positions": 5, "heads_t": 2, "heads_v": 2,
 }  # fmt: skip
+
+
 TEXT = {"m": 4}
-TOWER = {"trainable": "last_k", "k": 1}
+
+
+NONE, NORMS, TWO = {}, {"trainable": "norms"}, {"m": 2}
+OF_TEXT = "coop fast_pt fedkgcoop fedotp fedpgp fedtpg fedvpt pfedmoap pfedprompt promptfl promptfl_amp promptfl_ft"
 SMALL: dict[str, dict[str, Any]] = {
-    "coop": TEXT,
-    "diprompt": {"m": 2},
-    "fast_pt": TEXT,
-    "fedapt": {"m": 2},
+    **dict.fromkeys([*OF_TEXT.split(), "promptfl_per", "promptfl_prox", "promptfolio"], TEXT),
+    **dict.fromkeys(["diprompt", "fedapt", "fedmaple", "fedpr", "fedvpt_deep", "singleset_vpt"], TWO),
+    **dict.fromkeys(["fedbabu", "fedrod", "perfedavg", "singleset_full"], NORMS),
+    **dict.fromkeys(["fedclip", "fedlp", "fedtaskres", "zero_shot"], NONE),
     "fedavg": {"trainable": "all"},
-    "fedbabu": {"trainable": "norms"},
-    "fedclip": {},
     "fedclipadapter": {"reduction": 2, "sides": "both"},
     "fedcocoop": TEXT | {"reduction": 2},
-    "fedkgcoop": TEXT,
     "fedlora": {"r": 2},
-    "fedlp": {},
-    "fedmaple": {"m": 2},
-    "fedotp": TEXT,
-    "fedpgp": TEXT,
-    "fedpr": {"m": 2},
     "fedprox": {"trainable": "biases"},
-    "fedrep": TOWER,
-    "fedrod": {"trainable": "norms"},
-    "fedtaskres": {},
-    "fedtpg": TEXT,
-    "fedvpt": TEXT,
-    "fedvpt_deep": {"m": 2},
-    "perfedavg": {"trainable": "norms"},
-    "pfedmoap": TEXT,
+    "fedrep": {"trainable": "last_k", "k": 1},
     "pfedpg": {"m": 2, "inner_width": 4},
-    "pfedprompt": TEXT,
     "plan": {"m": 2, "reduction": 4},
-    "promptfl": TEXT,
-    "promptfl_amp": TEXT,
-    "promptfl_ft": TEXT,
-    "promptfl_per": TEXT,
-    "promptfl_prox": TEXT,
-    "promptfolio": TEXT,
-    "singleset_full": {"trainable": "norms"},
-    "singleset_vpt": {"m": 2},
-    "zero_shot": {},
 }
+
+
 """Options with which each method is small."""
+
+
 NAMES = ("B", "a", "c")
+
+
 DOMAINS = {"B": "a blueprint of a {}", "a": "a sketch of a {}", "c": "a neon sign of a {}"}
+
+
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
@@ -116,7 +102,7 @@ def test_every_method_computes_the_same_with_both(name: str) -> None:
     context, method = context_of(federation), federation.method
     state, in_torch = made(federation, "initial_state", context)
     assert_close(state, in_torch)
-    if isinstance(method, AdoptsStates):
+    if isinstance(method, interface.AdoptsStates):
         adopted = made(federation, "adopt", state, context)
         assert_close(*adopted)
         state = adopted[0]
@@ -131,13 +117,13 @@ def test_every_method_computes_the_same_with_both(name: str) -> None:
             tensors = {key: values.astype(np.float32) for key, values in sizes.items()}
             updates.append(ClientUpdate(client.name, (0.2, 0.3, 0.5)[place], tensors))
         combine = Combined(Rule(AggregationSpec(), state), ServerOptimizer(ServerOptimizerSpec(), state))
-        function = "aggregate_measured" if isinstance(method, MeasuresUpdates) else "aggregate"
+        function = "aggregate_measured" if isinstance(method, interface.MeasuresUpdates) else "aggregate"
         after, after_torch = made(federation, function, state, phase, updates, combine, context)
         if function == "aggregate_measured":
             assert after[1].phase == pytest.approx(after_torch[1].phase, rel=1e-5)
             after, after_torch = after[0], after_torch[0]
         assert_close(after, after_torch)
-        if isinstance(method, MeasuresPhases):
+        if isinstance(method, interface.MeasuresPhases):
             first, second = made(federation, "measure", state, phase, after, context)
             assert first.phase == pytest.approx(second.phase, rel=1e-4, abs=1e-6)
             for client_name, numbers in first.clients.items():
@@ -147,19 +133,12 @@ def test_every_method_computes_the_same_with_both(name: str) -> None:
 
 def test_only_pfedpg_needs_torch() -> None:
     functions = ("initial_state", "adopt", "join", "forget", "payload", "aggregate", "aggregate_measured", "measure")
-    needing = {
-        (name, function)
-        for name in SMALL
-        for function in functions
-        if computed(METHODS[name](METHODS[name].Hyper()), function) == "torch"
-    }
+    made = {name: METHODS[name](METHODS[name].Hyper()) for name in SMALL}
+    needing = {(name, one) for name in made for one in functions if computed(made[name], one) == "torch"}
     assert {name for name, _ in needing} == {"pfedpg"}
 
 
-@pytest.mark.parametrize(
-    ("rule", "clip"),
-    [(rule, clip) for rule in sorted(RULES) for clip in (None, "median", 2.0)],
-)
+@pytest.mark.parametrize(("rule", "clip"), [(rule, clip) for rule in sorted(RULES) for clip in (None, "median", 2.0)])
 def test_every_rule_comes_to_the_same_with_both(rule: str, clip: float | str | None) -> None:
     given: dict[str, Any] = {"rule": rule, "clip_norm": clip}
     if rule in ("trimmed_mean", "krum", "multi_krum"):
@@ -188,3 +167,80 @@ def test_draws_are_those_of_torch() -> None:
             np.testing.assert_allclose(with_numpy.normal(size), with_torch.normal(size).numpy(), rtol=0, atol=1e-5)
             assert with_numpy.permutation(size) == with_torch.permutation(size)
         assert with_numpy.normal(2, 3).shape == (2, 3)
+
+
+# Means with central noise, against the formula written out and against what its noise must look like.
+
+
+SHAPES = {"b": (2, 3), "a": (4,)}
+
+
+KEY = bytes(range(32))
+
+
+def tensors(seed: int, scale: float = 1.0) -> Tensors:
+    draws = torch.Generator().manual_seed(seed)
+    return {name: (torch.randn(shape, generator=draws) * scale).numpy() for name, shape in SHAPES.items()}
+
+
+def flat(given: Tensors) -> list[float]:
+    """All numbers in order of name, as Python's floats."""
+    return [float(value) for name in sorted(given) for value in given[name].flatten()]
+
+
+def literal_mean(updates: list[Tensors], base: Tensors, clip: float, z: float, expected: float) -> list[float]:
+    """base + (Σ Δ·min(1, S/‖Δ‖) + z·S·ξ)/K̄, number by number."""
+    start = flat(base)
+    total = [0.0] * len(start)
+    for update in updates:
+        change = [after - before for after, before in zip(flat(update), start, strict=True)]
+        length = math.sqrt(sum(number * number for number in change))
+        factor = min(1.0, clip / length) if length else 1.0
+        total = [one + number * factor for one, number in zip(total, change, strict=True)]
+    drawn = NoiseStream(KEY).normals(len(start)).tolist()
+    noised = zip(start, total, drawn, strict=True)
+    return [before + (one + z * clip * noise) / expected for before, one, noise in noised]
+
+
+@pytest.mark.parametrize("came", [5, 3, 0], ids=["all", "two dropped out", "nobody"])
+def test_the_formula_written_out_with_a_divisor_that_nobody_who_stays_away_moves(came: int) -> None:
+    base = tensors(0)
+    updates = [tensors(number, 0.1 if number == 1 else 3.0) for number in range(1, came + 1)]
+    given = [ClientUpdate(f"c{number}", 1 / 5, update) for number, update in enumerate(updates)]
+    found = private_mean(given, base, SHAPES, NoiseTerms(1.5, 0.8, 5.0, KEY))
+    wanted = literal_mean(updates, base, 1.5, 0.8, 5.0)
+    assert flat(found.tensors) == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+    assert all(tensor.dtype == np.float32 for tensor in found.tensors.values())
+    assert set(found.lengths) == {f"c{number}" for number in range(came)}
+
+
+def test_one_client_moves_the_sum_by_the_clip_at_most() -> None:
+    base, others = tensors(0), [ClientUpdate("a", 0.5, tensors(1))]
+    wild = [*others, ClientUpdate("b", 0.5, tensors(2, 1e6))]
+    with_it = private_mean(wild, base, SHAPES, NoiseTerms(0.5, 0.3, 2.0, KEY)).tensors
+    without = private_mean(others, base, SHAPES, NoiseTerms(0.5, 0.3, 2.0, KEY)).tensors
+    moved = np.linalg.norm(np.subtract(flat(with_it), flat(without)))
+    assert moved == pytest.approx(0.5 / 2, rel=1e-5)
+
+
+def test_a_change_of_nothing_is_no_division_by_zero_and_what_is_not_in_the_payload_begins_at_zero() -> None:
+    base = {"a": np.ones(4, np.float32)}
+    same = ClientUpdate("a", 1.0, {"a": np.ones(4, np.float32), "b": np.zeros((2, 3), np.float32)})
+    found = private_mean([same], base, SHAPES, NoiseTerms(1.0, 0.5, 1.0, KEY))
+    assert found.lengths == {"a": 0.0}
+    noise = 0.5 * NoiseStream(KEY).normals(10)
+    assert flat(found.tensors) == pytest.approx([*(1 + noise[:4]), *noise[4:]], rel=1e-6)
+
+
+def test_the_noise_is_normal_of_the_right_size_and_other_keys_make_other_noise() -> None:
+    size = 200_000
+    base, terms = {"a": np.zeros(size, np.float32)}, NoiseTerms(0.7, 1.3, 4.0, KEY)
+    found = private_mean([], base, {"a": (size,)}, terms).tensors["a"].astype(float)
+    scaled = found * 4.0 / (0.7 * 1.3)
+    assert abs(scaled.mean()) < 4 / math.sqrt(size)
+    assert abs(scaled.var() - 1) < 4 * math.sqrt(2 / size)
+    assert stats.kstest(scaled, "norm").pvalue > 1e-6
+    lags = [float(np.mean(scaled[lag:] * scaled[:-lag])) for lag in range(1, 65)]
+    assert max(map(abs, lags)) < 5 / math.sqrt(size)
+    other = private_mean([], base, {"a": (size,)}, NoiseTerms(0.7, 1.3, 4.0, bytes(32))).tensors["a"].astype(float)
+    assert abs(float(np.corrcoef(found, other)[0, 1])) < 5 / math.sqrt(size)

@@ -20,12 +20,16 @@ from promptfed.coordinator.aggregation import rules
 from promptfed.coordinator.aggregation.rules import Rows, Rule
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.methods.core.interface import ClientUpdate
-from promptfed.shared.spec.sections import AggregationSpec
-from promptfed.shared.tensors import Tensors
+from promptfed.shared.spec.sections import AggregationSpec, shares
+from promptfed.shared.tensors import CHUNK, Tensors
 from tests.support import literal_rules as literal
 
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
+
+
 SHAPES = {"b": (3, 2), "a": (4,)}
+
+
 BASE = {"a": torch.tensor([1.0, -2.0, 0.5, 3.0]), "b": torch.arange(6.0).reshape(3, 2) / 7}
 
 
@@ -65,12 +69,7 @@ def some_weights(seed: int, count: int) -> list[float]:
     return [weight / sum(found) for weight in found]
 
 
-cases = pytest.mark.parametrize(
-    ("seed", "count"), [(s, k) for s, k in enumerate([1, 2, 3, 4, 5, 7, 8, 10, 11, 15, 20])]
-)
-
-
-# Against the literal versions
+cases = pytest.mark.parametrize(("seed", "count"), list(enumerate([1, 2, 3, 4, 5, 7, 8, 10, 11, 15, 20])))
 
 
 @cases
@@ -128,9 +127,7 @@ def test_no_point_near_or_far_is_nearer_to_all_than_the_geometric_median(seed: i
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("kind", ["scales", "clusters", "far"])
-def test_the_geometric_median_is_found_wherever_the_updates_lie(
-    seed: int, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_geometric_median_is_found_anywhere(seed: int, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Where Weiszfeld's steps alone become tiny: 12 orders of magnitude, two even clusters, one far away."""
     draws = torch.Generator().manual_seed(seed)
     count = 2 * int(torch.randint(2, 12, (1,), generator=draws))
@@ -156,10 +153,8 @@ def test_the_geometric_median_is_found_wherever_the_updates_lie(
 def test_the_geometric_median_of_known_figures() -> None:
     def point(*places: tuple[float, float], weights: list[float] | None = None) -> list[float]:
         weights = weights or [1 / len(places)] * len(places)
-        given = [
-            ClientUpdate(str(i), w, {"x": torch.tensor(p)})
-            for i, (p, w) in enumerate(zip(places, weights, strict=True))
-        ]
+        pairs = enumerate(zip(places, weights, strict=True))
+        given = [ClientUpdate(str(i), w, {"x": torch.tensor(p)}) for i, (p, w) in pairs]
         return [float(x) for x in rule_of(rule="geometric_median")(given)["x"]]
 
     # Of a convex quadrilateral, where the diagonals cross; of one with a point inside, that point (Fagnano).
@@ -211,9 +206,6 @@ def test_large_updates_are_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(matrices, "BLOCK", 30)
     for rule, wanted in whole.items():
         is_close(flat(rule_of(BASE, rule=rule, clip_norm="median")(updates_of(vectors))), wanted)
-
-
-# What they withstand
 
 
 def attacks() -> dict[str, Callable[[Tensor, int], Tensor]]:
@@ -276,8 +268,6 @@ def test_a_clipped_mean_is_moved_by_no_more_than_weight_times_norm() -> None:
     assert sqrt(sum((a - b) ** 2 for a, b in zip(honest, led, strict=True))) <= 2 / 10 + 1e-6
 
 
-# What must not change them
-
 vectors_of_3 = st.lists(st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3), min_size=5, max_size=9)
 
 
@@ -315,9 +305,8 @@ def test_krum_s_choice_does_not_hang_on_order_shift_or_scale(rule: str, seed: in
     rows = some(seed, 8, 3)
     shuffled = random.Random(seed).sample(range(8), 8)
     assert at(rule, rows, shuffled) == pytest.approx(at(rule, rows), abs=1e-5)
-    assert at(rule, [[2 - 3 * x for x in row] for row in rows]) == pytest.approx(
-        [2 - 3 * x for x in at(rule, rows)], abs=1e-4
-    )
+    wanted = [2 - 3 * x for x in at(rule, rows)]
+    assert at(rule, [[2 - 3 * x for x in row] for row in rows]) == pytest.approx(wanted, abs=1e-4)
 
 
 def test_the_geometric_median_turns_with_its_updates_and_the_median_need_not() -> None:
@@ -343,18 +332,15 @@ def test_the_same_updates_come_to_the_same_bytes(rule: str) -> None:
 
 @pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-6, 0.0])
 @pytest.mark.parametrize("block", [None, 64])
-def test_distances_from_products_are_those_from_differences(
-    spread: float, block: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_distances_are_those_of_differences(spread: float, block: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if block is not None:
         monkeypatch.setattr(matrices, "BLOCK", block)
     draws = torch.Generator().manual_seed(3)
     sent = torch.randn(50, generator=draws) + spread * torch.randn(12, 50, generator=draws)
     sent[3] = sent[7]
     sent[5] *= 1e6
-    found = matrices.squared_distances(
-        Rows([ClientUpdate(f"{i}", 1.0, {"x": row}) for i, row in enumerate(sent)], {}, None)
-    )
+    updates = [ClientUpdate(f"{i}", 1.0, {"x": row}) for i, row in enumerate(sent)]
+    found = matrices.squared_distances(Rows(updates, {}, None))
     exact = (sent.double()[:, None] - sent.double()).square().sum(2)
     assert torch.equal(found, found.T)
     assert found[3, 7] == 0
@@ -364,9 +350,6 @@ def test_distances_from_products_are_those_from_differences(
 def test_no_update_has_no_aggregate() -> None:
     with pytest.raises(ValueError, match="no update"):
         rule_of(rule="median")([])
-
-
-# Shares
 
 
 def test_multi_krum_weighs_what_it_has_chosen_and_keeps_the_cap() -> None:
@@ -391,3 +374,81 @@ def test_influence_falls_with_distance_where_nobody_is_shut_out(rule: str) -> No
     assert found.judged["c009"].influence == min(one.influence for one in found.judged.values())
     assert list(found.judged) == sorted(found.judged)
     assert all(a.distance >= 0 for a, _ in pairwise(found.judged.values()))
+
+
+# Shares and the weighted mean.
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 10**9), min_size=1, max_size=12),
+    st.floats(0.01, 1.0),
+    st.sampled_from(["samples", "uniform"]),
+)
+def test_shares_sum_to_one_and_none_is_over_the_cap(samples: dict[str, int], cap: float, weighting: str) -> None:
+    found = shares(samples, AggregationSpec(weighting=weighting, max_weight_share=cap))
+    assert list(found) == sorted(samples)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-12)
+    assert max(found.values()) <= max(cap, 1 / len(samples)) * (1 + 1e-9)
+    assert min(found.values()) >= 0
+    by_samples = sorted(samples, key=lambda name: samples[name])
+    weights = [found[name] for name in by_samples]
+    assert all(a <= b + 1e-12 for a, b in pairwise(weights)), "more samples never weigh less"
+
+
+def test_what_the_cap_takes_goes_to_the_others_in_proportion() -> None:
+    found = shares({"a": 97, "b": 1, "c": 2}, AggregationSpec(max_weight_share=0.7))
+    assert found == pytest.approx({"a": 0.7, "b": 0.1, "c": 0.2})
+
+
+def test_a_cap_that_cannot_be_met_means_equal_weights() -> None:
+    assert shares({"a": 9, "b": 1}, AggregationSpec(max_weight_share=0.1)) == pytest.approx({"a": 0.5, "b": 0.5})
+
+
+def test_clients_without_samples_share_what_the_cap_leaves() -> None:
+    found = shares({"a": 5, "b": 0, "c": 0}, AggregationSpec(max_weight_share=0.5))
+    assert found == pytest.approx({"a": 0.5, "b": 0.25, "c": 0.25})
+
+
+def test_the_mean_is_summed_in_float64() -> None:
+    parts = [1e8, 1.0, -1e8]
+    updates = [ClientUpdate(str(i), 1 / 3, {"x": torch.tensor([value])}) for i, value in enumerate(parts)]
+    mean = weighted_mean(iter(updates))["x"]
+    assert mean.dtype == torch.float32
+    assert mean.item() == pytest.approx(1 / 3, abs=1e-7), "float32 sums would have lost the 1"
+
+
+def test_the_mean_takes_updates_one_by_one() -> None:
+    alive = 0
+
+    def stream() -> object:
+        nonlocal alive
+        for number in range(100):
+            alive += 1
+            assert alive == 1
+            yield ClientUpdate(str(number), 0.01, {"x": torch.ones(2)})
+            alive -= 1
+
+    assert torch.allclose(weighted_mean(stream())["x"], torch.ones(2))
+
+
+def test_large_tensors_are_summed_entry_by_entry_as_small_ones() -> None:
+    draws = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(3, CHUNK + 7, generator=draws) for _ in range(3)]
+    tensors[0][0, 0] = tensors[1][0, 0] = tensors[2][0, 0] = -0.0
+    weights = [0.2, 0.5, 0.3]
+    updates = [ClientUpdate(str(i), w, {"x": t}) for i, (w, t) in enumerate(zip(weights, tensors, strict=True))]
+    found = weighted_mean(updates)["x"]
+    literal = tensors[0].double() * 0.2 + tensors[1].double() * 0.5 + tensors[2].double() * 0.3
+    assert torch.equal(found, literal.float())
+    assert torch.signbit(found[0, 0])
+
+
+def test_from_five_clients_on_none_weighs_more_than_twice_its_even_share_unless_the_spec_says_so() -> None:
+    liar = {"liar": 10**9, **{f"c{k}": 10 for k in range(4)}}
+    assert shares(liar, AggregationSpec())["liar"] == pytest.approx(2 / 5)
+    assert shares(liar, AggregationSpec(max_weight_share=1.0))["liar"] == pytest.approx(1.0)
+    four = {name: liar[name] for name in list(liar)[:4]}
+    assert shares(four, AggregationSpec())["liar"] == pytest.approx(1.0), "one of few may have most of the images"
+    even = {f"c{k}": 10 + k for k in range(10)}
+    assert shares(even, AggregationSpec()) == shares(even, AggregationSpec(max_weight_share=1.0))

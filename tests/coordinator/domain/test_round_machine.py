@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
-from promptfed.coordinator.domain.run_state import (
-    QUORUM_MISSED,
-    Answered,
-    Asked,
-    Cancel,
-    Closed,
-    Enrolled,
-    Fact,
-    Failed,
-    JobDone,
-    Opened,
-    Pause,
-    Restarted,
-    Resume,
-    Rules,
-    Settled,
-    Withdraw,
-    ceil_fraction,
-)
+from promptfed.coordinator.domain import run_state
+from promptfed.coordinator.domain.round_machine import KINDS, NotEnoughTrainers, WrongMoment, poisson_sample, steps_of
+from promptfed.coordinator.domain.run_state import Answered, AnsweredLast, Closed, Enrolled, Opened, Resume, Withdraw
+from promptfed.shared.messages import ENDED
 from promptfed.shared.seeds import sampling_order
-from tests.support.played_run import TWO, TWO_ALL, Play, rules
+from promptfed.shared.spec.sections import SecureAggregationSpec
+from tests.support.played_run import ONE, TWO, TWO_ALL, Play, rules
 
 
-def training(rules: Rules, *names: str) -> Play:
+def training(rules: run_state.Rules, *names: str) -> Play:
     """A run whose first round has just opened."""
     return Play(rules, *names).start().evaluated()
 
@@ -38,7 +29,7 @@ def training(rules: Rules, *names: str) -> Play:
 Kind = TypeVar("Kind")
 
 
-def of(kind: type[Kind], facts: list[Fact]) -> list[Kind]:
+def of(kind: type[Kind], facts: list[run_state.Fact]) -> list[Kind]:
     return [fact for fact in facts if isinstance(fact, kind)]
 
 
@@ -71,7 +62,7 @@ def test_a_start_needs_the_least_number_of_trainers() -> None:
     ("fraction", "count", "expected"), [(0.7, 10, 7), (0.1, 30, 3), (1.0, 3, 3), (0.34, 3, 2), (0.01, 5, 1)]
 )
 def test_fractions_are_what_was_written(fraction: float, count: int, expected: int) -> None:
-    assert ceil_fraction(fraction, count) == expected
+    assert run_state.ceil_fraction(fraction, count) == expected
 
 
 def test_the_sample_is_the_first_k_in_the_order_of_hashes() -> None:
@@ -101,14 +92,13 @@ def test_a_method_without_phases_only_evaluates() -> None:
 def test_an_evaluation_closes_at_its_deadline_without_a_quorum() -> None:
     play = Play(rules(), "a", "b").start()
     facts = play.later(10)
-    assert [(one.name, one.status) for one in of(Settled, facts)] == [("a", "expired"), ("b", "expired")]
+    assert [(one.name, one.status) for one in of(run_state.Settled, facts)] == [("a", "expired"), ("b", "expired")]
     assert (play.run.round, play.run.stage and play.run.stage.kind) == (1, "train")
 
 
 def test_a_quorum_closes_a_phase_at_its_deadline_and_no_earlier() -> None:
     play = training(rules(quorum=0.5), "a", "b", "c")
-    play.send(Answered("a", play.now))
-    play.send(Answered("b", play.now))
+    answer(play, "a", "b")
     assert play.later(9.9) == []
     facts = play.later(0.1)
     assert of(Closed, facts) == [Closed(("a", "b"), 3)]
@@ -119,7 +109,7 @@ def test_a_quorum_closes_a_phase_at_its_deadline_and_no_earlier() -> None:
 
 def test_a_failure_is_not_waited_for() -> None:
     play = training(rules(quorum=0.5), "a", "b")
-    play.send(Failed("a", play.now))
+    play.send(run_state.Failed("a", play.now))
     facts = play.send(Answered("b", play.now))
     assert of(Closed, facts) == [Closed(("b",), 2)]
 
@@ -130,9 +120,8 @@ def test_a_missed_quorum_is_extended_once_and_asks_those_not_yet_asked() -> None
     first, spare = play.open, sorted(set(names) - set(play.open))
     play.send(Answered(first[0], play.now))
     facts = play.later(10)
-    assert of(Asked, facts) == [Asked(tuple(spare))]
+    assert of(run_state.Asked, facts) == [run_state.Asked(tuple(spare))]
     assert play.open == sorted([first[1], *spare])
-    assert play.run.stage is not None
     assert play.run.stage.asks[first[0]] == "answered", "accepted updates stay"
     play.send(Answered(spare[0], play.now))
     facts = play.later(10)
@@ -158,12 +147,12 @@ def test_a_quorum_missed_twice_pauses_or_fails(then: str, state: str) -> None:
     play.later(10)
     assert play.run.state == "running"
     play.later(10)
-    assert (play.run.state, play.run.reason) == (state, QUORUM_MISSED)
+    assert (play.run.state, play.run.reason) == (state, run_state.QUORUM_MISSED)
 
 
 def test_resuming_after_a_missed_quorum_asks_again_and_gives_the_whole_deadline() -> None:
     play = training(rules(), "a", "b", "c")
-    play.send(Failed("a", play.now))
+    play.send(run_state.Failed("a", play.now))
     play.send(Answered("b", play.now))
     play.later(10)
     play.later(10)
@@ -171,8 +160,7 @@ def test_resuming_after_a_missed_quorum_asks_again_and_gives_the_whole_deadline(
     assert play.run.state == "paused", "updates of open tasks are taken while paused"
     play.now = 100
     facts = play.send(Resume(play.now))
-    assert of(Asked, facts) == [Asked(("a",))]
-    assert play.run.stage is not None
+    assert of(run_state.Asked, facts) == [run_state.Asked(("a",))]
     assert (play.run.stage.deadline, play.run.stage.extended) == (110, False)
     play.send(Answered("a", play.now))
     assert of(Closed, play.facts)[-1] == Closed(("a", "b", "c"), 3)
@@ -181,12 +169,12 @@ def test_resuming_after_a_missed_quorum_asks_again_and_gives_the_whole_deadline(
 def test_a_pause_holds_everything_and_a_resume_gives_the_whole_deadline_again() -> None:
     play = training(rules(), "a")
     play.later(5)
-    play.send(Pause())
+    play.send(run_state.Pause())
     play.send(Answered("a", play.now))
     assert play.later(100) == []
     play.send(Resume(play.now))
     assert play.run.due_job == "aggregate"
-    play.send(Pause())
+    play.send(run_state.Pause())
     play.done()
     assert play.run.stage is None, "work under way is finished, nothing new is opened"
     play.send(Resume(play.now))
@@ -196,15 +184,13 @@ def test_a_pause_holds_everything_and_a_resume_gives_the_whole_deadline_again() 
 def test_a_restart_gives_the_whole_deadline_again() -> None:
     play = training(rules(), "a")
     play.now = 1000
-    play.send(Restarted(play.now))
-    assert play.run.stage is not None
+    play.send(run_state.Restarted(play.now))
     assert (play.run.stage.deadline, play.open) == (1010, ["a"])
 
 
 def test_a_withdrawn_client_is_not_waited_for() -> None:
     play = training(rules(), "a", "b", "c")
-    play.send(Answered("a", play.now))
-    play.send(Answered("b", play.now))
+    answer(play, "a", "b")
     facts = play.send(Withdraw("c", False, play.now))
     assert of(Closed, facts) == [Closed(("a", "b"), 2)]
     play.done().evaluated()
@@ -231,13 +217,12 @@ def test_withdrawals_do_not_go_below_the_least_number_of_clients() -> None:
     play = training(rules(min_clients=2), "a", "b")
     play.send(Answered("a", play.now))
     play.send(Withdraw("b", False, play.now))
-    assert (play.run.state, play.run.reason) == ("paused", QUORUM_MISSED)
+    assert (play.run.state, play.run.reason) == ("paused", run_state.QUORUM_MISSED)
 
 
 def test_the_second_phase_asks_those_who_answered_the_first() -> None:
     play = training(rules(TWO, quorum=0.5), "a", "b", "c")
-    play.send(Answered("a", play.now))
-    play.send(Answered("c", play.now))
+    answer(play, "a", "c")
     play.later(10)
     play.done()
     assert (play.run.step, play.run.stage and play.run.stage.name, play.open) == (1, "aggregators", ["a", "c"])
@@ -289,10 +274,456 @@ def test_newcomers_can_save_a_missed_quorum() -> None:
 
 def test_a_cancelled_run_takes_nothing_any_more() -> None:
     play = training(rules(), "a", "b")
-    facts = play.send(Cancel())
-    assert [one.status for one in of(Settled, facts)] == ["cancelled", "cancelled"]
-    for event in (Answered("a", 0), JobDone(0), Cancel(), Pause(), Resume(0), Withdraw("a", False, 0)):
+    facts = play.send(run_state.Cancel())
+    assert [one.status for one in of(run_state.Settled, facts)] == ["cancelled", "cancelled"]
+    ended = [run_state.JobDone(0), run_state.Cancel(), run_state.Pause(), Resume(0), Withdraw("a", False, 0)]
+    for event in (*ended, Answered("a", 0), Enrolled("c", "trainer")):
         with pytest.raises(WrongMoment):
             play.send(event)
+
+
+# Poisson sampling: frequencies, independence, and what the round machine makes of it; rounds that a budget ends.
+
+
+KEY = "5e" * 32
+
+
+NAMES = [f"c{number}" for number in range(12)]
+
+
+@pytest.mark.parametrize("q", [0.1, 0.5, 0.93])
+def test_each_client_is_in_as_often_as_it_should_be_by_itself(q: float) -> None:
+    rounds = 3000
+    drawn = [set(poisson_sample(KEY, round, NAMES, q)) for round in range(1, rounds + 1)]
+    spread = math.sqrt(q * (1 - q) / rounds)
+    shares = {name: sum(name in sample for sample in drawn) / rounds for name in NAMES}
+    assert all(abs(share - q) < 4 * spread for share in shares.values()), shares
+    pair = sum("c1" in sample and "c2" in sample for sample in drawn) / rounds
+    assert abs(pair - q * q) < 4 * math.sqrt(q * q * (1 - q * q) / rounds)
+    following = [(("c1" in one) - q) * (("c1" in two) - q) for one, two in pairwise(drawn)]
+    assert abs(sum(following) / rounds) < 4 * q * (1 - q) / math.sqrt(rounds)
+    sizes = [len(sample) for sample in drawn]
+    mean = sum(sizes) / rounds
+    variance = sum((size - mean) ** 2 for size in sizes) / rounds
+    assert abs(mean - 12 * q) < 4 * math.sqrt(12 * q * (1 - q) / rounds)
+    assert abs(variance - 12 * q * (1 - q)) < 0.15 * 12 * q * (1 - q), "sizes vary as a binomial's, they are no fixed K"
+
+
+def test_another_key_or_round_is_another_sample_and_everybody_is_in_at_q_one() -> None:
+    assert poisson_sample(KEY, 1, NAMES, 1.0) == NAMES
+    assert poisson_sample(KEY, 1, NAMES, 0.5) == poisson_sample(KEY, 1, NAMES, 0.5)
+    many = {tuple(poisson_sample(key, round, NAMES, 0.5)) for key in (KEY, "00" * 32) for round in (1, 2, 3)}
+    assert len(many) == 6
+
+
+def playing(q: float = 0.5, **changes: object) -> Play:
+    given = {"poisson_key": KEY, "fraction": q, "fixed_divisor": True, "join_when_extended": False, "quorum": 0.5}
+    return Play(rules(rounds=40, **(given | {"evaluate_every": 40} | changes)), *NAMES)
+
+
+def opened(play: Play) -> list[Opened]:
+    return [fact for fact in play.facts if isinstance(fact, Opened) and fact.kind == "train"]
+
+
+def to_the_end(play: Play) -> None:
+    while play.run.state == "running":
+        play.evaluated() if play.run.stage is not None and play.run.stage.kind == "evaluate" else play.all_answer()
+        if play.run.due_job is not None:
+            play.send(run_state.JobDone(play.now))
+
+
+def test_the_machine_asks_just_the_sample_expects_q_times_all_and_an_empty_one_closes_at_once() -> None:
+    play = playing(0.1).start()
+    while play.run.due_job == "join":
+        play.send(run_state.JobDone(play.now))
+    to_the_end(play)
+    assert [fact.round for fact in opened(play)] == list(range(1, 41))
+    for fact in opened(play):
+        assert fact.names == tuple(sorted(poisson_sample(KEY, fact.round, NAMES, 0.1)))
+        assert fact.expected == pytest.approx(1.2)
+        assert fact.sample_size == len(fact.names)
+    closed = [fact for fact in play.facts if isinstance(fact, Closed)]
+    empty = [fact for fact in opened(play) if not fact.names]
+    assert empty, "with 12 clients and a tenth of them some of 40 rounds ask nobody"
+    assert sum(fact.counted == () for fact in closed) == len(empty)
+
+
+def test_who_stays_away_is_not_replaced_and_the_least_number_of_clients_is_for_the_start_alone() -> None:
+    with pytest.raises(NotEnoughTrainers):
+        playing(min_clients=13).start()
+    play = playing(min_clients=12).start().evaluated()
+    stage = play.run.stage
+    asked = sorted(stage.asks)
+    assert 0 < len(asked) < 12
+    for name in asked[: len(asked) // 2 + 1]:
+        play.send(Answered(name, play.now))
+    play.now += 11
+    play.send(run_state.Tick(play.now))
+    assert play.run.due_job == "aggregate"
+    closed = play.run.stage
+    assert (sorted(closed.asks), closed.sample_size) == (asked, len(asked))
+
+
+def test_a_missed_quorum_adds_nobody_and_a_withdrawal_of_all_leaves_the_noise_alone() -> None:
+    play = playing().start().evaluated()
+    asked = sorted(play.run.stage.asks)
+    play.send(run_state.Failed(asked[0], play.now))
+    play.now += 11
+    play.send(run_state.Tick(play.now))
+    assert play.run.stage.extended
+    assert sorted(play.run.stage.asks) == asked
+    for name in asked:
+        play.send(Withdraw(name, False, play.now))
+    assert play.run.due_job == "aggregate"
+    assert [fact.counted for fact in play.facts if isinstance(fact, Closed)][1:] == [()]
+
+
+def test_fixed_sampling_keeps_its_divisor_where_somebody_is_withdrawn() -> None:
+    play = Play(rules(rounds=1, fixed_divisor=True, quorum=0.5), "a", "b", "c", "d").start().evaluated()
+    play.send(Withdraw("a", False, play.now))
+    for name in "bcd":
+        play.send(Answered(name, play.now))
+    assert [(fact.expected, fact.sample_size) for fact in opened(play)] == [(4.0, 4)]
+    assert [fact.sample_size for fact in play.facts if isinstance(fact, Closed)][1:2] == [4]
+
+
+def test_rounds_end_with_the_budget_after_a_last_evaluation() -> None:
+    play = Play(rules(rounds=9, evaluate_every=9, budget_rounds=2), "a", "b").start()
+    to_the_end(play)
+    assert play.run.round == 2
+    ended = [fact for fact in play.facts if isinstance(fact, run_state.Moved)][-1]
+    assert (ended.state, ended.reason) == ("finished", "privacy_budget")
+    evaluated = [fact.round for fact in play.facts if isinstance(fact, Opened) and fact.kind == "evaluate"]
+    assert evaluated[-1] == 2
+
+
+# The round machine without a server: events in any order, and what they must never do.
+
+
+class Steered(RuleBasedStateMachine):
+    """What may happen to any run."""
+
+    play: Play
+
+    def send(self, event: run_state.Event) -> None:
+        raise NotImplementedError
+
+    @rule(pick=st.integers(0, 100), discard=st.booleans())
+    def withdraw(self, pick: int, discard: bool) -> None:
+        names = sorted(self.play.run.members)
+        self.send(Withdraw(names[pick % len(names)], discard, self.play.now))
+
+    @rule()
+    def work(self) -> None:
+        self.send(run_state.JobDone(self.play.now))
+
+    @rule()
+    def resume(self) -> None:
+        self.send(Resume(self.play.now))
+
+
+class AnyOrder(Steered):
+    """Events in any order; what they must never do is checked after each."""
+
+    @initialize(
+        phases=st.sampled_from([(), ONE, TWO, TWO_ALL]),
+        rounds=st.integers(1, 3),
+        min_clients=st.integers(1, 3),
+        fraction=st.sampled_from([0.1, 0.5, 1.0]),
+        quorum=st.sampled_from([0.1, 0.5, 0.67, 1.0]),
+        on_missed_quorum=st.sampled_from(["pause", "fail"]),
+        evaluate_every=st.integers(1, 3),
+        clients=st.integers(1, 5),
+    )
+    def begin(self, clients: int, **given: Any) -> None:
+        self.rules = rules(**given)
+        self.play = Play(self.rules, *(f"c{number}" for number in range(clients)), evaluators=("e",))
+        self.closed: dict[tuple[int, int], tuple[str, ...]] = {}
+        self.completed: list[tuple[int, int]] = []
+        self.answered: dict[tuple[int, int], set[str]] = {}
+        self.extra = 0
+
+    def send(self, event: run_state.Event) -> None:
+        before = self.play.run
+        try:
+            facts = self.play.send(event)
+        except (WrongMoment, NotEnoughTrainers):
+            assert self.play.run == before, "a refused event changes nothing"
+            return
+        here = (before.round, before.step)
+        if isinstance(event, Answered):
+            assert not before.stage.closed
+            assert before.stage.asks[event.name] == "open"
+            self.answered.setdefault(here, set()).add(event.name)
+        for fact in facts:
+            if isinstance(fact, Opened):
+                here = (fact.round, fact.step)
+                self.check_asked(fact)
+            elif isinstance(fact, Closed):
+                assert here not in self.closed, "a stage closes once"
+                assert set(fact.counted) <= self.answered.get(here, set())
+                self.closed[here] = fact.counted
+            elif isinstance(fact, run_state.Completed):
+                assert here in self.closed
+                assert here not in self.completed, "a stage is aggregated once"
+                self.completed.append(here)
+            elif isinstance(fact, run_state.Moved) and fact.state == "finished":
+                assert here[0] == self.rules.rounds
+
+    def check_asked(self, fact: Opened) -> None:
+        members = self.play.run.members
+        assert all(members[name].joined for name in fact.names)
+        if fact.kind == "train":
+            assert all(members[name].role == "trainer" for name in fact.names), "evaluators are never sampled"
+
+    @rule(pick=st.integers(0, 100))
+    def answer(self, pick: int) -> None:
+        names = sorted(self.play.run.members)
+        self.send(Answered(names[pick % len(names)], self.play.now))
+
+    @precondition(lambda self: bool(self.play.open))
+    @rule(pick=st.integers(0, 100))
+    def answer_when_asked(self, pick: int) -> None:
+        self.send(Answered(self.play.open[pick % len(self.play.open)], self.play.now))
+
+    @rule(pick=st.integers(0, 100))
+    def fail(self, pick: int) -> None:
+        names = sorted(self.play.run.members)
+        self.send(run_state.Failed(names[pick % len(names)], self.play.now))
+
+    @rule(role=st.sampled_from(["trainer", "evaluator"]))
+    def enrol(self, role: str) -> None:
+        self.extra += 1
+        self.send(Enrolled(f"late{self.extra}", role))
+
+    @rule(seconds=st.sampled_from([0.0, 3.0, 10.0, 25.0]))
+    def wait(self, seconds: float) -> None:
+        self.play.now += seconds
+        self.send(run_state.Tick(self.play.now))
+
+    @rule()
+    def start(self) -> None:
+        self.send(run_state.Start(self.play.now))
+
+    @rule()
+    def pause(self) -> None:
+        self.send(run_state.Pause())
+
+    @rule()
+    def restart(self) -> None:
+        self.play.now += 1000
+        self.send(run_state.Restarted(self.play.now))
+
+    @invariant()
+    def what_runs_waits_for_something_that_ends(self) -> None:
+        run = self.play.run
+        if run.state == "running" and run.due_job is None:
+            assert not run.stage.closed
+            assert run.stage.deadline <= self.play.now + self.rules.deadline_seconds
+        if run.due_job == "aggregate":
+            assert run.stage.closed
+        if run.state in ENDED:
+            assert run.stage is None
+            assert run.due_job is None
+
+    @invariant()
+    def completed_stages_are_in_order(self) -> None:
+        assert self.completed == sorted(self.completed)
+
+    def teardown(self) -> None:
+        """However it stands: if nobody ever answers again, it ends or asks for the operator in a bounded time."""
+        for _ in range(10 * (self.rules.rounds + 1) * 4 + 20):
+            if self.play.run.state != "running":
+                return
+            if self.play.run.due_job is not None:
+                self.work()
+            else:
+                self.wait(self.rules.deadline_seconds)
+        raise AssertionError("it waits without end")
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+# The five steps of a secure sum in the round machine: who is asked, what fails an attempt, what no order may do.
+
+
+FIVE = ("a", "b", "c", "d", "e")
+
+
+def secure(phases: tuple = ONE, **changes: object) -> run_state.Rules:
+    spec = SecureAggregationSpec(step_seconds=5, **changes)
+    plans = steps_of(phases, spec)
+    return replace(rules(plans, quorum=0.6), secure=spec)
+
+
+def play(**changes: object) -> Play:
+    """Five clients whose first round has just opened."""
+    return Play(secure(**changes), *FIVE).start().evaluated()
+
+
+def answer(play: Play, *names: str) -> None:
+    for name in names:
+        play.send(Answered(name, play.now))
+
+
+def late(play: Play) -> None:
+    """The deadline and the one extension pass."""
+    play.later(11)
+    play.later(11)
+
+
+def test_each_step_asks_those_who_answered_the_one_before() -> None:
+    run = play()
+    stage = run.run.stage
+    assert (stage.kind, stage.name, run.open) == ("train", "train", list(FIVE))
+    run.all_answer()
+    assert (run.run.stage.kind, run.run.stage.name) == ("share", "train/share")
+    assert run.run.stage.deadline == run.now + 5
+    answer(run, "a", "b", "c", "d")
+    run.later(6)
+    assert (run.run.stage.kind, run.open) == ("mask", ["a", "b", "c", "d"])
+    answer(run, "a", "b", "c")
+    run.later(6)
+    assert (run.run.stage.kind, run.open) == ("confirm", ["a", "b", "c"])
+    assert run.run.answered_first == ("a", "b", "c")
+    run.all_answer()
+    answer(run, "b")
+    run.send(AnsweredLast("c", run.now))
+    assert run.run.due_job == "aggregate"
+    run.done()
+    assert (run.run.round, run.run.stage.kind) == (1, "evaluate")
+
+
+def test_too_few_in_a_step_begin_another_attempt_with_those_of_the_first() -> None:
+    run = play()
+    run.all_answer()
+    answer(run, "a", "b")
+    late(run)
+    assert [fact for fact in run.facts if isinstance(fact, run_state.AttemptFailed)] == [run_state.AttemptFailed(1)]
+    assert (run.run.step, run.run.stage.name, run.open) == (5, "train/2", list(FIVE))
+    run.send(Withdraw("e", False, run.now))
+    run.all_answer().all_answer().all_answer().all_answer()
+    run.send(AnsweredLast("a", run.now))
+    run.done()
+    assert run.run.stage.kind == "evaluate"
+    assert run.run.step == 10
+
+
+def test_the_last_attempt_pauses_and_can_be_resumed() -> None:
+    run = play()
+    for attempt in ("train", "train/2"):
+        assert run.run.stage.name == attempt
+        run.all_answer()
+        run.send(run_state.Failed("e", run.now))
+        late(run)
+    assert (run.run.state, run.run.reason) == ("paused", run_state.QUORUM_MISSED)
+    run.send(Resume(run.now))
+    assert run.open == list(FIVE), "who failed is asked again"
+
+
+def test_after_a_reveal_there_is_no_other_attempt() -> None:
+    run = play()
+    run.all_answer().all_answer().all_answer().all_answer()
+    assert run.run.stage.kind == "unmask"
+    answer(run, "a", "b")
+    late(run)
+    assert (run.run.state, run.run.reason, run.run.stage.kind) == ("paused", run_state.QUORUM_MISSED, "unmask")
+    run.send(Resume(run.now))
+    run.send(AnsweredLast("c", run.now))
+    assert run.run.due_job == "aggregate"
+
+
+def test_a_sum_that_cannot_be_pauses_with_its_reason() -> None:
+    run = play()
+    run.all_answer().all_answer().all_answer().all_answer()
+    run.send(AnsweredLast("c", run.now))
+    run.send(run_state.SumInvalid("sum-invalid: the mean's norm"))
+    assert (run.run.state, run.run.reason) == ("paused", "sum-invalid: the mean's norm")
     with pytest.raises(WrongMoment):
-        play.send(Enrolled("c", "trainer"))
+        run.send(run_state.JobDone(run.now)) if run.run.due_job is None else run.send(AnsweredLast("a", run.now))
+
+
+def test_two_phases_each_have_their_own_steps() -> None:
+    run = Play(secure(TWO), *FIVE).start().evaluated()
+    for name in ("prompts", "aggregators"):
+        assert run.run.stage.name == name
+        run.all_answer().all_answer().all_answer().all_answer()
+        run.send(AnsweredLast("a", run.now))
+        run.done()
+    assert run.run.stage.kind == "evaluate"
+
+
+class SecureInAnyOrder(Steered):
+    """Events in any order: later sets are within earlier ones, and after a reveal no attempt begins."""
+
+    @initialize(clients=st.integers(3, 6), two=st.booleans())
+    def begin(self, clients: int, two: bool) -> None:
+        names = [f"c{number}" for number in range(clients)]
+        base = secure(TWO if two else ONE)
+        self.play = Play(replace(base, min_clients=3), *names).start().evaluated()
+        self.closed: dict[tuple[int, int], set[str]] = {}
+        self.revealed: set[tuple[int, int]] = set()
+        self.finish(self.play.facts)
+
+    def finish(self, facts: list) -> None:
+        for fact in facts:
+            if isinstance(fact, Opened):
+                self.here = (fact.round, fact.step)
+                plan = self.play.rules.plan(*self.here)
+                if plan is None or plan.secure is None:
+                    continue
+                if plan.secure.index:
+                    assert set(fact.names) <= self.closed[(fact.round, fact.step - 1)]
+                else:
+                    assert (fact.round, plan.secure.number) not in self.revealed, "no attempt after a reveal"
+            elif isinstance(fact, Closed):
+                self.closed[self.here] = set(fact.counted)
+
+    def send(self, event: run_state.Event) -> None:
+        stage, run = self.play.run.stage, self.play.run
+        try:
+            facts = self.play.send(event)
+        except WrongMoment:
+            return
+        if stage is not None and stage.kind == "unmask" and isinstance(event, Answered | AnsweredLast):
+            plan = self.play.rules.plan(run.round, run.step)
+            self.revealed.add((run.round, plan.secure.number))
+        self.finish(facts)
+
+    @rule(pick=st.integers(0, 99), last=st.booleans())
+    def answer(self, pick: int, last: bool) -> None:
+        if self.play.open:
+            name, stage = self.play.open[pick % len(self.play.open)], self.play.run.stage
+            unmask = stage is not None and stage.kind == "unmask"
+            self.send(AnsweredLast(name, self.play.now) if unmask and last else Answered(name, self.play.now))
+
+    @rule()
+    def all_but_the_sum(self) -> None:
+        stage = self.play.run.stage
+        if stage is not None and stage.kind != "unmask":
+            for name in list(self.play.open):
+                self.send(Answered(name, self.play.now))
+
+    @rule(pick=st.integers(0, 99))
+    def fail(self, pick: int) -> None:
+        if self.play.open:
+            self.send(run_state.Failed(self.play.open[pick % len(self.play.open)], self.play.now))
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
+    def wait(self, seconds: float) -> None:
+        self.play.now += seconds
+        self.send(run_state.Restarted(self.play.now) if seconds == 1.0 else run_state.Tick(self.play.now))
+
+    @invariant()
+    def a_stage_is_of_its_plan(self) -> None:
+        run = getattr(self, "play", None) and self.play.run
+        if run and run.stage is not None and run.state not in ENDED:
+            plan = self.play.rules.plan(run.round, run.step)
+            assert run.stage.kind == ("evaluate" if plan is None else plan.kind)
+            assert plan is None or plan.secure is None or KINDS[plan.secure.index] == plan.kind
+
+
+TestSecureInAnyOrder = SecureInAnyOrder.TestCase
+TestSecureInAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

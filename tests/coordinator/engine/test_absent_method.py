@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from promptfed.coordinator.aggregation import global_state
 from promptfed.shared.methods import METHODS
-from tests.support.coordinators import in_thread
+from promptfed.testing.clients import PATIENCE, ScriptedClient, bearer, drive, spec
+from tests.support.coordinators import InThread, in_thread
+from tests.support.open_phases import completed, launched
 from tests.support.two_phase import TwoPhase
 
 
@@ -28,9 +38,9 @@ def test_its_federation_waits_and_the_others_go_on(tmp_path: Path, monkeypatch: 
             client.http = coordinator.http
             answer = client.task(0)
             assert (answer.status_code, answer.headers["Retry-After"]) == (503, "60")
-            assert answer.json()["detail"] == (
-                "waits waits for its method, which this coordinator lacks: ask its operator"
-            )  # and no more: why may hold the machine's paths
+            # And no more: why may hold the machine's paths.
+            told = "waits waits for its method, which this coordinator lacks: ask its operator"
+            assert answer.json()["detail"] == told
         assert coordinator.get(other)["state"] == "enrolling"
         assert len(coordinator.get("/v1/federations")["federations"]) == 2
         coordinator.create(name="newcomer")
@@ -57,9 +67,7 @@ def test_it_can_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert coordinator.get(waits, status=404)["type"].endswith("/not-found")
 
 
-def test_a_constructor_that_raises_keeps_nobody_from_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_constructor_that_raises_harms_no_other_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(TwoPhase):
         def __init__(self, hyper: object):
             raise RuntimeError("not any more")
@@ -72,3 +80,102 @@ def test_a_constructor_that_raises_keeps_nobody_from_the_others(
     with in_thread(tmp_path / "data") as coordinator:
         assert "RuntimeError: not any more" in coordinator.get(waits, status=503)["detail"]
         coordinator.create(name="newcomer")
+
+
+@pytest.mark.parametrize("function", ["aggregate", "payload"])
+def test_torch_that_is_missing_pauses(coordinator: InThread, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    call, missed = global_state.call, []
+
+    def missing_once(federation: Any, name: str, *arguments: Any) -> Any:
+        if name == function and federation.name == "eyes" and federation.run.round == 2 and not missed:
+            missed.append(name)
+            raise global_state.NoTorch("there is no torch")
+        return call(federation, name, *arguments)
+
+    hashes = []
+    for name in ("ears", "eyes"):
+        monkeypatch.setattr(global_state, "call", missing_once)
+        federation, clients = launched(coordinator, "a", "b", name=name, rounds=2)
+        if name == "eyes":
+            while coordinator.get(federation)["state"] != "paused":
+                for client in clients:
+                    client.work()
+            assert coordinator.get(federation)["reason"] == "there is no torch; then resume"
+            coordinator.post(f"{federation}/resume")
+        drive(clients)
+        coordinator.until(federation, state="finished")
+        hashes.append(coordinator.get(f"{federation}/rounds/2")["state_hash"])
+    assert missed == [function]
+    assert hashes[0] == hashes[1], "nothing is lost"
+
+
+def test_a_replay_without_its_torch_says_what_to_do(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation, _ = completed(coordinator, "a", "b", rounds=1)
+
+    def without_torch(federation: Any, name: str, *arguments: Any) -> Any:
+        raise global_state.NoTorch(f"{name} needs torch: {global_state.GET_TORCH}")
+
+    monkeypatch.setattr(global_state, "call", without_torch)
+    answer = coordinator.post(f"{federation}/rounds/1/replay", {}, status=503)
+    assert answer["type"].endswith("/method-absent")
+    assert "coordinator-torch" in answer["detail"]
+
+
+# A coordinator that serves a whole federation over HTTP without torch, even where torch is not installed.
+
+
+HIDING = """
+import atexit, sys
+
+class Hiding:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "torchvision", "open_clip", "PIL", "sklearn"}:
+            raise ModuleNotFoundError(f"{name} is not installed here", name=name)
+
+if sys.argv[1] == "hidden":
+    sys.meta_path.insert(0, Hiding())
+from promptfed.coordinator.__main__ import main
+
+code = main(sys.argv[2:])
+print("torch imported:", "torch" in sys.modules, flush=True)
+sys.exit(code)
+"""
+
+
+@pytest.fixture(params=["hidden", "installed"])
+def bare(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    options = ["--data-dir", str(tmp_path / "data"), "--port", "0", "--port-file", str(tmp_path / "url")]
+    command, log = [sys.executable, "-c", HIDING, request.param, *options], (tmp_path / "log").open("w")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.extended
+def test_a_whole_federation_needs_no_torch(bare: subprocess.Popen[str], tmp_path: Path) -> None:
+    end = time.monotonic() + PATIENCE
+    while not (tmp_path / "url").exists():
+        assert bare.poll() is None, (tmp_path / "log").read_text()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    operator = bearer((tmp_path / "data" / "operator.token").read_text().strip())
+    with httpx.Client(base_url=(tmp_path / "url").read_text().strip(), timeout=PATIENCE) as http:
+        settings = {"rule": "median", "server": {"optimizer": "adam", "learning_rate": 0.1}}
+        for name, aggregation in (("eyes", {}), ("ears", settings)):
+            made = http.post("/v1/federations", json=spec(name=name, aggregation=aggregation), headers=operator)
+            assert made.status_code == 201, made.text
+            token = http.post(f"/v1/federations/{name}/enrolment-tokens", json={"uses": 3}, headers=operator).json()
+            clients = [ScriptedClient(http, name, one) for one in "abc"]
+            for client in clients:
+                assert client.enrol(token["token"]).status_code == 201
+            assert http.post(f"/v1/federations/{name}/start", headers=operator).status_code == 200
+            drive(clients)
+            for path in ("", "/rounds", "/metrics", "/global-state", "/report"):
+                answer = http.get(f"/v1/federations/{name}{path}", headers=operator)
+                assert answer.status_code in (200, 404), (path, answer.text)
+            replayed = http.post(f"/v1/federations/{name}/rounds/1/replay", json={}, headers=operator).json()
+            assert [state["same"] for state in replayed["states"]] == [True]
+    bare.terminate()
+    output, _ = bare.communicate(timeout=PATIENCE)
+    assert "torch imported: False" in output

@@ -18,6 +18,7 @@ from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.testing.clients import drive
 from promptfed.testing.coordinator import OperatorCalls
 from tests.support.coordinators import ForkedCoordinator, InThread, in_thread
+from tests.support.open_phases import enrolled
 from tests.support.stored import rows, wait_until_empty
 from tests.support.waiting import PATIENCE
 
@@ -29,8 +30,7 @@ def coordinator(served: InThread) -> InThread:
 
 
 def finished(coordinator: OperatorCalls, name: str) -> str:
-    id = coordinator.create(name=name, rounds=2)
-    clients = coordinator.enrol(id, "a", "b")
+    id, clients = enrolled(coordinator, "a", "b", name=name, rounds=2)
     coordinator.post(f"{id}/start")
     drive(clients)
     coordinator.until(id, state="finished")
@@ -38,17 +38,18 @@ def finished(coordinator: OperatorCalls, name: str) -> str:
 
 
 @pytest.mark.both_databases
-def test_all_rows_and_blobs_of_it_are_gone_and_none_of_another(
-    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_rows_and_blobs_are_gone_and_no_other(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "AT_ONCE", 3)
     kept = finished(coordinator, "kept")
     before, blobs = rows(coordinator), sorted(coordinator.registry.blobs.all())
     page = coordinator.get(f"{kept}/rounds")
-    coordinator.delete(finished(coordinator, "gone"))
+    gone = finished(coordinator, "gone")
+    coordinator.delete(gone)
+    coordinator.get(gone, status=404)
     assert (rows(coordinator), sorted(coordinator.registry.blobs.all())) == (before, blobs)
     assert coordinator.get(f"{kept}/rounds") == page
     coordinator.delete(kept)
+    assert coordinator.client(kept, "a").task().status_code == 401
     assert (rows(coordinator), coordinator.registry.blobs.all()) == ({}, [])
 
 
@@ -69,9 +70,7 @@ def test_no_file_keeps_the_bytes_of_what_was_deleted(coordinator: InThread, tmp_
     assert kept() == 0
 
 
-def test_a_log_that_cannot_be_emptied_undoes_no_deletion(
-    coordinator: InThread, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_is_not_emptied_undoes_no_deletion(coordinator: InThread, caplog: pytest.LogCaptureFixture) -> None:
     federation = finished(coordinator, "gone")
     connection = coordinator.registry.database.backend.writer.raw_connection()  # the only one that writes
 
@@ -79,7 +78,6 @@ def test_a_log_that_cannot_be_emptied_undoes_no_deletion(
         checkpoint = action == sqlite3.SQLITE_PRAGMA and name == "wal_checkpoint"
         return sqlite3.SQLITE_DENY if checkpoint else sqlite3.SQLITE_OK
 
-    assert connection.driver_connection is not None
     connection.driver_connection.set_authorizer(refused)
     connection.close()
     coordinator.delete(federation)
@@ -88,9 +86,7 @@ def test_a_log_that_cannot_be_emptied_undoes_no_deletion(
     finished(coordinator, "next")
 
 
-def test_others_go_on_between_two_of_its_transactions_and_its_name_is_free_at_once(
-    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_go_on_meanwhile_and_its_name_is_free(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "AT_ONCE", 3)
     gone = finished(coordinator, "eyes")
     between, go_on = threading.Event(), threading.Event()
@@ -101,11 +97,12 @@ def test_others_go_on_between_two_of_its_transactions_and_its_name_is_free_at_on
 
     monkeypatch.setattr(retention, "_let_others_in", pause)
     headers = coordinator.operator
-    deleting = threading.Thread(
-        target=lambda: answers.append(
-            httpx.delete(f"{coordinator.url}/v1/federations/{gone}", headers=headers, timeout=PATIENCE)
-        )
-    )
+    url = f"{coordinator.url}/v1/federations/{gone}"
+
+    def delete() -> None:
+        answers.append(httpx.delete(url, headers=headers, timeout=PATIENCE))
+
+    deleting = threading.Thread(target=delete)
     answers: list[httpx.Response] = []
     deleting.start()
     assert between.wait(PATIENCE)
@@ -141,9 +138,7 @@ def test_a_killed_deletion_is_taken_up_again(tmp_path: Path, fault: str) -> None
         assert entry["federation"] == id
 
 
-def test_a_deletion_that_failed_is_finished_without_being_asked_again(
-    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deletion_that_failed_is_finished_by_itself(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     id, some, failed = finished(coordinator, "gone"), retention._delete_some, []
 
     def fails_once(session: Session, id: str) -> tuple[bool, set[str]]:

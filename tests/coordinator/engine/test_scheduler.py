@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
 from promptfed.coordinator.aggregation import global_state
-from promptfed.coordinator.engine import jobs
+from promptfed.coordinator.domain import clock
+from promptfed.coordinator.engine import jobs, malloc, scheduler
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.testing.clients import DEADLINE, drive
-from tests.support.coordinators import InThread
+from promptfed.coordinator.http.callers import OperatorCaller
+from promptfed.coordinator.store.opening import digest
+from promptfed.testing.clients import DEADLINE, bearer, drive
+from tests.support.coordinators import InThread, Make, in_thread
+from tests.support.open_phases import answer_all, answer_next, enrolled, launched
 from tests.support.waiting import PATIENCE, wait_for
 
 Leap = Callable[[InThread, float], None]
 
 
 @pytest.mark.both_databases
-def test_clients_that_vanish_cost_two_deadlines_and_then_the_operator_is_asked(
-    coordinator: InThread, leap: Leap
-) -> None:
-    federation = coordinator.create(rounds=1)
-    a, b = coordinator.enrol(federation, "a", "b")
-    coordinator.post(f"{federation}/start")
+def test_clients_that_vanish_cost_two_deadlines_then_the_operator_is_asked(coordinator: InThread, leap: Leap) -> None:
+    federation, (a, b) = launched(coordinator, "a", "b", rounds=1)
     tasks = coordinator.training([a, b])
     a.answer(tasks[0])
     leap(coordinator, DEADLINE)
@@ -44,9 +53,7 @@ def test_clients_that_vanish_cost_two_deadlines_and_then_the_operator_is_asked(
 
 
 def test_a_missed_quorum_may_end_it(coordinator: InThread, leap: Leap) -> None:
-    federation = coordinator.create(participation={"on_missed_quorum": "fail"})
-    clients = coordinator.enrol(federation, "a", "b")
-    coordinator.post(f"{federation}/start")
+    federation, clients = launched(coordinator, "a", "b", participation={"on_missed_quorum": "fail"})
     tasks = coordinator.training(clients)
     for client, task in zip(clients, tasks, strict=True):
         client.fail(task)
@@ -56,13 +63,11 @@ def test_a_missed_quorum_may_end_it(coordinator: InThread, leap: Leap) -> None:
 
 
 def test_an_evaluation_waits_no_longer_than_its_deadline(coordinator: InThread, leap: Leap) -> None:
-    federation = coordinator.create(rounds=1)
-    clients = coordinator.enrol(federation, "a", "b")
+    federation, clients = enrolled(coordinator, "a", "b", rounds=1)
     silent = coordinator.enrol(federation, "z", role="evaluator", num_samples=0)[0]
     coordinator.post(f"{federation}/start")
     missed = coordinator.task(silent)
-    for client in clients:
-        client.answer(coordinator.task(client))
+    answer_next(coordinator, clients)
     leap(coordinator, DEADLINE)
     coordinator.until(federation, phase="train")
     late = silent.evaluate(missed)
@@ -74,13 +79,9 @@ def test_an_evaluation_waits_no_longer_than_its_deadline(coordinator: InThread, 
 
 
 @pytest.mark.both_databases
-def test_a_restart_keeps_tasks_and_payloads_and_gives_the_whole_deadline_again(
-    coordinator_with: Callable[..., InThread], leap: Leap
-) -> None:
+def test_a_restart_keeps_tasks_and_begins_a_deadline(coordinator_with: Make, leap: Leap) -> None:
     first = coordinator_with()
-    federation = first.create()
-    clients = first.enrol(federation, "a", "b")
-    first.post(f"{federation}/start")
+    federation, clients = launched(first, "a", "b")
     tasks = first.training(clients)
     clients[0].answer(tasks[0])
     leap(first, 0.8 * DEADLINE)
@@ -102,9 +103,7 @@ def test_a_restart_keeps_tasks_and_payloads_and_gives_the_whole_deadline_again(
 
 def test_a_store_that_fails_for_a_while_is_tried_again(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("promptfed.coordinator.engine.scheduler.RETRY_SECONDS", 0.05)
-    federation = coordinator.create(rounds=1)
-    clients = coordinator.enrol(federation, "a", "b")
-    coordinator.post(f"{federation}/start")
+    federation, clients = launched(coordinator, "a", "b", rounds=1)
     tasks = coordinator.training(clients)
     failures = [OSError(28, "No space left on device"), OperationalError("INSERT", {}, Exception("disk is full"))]
     aggregate = jobs.aggregate
@@ -115,16 +114,13 @@ def test_a_store_that_fails_for_a_while_is_tried_again(coordinator: InThread, mo
         aggregate(registry, id)
 
     monkeypatch.setattr(jobs, "aggregate", failing)
-    for client, task in zip(clients, tasks, strict=True):
-        client.answer(task)
+    answer_all(clients, tasks)
     drive(clients)
     assert failures == []
     assert coordinator.get(federation)["state"] == "finished"
 
 
-def test_work_that_outlives_a_stop_writes_nothing_any_more(
-    coordinator_with: Callable[..., InThread], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_outlives_a_stop_is_lost(coordinator_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
     go_on, begun = threading.Event(), threading.Event()
@@ -140,13 +136,10 @@ def test_work_that_outlives_a_stop_writes_nothing_any_more(
     begun_for_real = [False]
     monkeypatch.setattr(global_state, "check_state", slow)
     first = coordinator_with()
-    federation = first.create(rounds=1)
-    clients = first.enrol(federation, "a", "b")
-    first.post(f"{federation}/start")
+    federation, clients = launched(first, "a", "b", rounds=1)
     tasks = first.training(clients)
     begun_for_real[0] = True
-    for client, task in zip(clients, tasks, strict=True):
-        client.answer(task)
+    answer_all(clients, tasks)
     assert begun.wait(PATIENCE)
     first.stop()
     assert first.registry.computing
@@ -156,6 +149,189 @@ def test_work_that_outlives_a_stop_writes_nothing_any_more(
     drive([second.client(federation, name) for name in "ab"])
     report = second.get(f"{federation}/rounds/1")
     assert report["state_hash"] == report["phases"][0]["state_hash"]
-    assert first.registry.federations[federation].run.due_job == "aggregate", (
-        "what was left behind has committed nothing"
-    )
+    assert first.registry.federations[federation].run.due_job == "aggregate", "what was left has committed nothing"
+
+
+# A token that has expired stays so, whatever becomes of the wall clock.
+
+
+SetClock = Callable[[float], None]
+
+
+Beat = Callable[[InThread], None]
+
+
+@pytest.fixture
+def set_clock(monkeypatch: pytest.MonkeyPatch) -> SetClock:
+    """Sets the wall clock to so many hours after the true time."""
+
+    def to(hours: float) -> None:
+        monkeypatch.setattr(clock, "utc", lambda: datetime.now(UTC) + timedelta(hours=hours))
+
+    return to
+
+
+@pytest.fixture
+def beat(monkeypatch: pytest.MonkeyPatch, leap: Leap) -> Beat:
+    """Waits for a beat of the scheduler that began after the call."""
+    done: list[None] = []
+    real = scheduler.Scheduler._beat
+
+    def counted(self: scheduler.Scheduler) -> None:
+        real(self)
+        done.append(None)
+
+    monkeypatch.setattr(scheduler.Scheduler, "_beat", counted)
+
+    def wait_for_one(coordinator: InThread) -> None:
+        wanted = len(done) + 2  # the first of them may have begun before the call
+
+        def came() -> bool:
+            leap(coordinator, scheduler.FLUSH_SECONDS + 1)
+            return len(done) >= wanted
+
+        wait_for("a beat", came)
+
+    return wait_for_one
+
+
+def operator(coordinator: InThread, name: str, hours: float) -> str:
+    asked = {"name": name, "role": "viewer", "hours": hours}
+    return str(coordinator.post("/v1/operators", asked, status=201)["token"])
+
+
+def answers(coordinator: InThread, federation: str, enrolment: str, operators: str) -> list[int]:
+    """The status of a call with each of the two tokens. A refusal must say that the token has expired."""
+    paths = {f"/v1/federations/{federation}/enrolment": enrolment, "/v1/federations": operators}
+    found = [coordinator.http.get(path, headers=bearer(token)) for path, token in paths.items()]
+    refused = [one.json()["type"].rsplit("/", 1)[-1] for one in found if one.status_code != 200]
+    assert set(refused) <= {"token-expired"}
+    return [one.status_code for one in found]
+
+
+@pytest.mark.both_databases
+def test_a_clock_that_is_set_back_revives_no_token(coordinator_with: Make, set_clock: SetClock, beat: Beat) -> None:
+    first = coordinator_with()
+    federation = first.create()
+    short = first.token(federation, hours=1), operator(first, "anna", 1)
+    long = first.token(federation, hours=100), operator(first, "otto", 100)
+    assert answers(first, federation, *short) == answers(first, federation, *long) == [200, 200]
+    set_clock(2)
+    beat(first)
+    assert answers(first, federation, *short) == [401, 401]
+    set_clock(0)
+    assert answers(first, federation, *short) == [401, 401]
+    listed = [*first.get(f"{federation}/enrolment-tokens")["tokens"], *first.get("/v1/operators")["operators"]]
+    assert sum(token["expired_at"] is not None for token in listed) == 2, "lists say which two have expired"
+    assert OperatorCaller("anna", "viewer", token=digest(short[1])).seconds_left(first.registry) == 0, "ends streams"
+    assert answers(first, federation, *long) == [200, 200]
+    minted = first.token(federation, hours=1), operator(first, "anna", 1)
+    first.stop()
+    again = coordinator_with()
+    beat(again)
+    assert answers(again, federation, *short) == [401, 401], "also after a restart"
+    assert answers(again, federation, *long) == [200, 200]
+    assert answers(again, federation, *minted) == [200, 200], "a clock that was ahead does not harm later tokens"
+
+
+def test_tokens_that_expired_between_two_runs_are_marked_at_the_start(
+    coordinator_with: Make, set_clock: SetClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = coordinator_with()
+    federation = first.create()
+    tokens = first.token(federation, hours=1), operator(first, "anna", 1)
+    first.stop()
+    monkeypatch.setattr(scheduler, "FLUSH_SECONDS", 1e6)  # no beat after that of the start
+    set_clock(2)
+    second = coordinator_with()
+    registry = second.registry
+
+    def marked() -> bool:
+        enrolment, operators = registry.get(federation).tokens, registry.operators
+        return enrolment[digest(tokens[0])].expired and operators[digest(tokens[1])].expired
+
+    wait_for("the marks", marked)
+    set_clock(0)
+    assert answers(second, federation, *tokens) == [401, 401]
+
+
+def test_marks_are_written_once(coordinator_with: Make, set_clock: SetClock, beat: Beat) -> None:
+    coordinator = coordinator_with()
+    federation = coordinator.create()
+    coordinator.token(federation, hours=1)
+    operator(coordinator, "anna", 1)
+    set_clock(2)
+    written: list[str] = []
+    engine = coordinator.registry.database.backend.writer
+    event.listen(engine, "before_cursor_execute", lambda *given: written.append(given[2].split()[1]))
+    for _ in range(3):
+        beat(coordinator)
+    assert [table for table in written if table.endswith("_tokens")] == ["operator_tokens", "enrolment_tokens"]
+
+
+def test_a_new_token_is_written_where_the_one_in_the_file_has_once_expired(
+    coordinator_with: Make, set_clock: SetClock, beat: Beat, tmp_path: Path
+) -> None:
+    spec, file = tmp_path / "spec.yaml", tmp_path / "enrolment.token"
+    spec.write_text("name: eyes\nmethod: {name: promptfl}\n")
+    options = {"bootstrap": spec, "enrolment_token_file": file, "token_hours": 1}
+    first = coordinator_with(**options)
+    before = file.read_text()
+    set_clock(2)
+    beat(first)
+    first.stop()
+    set_clock(0)
+    second = coordinator_with(**options)
+    assert file.read_text() != before
+    assert second.client("eyes", "a").enrol(file.read_text().strip()).status_code == 201
+
+
+# The C library's heaps: two for all threads, unless its own variable says otherwise; what is free goes back.
+
+
+# Threads that hold memory at the same time, as many as there are requests under way; glibc then tells its heaps.
+THREADS = """
+import ctypes, threading
+from promptfed.coordinator.engine.malloc import share_heaps
+share_heaps()
+together = threading.Barrier(12)
+def hold():
+    kept = [bytearray(2_000) for _ in range(100)]
+    together.wait()
+threads = [threading.Thread(target=hold) for _ in range(12)]
+for one in threads: one.start()
+for one in threads: one.join()
+ctypes.CDLL(None).malloc_stats()
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_stats"), reason="glibc's allocator: run with glibc")
+@pytest.mark.parametrize(("variable", "most"), [(None, 2), ("1", 1)])
+def test_threads_share_heaps(variable: str | None, most: int) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "MALLOC_ARENA_MAX"}
+    environment |= {} if variable is None else {"MALLOC_ARENA_MAX": variable}
+    options = {"capture_output": True, "text": True, "timeout": PATIENCE, "check": True}
+    done = subprocess.run([sys.executable, "-c", THREADS], env=environment, **options)
+    heaps = sum(line.startswith("Arena ") for line in done.stderr.splitlines())
+    assert heaps == most, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's allocator: run with glibc")
+def test_free_memory_between_what_is_in_use_goes_back() -> None:
+    """100 MB in pieces, of which each hundredth stays: glibc by itself would keep all that lies before the last."""
+    process, before = psutil.Process(), psutil.Process().memory_info().rss
+    pieces = [bytearray(2_000) for _ in range(50_000)]
+    kept = pieces[::100]
+    del pieces
+    malloc.give_back()
+    assert process.memory_info().rss - before < 20e6
+    assert sum(len(piece) for piece in kept) == 1_000_000
+
+
+@pytest.mark.extended
+def test_the_coordinator_gives_it_back_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = threading.Event()
+    monkeypatch.setattr(scheduler, "TRIM_SECONDS", 0.01)
+    monkeypatch.setattr(scheduler, "give_back", given.set)
+    with in_thread(tmp_path):
+        assert given.wait(PATIENCE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -27,20 +27,20 @@ from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.shared.service.net import TOLD
 from promptfed.testing.clients import ScriptedClient, bearer, drive, enrolment
-from tests.support.coordinators import InThread
+from tests.support.coordinators import InThread, Make
 from tests.support.kill_campaign import CASES, play_case
 from tests.support.object_store import ObjectStoreServer
-from tests.support.open_phases import kind
+from tests.support.open_phases import answer_all, completed, enrolled, kind, launched
 from tests.support.postgres import PostgresServer
 from tests.support.relay import Line
 from tests.support.resending import ResendingApi
 from tests.support.several import OPERATOR, TOKEN, AnyOf, own_options, shared_options, url_of
-from tests.support.waiting import wait_for
+from tests.support.waiting import start_and_join, wait_for
 from tests.support.whole_federation import outcome, run
 
 pytestmark = pytest.mark.slow
 
-Start = Callable[..., InThread]
+Start = Make
 
 
 @pytest.fixture(autouse=True)
@@ -161,9 +161,7 @@ def test_what_one_lets_go_of_the_other_takes_up_where_it_stood(start: Start) -> 
     one, two = start(), start()
     api = ResendingApi(AnyOf([one.url, two.url]), OPERATOR)
     expected = run(api, "promptfl", 3)
-    id = api.create(name="eyes")
-    clients = api.enrol(id, "a", "b")
-    api.post(f"{id}/start")
+    id, clients = launched(api, "a", "b", name="eyes")
     tasks = api.training(clients)
     assert clients[0].answer(tasks[0]).status_code == 201
     held_by = next(server for server in (one, two) if id in server.registry.federations)
@@ -189,9 +187,7 @@ def test_the_run_is_the_one_of_a_coordinator_alone(start: Start, coordinator: In
 
 def test_who_was_paused_commits_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     one = start()
-    id = one.create(name="eyes")
-    clients = one.enrol(id, "a", "b")
-    one.post(f"{id}/start")
+    id, clients = launched(one, "a", "b", name="eyes")
     tasks = one.training(clients)
     two = start()
     sharing_is_over(one, monkeypatch)
@@ -211,7 +207,6 @@ def test_who_was_paused_commits_nothing(start: Start, monkeypatch: pytest.Monkey
     with two.registry.database.read() as session:
         assert session.scalars(select(ClientRow.last_seen).where(ClientRow.id == clients[0].name)).all() == []
         stored = recovery.load_one(session, id, 0.0)
-    assert stored is not None
     assert set(stored.tasks) == {"a", "b"}, "nobody's task is settled"
     two_s = [ScriptedClient(two.http, id, client.name, client.accuracy, client.sent) for client in clients]
     assert two_s[0].answer(tasks[0]).status_code == 201, "the same bytes, at the one that carries it out"
@@ -272,7 +267,6 @@ def test_who_wakes_up_answers_nothing_before_it_has_looked(start: Start, monkeyp
     id = one.create(name="eyes")
     two = start()
     kept = one.registry.leases
-    assert kept is not None
     real, answers = kept.look, []
 
     def look() -> leases.LeaseLook:
@@ -290,9 +284,7 @@ def test_who_wakes_up_answers_nothing_before_it_has_looked(start: Start, monkeyp
     assert answer.status_code == 307
 
 
-def test_what_a_dead_holder_had_is_taken_over_and_read_when_it_is_needed(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_dead_holder_had_is_read_when_it_is_needed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     one = start()
     ids = [one.create(name=f"eyes-{number}") for number in range(12)]
     running = set(ids[4:8])
@@ -305,9 +297,7 @@ def test_what_a_dead_holder_had_is_taken_over_and_read_when_it_is_needed(
     wait_for("the takeover", lambda: sum(map(len, kept)) == 12)
     assert not set(kept[0]) & set(kept[1])
     for other, held in zip(others, kept, strict=True):
-        wait_for(
-            "the running ones", lambda other=other, held=held: running & set(held) <= set(other.registry.federations)
-        )
+        wait_for("those", lambda other=other, held=held: running & set(held) <= set(other.registry.federations))
         assert set(other.registry.federations) <= running, "nobody has asked for the idle ones"
         for idle in [id for id in held if id not in running][:1]:
             assert other.get(idle)["state"] == "enrolling"
@@ -349,21 +339,17 @@ def test_a_holder_without_its_object_store_hands_over(
         wait_for("the way", lambda: one.http.get(f"/v1/federations/{ids[0]}", headers=OPERATOR).status_code == 307)
         assert two.http.get("/readyz").status_code == 200
         two_s = [ScriptedClient(two.http, ids[0], client.name, client.accuracy, client.sent) for client in clients]
-        for client, task in zip(two_s, tasks, strict=True):
-            assert client.answer(task).status_code == 201
+        answer_all(two_s, tasks)
         drive(two_s)
         line.mend()
         wait_for("the object store", lambda: one.http.get("/readyz").status_code == 200)
 
 
 @pytest.mark.usefixtures("quick_watch")
-def test_where_nobody_has_the_object_store_nobody_takes_over(
-    start: Start, object_server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_store_no_takeover(start: Start, object_server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with Line(object_server.endpoint) as line:
         one, two = (through(line, start, monkeypatch) for _ in range(2))
-        id = one.create(name="eyes")
-        clients = one.enrol(id, "a", "b")
+        id, clients = enrolled(one, "a", "b", name="eyes")
         one.start(id)
         tasks = one.training(clients)
         before = holder(one, id)
@@ -384,15 +370,9 @@ def test_operators_and_the_audit_log_are_everybody_s(start: Start) -> None:
     made = one.post("/v1/operators", {"name": "eve", "role": "viewer", "hours": 1}, status=201)
     hers = {"Authorization": f"Bearer {made['token']}"}
     wait_for("her token", lambda: two.http.get("/v1/federations", headers=hers).status_code == 200)
-    threads = [
-        threading.Thread(target=lambda server=server, k=k: server.create(name=f"fed-of-{server.settings.port}-{k}"))
-        for server in (one, two)
-        for k in range(5)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    names = [(server, f"fed-{number}-{k}") for number, server in enumerate((one, two)) for k in range(5)]
+    threads = [threading.Thread(target=lambda it=server, name=name: it.create(name=name)) for server, name in names]
+    start_and_join(threads)
     entries = one.get("/v1/audit-log")["entries"]
     assert [entry["number"] for entry in entries] == list(range(1, len(entries) + 1))
     assert sum(entry["act"] == "federation-created" for entry in entries) == 10
@@ -400,9 +380,7 @@ def test_operators_and_the_audit_log_are_everybody_s(start: Start) -> None:
     wait_for("her token's end", lambda: one.http.get("/v1/federations", headers=hers).status_code == 401)
 
 
-def test_a_token_that_one_coordinator_saw_expire_has_expired_for_all(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_that_one_saw_expire_has_expired_for_all(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = start(), start()
     made = one.post("/v1/operators", {"name": "eve", "role": "viewer", "hours": 1}, status=201)
     hers = {"Authorization": f"Bearer {made['token']}"}
@@ -419,10 +397,7 @@ def test_blobs_that_two_federations_name_stay_until_neither_does(start: Start) -
     one, two = start(), start()
     ids = []
     for server, name in ((one, "first"), (two, "second")):
-        id = server.create(name=name)
-        clients = server.enrol(id, "a", "b")
-        server.post(f"{id}/start")
-        drive(clients)
+        id, _ = completed(server, "a", "b", name=name)
         ids.append(id)
     one.delete(ids[0])
     replayed = two.post(f"{ids[1]}/rounds/1/replay", {})
@@ -431,13 +406,10 @@ def test_blobs_that_two_federations_name_stay_until_neither_does(start: Start) -
     assert two.registry.blobs.all() == []
 
 
-def test_one_alone_and_several_keep_each_other_out(
-    start: Start, tmp_path: Path, postgres: PostgresServer, object_store: str
-) -> None:
+def test_one_and_several_do_not_mix(start: Start, tmp_path: Path, postgres: PostgresServer, object_store: str) -> None:
     one = start()
-    alone = Settings(
-        data_dir=tmp_path / "alone", database_url=one.settings.database_url, database_wait_seconds=0, store=object_store
-    )
+    shared = {"database_url": one.settings.database_url, "database_wait_seconds": 0, "store": object_store}
+    alone = Settings(data_dir=tmp_path / "alone", **shared)
     with pytest.raises(CannotOpen, match="another coordinator works on the database"):
         open_store(alone)
     one.stop()

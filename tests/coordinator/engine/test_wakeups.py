@@ -18,7 +18,8 @@ import pytest
 from promptfed.coordinator.engine.registry import EVENTS
 from promptfed.testing.clients import bearer, drive
 from tests.support.coordinators import CoordinatorProcess, ForkedCoordinator, InThread
-from tests.support.waiting import PATIENCE
+from tests.support.open_phases import enrolled
+from tests.support.waiting import PATIENCE, wait_for
 
 
 @pytest.fixture
@@ -35,15 +36,11 @@ def in_background(call: Any) -> tuple[threading.Thread, list[Any]]:
 
 
 def until_waiting(api: Any, what: str, count: int) -> None:
-    end = time.monotonic() + PATIENCE
-    while f"promptfed_{what} {count}.0" not in api.http.get("/metrics").text:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(what, lambda: f"promptfed_{what} {count}.0" in api.http.get("/metrics").text)
 
 
 def test_a_long_poll_is_woken_by_its_task(coordinator: InThread) -> None:
-    federation = coordinator.create()
-    a, b = coordinator.enrol(federation, "a", "b")
+    federation, (a, b) = enrolled(coordinator, "a", "b")
     thread, found = in_background(lambda: a.task(wait=60))
     until_waiting(coordinator, "waiting_clients", 1)
     started = time.monotonic()
@@ -55,8 +52,7 @@ def test_a_long_poll_is_woken_by_its_task(coordinator: InThread) -> None:
 
 
 def test_a_long_poll_ends_after_its_time(coordinator: InThread) -> None:
-    federation = coordinator.create()
-    [a] = coordinator.enrol(federation, "a")
+    _, [a] = enrolled(coordinator, "a")
     started = time.monotonic()
     assert a.task(wait=0.3).status_code == 204
     assert time.monotonic() - started >= 0.3
@@ -65,16 +61,10 @@ def test_a_long_poll_ends_after_its_time(coordinator: InThread) -> None:
 
 @pytest.mark.parametrize(
     ("verb", "path", "status"),
-    [
-        ("POST", "/cancel", 410),
-        ("DELETE", "/clients/a", 403),
-        ("POST", "/clients/a/reset", 401),
-        ("DELETE", "", 404),
-    ],
+    [("POST", "/cancel", 410), ("DELETE", "/clients/a", 403), ("POST", "/clients/a/reset", 401), ("DELETE", "", 404)],
 )
 def test_a_long_poll_is_woken_by_what_ends_it(coordinator: InThread, verb: str, path: str, status: int) -> None:
-    federation = coordinator.create()
-    a, _ = coordinator.enrol(federation, "a", "b")
+    federation, (a, _) = enrolled(coordinator, "a", "b")
     thread, found = in_background(lambda: a.task(wait=60))
     until_waiting(coordinator, "waiting_clients", 1)
     coordinator.http.request(verb, f"/v1/federations/{federation}{path}", headers=coordinator.operator)
@@ -96,8 +86,7 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.both_databases
 def test_events_tell_the_whole_story_and_go_on_where_one_left_off(coordinator: InThread) -> None:
-    federation = coordinator.create(rounds=1)
-    clients = coordinator.enrol(federation, "a", "b")
+    federation, clients = enrolled(coordinator, "a", "b", rounds=1)
     path = f"/v1/federations/{federation}/events"
     story: list[dict[str, Any]] = []
 
@@ -168,8 +157,7 @@ def process(tmp_path: Path) -> Iterator[CoordinatorProcess]:
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_sigterm_and_ctrl_c_wake_every_wait_and_end_in_time(process: CoordinatorProcess, sent: signal.Signals) -> None:
-    federation = process.create()
-    a, _ = process.enrol(federation, "a", "b")
+    federation, (a, _) = enrolled(process, "a", "b")
     poll, polled = in_background(lambda: a.task(wait=60))
 
     def listen() -> bool:
@@ -226,9 +214,3 @@ def test_bootstrap_creates_once_and_writes_a_token(tmp_path: Path) -> None:
     server.start()
     assert server.wait() == 2
     assert "method.name" in server.log().splitlines()[-1]
-
-
-def test_health_is_for_anyone(process: CoordinatorProcess) -> None:
-    assert process.http.get("/healthz").json() == {"status": "ok"}
-    assert process.http.get("/readyz").json() == {"status": "ok"}
-    assert process.http.get("/healthz", headers=bearer("nonsense")).status_code == 200

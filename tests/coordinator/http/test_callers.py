@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import mmap
+import os
+import socket
 import stat
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from fastapi.responses import FileResponse
 
-from promptfed.testing.clients import content_digest, secret_of, update_body
-from tests.support.coordinators import InThread
+from promptfed.coordinator import problems
+from promptfed.coordinator.app import create_app, lifespan
+from promptfed.coordinator.http.bodies import PART, BlobFile
+from promptfed.coordinator.server import _bind
+from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.database import CannotOpen
+from promptfed.coordinator.store.opening import Signer
+from promptfed.shared.canonical import is_signed, statement
+from promptfed.testing.clients import bearer, content_digest, enrolment, secret_of, spec, update_body
+from tests.support.coordinators import InThread, Make, in_thread
+from tests.support.open_phases import completed
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -26,9 +43,7 @@ def tokens(coordinator: InThread) -> dict[str, str]:
     }
 
 
-def test_the_operator_token_is_made_once_and_only_its_owner_can_read_it(
-    coordinator_with: Callable[..., InThread], tmp_path: Path
-) -> None:
+def test_the_operator_token_is_made_once_and_only_its_owner_can_read_it(coordinator_with: Make, tmp_path: Path) -> None:
     first = coordinator_with()
     path = tmp_path / "data" / "operator.token"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -59,10 +74,8 @@ def test_one_secret_may_serve_in_two_federations(coordinator: InThread) -> None:
         coordinator.create(name=name)
         [client] = coordinator.enrol(name, "a")
         assert client.task().status_code == 204
-        assert (
-            client.send({"task_id": "t"}, update_body({}, {"task_id": "t", "payload": {"sha256": "x"}})).status_code
-            == 404
-        )
+        update = update_body({}, {"task_id": "t", "payload": {"sha256": "x"}})
+        assert client.send({"task_id": "t"}, update).status_code == 404
 
 
 def test_every_refusal_is_a_documented_problem(coordinator: InThread) -> None:
@@ -100,14 +113,191 @@ def test_addresses_verbs_and_bodies_that_are_not_there_are_problems(coordinator:
         http.get("/v1/federations?limit=0", headers=coordinator.operator),
     ]
     kinds = [(one.status_code, one.json()["type"].rsplit("/")[-1]) for one in found]
-    assert kinds == [
-        (404, "not-found"),
-        (405, "method-not-allowed"),
-        (422, "invalid-request"),
-        (422, "invalid-request"),
-        (413, "too-large"),
-        (422, "invalid-request"),
-    ]
+    wrong, large = (422, "invalid-request"), (413, "too-large")
+    assert kinds == [(404, "not-found"), (405, "method-not-allowed"), wrong, wrong, large, wrong]
     for one in found:
         assert one.headers["content-type"] == "application/problem+json"
         assert one.json()["status"] == one.status_code
+
+
+def test_answers_of_the_api_are_kept_by_nobody_and_guessed_at_by_nobody(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    coordinator.enrol(federation, "a", "b")
+    coordinator.post(f"{federation}/start")
+    prompts = f"/v1/federations/{federation}/prompts"
+    metrics = f"/v1/federations/{federation}/metrics?format=csv"
+    for path, status in (("/v1/federations", 200), (prompts, 200), ("/v1/nothing", 404), (metrics, 200)):
+        answer = coordinator.http.get(path, headers=coordinator.operator)
+        assert answer.status_code == status
+        assert answer.headers["cache-control"] == "no-store", path
+        assert answer.headers["x-content-type-options"] == "nosniff", path
+    refused = coordinator.http.get("/v1/federations")
+    assert (refused.status_code, refused.headers["cache-control"]) == (401, "no-store")
+    for path in ("/", "/healthz", "/openapi.json"):
+        assert coordinator.http.get(path).headers["x-content-type-options"] == "nosniff", path
+
+
+@pytest.mark.parametrize(
+    ("options", "address"), [({}, "127.0.0.1"), ({"forwarded_allow_ips": "127.0.0.1"}, "203.0.113.9")]
+)
+def test_where_a_call_comes_from_is_a_proxy_s_word_only_where_asked_for(
+    tmp_path: Path, options: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # the server library's own variable says nothing here
+    with in_thread(tmp_path / "data", **options) as coordinator:
+        coordinator.http.headers["X-Forwarded-For"] = "203.0.113.9"
+        coordinator.create()
+        [entry] = coordinator.get("/v1/audit-log")["entries"]
+        assert entry["address"] == address
+
+
+@pytest.mark.parametrize(
+    ("refusal", "kind"),
+    [
+        (problems.NameTaken, "name-taken"),
+        (problems.NoState, "no-state"),
+        (problems.TooManyClassNames, "too-many-class-names"),
+        (problems.BodyTooLarge, "too-large"),
+        (problems.Ended, "federation-ended"),
+        (problems.ObjectsAway, "store-away"),
+    ],
+)
+def test_a_kind_is_the_class_s_name_unless_the_protocol_has_another(refusal: type[problems.Refusal], kind: str) -> None:
+    assert refusal.kind == kind
+
+
+def test_a_refusal_says_when_to_try_again() -> None:
+    for refusal in (problems.StoreAway(), problems.ObjectsAway("away"), problems.TooManyUploads("too many")):
+        assert (refusal.status, refusal.headers) == (503, {"Retry-After": "2"})
+
+
+def test_the_same_application_serves_within_a_process(tmp_path: Path) -> None:
+    async def federation() -> int:
+        app = create_app(Settings(data_dir=tmp_path / "data"))
+        transport = httpx.ASGITransport(app)
+        async with lifespan(app), httpx.AsyncClient(transport=transport, base_url="http://inside") as http:
+            operator = bearer((tmp_path / "data" / "operator.token").read_text().strip())
+            path = "/v1/federations/eyes"
+            await http.post("/v1/federations", json=spec(), headers=operator)
+            token = (await http.post(f"{path}/enrolment-tokens", json={"uses": 2}, headers=operator)).json()["token"]
+            for name in ("a", "b"):
+                await http.post(f"{path}/clients", json=enrolment(name), headers=bearer(token))
+            options = {"params": {"wait": 60}, "headers": bearer(secret_of("a")), "timeout": PATIENCE}
+            waiting = asyncio.create_task(http.get(f"{path}/task", **options))
+            await asyncio.sleep(0.05)
+            await http.post(f"{path}/start", headers=operator)
+            return (await waiting).status_code
+
+    assert asyncio.run(federation()) == 200
+
+
+def test_answers_do_not_wait_for_acknowledgements(tmp_path: Path) -> None:
+    with _bind(Settings(data_dir=tmp_path, port=0)) as listening:
+        assert listening.proto == socket.IPPROTO_TCP, "asyncio sets TCP_NODELAY only then"
+
+
+def test_a_state_is_signed_by_the_key_that_is_shown(coordinator_with: Make) -> None:
+    coordinator = coordinator_with()
+    federation, _ = completed(coordinator, "a", "b", rounds=1)
+    key = coordinator.http.get("/v1/signing-key").json()
+    assert key["algorithm"] == "ed25519"
+    signatures = set()
+    for round in (0, 1):
+        for accept in ("application/json", "application/octet-stream"):
+            headers = coordinator.operator | {"Accept": accept}
+            answer = coordinator.http.get(f"/v1/federations/{federation}/prompts?round={round}", headers=headers)
+            signature, state_hash = answer.headers["promptfed-signature"], answer.headers["etag"].strip('"')
+            signatures.add(signature)
+            assert is_signed(key["public_key"], signature, statement(federation, round, state_hash))
+            for other in (
+                statement("fed-0", round, state_hash),
+                statement(federation, round + 1, state_hash),
+                statement(federation, round, "sha256:" + "0" * 64),
+            ):
+                assert not is_signed(key["public_key"], signature, other)
+    assert len(signatures) == 2
+    coordinator.stop()
+    assert coordinator_with().http.get("/v1/signing-key").json() == key, "the same after a restart"
+
+
+def test_the_key_is_for_its_owner_alone(tmp_path: Path) -> None:
+    signer = Signer(tmp_path)
+    assert stat.S_IMODE((tmp_path / "signing.key").stat().st_mode) == 0o600
+    assert Signer(tmp_path).public_key == signer.public_key
+    said = statement("fed-1", 3, "sha256:ab")
+    assert is_signed(signer.public_key, signer.sign(said), said)
+    for key, signature in (("", ""), ("zz", "00"), (signer.public_key, "00"), ("00" * 32, signer.sign(said))):
+        assert not is_signed(key, signature, said)
+    (tmp_path / "signing.key").write_text("no key")
+    with pytest.raises(CannotOpen, match="holds no Ed25519 key"):
+        Signer(tmp_path)
+
+
+# Files as answers: the bytes that the framework's own would give, with its headers.
+
+
+SIZES = (0, 1, PART - 1, PART, PART + 1, 3 * PART + 5)
+
+
+def answer(response: FileResponse, verb: str = "GET", **headers: str) -> list[dict[str, Any]]:
+    """All messages of an answer, each body as it was when all had been sent."""
+    asked = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": verb, "headers": asked, "asgi": {"spec_version": "2.3"}}
+    sent: list[dict[str, Any]] = []
+
+    async def play() -> None:
+        async def receive() -> Any:
+            await asyncio.sleep(3600)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await response(scope, receive, send)
+
+    asyncio.run(play())
+    return [message | {"body": bytes(message["body"])} if "body" in message else message for message in sent]
+
+
+def whole(messages: list[dict[str, Any]]) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body; nothing comes after the end."""
+    head, *parts = messages
+    assert [part.get("more_body", False) for part in parts] == [True] * (len(parts) - 1) + [False]
+    return head["status"], head["headers"], b"".join(part["body"] for part in parts)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_is_answered_as_the_framework_would(size: int, tmp_path: Path) -> None:
+    path, content = tmp_path / "blob", os.urandom(size)
+    path.write_bytes(content)
+    options: dict[str, Any] = {"media_type": "application/octet-stream", "headers": {"ETag": '"x"'}}
+    for verb, headers in (("GET", {}), ("HEAD", {}), ("GET", {"range": "bytes=0-0"}), ("GET", {"range": "bytes=-3"})):
+        ours, theirs = (whole(answer(kind(path, **options), verb, **headers)) for kind in (BlobFile, FileResponse))
+        assert ours == theirs, (verb, headers)
+    found = answer(BlobFile(path, **options))
+    assert whole(found)[2] == content
+    assert max(len(message.get("body", b"")) for message in found) <= PART
+
+
+def test_what_is_being_sent_outlives_its_file_and_is_let_go_of_afterwards(tmp_path: Path) -> None:
+    path, content = tmp_path / "blob", os.urandom(2 * PART)
+    path.write_bytes(content)
+    scope = {"type": "http", "method": "GET", "headers": [], "asgi": {"spec_version": "2.3"}}
+    kept: list[memoryview] = []
+
+    async def play() -> None:
+        async def send(message: Any) -> None:
+            if isinstance(message.get("body"), memoryview):
+                path.unlink(missing_ok=True)
+                kept.append(message["body"])  # as a connection does whose reader is slow
+
+        await BlobFile(path, media_type="application/octet-stream")(scope, asyncio.Event().wait, send)
+
+    asyncio.run(play())
+    assert b"".join(kept) == content
+    mapped = kept[0].obj
+    assert isinstance(mapped, mmap.mmap)
+    with pytest.raises(BufferError):
+        mapped.close()
+    kept.clear()
+    gc.collect()
+    mapped.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ import torch
 from promptfed.shared.seeds import initial_draws, sampling_order
 from promptfed.shared.tensors.torch_tensors import decode, encode, state_hash
 from promptfed.testing.clients import DEADLINE, FINGERPRINT, SHAPE, bearer, content_digest, drive, spec, trained
-from tests.support.coordinators import InThread
+from tests.support.coordinators import InThread, Make
+from tests.support.open_phases import answer_all, completed, enrolled, launched, supply
 from tests.support.waiting import wait_for
 
 
@@ -43,17 +43,6 @@ def test_a_federation_from_create_to_prompts(coordinator: InThread) -> None:
     assert response.headers["etag"] == f'"{state_hash(state)}"'
 
 
-@pytest.mark.both_databases
-def test_weights_come_from_the_enrolled_numbers_of_samples(coordinator: InThread) -> None:
-    federation = coordinator.create(rounds=1, aggregation={"max_weight_share": 0.6})
-    clients = [coordinator.enrol(federation, name, num_samples=n)[0] for name, n in (("a", 97), ("b", 1), ("c", 2))]
-    coordinator.post(f"{federation}/start")
-    drive(clients)
-    [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
-    weights = {one["client"]: one["weight"] for one in phase["counted"]}
-    assert weights == pytest.approx({"a": 0.6, "b": 0.4 / 3, "c": 0.8 / 3})
-
-
 def test_a_method_without_phases_runs_to_its_end(coordinator: InThread) -> None:
     raw = spec(rounds=2)
     raw["method"] = {"name": "zero_shot"}
@@ -65,30 +54,6 @@ def test_a_method_without_phases_runs_to_its_end(coordinator: InThread) -> None:
     assert [(one["round"], one["phases"]) for one in rounds] == [(0, []), (1, []), (2, [])]
     assert rounds[2]["state_hash"] == state_hash({})
     assert rounds[2]["evaluation"]["mean"]["trainer"] == {"accuracy": 0.5, "zero_shot": 0.25}
-
-
-@pytest.mark.parametrize(
-    ("change", "path"),
-    [
-        ({"rounds": 0}, "rounds"),
-        ({"round": 3}, "round"),
-        ({"privacy": {"level": "client"}}, "privacy"),
-        ({"method": {"name": "promptfl", "n": 3}}, "method.n"),
-        ({"method": {"name": "nonsense"}}, "method.name"),
-        ({"training": {"epochs": "2"}}, "training.epochs"),
-        ({"participation": {"quorum": 1.5}}, "participation.quorum"),
-        ({"backbone": {"shape": {"d_e": 8}}}, "backbone.shape"),
-    ],
-)
-def test_a_spec_that_cannot_be_run_is_refused_with_its_path(
-    coordinator: InThread, change: dict[str, Any], path: str
-) -> None:
-    raw = {**spec(), **change}
-    for query in ("", "?dry_run=true"):
-        problem = coordinator.post(f"/v1/federations{query}", raw, status=422)
-        assert problem["type"].endswith("/invalid-spec")
-        assert [error["path"] for error in problem["errors"]] == [path]
-    assert coordinator.get("/v1/federations")["federations"] == []
 
 
 def test_a_dry_run_creates_nothing(coordinator: InThread) -> None:
@@ -120,19 +85,6 @@ def test_federations_are_found_by_id_or_name_and_listed_in_pages(coordinator: In
             break
     assert seen == ids
     coordinator.get("nothing", status=404)
-
-
-@pytest.mark.both_databases
-def test_a_deleted_federation_leaves_nothing_behind(coordinator: InThread) -> None:
-    federation = coordinator.create(rounds=1)
-    clients = coordinator.enrol(federation, "a", "b")
-    coordinator.post(f"{federation}/start")
-    drive(clients)
-    assert coordinator.registry.blobs.all() != []
-    coordinator.delete(federation)
-    coordinator.get(federation, status=404)
-    assert coordinator.registry.blobs.all() == []
-    assert clients[0].task().status_code == 401
 
 
 def test_a_start_without_enough_clients_names_both_numbers(coordinator: InThread) -> None:
@@ -175,9 +127,7 @@ def test_a_start_from_words_needs_a_supplied_state(coordinator: InThread) -> Non
     assert end["reason"].startswith("initial-state-missing")
 
     state = {"context": torch.ones(4, 8)}
-    put = coordinator.http.put(
-        f"/v1/federations/{federation}/initial-state", content=encode(state), headers=coordinator.operator
-    )
+    put = supply(coordinator, federation, encode(state))
     assert put.json()["state_hash"] == state_hash(state)
     coordinator.until(federation, state="running")
     assert torch.equal(clients[0].payload(coordinator.task(clients[0]))["context"], state["context"])
@@ -195,21 +145,16 @@ def test_a_start_from_words_needs_a_supplied_state(coordinator: InThread) -> Non
         (encode({"context": torch.ones(100, 100)}), 413, "too-large"),
     ],
 )
-def test_an_initial_state_that_does_not_fit_is_refused(
-    coordinator: InThread, body: bytes, status: int, kind: str
-) -> None:
+def test_a_state_that_does_not_fit_is_refused(coordinator: InThread, body: bytes, status: int, kind: str) -> None:
     federation = coordinator.create(backbone={"shape": SHAPE}, admission={"max_bytes": 20_000})
-    put = coordinator.http.put(
-        f"/v1/federations/{federation}/initial-state", content=body, headers=coordinator.operator
-    )
+    put = supply(coordinator, federation, body)
     assert (put.status_code, put.json()["type"].rsplit("/")[-1]) == (status, kind), put.text
 
 
 def test_an_initial_state_made_for_another_backbone_stops_the_start(coordinator: InThread) -> None:
     federation = coordinator.create()
     body = encode({"context": torch.ones(4, 9)})
-    path = f"/v1/federations/{federation}/initial-state"
-    assert coordinator.http.put(path, content=body, headers=coordinator.operator).status_code == 200
+    assert supply(coordinator, federation, body).status_code == 200
     coordinator.enrol(federation, "a", "b")
     assert coordinator.post(f"{federation}/start", status=409)["type"].endswith("/initial-state-mismatch")
 
@@ -224,23 +169,18 @@ def test_the_first_enrolment_s_backbone_is_shown_and_confirmed_by_start(coordina
 
 
 def test_a_pause_asks_nobody_and_still_takes_updates(coordinator: InThread) -> None:
-    federation = coordinator.create()
-    clients = coordinator.enrol(federation, "a", "b")
-    coordinator.post(f"{federation}/start")
+    federation, clients = launched(coordinator, "a", "b")
     tasks = coordinator.training(clients)
     coordinator.post(f"{federation}/pause")
     assert clients[0].task().status_code == 204
-    for client, task in zip(clients, tasks, strict=True):
-        assert client.answer(task).status_code == 201
+    answer_all(clients, tasks)
     assert coordinator.get(federation)["round"] == 1
     coordinator.post(f"{federation}/resume")
     assert coordinator.task(clients[0])["kind"] == "evaluate"
 
 
 def test_what_is_awaited_until_when_is_shown(coordinator: InThread) -> None:
-    federation = coordinator.create()
-    clients = coordinator.enrol(federation, "a", "b")
-    coordinator.post(f"{federation}/start")
+    federation, clients = launched(coordinator, "a", "b")
     tasks = coordinator.training(clients)
     clients[0].answer(tasks[0])
     found = coordinator.get(federation)
@@ -268,20 +208,9 @@ def test_prompts_come_as_safetensors_or_json_with_an_etag(coordinator: InThread)
     assert coordinator.get(path, headers={"Accept": "application/json"}, params={"round": "0"}) == as_json
 
 
-def test_prompts_of_more_than_a_million_numbers_are_not_given_as_json(coordinator: InThread) -> None:
-    federation = coordinator.create(method={"m": 64})
-    clients = coordinator.enrol(federation, "a", "b", backbone_shape={"d_t": 20_000, "d_e": 8})
-    coordinator.post(f"{federation}/start")
-    path = f"/v1/federations/{federation}/prompts"
-    problem = coordinator.get(path, status=406, headers={"Accept": "application/json"})
-    assert "1280000" in problem["detail"]
-    assert len(clients[0].payload(coordinator.task(clients[0]))["context"]) == 64
-
-
 @pytest.mark.both_databases
 def test_metrics_come_as_json_and_csv(coordinator: InThread) -> None:
-    federation = coordinator.create(rounds=1)
-    clients = coordinator.enrol(federation, "a", "b")
+    federation, clients = enrolled(coordinator, "a", "b", rounds=1)
     clients[1].accuracy = 0.75
     coordinator.post(f"{federation}/start")
     drive(clients)
@@ -290,9 +219,8 @@ def test_metrics_come_as_json_and_csv(coordinator: InThread) -> None:
     assert found[(1, "b", "test", "accuracy")] == 0.75
     assert found[(1, None, None, "trainer_accuracy")] == 0.625
     assert found[(1, None, None, "loss")] == 0.5
-    response = coordinator.http.get(
-        f"/v1/federations/{federation}/metrics", params={"format": "csv"}, headers=coordinator.operator
-    )
+    address = f"/v1/federations/{federation}/metrics?format=csv"
+    response = coordinator.http.get(address, headers=coordinator.operator)
     assert response.headers["content-type"].startswith("text/csv")
     lines = response.text.splitlines()
     assert lines[0] == "round,phase,client,split,name,value"
@@ -301,10 +229,7 @@ def test_metrics_come_as_json_and_csv(coordinator: InThread) -> None:
 
 @pytest.mark.both_databases
 def test_the_last_round_s_tensors_are_kept_where_no_more_is_asked(coordinator: InThread) -> None:
-    federation = coordinator.create(rounds=3, retention="last_round")
-    clients = coordinator.enrol(federation, "a", "b")
-    coordinator.post(f"{federation}/start")
-    drive(clients)
+    federation, _ = completed(coordinator, "a", "b", rounds=3, retention="last_round")
     path = f"/v1/federations/{federation}/prompts"
 
     def older() -> int:
@@ -316,9 +241,7 @@ def test_the_last_round_s_tensors_are_kept_where_no_more_is_asked(coordinator: I
     assert latest.status_code == 200
     # Rows go first, what they named a moment later.
     wait_for("the removal of older blobs", lambda: len(coordinator.registry.blobs.all()) <= 4)
-    assert len(coordinator.registry.blobs.all()) == 4, (
-        "of round 3: what clients started from, their two updates, and the state"
-    )
+    assert len(coordinator.registry.blobs.all()) == 4, "of round 3: its start, the two updates, and the state"
     assert len(coordinator.get(f"{federation}/rounds/1")["phases"][0]["updates"]) == 2, "reports stay"
 
 
@@ -326,9 +249,8 @@ def test_methods_are_described_to_anyone(coordinator: InThread) -> None:
     listed = coordinator.http.get("/v1/methods").json()["methods"]
     assert {"promptfl", "zero_shot", "coop"} <= {one["name"] for one in listed}
     one = coordinator.http.get("/v1/methods/promptfl").json()
-    assert one["phases"][0]["up"] == [
-        {"name": "context", "shape": ["m", "d_t"], "dtype": "float32", "shared_with_clients": True}
-    ]
+    context = {"name": "context", "shape": ["m", "d_t"], "dtype": "float32", "shared_with_clients": True}
+    assert one["phases"][0]["up"] == [context]
     assert one["hyperparameters"]["properties"]["m"]["default"] == 16
     assert coordinator.http.get("/v1/methods/nonsense").json()["type"].endswith("/not-found")
 
@@ -351,9 +273,8 @@ def test_an_unknown_client_s_name_is_not_found(coordinator: InThread) -> None:
 def draws(coordinator: InThread, **participation: str) -> tuple[list[list[str]], dict[str, Any]]:
     """Whom six rounds have asked, and what is told of the draw at the end."""
     names = [f"c{k}" for k in range(6)]
-    federation = coordinator.create(
-        rounds=6, participation={"min_clients": 1, "fraction": 0.5} | participation, evaluation={"every": 6}
-    )
+    participation = {"min_clients": 1, "fraction": 0.5} | participation
+    federation = coordinator.create(rounds=6, participation=participation, evaluation={"every": 6})
     clients = coordinator.enrol(federation, *names)
     coordinator.post(f"{federation}/start")
     assert coordinator.get(federation)["draw"]["secret"] is None, "while it runs, nobody can tell who is next"
@@ -378,7 +299,7 @@ def test_who_is_asked_follows_from_a_secret_that_is_told_at_the_end(coordinator:
     assert (public, nothing) == (by_seed, {"commitment": None, "secret": None})
 
 
-def test_the_secret_of_the_draw_is_known_after_a_restart(coordinator_with: Callable[..., InThread]) -> None:
+def test_the_secret_of_the_draw_is_known_after_a_restart(coordinator_with: Make) -> None:
     first = coordinator_with()
     federation = first.create()
     before = first.registry.get(federation)

@@ -49,12 +49,8 @@ def test_what_a_client_has_spent_is_told_to_it_and_to_the_operator(coordinator: 
     assert (one["epsilon"], one["delta"], one["noise"], one["round"], one["split"]) == (1.5, 1e-3, "seeded", 1, "train")
     assert read(b, "spends").json()["spends"] == []
     view = coordinator.get(f"{federation}/privacy")
-    assert [view[key] for key in ("level", "clip", "noise_multiplier", "evaluation")] == [
-        "sample",
-        0.3,
-        1.0,
-        "withheld",
-    ]
+    about = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0, "evaluation": "withheld"}
+    assert {key: view[key] for key in about} == about
     told = [(one["client"], one["releases"], one["spent"]) for one in view["clients"]]
     assert told == [("a", 1, [1.5]), ("b", 0, [])]
     assert any("noise from a seed" in text and text.endswith(": a") for text in view["warnings"])
@@ -105,20 +101,7 @@ def test_what_a_client_plans_is_stored_shown_and_held_against_its_updates(coordi
     (task, _) = coordinator.training(clients)
     [one, _] = coordinator.get(f"{federation}/privacy")["clients"]
     assert one["planned"] == PLANNED
-    less = encode(
-        GOOD,
-        {
-            "task_id": task["task_id"],
-            "payload_sha256": task["payload"]["sha256"],
-            "metrics": {},
-            "privacy": {
-                "epsilon": 9.0,
-                "delta": 1e-3,
-                "noise": "secret",
-                "events": [training_event(10, 32, 1, 0.5).as_json()],
-            },
-        },
-    )
+    less = body(task, 10, {"events": [training_event(10, 32, 1, 0.5).as_json()], "epsilon": 9.0, "noise": "secret"})
     assert kind(clients[0].send(task, less)) == "privacy-mismatch", "less noise than it has declared"
     assert clients[0].send(task, body(task, 10)).status_code == 201
 

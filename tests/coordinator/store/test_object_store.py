@@ -21,7 +21,7 @@ from promptfed.coordinator.store.opening import open_store
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, in_thread
 from tests.support.object_store import ObjectStoreServer
-from tests.support.open_phases import paused_phase
+from tests.support.open_phases import completed, launched, paused_phase
 from tests.support.waiting import wait_for
 from tests.support.whole_federation import outcome
 
@@ -53,10 +53,7 @@ def key_of(coordinator: InThread, digest: str) -> str:
 
 
 def played(coordinator: InThread, **changes: Any) -> tuple[str, list[ScriptedClient]]:
-    federation = coordinator.create(**changes)
-    clients = coordinator.enrol(federation, "a", "b")
-    coordinator.post(f"{federation}/start")
-    drive(clients)
+    federation, clients = completed(coordinator, "a", "b", **changes)
     return federation, clients
 
 
@@ -84,9 +81,7 @@ def test_a_run_with_objects_is_the_run_with_files(
     digests = set(served.registry.blobs.all())
     assert len(digests) >= 5
     assert names(object_store) == {d[7:] for d in digests}
-    assert len(keys(object_store)) == len(digests), (
-        "what was put again, as a payload that is evaluated, lies there once"
-    )
+    assert len(keys(object_store)) == len(digests), "what was put again, as an evaluated payload, lies there once"
     assert served.registry.blobs.files() == [], "nothing of it lies in the folder"
     assert served.registry.blobs._rows.read(sorted(digests)) == {}
     replayed = served.post(f"{federation}/rounds/1/replay", {})
@@ -128,9 +123,7 @@ def test_a_damaged_object_is_named_and_waited_for(served: InThread, object_store
 @pytest.mark.parametrize(
     ("retention", "objects"), [("all", "copied back"), ("all", "left as they are"), ("last_round", "copied back")]
 )
-def test_a_backup_that_is_restored_goes_on_to_the_same_state(
-    tmp_path: Path, object_store: str, retention: str, objects: str
-) -> None:
+def test_a_restored_backup_comes_to_the_state(tmp_path: Path, object_store: str, retention: str, objects: str) -> None:
     """Without a copy of the objects too, where retention takes none of them."""
     asked = {"rounds": 3, "retention": retention}
     with in_thread(tmp_path / "files") as coordinator:
@@ -161,9 +154,7 @@ def test_a_backup_that_is_restored_goes_on_to_the_same_state(
 
 
 @pytest.mark.slow
-def test_verify_looks_at_the_objects_and_not_at_copies(
-    tmp_path: Path, object_store: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_reads_objects_no_copies(tmp_path: Path, object_store: str, capsys: pytest.CaptureFixture[str]) -> None:
     with in_thread(tmp_path / "data", store=object_store) as coordinator:
         _, (a, _) = played(coordinator)
         digest, body = digest_and_body(a)
@@ -226,9 +217,7 @@ def test_an_old_key_never_takes_a_newer_object_with_it(served: InThread, object_
 def test_a_store_that_is_away_is_503_and_costs_nothing(
     served: InThread, object_server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    federation = served.create()
-    clients = served.enrol(federation, "a", "b")
-    served.post(f"{federation}/start")
+    federation, clients = launched(served, "a", "b")
     tasks = served.training(clients)
     updates = [client.answer for client in clients]
     payload = clients[0].payload(tasks[0])

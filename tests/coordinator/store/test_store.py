@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import text
+from sqlalchemy import inspect, text
 from sqlalchemy.exc import IntegrityError
 
 from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store import bucket as objects_watch
+from promptfed.coordinator.store import database as module
 from promptfed.coordinator.store.blobs import Blobs, DamagedBlob
-from promptfed.coordinator.store.database import Database, SQLite
+from promptfed.coordinator.store.bucket import ObjectStoreAway, ObjectsWatch
+from promptfed.coordinator.store.database import CannotOpen, Database, PostgreSQL, SQLite
 from promptfed.coordinator.store.opening import FolderInUse, FolderLock, open_store
 from promptfed.coordinator.store.tables import Base, StateRow, TokenRow
 
@@ -24,13 +29,6 @@ def database(tmp_path: Path) -> Database:
     found = Database(SQLite(tmp_path / "db.sqlite3"))
     found.migrate()
     return found
-
-
-def test_the_migrations_make_the_tables_of_the_code(database: Database) -> None:
-    with database.read() as session:
-        context = MigrationContext.configure(session.connection(), opts={"compare_type": True})
-        assert compare_metadata(context, Base.metadata) == []
-    database.migrate()
 
 
 def test_every_commit_is_on_the_disk_before_it_is_answered(database: Database) -> None:
@@ -55,9 +53,7 @@ def test_readers_do_not_wait_for_a_writer(database: Database) -> None:
 
 
 def test_the_database_itself_refuses_a_second_aggregate_of_a_phase() -> None:
-    [unique] = [
-        constraint for constraint in StateRow.__table__.constraints if type(constraint).__name__ == "UniqueConstraint"
-    ]
+    [unique] = [one for one in StateRow.__table__.constraints if type(one).__name__ == "UniqueConstraint"]
     assert [column.name for column in unique.columns] == ["phase_id"]
 
 
@@ -105,3 +101,198 @@ def test_the_data_folder_is_for_its_owner_alone_also_where_it_was_there_before(t
     new = tmp_path / "new"
     open_store(Settings(data_dir=new)).close()
     assert stat.S_IMODE(new.stat().st_mode) == 0o700
+
+
+# The tables' form: new stores have the newest one, later migrations run on stores of 0.4.0, older ones are refused.
+
+
+LATER = '''"""A later form"""
+from alembic import op
+revision = "0027"
+down_revision = "0026"
+def upgrade() -> None:
+    op.execute("CREATE TABLE made_by_0027 (id INTEGER)")
+'''
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    """A database without tables."""
+    if request.param == "sqlite":
+        made = Database(SQLite(tmp_path / "db.sqlite3"))
+    else:
+        made = Database(PostgreSQL(request.getfixturevalue("postgres").database()))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def add_0027(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes the product what it will be with one migration more."""
+
+    def add() -> None:
+        folder = tmp_path / "migrations"
+        shutil.copytree(module.MIGRATIONS, folder)
+        (folder / "versions" / "0027_later.py").write_text(LATER)
+        monkeypatch.setattr(module, "MIGRATIONS", folder)
+
+    return add
+
+
+def form(database: Database) -> object:
+    with database.read() as session:
+        return session.execute(text("SELECT version_num FROM alembic_version")).scalar()
+
+
+def differences(database: Database) -> list[object]:
+    with database.read() as session:
+        context = MigrationContext.configure(session.connection(), opts={"compare_type": True})
+        return list(compare_metadata(context, Base.metadata))
+
+
+def has_table_of_0027(database: Database) -> bool:
+    with database.read() as session:
+        return inspect(session.connection()).has_table("made_by_0027")
+
+
+def uncompressed_columns(database: Database) -> list[str]:
+    query = "SELECT attname FROM pg_attribute WHERE attrelid = 'blobs'::regclass AND attstorage = 'e' AND attnum > 0"
+    with database.read() as session:
+        return list(session.execute(text(query)).scalars())
+
+
+def test_a_new_store_has_the_newest_form(empty: Database) -> None:
+    empty.migrate()
+    assert form(empty) == "0026"
+    assert differences(empty) == []
+    if isinstance(empty.backend, PostgreSQL):
+        assert uncompressed_columns(empty) == ["content"]
+    empty.migrate()
+    empty.expect_this_version()
+
+
+@pytest.mark.parametrize("old", ["0001", "0017", "0025"])
+def test_an_older_store_is_refused_and_told_what_reads_it(empty: Database, old: str) -> None:
+    empty.migrate()
+    with empty.write() as session:
+        session.execute(text(f"UPDATE alembic_version SET version_num = '{old}'"))
+    for refuse in (empty.migrate, empty.expect_this_version):
+        with pytest.raises(CannotOpen) as refused:
+            refuse()
+        told = str(refused.value)
+        assert f"have the form {old} of promptfed before 0.4.0" in told
+        assert "start commit 7368013d on them, export each result, and continue from the exports" in told
+        assert "\n" not in told
+    assert form(empty) == old
+
+
+def test_a_later_migration_runs_on_stores_of_before(empty: Database, add_0027: Callable[[], None]) -> None:
+    empty.migrate()
+    add_0027()
+    with pytest.raises(CannotOpen, match="have the form 0026 instead of 0027"):
+        empty.expect_this_version()
+    empty.migrate()
+    assert (form(empty), has_table_of_0027(empty)) == ("0027", True)
+
+
+def test_a_later_migration_does_not_run_on_a_new_store(empty: Database, add_0027: Callable[[], None]) -> None:
+    add_0027()
+    empty.migrate()
+    assert (form(empty), has_table_of_0027(empty)) == ("0027", False)
+
+
+def test_tables_of_another_program_are_left_alone(empty: Database) -> None:
+    with empty.write() as session:
+        session.execute(text("CREATE TABLE clients (id INTEGER)"))
+    with pytest.raises(CannotOpen, match="the tables cannot be made"):
+        empty.migrate()
+    with empty.read() as session:
+        assert inspect(session.connection()).get_table_names() == ["clients"]
+
+
+# When a coordinator has lost its object store, and when it has it again.
+
+
+class Bucket:
+    """A bucket that works or not, and notes whether each probe wrote."""
+
+    def __init__(self) -> None:
+        self.failed = self.broken = False
+        self.wrote: list[bool] = []
+
+    def probe(self, writes: bool) -> None:
+        self.wrote.append(writes)
+        if self.broken:
+            raise ObjectStoreAway("the object store does not answer: refused")
+
+
+class Clock:
+    """The monotonic clock, set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(objects_watch, "time", made)
+    return made
+
+
+def looks(watch: ObjectsWatch, clock: Clock, seconds: float) -> None:
+    """Look for so long."""
+    end = clock.now + seconds
+    while clock.now < end:
+        clock.now += watch.look()
+
+
+def test_one_failure_is_no_loss_and_a_lost_store_is_noticed_and_given_up_in_time(clock: Clock) -> None:
+    bucket = Bucket()
+    watch = ObjectsWatch(bucket)
+    looks(watch, clock, 10)
+    assert bucket.wrote[:3] == [False, False, False], "while all is well it is only read"
+    bucket.broken = True
+    watch.look()
+    assert watch.lost is None
+    bucket.broken = False
+    watch.look()
+    assert bucket.wrote[-1] is True, "it is not trusted before it was written"
+    bucket.broken, lost_at = True, clock.now
+    looks(watch, clock, 2)
+    assert watch.lost is not None
+    assert not watch.gives_away, "others may have lost the same store, and say so soon"
+    while not watch.gives_away:
+        looks(watch, clock, 0.1)
+    assert clock.now - lost_at < 7
+
+
+def test_a_store_that_comes_and_goes_is_trusted_later_each_time(clock: Clock) -> None:
+    bucket = Bucket()
+    watch = ObjectsWatch(bucket)
+    trials = []
+    for _ in range(3):
+        bucket.broken = True
+        looks(watch, clock, 5)
+        bucket.broken, back = False, clock.now
+        assert watch.lost is not None
+        while watch.lost is not None:
+            looks(watch, clock, 0.1)
+            assert not watch.gives_away
+        trials.append(clock.now - back)
+    assert 5 <= trials[0] < 8
+    assert trials[0] < trials[1] < trials[2]
+
+
+def test_a_write_that_failed_is_followed_by_a_probe_that_writes(clock: Clock) -> None:
+    bucket = Bucket()
+    watch = ObjectsWatch(bucket)
+    bucket.failed = True
+    watch.look()
+    assert bucket.wrote == [True]
+    bucket.failed = False
+    looks(watch, clock, objects_watch.WRITE_SECONDS + 3)
+    assert True in bucket.wrote[1:], "and now and then in any case"
