@@ -96,9 +96,7 @@ def test_names_of_the_hub_are_those_of_open_clip() -> None:
         known_as("openai/clip-vit-base-patch16", "laion400m_e32")
 
 
-def test_weights_that_are_neither_here_nor_within_reach_are_told_soon(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_not_in_reach_are_told_soon(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     def download(*about: object, **options: object) -> None:
         raise AssertionError("a download tries for minutes")
 
@@ -145,9 +143,7 @@ def test_weights_that_are_here_are_not_looked_for_elsewhere(monkeypatch: pytest.
     assert asked == [weights.endpoint()]
 
 
-def test_weights_of_one_s_own_are_prepared_as_the_published_ones_are(
-    shaken: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_weights_prepared_as_published(shaken: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SigLIP's images are normalised to -1...1 whatever name the weights have."""
     import open_clip
 

@@ -409,9 +409,7 @@ def test_two_packages_with_one_name_are_refused_and_both_named(install: Install,
     assert told.endswith("more than one package brings it: uninstall all but one")
 
 
-def test_a_package_does_not_replace_a_method_of_ours(
-    install: Install, registry: MethodRegistry, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_package_replaces_ours(install: Install, registry: MethodRegistry, caplog: pytest.LogCaptureFixture) -> None:
     install("usurper", SOUND.replace('"mine"', '"promptfl"'), promptfl="Mine")
     with caplog.at_level(logging.WARNING):
         assert list(registry) == ["promptfl"]

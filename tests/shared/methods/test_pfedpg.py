@@ -162,9 +162,7 @@ def test_clients_that_did_not_answer_stay_bit_for_bit_as_they_are(optimizer: str
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [128, 768])
 @pytest.mark.parametrize("distance", [0.1, 0.5])
-def test_after_one_step_the_generated_prompts_are_nearer_to_what_the_clients_made_of_them(
-    kind: str, optimizer: str, width: int, distance: float
-) -> None:
+def test_a_step_brings_prompts_nearer_to_the_clients(kind: str, optimizer: str, width: int, distance: float) -> None:
     """All of them together and each client's own, at the default rate from a fresh state, towards fixed P̃."""
     method = make_method({"name": "pfedpg", "generator": kind, "generator_optimizer": optimizer})
     assert isinstance(method, PFedPG)

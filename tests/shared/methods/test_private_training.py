@@ -318,7 +318,7 @@ def test_in_nineteen_of_twenty_runs_the_bound_holds(make_context: Make, z: float
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["no noise", "no clip"])
-def test_in_eighteen_of_twenty_runs_a_broken_mechanism_is_found(
+def test_a_broken_mechanism_is_found_18_times_of_20(
     broken: str, make_context: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if broken == "no clip":

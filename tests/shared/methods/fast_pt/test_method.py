@@ -69,7 +69,7 @@ def test_the_contrastive_term_is_the_papers_with_its_gradient(backbone: Backbone
     assert float((gradient - literally).abs().max()) <= 1e-4 * float(literally.abs().max())
 
 
-def test_the_global_phase_trains_prompt_and_classifier_on_own_and_transferred_embeddings(
+def test_the_global_phase_trains_on_own_and_transferred_embeddings(
     backbone: Backbone, make_sketcher: small.Make
 ) -> None:
     method, context, payload = small.fast_pt(), make_sketcher(), small.payload_of(backbone)
@@ -104,7 +104,7 @@ def test_the_global_phase_trains_prompt_and_classifier_on_own_and_transferred_em
 
 
 @pytest.mark.parametrize("contrastive", [True, False])
-def test_the_domain_prompt_trains_under_the_fixed_global_one(
+def test_domain_prompts_train_under_a_fixed_one(
     contrastive: bool, backbone: Backbone, make_sketcher: small.Make
 ) -> None:
     method, payload = small.fast_pt(contrastive=contrastive), small.payload_of(backbone)
@@ -147,9 +147,7 @@ def test_later_rounds_train_a_private_domain_prompt_first(backbone: Backbone, ma
     assert "domain_loss" not in first.metrics
 
 
-def test_transforms_are_made_once_and_for_newcomers_alone(
-    make_sketcher: small.Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transforms_are_made_once_and_for_newcomers(make_sketcher: small.Make, monkeypatch: pytest.MonkeyPatch) -> None:
     method, context = small.fast_pt(), make_sketcher()
     trained = small.count_transforms(monkeypatch)
     private = method.prepare(context, {})
@@ -509,9 +507,7 @@ def traces(prompt: Tensor) -> list[bytes]:
     ]
 
 
-def test_no_byte_of_a_domain_prompt_leaves_before_the_end(
-    backbone: Backbone, features: FeatureCache, wire: Wire
-) -> None:
+def test_no_byte_of_a_domain_prompt_leaves_early(backbone: Backbone, features: FeatureCache, wire: Wire) -> None:
     simulate(spec(rounds=3), sites(), backbone=backbone, features=features)
     assert {client: [phase for phase, _ in one] for client, one in wire.prompts.items()} == {
         name: ["global", "global", "domain_prompts"] for name in DATA
