@@ -1,4 +1,4 @@
-"""FedCLIPAdapter against its network written out, unit by unit."""
+"""FedCLIPAdapter, FedCLIP, FedTaskRes and FedLP against their equations written out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedPGP against the equations of its paper written out, one image, one class and one prompt at a time."""
+"""FedPGP and FedTPG against their equations written out."""
 
 from __future__ import annotations
 
