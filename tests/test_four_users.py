@@ -267,33 +267,21 @@ RUN = {
 
 
 CHANGED: dict[str, dict[str, Any]] = {
-    "run": {},
-    "typo": {"ruonds": 3},
-    "text": {"rounds": "many"},
-    "none": {"rounds": 0},
-    "method": {"method": {"name": "promptlf"}},
-    "option": {"method": {"name": "promptfl", "mm": 4}},
-    "rate": {"training": {"learning_rate": -1}},
-    "name": {"name": "my pets"},
-    "rule": {"aggregation": {"rule": "medain"}},
-    "noise": {"privacy": {"level": "sample", "clip": 0.3}},
-    "nobody": {"clients": []},
-    "nothing": {"clients": [{"name": "a"}]},
+    "run": {}, "typo": {"ruonds": 3}, "text": {"rounds": "many"}, "none": {"rounds": 0},
+    "method": {"method": {"name": "promptlf"}}, "option": {"method": {"name": "promptfl", "mm": 4}},
+    "rate": {"training": {"learning_rate": -1}}, "name": {"name": "my pets"},
+    "rule": {"aggregation": {"rule": "medain"}}, "noise": {"privacy": {"level": "sample", "clip": 0.3}},
+    "nobody": {"clients": []}, "nothing": {"clients": [{"name": "a"}]},
     "domain": {"clients": [CLIENTS[0], {"name": "b", "data": "symbols:noen"}]},
-    "model": {"backbone": {"model": "ViT-B-17"}},
-    "twice": {"clients": [CLIENTS[0], CLIENTS[0]]},
-    "few": {"participation": {"min_clients": 5}},
-    "optimizer": {"training": {"optimizer": "adamm"}},
-    "epochs": {"training": {"epochs": "two"}},
-    "classes": {"class_names": ["Sun", "sun"]},
-    "template": {"template": "a photo"},
-    "context": {"method": {"name": "promptfl", "context_init": "a very " * 60}},
-    "unnamed": {"backbone": {"model": ""}},
-    "epsilon": {"privacy": {"level": "sample", "epsilon": -1, "clip": 0.3}},
+    "model": {"backbone": {"model": "ViT-B-17"}}, "twice": {"clients": [CLIENTS[0], CLIENTS[0]]},
+    "few": {"participation": {"min_clients": 5}}, "optimizer": {"training": {"optimizer": "adamm"}},
+    "epochs": {"training": {"epochs": "two"}}, "classes": {"class_names": ["Sun", "sun"]},
+    "template": {"template": "a photo"}, "context": {"method": {"name": "promptfl", "context_init": "a very " * 60}},
+    "unnamed": {"backbone": {"model": ""}}, "epsilon": {"privacy": {"level": "sample", "epsilon": -1, "clip": 0.3}},
     "guarded": {"method": {"name": "plan"}, "privacy": {"level": "sample", "epsilon": 3, "clip": 0.3}},
     "part": {"clients": [{"name": "a", "data": "digits?partition=iid&clients=2&client=2"}, CLIENTS[1]]},
     "weights": {"backbone": {"model": "promptfed-tiny", "pretrained": "laion"}},
-}
+}  # fmt: skip
 
 
 TABLES = {

@@ -80,19 +80,12 @@ NOT_AGREED_TO = {
 
 
 CONFIG = TaskConfig(
-    method={"name": "promptfl", "m": 4},
-    training=TrainingSpec(augmentation="crop_flip", views=3),
-    compression=CompressionSpec(up="int8"),
-    backbone=BackboneSpec(fingerprint=FINGERPRINT, shape=BackboneShape(d_e=8)),
-    class_names=NAMES,
-    template="a photo of a {}.",
-    rounds=3,
-    seed=7,
-    privacy=PrivacySpec(level="client", clip=1.0, noise_multiplier=1.0),
-    secure_aggregation=SecureAggregationSpec(),
-    weighting=Weighting(weighting="samples", max_weight_share=0.5),
-    peers=[],
-)
+    method={"name": "promptfl", "m": 4}, training=TrainingSpec(augmentation="crop_flip", views=3),
+    compression=CompressionSpec(up="int8"), backbone=BackboneSpec(fingerprint=FINGERPRINT, shape=BackboneShape(d_e=8)),
+    class_names=NAMES, template="a photo of a {}.", rounds=3, seed=7,
+    privacy=PrivacySpec(level="client", clip=1.0, noise_multiplier=1.0), secure_aggregation=SecureAggregationSpec(),
+    weighting=Weighting(weighting="samples", max_weight_share=0.5), peers=[],
+)  # fmt: skip
 
 
 """A task's configuration in which every part is there; no spec could have all of them."""

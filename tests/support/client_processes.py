@@ -52,11 +52,9 @@ class ClientProcess:
         """Start, or start again with the same command."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", self.module, *self._arguments],
-                stdout=log,
-                stderr=log,
+                [sys.executable, "-m", self.module, *self._arguments], stdout=log, stderr=log,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-            )
+            )  # fmt: skip
 
     def kill(self) -> None:
         """End it as a power cut would."""

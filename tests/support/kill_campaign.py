@@ -63,16 +63,12 @@ CASES = {
         Case({"name": "promptfl", "m": 4}, rounds=8),
         Case({"name": "promptfl", "m": 4}, rounds=8, clients=5, changes={"aggregation": {"rule": "multi_krum"}}),
         Case({"name": "promptfl", "m": 4}, rounds=8, changes={"aggregation": {"server": {"optimizer": "adam"}}}),
-        Case({"name": "pfedmoap", "m": 4}, rounds=8),
-        Case({"name": "promptfl_amp", "m": 4}, rounds=8),
-        Case({"name": "two_phase"}, rounds=6),
-        Case({"name": "plan", "m": 2}, rounds=6),
-        Case({"name": "pfedpg", "m": 4}, rounds=8),
-        Case({"name": "fast_pt", "m": 4}, rounds=8),
-        Case({"name": "fedtpg", "m": 4}, rounds=8),
-        Case({"name": "fedpgp", "m": 4}, rounds=8),
+        Case({"name": "pfedmoap", "m": 4}, rounds=8), Case({"name": "promptfl_amp", "m": 4}, rounds=8),
+        Case({"name": "two_phase"}, rounds=6), Case({"name": "plan", "m": 2}, rounds=6),
+        Case({"name": "pfedpg", "m": 4}, rounds=8), Case({"name": "fast_pt", "m": 4}, rounds=8),
+        Case({"name": "fedtpg", "m": 4}, rounds=8), Case({"name": "fedpgp", "m": 4}, rounds=8),
     )
-}
+}  # fmt: skip
 
 
 class MethodClient(ScriptedClient):

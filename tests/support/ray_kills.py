@@ -124,11 +124,9 @@ def killed(kills: Kills, seed: int, pause: tuple[float, float], run: Mapping[str
         place = Path(folder)
         options = ["--engine", "ray", "--crews", str(CREWS), "--address", nodes.cluster.address]
         running = subprocess.Popen(
-            command(run, place, *options, "--storage", str(place / "storage")),
-            stdout=(place / "told").open("wb"),
-            stderr=(place / "log").open("wb"),
-            start_new_session=True,
-        )
+            command(run, place, *options, "--storage", str(place / "storage")), stdout=(place / "told").open("wb"),
+            stderr=(place / "log").open("wb"), start_new_session=True,
+        )  # fmt: skip
         try:
             while running.poll() is None:
                 waited = time.monotonic() + draw.uniform(*pause)

@@ -227,11 +227,9 @@ def test_trainers_and_unseen_targets_have_rows_of_their_own() -> None:
     personal = run("fedpgp", one("a", "trainer", "test", 3), one("a", "trainer", "target", 2))
     measured = {(row.label, row.split): (row.accuracy, row.ece) for row in measures_of([shared, personal])}
     assert measured == {
-        ("promptfl", "test"): ([1.0], [pytest.approx(0.1)]),
-        ("promptfl", "target"): ([0.25], [pytest.approx(0.65)]),
-        ("fedpgp", "test"): ([0.75], [pytest.approx(0.15)]),
-        ("fedpgp", "target"): ([0.5], [pytest.approx(0.4)]),
-    }
+        ("promptfl", "test"): ([1.0], [pytest.approx(0.1)]), ("promptfl", "target"): ([0.25], [pytest.approx(0.65)]),
+        ("fedpgp", "test"): ([0.75], [pytest.approx(0.15)]), ("fedpgp", "target"): ([0.5], [pytest.approx(0.4)]),
+    }  # fmt: skip
 
 
 # The paired bootstrap, and figures of a bench's answers, against literal versions.

@@ -103,16 +103,11 @@ _FEDPGP = {"coop", "promptfl", "promptfl_prox", "fedpgp"}
 _FEDTPG = {"promptfl", "fedkgcoop", "fedcocoop", "fedmaple", "fedtpg"}
 _FEDMGP = {"promptfl", "fedotp", "fedtpg", "fedpgp", "promptfolio"}
 ROWS = {
-    "fedpgp-base-to-novel": _FEDPGP | {"fedmaple", "fedcocoop"},
-    "fedpgp-office": _FEDPGP,
-    "fedpgp-domainnet": _FEDPGP,
+    "fedpgp-base-to-novel": _FEDPGP | {"fedmaple", "fedcocoop"}, "fedpgp-office": _FEDPGP, "fedpgp-domainnet": _FEDPGP,
     "fedpgp-cifar": _FEDPGP,
     "fedpgp-pathological": _FEDPGP | {"promptfl_ft", "promptfl_per", "promptfl_amp", "pfedprompt"},
-    "fedtpg-nine-datasets": _FEDTPG | {"coop"},
-    "fedtpg-cross-dataset": _FEDTPG,
-    "fedtpg-imagenet-variants": _FEDTPG,
-    "fedtpg-5-classes": {"promptfl", "fedkgcoop", "fedtpg"},
-    "fedtpg-10-classes": {"promptfl", "fedkgcoop", "fedtpg"},
+    "fedtpg-nine-datasets": _FEDTPG | {"coop"}, "fedtpg-cross-dataset": _FEDTPG, "fedtpg-imagenet-variants": _FEDTPG,
+    "fedtpg-5-classes": {"promptfl", "fedkgcoop", "fedtpg"}, "fedtpg-10-classes": {"promptfl", "fedkgcoop", "fedtpg"},
     **{f"plan-{data}": _PLAN for data in ("pacs", "officehome", "vlcs")},
     "plan-domainnet": _PLAN - {"fedavg", "fedprox", "FedSR"},
     **{f"plan-{data}-ablation": _PLAN_PARTS for data in ("pacs", "officehome", "vlcs")},
@@ -122,13 +117,10 @@ ROWS = {
     **{f"pfedpg-{data}-generator": _GENERATORS for data in ("office", "domainnet", "cifar")},
     **{f"fastpt-{data}": _LEAVE_OUT for data in ("pacs", "vlcs", "officehome", "domainnet")},
     **{f"fastpt-{data}-few-shot": {"promptfl", "fast_pt"} for data in ("pacs", "domainnet")},
-    "fastpt-pacs-ablation": _FAST_PT_PARTS,
-    "fedmgp-base-to-novel": _FEDMGP,
-    "fedmgp-cifar": _FEDMGP,
-    "fedmvp-nine": {"promptfl", "fedmaple", "fedtpg"},
-    "fedmvp-domains": {"fedclip", "fedtpg"},
+    "fastpt-pacs-ablation": _FAST_PT_PARTS, "fedmgp-base-to-novel": _FEDMGP, "fedmgp-cifar": _FEDMGP,
+    "fedmvp-nine": {"promptfl", "fedmaple", "fedtpg"}, "fedmvp-domains": {"fedclip", "fedtpg"},
     "pfedmma-base-to-novel": {"promptfl", "fedpgp", "fedotp", "pfedmoap"},
-}
+}  # fmt: skip
 """The rows of the papers' tables that promptfed has a method for, by preset."""
 BESIDE = {**{f"plan-{data}": {"fedavg of the last block", "fedlora"} for data in ("pacs", "officehome", "vlcs")}}
 PAPERS_OWN = {"SWAD", "HCVP", "Doprompt", "FedADG", "CCST", "ELCFS", "ELCFS+GA"}

@@ -34,15 +34,10 @@ def backbone() -> Backbone:
 def result(backbone: Backbone) -> promptfed.Result:
     source = open_source(f"symbols:sketch{SMALL}")
     return promptfed.run(
-        {"name": "fedpgp", "m": 4},
-        {"neon": f"symbols:neon{SMALL}", "quickdraw": f"symbols:quickdraw{SMALL}"},
-        unseen=[replace(source, uri="anything")],
-        rounds=2,
-        training={"epochs": 1, "learning_rate": 0.01},
-        class_names=list(source.class_names),
-        backbone=backbone,
-        seed=3,
-    )
+        {"name": "fedpgp", "m": 4}, {"neon": f"symbols:neon{SMALL}", "quickdraw": f"symbols:quickdraw{SMALL}"},
+        unseen=[replace(source, uri="anything")], rounds=2, training={"epochs": 1, "learning_rate": 0.01},
+        class_names=list(source.class_names), backbone=backbone, seed=3,
+    )  # fmt: skip
 
 
 def test_accuracies_by_client_round_and_role(result: promptfed.Result) -> None:
