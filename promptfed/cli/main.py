@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import io
 import logging
@@ -64,7 +63,7 @@ def main() -> None:
     lines = MessageLines(logging.WARNING)
     logging.getLogger().addHandler(lines)
     logging.captureWarnings(True)
-    atexit.register(gc.freeze)  # else the interpreter's end looks through all that torch brought, for over a second
+    gc.set_threshold(10_000)  # as the coordinator: at the usual 700, torch's import is searched for garbage eight times
     try:
         try:
             app()

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -134,9 +136,9 @@ def glyph(character: str, font: str = "DejaVuSans.ttf") -> Tensor:
 
 
 def _font_path(name: str) -> str:
-    import matplotlib
-
-    return f"{matplotlib.get_data_path()}/fonts/ttf/{name}"
+    matplotlib = find_spec("matplotlib")  # found, not imported, which would take longer than to draw
+    assert matplotlib is not None
+    return str(Path(str(matplotlib.origin)).with_name("mpl-data") / "fonts" / "ttf" / name)
 
 
 def place(glyphs: Tensor, draws: Draws, wobble: float, amount: float = 1.0) -> Tensor:

@@ -32,7 +32,6 @@ from promptfed.cli.common import (
     Written,
     refuse,
 )
-from promptfed.runtime.containers import choose_gpus, gpus_of_engine, gpus_of_torch
 from promptfed.runtime.processes import LocalFederation, Processes, Services, Site, interrupt_on_sigterm
 from promptfed.runtime.run_file import RunFile, check_trainers, read_run, with_own_classes
 from promptfed.sdk import operations, trackers
@@ -289,6 +288,8 @@ def launch(
     interrupt_on_sigterm()
     started = time.monotonic()
     run = read_run(spec, clients)
+    from promptfed.runtime.containers import choose_gpus, gpus_of_engine, gpus_of_torch
+
     chosen_gpus = choose_gpus(gpus, gpus_of_torch if runtime == "process" else gpus_of_engine)
     check_port(port)
     engine = None

@@ -100,18 +100,11 @@ def test_shell_completion(tmp_path: Path) -> None:
     assert "--policy" in complete("promptfed client --pol", 2)
 
 
-def test_all_commands_import_no_torch() -> None:
-    heavy = ["torch", "open_clip", "matplotlib", "sqlalchemy", "sklearn"]
-    code = f"import sys, promptfed.cli.main; print([name for name in {heavy} if name in sys.modules])"
+def test_all_commands_import_nothing_large() -> None:
+    large = ["torch", "open_clip", "transformers", "timm", "scipy", "matplotlib", "sqlalchemy", "sklearn", "docker"]
+    code = f"import sys, promptfed.cli.main; print([name for name in {large} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert done.stdout == "[]\n"
-
-
-def test_the_end_of_a_command_does_not_search_all_modules_for_garbage() -> None:
-    seen = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > len(gc.get_objects())))"
-    code = f"{seen}; from promptfed.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, "none"], capture_output=True, text=True, timeout=PATIENCE)
-    assert (done.stdout, done.returncode) == ("True\n", Exit.USAGE)
 
 
 def sized(size: Annotated[int, typer.Option(min=1)] = 3) -> Iterator[int]:

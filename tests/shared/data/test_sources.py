@@ -399,6 +399,12 @@ def test_names_and_glyphs_are_distinct_and_plain() -> None:
     assert likeness.max() < 0.95
 
 
+def test_the_library_that_has_the_font_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "matplotlib", raising=False)
+    assert torch.equal(symbols.glyph.__wrapped__("a"), symbols.glyph("a"))
+    assert "matplotlib" not in sys.modules
+
+
 def test_at_least_seven_domains_of_which_four_are_rare() -> None:
     assert len(symbols.STYLES) >= 7
     assert len(symbols.RARE) >= 4
