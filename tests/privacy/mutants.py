@@ -37,8 +37,9 @@ class Mutant:
 
 
 SIGNATURE = "    body = confirmed(roster, place, digest)\n", "    return True\n"
-SIZE = "    if len(content) != 2 * shamir.SHARE_BYTES:\n"
-NO_SIZE = "    if not content:\n        return bytes(shamir.SHARE_BYTES), bytes(shamir.SHARE_BYTES)\n    if False:\n"
+SIZE = "    if len(content) != 2 * primitives.SHARE_BYTES:\n"
+NOTHING = "bytes(primitives.SHARE_BYTES)"
+NO_SIZE = f"    if not content:\n        return {NOTHING}, {NOTHING}\n    if False:\n"
 KEYS = "    if not limits.peers:\n        return\n    others", "    return\n    others"
 MUTANTS = (
     Mutant("other_lists", MEMBER, "_has_signed", *SIGNATURE),

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import promptfed.shared.data.folder as folders
-import promptfed.shared.data.public_sets as torchvision_sets
 from promptfed.client_service.training.data import check_classes, check_domain, domain_of
 from promptfed.experiments.bench.presets import Preset, preset_names, read_preset
 from promptfed.experiments.bench.protocols import BaseToNovel
 from promptfed.experiments.bench.runner import Job, Runner
 from promptfed.experiments.simulation.preparation import expect_usable, open_site, simulated_spec
 from promptfed.sdk.backbone import resolve
+from promptfed.shared.data import public_sets
 from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.methods import check_fits, method_for
 from promptfed.shared.methods.core.interface import ChecksClients, ClientInfo, ServerContext
@@ -98,7 +98,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def without_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchvision_sets, "_load", labels_only)
+    monkeypatch.setattr(public_sets, "_load_torchvision", labels_only)
     monkeypatch.setattr(folders, "_digests", lambda items: [str(item.path) for item in items])
 
 

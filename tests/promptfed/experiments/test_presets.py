@@ -12,13 +12,12 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-import promptfed.shared.data.public_sets as torchvision_sets
 from promptfed.cli.main import app
 from promptfed.experiments.bench.presets import preset_names, read_preset
 from promptfed.experiments.bench.protocols import KNOWN
 from promptfed.experiments.bench.tables import TableRow, interleaved
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.shared.data import Source, open_source
+from promptfed.shared.data import Source, open_source, public_sets
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.partition import classes_each, halves, pathological
 from promptfed.shared.data.registry import SCHEMES
@@ -222,7 +221,7 @@ def test_fedtpg_words_each_data_set_as_table_5_does(name: str, monkeypatch: pyte
     small = open_source("digits?shots=2")
 
     def opened(body: str, options: Options) -> Source:
-        return replace(small, template=torchvision_sets.TEMPLATES.get(body, torchvision_sets.TEMPLATE))
+        return replace(small, template=public_sets.TEMPLATES.get(body, public_sets.TEMPLATE))
 
     monkeypatch.setitem(SCHEMES, "torchvision", opened)
     class_folders(tmp_path / "ucf101")
@@ -299,7 +298,7 @@ ALSO = [name.removeprefix("paper:") for name in preset_names() if name.removepre
 def test_a_preset_runs_shrunk(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from promptfed.shared.data import registry
 
-    assert torchvision_sets.open_torchvision is registry.SCHEMES["torchvision"]
+    assert public_sets.open_torchvision is registry.SCHEMES["torchvision"]
     monkeypatch.setitem(registry.SCHEMES, "torchvision", made_up_torchvision)
     full = read_preset(f"paper:{name}")
     given = full.setting
