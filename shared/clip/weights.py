@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
-from safetensors.torch import load_file
-
 from promptfed.shared.clip.errors import BackboneError, near, one_line
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones, BackboneSpec
+from promptfed.shared.tensors.lazy import torch
 
 REACH_SECONDS = 3.0  # seconds for a first answer of the hub
 # OpenAI's models by transformers' names; open_clip downloads the same weights from another source.
@@ -238,6 +236,8 @@ def load_into(model: Any, path: Path, name: str) -> None:
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
             return load_file(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
