@@ -192,7 +192,7 @@ def test_a_run_file_that_cannot_run(spec: Path, written: str, instead: str, opti
 @pytest.mark.parametrize("runtime", ["process", "docker"])
 def test_more_gpus_than_there_are(spec: Path, runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        f"promptfed.cli.commands.run.gpus_of_{'torch' if runtime == 'process' else 'engine'}", lambda: ["one"]
+        f"promptfed.runtime.containers.gpus_of_{'torch' if runtime == 'process' else 'engine'}", lambda: ["one"]
     )
     code, said = refusal(str(spec), "--runtime", runtime, "--gpus", "2")
     assert code == Exit.BAD_INPUT

@@ -1,5 +1,6 @@
 """``dicom:``: what is read of which files, windows, tables of labels, patients."""
 
+# ruff: noqa: E402 - the rest needs pydicom
 from __future__ import annotations
 
 import csv
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+pydicom = pytest.importorskip("pydicom", reason="DICOM files: pip install '.[medical]'")
 from pydicom.data import get_testdata_file
 from pydicom.dataset import Dataset
 from pydicom.encaps import encapsulate
@@ -33,9 +36,6 @@ from promptfed.shared.data.partition import grouped
 from promptfed.shared.data.readers import Answer, Readers, Request, readers
 from promptfed.shared.spec.spec import PrivacySpec
 from tests.support.own_images import union_uri
-
-pydicom = pytest.importorskip("pydicom", reason="DICOM files: pip install '.[medical]'")
-
 
 DRAWS = np.random.default_rng(5)
 

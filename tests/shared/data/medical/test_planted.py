@@ -1,5 +1,6 @@
 """Identifiers of patients appear nowhere outside their files, in whatever way they are written."""
 
+# ruff: noqa: E402 - the rest needs pydicom
 from __future__ import annotations
 
 import asyncio
@@ -21,6 +22,7 @@ import pytest
 from playwright.sync_api import Browser
 from typer.testing import CliRunner
 
+pydicom = pytest.importorskip("pydicom", reason="DICOM files: pip install '.[medical]'")
 import promptfed
 from promptfed.cli.main import app
 from promptfed.shared.data import DataError, open_source
@@ -30,9 +32,6 @@ from tests.support.browser import browser as browser
 from tests.support.coordinators import InThread, in_thread
 from tests.support.loopback_server import LoopbackServer
 from tests.support.waiting import PATIENCE
-
-pydicom = pytest.importorskip("pydicom", reason="DICOM files: pip install '.[medical]'")
-
 
 TEXTS = (
     *("PatientName", "PatientID", "OtherPatientNames", "PatientBirthName", "PatientMotherBirthName", "PatientAddress"),
@@ -199,9 +198,6 @@ def test_an_unlistable_folder_is_named_to_its_owner_only(tmp_path: Path, monkeyp
     assert any("DIRS3ZK" in problem for problem in caught.value.problems)
 
 
-pytest.importorskip("pydicom", reason="DICOM files: pip install '.[medical]'")
-
-
 def test_a_federation_over_dicom_files_learns() -> None:
     command = [sys.executable, "-m", "promptfed", "demo", "--data", "dicom", "--rounds", "3", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -211,9 +207,6 @@ def test_a_federation_over_dicom_files_learns() -> None:
 
 
 # Identifiers of patients stay at their sites in a whole federation of processes, in all that it writes and sends.
-
-
-pytest.importorskip("pydicom", reason="DICOM files: pip install '.[medical]'")
 
 
 SYNTAX = "1.2.840.10008.4711.9"  # of no standard
