@@ -43,7 +43,7 @@ def sentence(event: str, facts: Mapping[str, Any]) -> str | None:
 
 def _enrolled(facts: Mapping[str, Any]) -> str:
     images = f"{facts['train']} training and {facts['test']} test images"
-    return f"enrolled as {facts['client_id']}: {images}; waiting for tasks, which come once the operator has started"
+    return f"enrolled as {facts['client_id']}: {images}; tasks come once the federation has started"
 
 
 def _trained(facts: Mapping[str, Any]) -> str:

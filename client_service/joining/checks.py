@@ -172,7 +172,7 @@ def _readable(source: Source) -> list[Check]:
     except DataError as error:
         return [Check("images", "fail", str(error))]
     held = len(source.train) + len(source.test)
-    text = f"{looked} of {held} were read" + (", a sample: the others before anything is sent" if looked < held else "")
+    text = f"{looked} of {held} were read" + (", a sample" if looked < held else "")
     both = digests[0] & digests[1]
     if both:
         advice = "test accuracy will look better than it is: keep copies on one side"

@@ -495,7 +495,7 @@ COURSE: list[tuple[str, Mapping[str, Any]]] = [
 
 def test_lines_for_people(caplog: pytest.LogCaptureFixture) -> None:
     assert lines(EventTextLines("%(message)s"), caplog) == [
-        "enrolled as cli-1: 24 training and 8 test images; waiting for tasks, which come once the operator has started",
+        "enrolled as cli-1: 24 training and 8 test images; tasks come once the federation has started",
         "round 1/8 train: loss 1.204, 1.8 s",
         "round 1 train: the coordinator has the update, 7,368 bytes", "round 1/8 accuracy 43.5% (zero-shot 33.4%)",
         "round 2/8 accuracy 50.0%", "round 3/8 evaluated",

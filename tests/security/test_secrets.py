@@ -186,7 +186,8 @@ def test_a_waiting_client_is_counted_while_it_waits(coordinator: InThread) -> No
 def test_a_password_is_no_secret(coordinator: InThread) -> None:
     federation = coordinator.create()
     token = coordinator.token(federation)
-    for poor in ("", "secret", "a" * 63, secrets.token_hex(16)):
+    for poor in ("", "short", "secret", "a" * 63, secrets.token_hex(16)):
         answer = coordinator.client(federation, "a").enrol(token, secret=poor)
         assert answer.status_code == 422, poor
+        assert answer.json()["type"].endswith("/invalid-request"), poor
         assert len(poor) < 10 or poor not in answer.text

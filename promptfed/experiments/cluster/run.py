@@ -149,15 +149,13 @@ def simulate_on_ray(
     _check(on, len(sites), device)
     wanted, initial, _ = prepare(spec, sites, pool, None, allow_backbone)
     threads = wanted.training.threads
-    with connected(on.address) as cluster:
-        # Before the folder: a refused command leaves none that belongs to its run.
+    with run_folder(on.storage, identity(wanted, sites)) as folder, connected(on.address) as cluster:
         expect_room(cluster.nodes(), on.crews, threads * pool, on.gpus_per_crew)
         nodes = cluster.nodes()
         if on.storage is None and len(nodes) > 1:
             text = f"the Ray cluster has {len(nodes)} nodes, and what clients keep must be there for all of them"
             raise CommandError(f"{text}: give --storage FOLDER, one that all nodes see", Exit.BAD_INPUT)
         with (
-            run_folder(on.storage, identity(wanted, sites)) as folder,
             _crews(cluster, on, threads * pool) as crews,
             _coordinator(folder, cluster.here) as (local, authority),
         ):

@@ -56,6 +56,8 @@ def identity(spec: FederationSpec, sites: Sequence[Site]) -> str:
 def run_folder(storage: Path | None, run: str, option: str = "--storage") -> Iterator[RunFolder]:
     """The folder ``storage``, which is new or belongs to ``run``; if None, a temporary one for the block.
 
+    A new folder in which a refused command has left nothing belongs to no run: the corrected command can have it.
+
     Raises:
         CommandError: it cannot be used, belongs to something else, or another command uses it.
     """
@@ -66,7 +68,7 @@ def run_folder(storage: Path | None, run: str, option: str = "--storage") -> Ite
     path = storage.expanduser().absolute()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _claim(path, run, option)
+        new = _claim(path, run, option)
         key = (path / KEY_FILE).read_text().strip()
         lock = (path / RUN_FILE).open("r+")
     except OSError as error:
@@ -75,20 +77,27 @@ def run_folder(storage: Path | None, run: str, option: str = "--storage") -> Ite
         if not machine.try_lock(lock.fileno()):
             text = f"another command runs with {option} {storage}"
             raise CommandError(f"{text}: wait for its end, or give another folder", Exit.BAD_INPUT)
-        yield RunFolder(path, key, lasting=True)
+        try:
+            yield RunFolder(path, key, lasting=True)
+        except CommandError:
+            if new and {entry.name for entry in path.iterdir()} == {RUN_FILE, KEY_FILE}:
+                (path / RUN_FILE).unlink()
+            raise
 
 
-def _claim(path: Path, run: str, option: str) -> None:
+def _claim(path: Path, run: str, option: str) -> bool:
+    """Make ``path`` the folder of ``run``; whether it was nobody's before."""
     about = path / RUN_FILE
     if about.exists():
         if _run_in(about, option) != run:
             text = f"{option} {path} holds another run (another spec, or other clients)"
             raise CommandError(f"{text}: give a new folder, or that run's file", Exit.BAD_INPUT)
-        return
+        return False
     if any(entry.name != KEY_FILE for entry in path.iterdir()):
         raise CommandError(f"{option} {path} is not empty, and holds no run: give a new folder", Exit.BAD_INPUT)
     write_whole(path / KEY_FILE, (secrets.token_hex(32) + "\n").encode(), mode=0o600)
     write_whole(about, (json.dumps({"format": FORMAT, "run": run}) + "\n").encode())
+    return True
 
 
 def _run_in(about: Path, option: str) -> str | None:

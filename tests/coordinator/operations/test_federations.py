@@ -43,6 +43,17 @@ def test_a_federation_from_create_to_prompts(coordinator: InThread) -> None:
     assert response.headers["etag"] == f'"{state_hash(state)}"'
 
 
+@pytest.mark.both_databases
+def test_weights_come_from_the_enrolled_numbers_of_samples(coordinator: InThread) -> None:
+    federation = coordinator.create(rounds=1, aggregation={"max_weight_share": 0.6})
+    clients = [coordinator.enrol(federation, name, num_samples=n)[0] for name, n in (("a", 97), ("b", 1), ("c", 2))]
+    coordinator.post(f"{federation}/start")
+    drive(clients)
+    [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
+    weights = {one["client"]: one["weight"] for one in phase["counted"]}
+    assert weights == pytest.approx({"a": 0.6, "b": 0.4 / 3, "c": 0.8 / 3})
+
+
 def test_a_method_without_phases_runs_to_its_end(coordinator: InThread) -> None:
     raw = spec(rounds=2)
     raw["method"] = {"name": "zero_shot"}

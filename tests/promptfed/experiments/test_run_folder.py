@@ -91,3 +91,17 @@ def test_every_client_is_in_one_crew(crews: int) -> None:
     dealt = shares(SITES, crews)
     assert sorted(site.name for share in dealt for site in share) == [site.name for site in SITES]
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_refused_command_leaves_a_new_folder_only_to_what_it_has_stored(tmp_path: Path, stored: bool) -> None:
+    place = tmp_path / "storage"
+    with pytest.raises(CommandError, match="no room"), run_folder(place, run()):
+        if stored:
+            (place / "data").mkdir()
+        raise CommandError("no room", Exit.BAD_INPUT)
+    if stored:
+        with pytest.raises(CommandError, match="another run"), run_folder(place, run(3)):
+            pass
+    with run_folder(place, run() if stored else run(3)) as folder:
+        assert folder.lasting
