@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import logging
 import os
@@ -63,7 +62,6 @@ def main() -> None:
     lines = MessageLines(logging.WARNING)
     logging.getLogger().addHandler(lines)
     logging.captureWarnings(True)
-    gc.set_threshold(10_000)  # as the coordinator: at the usual 700, torch's import is searched for garbage eight times
     try:
         try:
             app()

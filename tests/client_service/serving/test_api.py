@@ -430,6 +430,7 @@ def test_a_client_on_a_gpu_answers_what_it_answers_on_the_cpu(make: Make, source
     for device in ("cpu", "cuda"):
         with far_device():
             there = load_backbone("promptfed-tiny", None, device=device)
+            assert there.device.type == device
             coordinator = make.coordinator(rounds=2, method={"name": "fedpgp", "m": 4})
             own = make.settings.model_copy(update={"state_dir": tmp_path / device, "device": device})
             cache = FeatureCache(tmp_path / f"features-{device}")

@@ -27,7 +27,7 @@ from promptfed.sdk.result import Accuracy
 from promptfed.shared.data import open_source
 from promptfed.shared.metrics import calibration_error
 from promptfed.shared.spec.spec import FederationSpec
-from tests.support.far_device import far_device
+from tests.support.far_device import far_device, waits
 
 DATA = "symbols:neon?topic=weather&per_class=4&test_per_class=3"
 
@@ -361,9 +361,10 @@ def test_what_methods_measure_is_kept_by_round_and_phase() -> None:
 
 def test_on_a_gpu_it_finds_what_it_finds_on_the_cpu(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """On the tests' stand-in for a GPU, of which the backbone is told by ``--device``."""
-    with far_device():
+    with far_device(), waits() as counted:
         code, _, stderr = invoke(*ARGUMENTS, "--seeds", "0", "--device", "cuda", "--out", str(tmp_path))
     assert code == 0, stderr
+    assert counted, "answers came from the device"
     here, there = (json.loads((out / "results.json").read_text())["runs"] for out in (finished[0], tmp_path))
     for cpu, gpu in zip(here, there, strict=True):
         assert gpu["accuracies"] == cpu["accuracies"]

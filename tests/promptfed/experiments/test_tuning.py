@@ -22,7 +22,7 @@ from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.api.remarks import movement, near_chance
 from promptfed.shared.data import open_source
-from tests.support.far_device import far_device
+from tests.support.far_device import far_device, waits
 
 RUN = """\
 method: {name: promptfl, m: 4}
@@ -169,9 +169,10 @@ def test_on_a_gpu_the_same_rate_is_found(tmp_path: Path) -> None:
     found = []
     for device in ("cpu", "cuda"):
         tune = ("tune", str(tmp_path / "run.yaml"), "--rates", "0.01,0.1", "--seeds", "1", "--device", device, "--json")
-        with far_device():
+        with far_device(), waits() as counted:
             code, output = invoke(*tune, "--out", str(tmp_path / f"{device}.yaml"))
         assert code == 0, output
+        assert bool(counted) is (device == "cuda"), "answers came from the device"
         found.append(json.loads(output.splitlines()[-1]))
     assert found[1]["winner"] == found[0]["winner"]
     assert [row["accuracy"] for row in found[1]["tried"]] == [row["accuracy"] for row in found[0]["tried"]]

@@ -17,7 +17,7 @@ from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.data import open_source
 from tests.support import exports
 from tests.support.coordinators import in_thread
-from tests.support.far_device import far_device
+from tests.support.far_device import far_device, waits
 from tests.support.own_images import SHAPES, picture, write_folder
 from tests.support.waiting import PATIENCE
 
@@ -208,12 +208,13 @@ def test_a_run_on_a_gpu_is_that_on_the_cpu(spec: dict[str, Any], tmp_path: Path)
     data = [f"folder:{write_folder(tmp_path / str(seed), SHAPES[:3], each=4, seed=seed)}" for seed in range(3)]
     found = []
     for device in ("cpu", "cuda"):
-        with far_device():
+        with far_device(), waits() as counted:
             method, training = {"name": "promptfl", "m": 2}, {"batch_size": 4}
             made = promptfed.run(method, data, rounds=1, training=training, device=device, progress=False, **spec)
             answer = made.predict(picture("circle", 1))
             weights = load_file(made.export(tmp_path / device) / "class_weights.safetensors")
             found.append((made.state | weights, answer.probabilities))
+        assert bool(counted) is (device == "cuda"), "answers came from the device"
     for name, value in found[0][0].items():
         torch.testing.assert_close(found[1][0][name], value, rtol=1e-5, atol=1e-5)
     assert found[1][1] == pytest.approx(found[0][1], abs=1e-5)
