@@ -456,7 +456,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def count_operations(model: str, name: str, classes: int, batch: int, protected: bool) -> dict[str, Any]:
-    """The operations of a step, by the way (`step_operations.WAYS`) that prompts pass the text tower.
+    """The operations of a step, by the way (`WAYS`) that prompts pass the text tower.
 
     Of `IMAGES` also those of a loop over open_clip's own towers.
     """

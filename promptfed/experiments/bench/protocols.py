@@ -187,7 +187,7 @@ _DOMAINS = frozenset({"domains", "class_names", "domain_words"})
 class Trial:
     """One federation of a protocol: its name within the seed, its additions to the spec, and its clients.
 
-    ``swap_prompts``: each client is also tested with the others' prompts and its own head (`other_prompts`).
+    ``swap_prompts``: each client is also tested with the others' prompts and its own head.
     """
 
     name: str

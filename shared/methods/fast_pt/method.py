@@ -3,7 +3,7 @@
 Style transfer (`style_transfer`) runs once on each client before its first task. In every round clients
 then train P^G ``(m, d_t)`` and the domain classifier φ (linear, d_e→n) on their own and the transferred embeddings.
 Each has a domain prompt P^D ``(m, d_t)`` too, which it sends after the last round only. From then on an image x is
-classified with the text of [P^G, P^N, class], P^N = Σ_k g_k·P^D_k, g = softmax φ(I(x)) (`.domain_mixture`).
+classified with the text of [P^G, P^N, class], P^N = Σ_k g_k·P^D_k, g = softmax φ(I(x)) (`.domains`).
 
 Rows of φ: a domain is its description's wording. The first ones are sorted by name; one that joins late appends a row
 of zeros, so that no row ever moves. Which row is whose stands in the tensor ``domains``: a client's peers may change.
