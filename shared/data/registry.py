@@ -23,7 +23,7 @@ from promptfed.shared.data.source import DataError, Source, joined
 from promptfed.shared.data.symbols import open_symbols
 from promptfed.shared.plain_text import alike_text
 
-SCHEME = "union"
+UNION = "union"
 
 
 def open_union(body: str, options: Options, open_one: Callable[[str], Source]) -> Source:
@@ -69,7 +69,7 @@ SCHEMES: dict[str, Callable[[str, Options], Source]] = {
     "dicom": open_dicom,
     "torchvision": open_torchvision,
     "hf": open_hugging_face,
-    SCHEME: lambda body, options: open_union(body, options, lambda uri: _part(uri, options)),
+    UNION: lambda body, options: open_union(body, options, lambda uri: _part(uri, options)),
 }
 """Opener by scheme: what stands between the colon and the question mark, and the options -> the whole source."""
 
@@ -77,7 +77,7 @@ _CLASSES = frozenset({"only", "min_per_class"})
 AT_OPENING = {"folder": _CLASSES, "csv": _CLASSES}
 """Common options that the opener of a scheme applies itself: a class left out may be as it likes."""
 
-BY_ROLE = frozenset({"folder", "csv", "dicom", SCHEME})
+BY_ROLE = frozenset({"folder", "csv", "dicom", UNION})
 """Schemes that give an evaluator other images than a trainer."""
 
 REDRAWN = frozenset({"symbols"})
@@ -120,7 +120,7 @@ def parse_uri(uri: str, role: Role = "trainer") -> tuple[str, str, Options]:
     """
     address, _, query = uri.partition("?")
     scheme, _, body = address.partition(":")
-    if scheme != SCHEME:  # whose parts are percent-encoded whole
+    if scheme != UNION:  # whose parts are percent-encoded whole
         body = re.sub("%(25)?((?:25)*3[Ff])", lambda found: f"%{found[2]}" if found[1] else "?", body)
     if scheme not in SCHEMES:
         known = f"unknown data source {scheme!r}; known are {', '.join(sorted(SCHEMES))}"
