@@ -24,8 +24,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from promptfed.shared.data.image_files import READERS
 from promptfed.shared.machine import processors
 from promptfed.shared.spec.spec import BackboneSpec
 
+Precision = Literal["fp32", "fp16", "bf16"]
 MODEL, PRETRAINED = "ViT-B-16", "random"
 TURN = 512  # pictures after which the pipeline and PIL take turns
 MEMORY_METHODS = ("promptfl", "fedvpt")
@@ -51,18 +53,23 @@ EACH = 8
 
 def write_pictures(folder: Path, count: int) -> None:
     """``count`` JPEG files of noise in two classes, half of them for training."""
-    draws = np.random.default_rng(0)
-    for number in range(count):
+    for split, kind in product(("train", "test"), ("left", "right")):
+        (folder / split / kind).mkdir(parents=True)
+
+    def write_one(number: int) -> None:
         place = folder / ("train", "test")[number // 2 % 2] / ("left", "right")[number % 2]
-        place.mkdir(parents=True, exist_ok=True)
-        noise = draws.integers(0, 256, (24, 32, 3), dtype=np.uint8)
+        noise = np.random.default_rng(number).integers(0, 256, (24, 32, 3), dtype=np.uint8)
         Image.fromarray(noise).resize((320, 240)).save(place / f"{number}.jpg", quality=90)
 
+    with ThreadPoolExecutor(processors()) as threads:
+        list(threads.map(write_one, range(count)))
 
-def rate(count: int, model: str, pretrained: str, device: str) -> dict[str, Any]:
+
+def rate(count: int, model: str, pretrained: str, device: str, precision: Precision = "fp32") -> dict[str, Any]:
     """Pictures per second of both loops, and the median ratio."""
     torch.set_num_threads(1)
-    backbone = open_backbone(BackboneSpec(model=model, pretrained=pretrained), allow_backbone=False, device=device)
+    spec = BackboneSpec(model=model, pretrained=pretrained, precision=precision)
+    backbone = open_backbone(spec, allow_backbone=False, device=device)
     with tempfile.TemporaryDirectory() as place:
         write_pictures(Path(place) / "images", 2 * count + 4)
         split = open_source(f"folder:{place}/images").train

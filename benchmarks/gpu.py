@@ -16,6 +16,7 @@ measured; the last line of a case counts. Cases that were skipped for lack of ti
   twice       two runs with `deterministic: true`: the same bits
   clients     four clients of one process that share a device and a backbone: the same state at once and in turn
   crews       two processes on one device, each with a backbone, as `promptfed simulate --engine ray` starts them
+  hundred     a hundred clients, a tenth in each round, beside one: memory, and how busy the device is in the rounds
   precision   fp32, TF32 and bfloat16 on each backbone: time, memory, loss
   memory      a device that is too small for a step holds fewer images' activations at once: the same state but for
               rounding; if it has no room at all, the failure is named, and the run continues from where it stopped
@@ -39,13 +40,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.features import rate
+from benchmarks.features import Precision, rate
 from benchmarks.harness import DOCS, machine, table
 from benchmarks.step import Task, make_task
 from promptfed.client_service.training.trainer import TaskWork
@@ -57,6 +58,7 @@ from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import LocalFederation, Processes, Site
 from promptfed.sdk.backbone import open_backbone
 from promptfed.sdk.client import CommandError, Exit
+from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, shape_of
 from promptfed.shared.clip.towers.text import PromptTokenizer
@@ -174,24 +176,33 @@ def _step_task(backbone: Backbone, name: str, classes: int, folder: Path) -> Tas
     return task
 
 
-def beside(backbone: Backbone, name: str, classes: int, count: int) -> dict[str, Any]:
-    """Seconds and peak memory (MiB) of one of ``count`` steps: the method's, a plain loop's, and that with autocast."""
-    with tempfile.TemporaryDirectory() as folder:
-        task, length = _step_task(backbone, name, classes, Path(folder)), PROMPTS[name]
-        found: dict[str, Any] = {}
-        ways: dict[str, Callable[[], object]] = {
-            "ours": lambda: task.train(replace(task.kept, steps=count), NO_RATE, backbone)
-        }
-        for way, autocast in {"plain": False, "plain fp16": True}.items():
-            if not autocast or backbone.device.type == "cuda":
-                loop = PlainLoop(task, length, name == "plan", autocast)
-                ways[way] = lambda loop=loop: [loop.step() for _ in range(count)]  # type: ignore[misc]
-        for way, run in ways.items():
-            found |= {f"{way}, s": round(_seconds(run, backbone.device) / count, 5)}
-            if backbone.device.type == "cuda":
-                found |= {f"{way}, MiB": torch.cuda.max_memory_allocated() >> 20}
-    plain = min(value for key, value in found.items() if key.startswith("plain") and key.endswith(", s"))
-    return found | {"ratio": round(found["ours, s"] / plain, 3)}
+def beside(backbones: Mapping[str, Backbone], name: str, classes: int, counts: tuple[int, int]) -> dict[str, Any]:
+    """Seconds and peak memory (MiB) of a step: the method's with each backbone, a plain loop's, that with autocast.
+
+    counts: the steps of one of our tasks, whose recording is part of them, and those of a plain loop.
+    """
+    found: dict[str, Any] = {}
+
+    def measured(way: str, run: Callable[[], object], count: int, device: torch.device) -> None:
+        found[f"{way}, s"] = round(_seconds(run, device) / count, 5)
+        if device.type == "cuda":
+            found[f"{way}, MiB"] = torch.cuda.max_memory_allocated() >> 20
+
+    for precision, backbone in backbones.items():
+        with tempfile.TemporaryDirectory() as folder:
+            task = _step_task(backbone, name, classes, Path(folder))
+            kept = replace(task.kept, steps=counts[0])
+            ours = "ours" if precision == "fp32" else f"ours {precision}"
+            measured(ours, lambda: task.train(kept, NO_RATE, backbone), counts[0], backbone.device)  # noqa: B023
+            for way, autocast in {"plain": False, "plain fp16": True}.items():
+                if precision == "fp32" and (not autocast or backbone.device.type == "cuda"):
+                    loop = PlainLoop(task, PROMPTS[name], name == "plan", autocast)
+                    run = lambda: [loop.step() for _ in range(counts[1])]  # noqa: B023, E731
+                    measured(way, run, counts[1], backbone.device)
+    found["ratio"] = round(found["ours, s"] / found["plain, s"], 3)
+    if "plain fp16, s" in found and "ours bf16, s" in found:
+        found["ratio of 16 bits"] = round(found["ours bf16, s"] / found["plain fp16, s"], 3)
+    return found
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -285,22 +296,36 @@ class SpawnedCrews:
             process.join()
 
 
+@dataclass
+class Watched:
+    """MiB that all processes used on the device at most (None on a CPU), and at which times it worked for how much."""
+
+    most: int | None = None
+    busy: list[tuple[float, int]] = field(default_factory=list)  # monotonic seconds, percent of the moment before
+
+    def busy_between(self, start: float, end: float) -> float | None:
+        """The mean percentage; None on a CPU."""
+        found = [percent for moment, percent in self.busy if start <= moment <= end]
+        return round(statistics.mean(found), 1) if found else None
+
+
 @contextmanager
-def _watched(device: str) -> Iterator[list[int]]:
-    """A list with the largest memory in MiB that all processes used on the device in the block; empty on a CPU."""
-    most: list[int] = []
+def _watched(device: str) -> Iterator[Watched]:
+    """What the device did in the block."""
+    watched = Watched()
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.1):
             free, total = torch.cuda.mem_get_info()
-            most[:] = [max([*most, (total - free) // MIB])]
+            watched.most = max(watched.most or 0, (total - free) // MIB)
+            watched.busy.append((time.monotonic(), torch.cuda.utilization()))
 
     thread = threading.Thread(target=watch, daemon=True)
     if device != "cpu":
         thread.start()
     try:
-        yield most
+        yield watched
     finally:
         ended.set()
         if device != "cpu":
@@ -320,14 +345,14 @@ def conducted(
     with (
         Processes(folder) as processes,
         LocalFederation(processes, folder) as local,
-        _watched(device) as most,
+        _watched(device) as watched,
     ):
         conductor = Conductor(local, spawned, RunFolder(folder, KEY, lasting=True), None, lambda snapshot: None)
         try:
             result = conductor.conduct(wanted, initial, tuple(sites), Share(crews, 1, device, False))
         finally:
             spawned.stop()
-    return result, most[0] if most else None
+    return result, watched.most
 
 
 PAGE = DOCS / "results" / "gpu.md"
@@ -411,6 +436,7 @@ TITLES = {
     "Steps beside a plain loop": "steps",
     "Clients at once": "clients",
     "Crews on one device": "crews",
+    "A hundred clients": "hundred",
     "The same bits again": "twice",
     "Precision": "precision",
     "Too little memory": "memory",
@@ -455,14 +481,16 @@ MODELS = {"ViT-B-16": "random", "ViT-L-14": "random", "ViT-SO400M-14-SigLIP": "r
 SMALL = {"promptfed-tiny": "embedded"}
 STYLES = ("painting", "sketch", "neon", "chalk")  # of the clients in turn: some methods need several domains
 DATA = "symbols:{style}?topic=faces&per_class=1&test_per_class=1"  # six images for each client
+HUNDRED = "symbols:blueprint?topic=faces&per_class={images}&test_per_class=50&partition=iid&clients=100"
 SHORT = {"m": 4, "mst_steps": 4}  # a context that fits beside the names into SigLIP's sixteen positions; few steps
 BUDGETS = {  # seconds for one backbone
     "methods": 95.0,
     "steps": 50.0,
-    "features": 20.0,
+    "features": 40.0,
     "twice": 25.0,
     "clients": 20.0,
     "crews": 30.0,
+    "hundred": 60.0,
     "precision": 15.0,
     "memory": 30.0,
 }
@@ -471,7 +499,7 @@ BACKBONES = {"methods": 2, "precision": 3}  # how many of the backbones a part r
 STARTING = 12.0  # further seconds until a part is ended: for its start and its last case
 SOME = ("promptfl", "plan", "fedotp")  # with text prompts, with prompts in both towers, and with patch features
 REPEATABLE = {"deterministic": True}  # where hashes are compared: the fastest kernels of a GPU add in any order
-Precision = Literal["fp32", "fp16", "bf16"]
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 
 
 @dataclass
@@ -643,6 +671,44 @@ def crews(part: Part) -> None:
             part.case(f"{model} crews {count}", partial(measure, model, count))
 
 
+def hundred(part: Part) -> None:
+    """One client and a hundred, each with 32 images: a tenth of them trains in each of three rounds."""
+    alone: dict[str, int] = {}
+
+    def measure(model: str, method: str, count: int) -> dict[str, Any]:
+        data = HUNDRED.format(images=70 if part.smoke else 550)
+        sites = [Site(f"site-{number}", f"{data}&client={number}") for number in range(count)]
+        spec, _ = plan(model, part.models[model], method, count, training={"batch_size": BATCH})
+        spec |= {"rounds": 3, "participation": {"fraction": 0.1 if count > 1 else 1.0}, "evaluation": {"every": 3}}
+        running: list[float] = []
+
+        def progress(snapshot: Snapshot) -> None:
+            if snapshot.state != "enrolling":
+                running.append(time.monotonic())
+
+        backbone = part.backbone(model, part.device)
+        _begin(part.device)
+        with _watched(part.device) as watched:
+            result = simulate(
+                spec, sites, pool=8, backbone=backbone, sources=part._sources, device=part.device, progress=progress
+            )
+        peak, began = _peak(part.device), running[0]
+        figures = {
+            "seconds": round(result.wall_seconds, 2),
+            "rounds, s": round(running[-1] - began, 2),
+            "busy in rounds, %": watched.busy_between(began, running[-1]),
+            "peak_mib": peak,
+        }
+        if peak is not None:
+            figures["of one client's"] = round(peak / alone.setdefault(method, peak), 3)
+        return figures
+
+    for model in part.models:
+        for name in SOME[:2]:
+            for count in (1, 12 if part.smoke else 100):
+                part.case(f"{model} {name} {count}", partial(measure, model, name, count))
+
+
 def twice(part: Part) -> None:
     """Run the same federation two times and compare the states."""
 
@@ -705,17 +771,20 @@ def memory(part: Part) -> None:
 def features_per_second(part: Part) -> None:
     """The cache's features against the bare tower."""
     model = next(iter(part.models))
-    count = 64 if part.smoke else 4096
-    part.case(model, partial(rate, count, model, part.models[model], part.device))
+    count = 64 if part.smoke else 2048
+    for precision in PRECISIONS:
+        part.case(f"{model} {precision}", partial(rate, count, model, part.models[model], part.device, precision))
 
 
 def steps(part: Part) -> None:
-    """A step beside that of a plain loop, in turn in this process."""
+    """A step beside that of a plain loop, in this process."""
     model = next(iter(part.models))
-    backbone, count = part.backbone(model, part.device), 2 if part.smoke else 10
+    precisions: tuple[Precision, ...] = ("fp32",) if part.device == "cpu" else ("fp32", "bf16")
+    backbones = {precision: part.backbone(model, part.device, precision) for precision in precisions}
+    counts = (2, 2) if part.smoke else (100, 10)
     for classes in (10, 30) if part.smoke else (10, 100, 1000):
-        part.case(f"{model} promptfl {classes}", partial(beside, backbone, "promptfl", classes, count))
-    part.case(f"{model} plan 10", partial(beside, backbone, "plan", 10, count))
+        part.case(f"{model} promptfl {classes}", partial(beside, backbones, "promptfl", classes, counts))
+    part.case(f"{model} plan 10", partial(beside, backbones, "plan", 10, (counts[1], counts[1])))
 
 
 PARTS: dict[str, Callable[[Part], None]] = {
@@ -725,6 +794,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "twice": twice,
     "clients": clients,
     "crews": crews,
+    "hundred": hundred,
     "precision": precision,
     "memory": memory,
 }

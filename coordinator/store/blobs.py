@@ -204,6 +204,7 @@ class Blobs:
         self._lock = threading.Lock()
         self._held: Counter[str] = Counter()
         self._unsynced: set[str] = set()  # there by name, but not yet for sure after a power cut
+        self._verified: dict[str, tuple[int, ...]] = {}  # what `_version` was when a file had its digest
 
     def open(self) -> None:
         """Create the folders, and remove the remains of interrupted uploads."""
@@ -249,7 +250,7 @@ class Blobs:
     def places(self, digests: list[str]) -> list[bytes | Path]:
         """As ``place`` for several blobs. Raises DamagedBlob for the first damaged one."""
         files = {digest: path for digest in digests if (path := self.path(digest)).exists()}
-        whole = {digest for digest, path in files.items() if digest_of_file(path) == digest}
+        whole = {digest for digest in files if self._is_whole(digest)}
         # A damaged file may have been mended by a row.
         wanted = [digest for digest in digests if digest not in whole]
         rows = self._rows.read(wanted) if self._rows is not None and wanted else {}
@@ -287,6 +288,7 @@ class Blobs:
                 if self._held[digest] > 0:
                     continue
                 self.path(digest).unlink(missing_ok=True)
+                self._verified.pop(digest, None)
                 gone.append(digest)
         if self._rows is not None and gone:
             gone, keys = self._rows.remove(gone, named if self.shared else None)
@@ -337,10 +339,20 @@ class Blobs:
 
     def _has(self, digest: str) -> bool:
         """Whether the blob is there as a file, whole and durably."""
-        if digest_of_file(self.path(digest)) != digest:
+        if not self._is_whole(digest):
             return False
         if digest in self._unsynced:
             self._sync(digest, new_folder=True)
+        return True
+
+    def _is_whole(self, digest: str) -> bool:
+        """Whether the file has its digest. It is read again only if it was written to since this was last seen."""
+        version = _version(self.path(digest))
+        if version is None or self._verified.get(digest) != version:
+            self._verified.pop(digest, None)
+            if version is None or digest_of_file(self.path(digest)) != digest:
+                return False
+            self._verified[digest] = version
         return True
 
     def _objects(self, digests: list[str]) -> dict[str, Path]:
@@ -400,6 +412,8 @@ class Blobs:
         self._unsynced.add(digest)
         temporary.rename(path)
         self._sync(digest, new_folder)
+        if version := _version(path):
+            self._verified[digest] = version
         point("blob-renamed")
 
     def _sync(self, digest: str, new_folder: bool) -> None:
@@ -464,6 +478,17 @@ class Held:
         # Before the look at the disk: from here on the file is not removed, whether it is there or not.
         self._blobs._note(digest)
         self.digests.append(digest)
+
+
+def _version(path: Path) -> tuple[int, ...] | None:
+    """What changes when a file is written to, replaced or renamed; None: it cannot be looked at."""
+    try:
+        about = path.stat()
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise
+        return None
+    return about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
 def _name(digest: str) -> str:

@@ -31,10 +31,15 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.noted: list[tuple[object, ...]] = []
         self.elsewhere: str | None = None  # the first operation on a tensor that is not on the device
+        self._unset: list[
+            Tensor
+        ] = []  # numbers without meaning; held, so that none takes their place
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        if "attention" in func.__name__:  # its dropout's seed: memory that nothing fills or reads without dropout
+            self._unset.extend(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.ndim == 0)
         self.noted.append((func, *(self._about(func, leaf) for leaf in tree_leaves((args, kwargs, made)))))
         return made
 
@@ -42,6 +47,8 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(leaf, Tensor):
             return repr(leaf) if isinstance(leaf, (bool, int, float, str)) else type(leaf)
         if leaf.device.type != self._device.type:
+            if any(leaf.data_ptr() == one.data_ptr() for one in self._unset):
+                return leaf.dtype
             if leaf.ndim == 0 and leaf.device.type == "cpu":
                 return repr(leaf.item())  # a number, which the recorded operation holds
             self.elsewhere = self.elsewhere or str(func)
