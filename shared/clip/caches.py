@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -13,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,8 @@ from promptfed.shared.data.image_files import READERS
 from promptfed.shared.data.readers import Request, readers
 from promptfed.shared.files import write_whole
 from promptfed.shared.tensors.transfer import host_memory, read_later
+
+log = logging.getLogger("promptfed.features")
 
 BATCH = 32  # images of a batch on a CPU
 DEVICE_BATCH = 256  # and elsewhere
@@ -354,7 +358,7 @@ class RowCache(ABC):
         """The missing rows. While the device has a batch, the one before is read back and the next ones are read."""
         if not missing:
             return
-        encode = partial(self.encode, backbone)
+        encode = partial(_in_memory, partial(self.encode, backbone))
         if folder.slots is None:
             folder.slots = kept_slots(folder.path, backbone, encode)
         slots, todo = folder.slots, list(missing)
@@ -398,6 +402,20 @@ class RowCache(ABC):
                 total -= size
 
 
+def _in_memory(encode: Encode, images: Tensor) -> Tensor:
+    """``encode(images)``, in halves where the device has no room for all: rows are then the same but for rounding."""
+    with suppress(torch.OutOfMemoryError):
+        return encode(images)
+    # Behind the block, so that nothing keeps the failed attempt's tensors.
+    if len(images) == 1:
+        raise torch.OutOfMemoryError(
+            "OutOfMemoryError: the device has no room for the features of one image: take a smaller backbone, "
+            "or let fewer clients share the GPU"
+        )
+    log.warning("the device ran out of memory: %d images pass its tower at once now", len(images) // 2)
+    return torch.cat([_in_memory(encode, half) for half in images.chunk(2)])
+
+
 def _in_slots(digests: list[str], read: Callable[[], Tensor], slots: list[int]) -> dict[str, Tensor]:
     return dict(zip(digests, read()[slots[: len(digests)]], strict=True))
 
@@ -428,7 +446,7 @@ def _read_ahead(
         for slot, index in images:
             batch[slot] = backbone.pixels(split.image(index))
 
-    with ThreadPoolExecutor(READERS, "images") as pool:
+    with ThreadPoolExecutor(readers().count if apart else READERS, "images") as pool:
 
         def begin(number: int) -> tuple[Tensor, list[Future[None]]]:
             if expect is not None:

@@ -19,7 +19,7 @@ from PIL import Image
 from promptfed.shared import machine
 
 SECONDS = 60.0  # for one request
-MOST_CHILDREN = 8
+MOST_CHILDREN = 16
 AHEAD = 4  # requests for each child that are under way or wait to be read
 _ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
 

@@ -15,6 +15,7 @@ from sqlalchemy import inspect, text
 from sqlalchemy.exc import IntegrityError
 
 from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store import blobs
 from promptfed.coordinator.store import bucket as objects_watch
 from promptfed.coordinator.store import database as module
 from promptfed.coordinator.store.blobs import Blobs, DamagedBlob
@@ -71,6 +72,26 @@ def test_blobs_lie_under_their_digest_and_are_kept_while_held(tmp_path: Path) ->
     assert blobs.all() == []
     with pytest.raises(DamagedBlob, match="is missing"):
         blobs.read(digest)
+
+
+def test_a_file_is_read_again_once_it_was_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Blobs(tmp_path)
+    store.open()
+    read: list[Path] = []
+    digest_of_file = blobs.digest_of_file
+    monkeypatch.setattr(blobs, "digest_of_file", lambda path: read.append(path) or digest_of_file(path))
+    with store.hold() as held:
+        digest = held.put(b"abc")
+    assert [store.read(digest), store.read(digest)] == [b"abc", b"abc"]
+    assert not read, "nobody has written to it since it was kept"
+    again = Blobs(tmp_path)
+    assert [again.read(digest), again.read(digest)] == [b"abc", b"abc"]
+    assert len(read) == 1, "what another process wrote is read once"
+    store.path(digest).write_bytes(b"abd")
+    for one in (store, again):
+        for _ in range(2):
+            with pytest.raises(DamagedBlob, match="has changed"):
+                one.read(digest)
 
 
 def test_what_cut_off_uploads_left_is_removed_at_the_start(tmp_path: Path) -> None:

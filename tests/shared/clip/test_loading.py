@@ -817,6 +817,28 @@ def test_rows_that_are_held_in_blocks_are_those_of_the_files(small: Any, tmp_pat
     assert again.images_computed == 9
 
 
+def test_a_device_without_room_for_a_batch_computes_it_in_parts(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = small("small-vit")
+    wanted, encode = FeatureCache(tmp_path / "all").features(backbone, Noise(5)), backbone.encode_images
+    room = BATCH // 4
+    passed: list[int] = []
+
+    def with_little_room(images: Tensor, **options: bool) -> Tensor:
+        passed.append(len(images))
+        if len(images) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return encode(images, **options)
+
+    monkeypatch.setattr(backbone, "encode_images", with_little_room)
+    assert_values(FeatureCache(tmp_path / "parts").features(backbone, Noise(5)), wanted)
+    assert set(passed) == {BATCH, BATCH // 2, room}
+    room = 0
+    with pytest.raises(torch.OutOfMemoryError, match="no room for the features of one image"):
+        FeatureCache(tmp_path / "none").features(backbone, Noise(5))
+
+
 def test_other_weights_and_other_transforms_have_their_own_features(small: Any, tmp_path: Any) -> None:
     split, cache = Noise(3), FeatureCache(tmp_path)
     first = cache.features(small("small-vit"), split)

@@ -285,6 +285,29 @@ def test_replayed_steps_are_the_steps(name: str, backbone: Backbone, monkeypatch
     assert not any(graph() for graph in kept)
 
 
+def test_a_seed_that_attention_does_not_set_is_no_difference_between_steps() -> None:
+    """As CUDA's attention: its dropout's seed is a number on the host, which without dropout is never filled."""
+    with torch.library._scoped_library("promptfed_seeds", "DEF") as library:
+        library.define("attention(Tensor rows) -> (Tensor, Tensor)")
+        library.define("draw(Tensor rows) -> (Tensor, Tensor)")
+        library.define("backward(Tensor rows, Tensor seed) -> Tensor")
+        seeds = iter(range(100))
+        for name in ("attention", "draw"):
+            library.impl(name, lambda rows: (rows.clone(), torch.tensor(next(seeds))), "Meta")
+        library.impl("backward", lambda rows, seed: rows.clone(), "Meta")
+        made: Any = torch.ops.promptfed_seeds
+
+        def noted(name: str) -> list[tuple[object, ...]]:
+            with Operations(torch.device("meta")) as passed:
+                rows, seed = getattr(made, name)(torch.empty(2, 3, device="meta"))
+                made.backward(rows, seed.detach())  # as what is saved for it: another tensor of the same memory
+            assert passed.elsewhere is None
+            return passed.noted
+
+        assert noted("attention") == noted("attention")
+        assert noted("draw") != noted("draw")
+
+
 @pytest.mark.parametrize("what", ["drawn", "read", "other"])
 def test_what_cannot_be_replayed_runs_as_it_is_and_says_so_once(
     what: str, backbone: Backbone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
