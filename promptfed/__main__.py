@@ -1,6 +1,6 @@
 """``python -m promptfed``: the command, where its script is not on the path."""
 
-from promptfed.cli.main import main
+from promptfed.cli.main import command
 
 if __name__ == "__main__":
-    main()
+    command()

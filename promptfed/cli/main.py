@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import logging
 import os
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -54,8 +56,29 @@ def connection(
         os.environ[PLAIN_VARIABLE] = "1"
 
 
+def command() -> NoReturn:
+    """Entry point of the process: `main`, and the end at once.
+
+    Threads are waited for and whoever asked to be called at the end is called, as Python does. It would then also take
+    apart what torch and its like have made, for more than a second in which nothing happens any more.
+    """
+    code: int | str | None = None
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
 def main() -> None:
-    """Entry point of the command. What a terminal's encoding lacks is written as its code."""
+    """The command. What a terminal's encoding lacks is written as its code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

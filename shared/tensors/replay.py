@@ -31,9 +31,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.noted: list[tuple[object, ...]] = []
         self.elsewhere: str | None = None  # the first operation on a tensor that is not on the device
-        self._unset: list[
-            Tensor
-        ] = []  # numbers without meaning; held, so that none takes their place
+        self._unset: list[Tensor] = []  # numbers without meaning; held, so that none takes their place
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -111,6 +111,26 @@ def sized(size: Annotated[int, typer.Option(min=1)] = 3) -> Iterator[int]:
     yield size
 
 
+@pytest.mark.parametrize(("words", "code"), [("--version", 0), ("nothing-like-it", 2)])
+def test_a_process_ends_with_all_that_was_asked_of_its_end(words: str, code: int) -> None:
+    program = f"""
+import atexit, sys, threading, time
+from promptfed.cli.main import command
+class Slow:
+    def __del__(self): print("taken apart")
+slow = Slow()
+atexit.register(print, "asked")
+threading.Thread(target=lambda: (time.sleep(0.2), print("awaited"))).start()
+sys.argv = ["promptfed", {words!r}]
+command()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=PATIENCE
+    )
+    assert done.returncode == code
+    assert done.stdout.splitlines()[-2:] == ["awaited", "asked"]
+
+
 def test_parameters_are_made_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROMPTFED_BACKBONE_FILE", raising=False)
     monkeypatch.delenv("PROMPTFED_CLIENT_BACKBONE_FILE", raising=False)
