@@ -43,7 +43,7 @@ FIRST_BACKOFF, LONGEST_BACKOFF = 0.25, 15.0  # seconds
 LONGEST_RETRY_AFTER = 300.0
 QUICK_ATTEMPTS, QUICK_BACKOFF = 20, 1.0  # among several coordinators: a federation is taken over within seconds
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
-SILENT_SECONDS = 6.0  # without a byte of an answer, after which one of several coordinators is given up
+SILENT_SECONDS = 5.0  # without a byte of an answer, after which one of several coordinators is given up
 
 AnyMessage = TypeVar("AnyMessage", bound=BaseModel)
 
