@@ -70,7 +70,7 @@ def command() -> NoReturn:
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]  # joins threads, after telling the pools that it ends
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
