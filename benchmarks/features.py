@@ -101,7 +101,7 @@ def pipeline(count: int, model: str, pretrained: str, device: str) -> dict[str, 
         turns = []
         for number, rows in enumerate(parts):
             cache = FeatureCache(Path(place) / f"features-{number}")
-            cache.features(backbone, split, indices=range(0))
+            cache.features(backbone, split, indices=[rows.start - 1])  # the places of a batch are measured
             paths = [split.path(row) for row in rows]
             turns.append(
                 (
