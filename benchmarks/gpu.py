@@ -498,19 +498,19 @@ DATA = "symbols:{style}?topic=faces&per_class=1&test_per_class=1"  # six images 
 HUNDRED = "symbols:blueprint?topic=faces&per_class={images}&test_per_class=50&partition=iid&clients=100"
 SHORT = {"m": 4, "mst_steps": 4}  # a context that fits beside the names into SigLIP's sixteen positions; few steps
 BUDGETS = {  # seconds for one backbone
-    "methods": 190.0,
-    "steps": 60.0,
+    "methods": 150.0,
+    "steps": 50.0,
     "features": 40.0,
-    "twice": 20.0,
+    "twice": 15.0,
     "clients": 15.0,
-    "crews": 25.0,
-    "hundred": 45.0,
+    "crews": 20.0,
+    "hundred": 35.0,
     "precision": 10.0,
-    "memory": 30.0,
+    "memory": 25.0,
 }
 REFERENCES = 25.0  # of the methods' seconds, for runs on the CPU alone
 BACKBONES = {"precision": 3}  # how many of the backbones a part runs with; the others with the first
-STARTING = 12.0  # further seconds until a part is ended: for its start and its last case
+STARTING = 20.0  # further seconds until a part is ended: for its start and its last case
 SOME = ("promptfl", "plan", "fedotp")  # with text prompts, with prompts in both towers, and with patch features
 REPEATABLE = {"deterministic": True}  # where hashes are compared: the fastest kernels of a GPU add in any order
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")

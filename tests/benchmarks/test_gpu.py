@@ -107,7 +107,7 @@ def test_each_method_has_a_federation_that_fits(model: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("method", ["promptfl", "plan"])
 def test_a_plain_loop_runs_beside_ours(method: str) -> None:
-    found = gpu.beside(load_backbone("promptfed-tiny", "embedded"), method, 3, 1)
+    found = gpu.beside({"fp32": load_backbone("promptfed-tiny", "embedded")}, method, 3, (1, 1))
     assert set(found) == {"ours, s", "plain, s", "ratio"}
     assert found["ratio"] == pytest.approx(found["ours, s"] / found["plain, s"], rel=0.05)
 
