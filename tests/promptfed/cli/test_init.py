@@ -1,0 +1,85 @@
+"""`promptfed init`: what it makes runs, and what cannot be made leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from promptfed.cli.main import app
+from promptfed.experiments.bench.presets import preset_names
+from promptfed.runtime.run_file import read_run
+from promptfed.sdk.backbone import resolve
+from promptfed.sdk.client import Exit
+from tests import ROOT
+
+PATIENCE = 300
+
+
+def test_the_folder_runs_as_its_readme_says(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    assert CliRunner().invoke(app, ["init", str(folder)]).exit_code == 0
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    said = (folder / "README.md").read_text()
+    for words in (
+        ["-m", "promptfed", "simulate", "run.yaml"],
+        ["my_method.py"],
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider"],
+    ):
+        assert " ".join(word for word in words if word not in ("-m", "-q", "-p", "no:cacheprovider")) in said
+        done = subprocess.run(
+            [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "1 passed" in done.stdout or "zero-shot" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "name a new folder"),
+        (["mine", "--from", "paper:fedpgp-offic"], "use one of"),
+        (["mine", "--from", "paper:fedpgp-office"], "this table wants below --root"),
+        (["full"], "is not empty"),
+    ],
+)
+def test_what_cannot_be_made_leaves_nothing(
+    arguments: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("full").mkdir()
+    Path("full/own").write_text("mine")
+    done = CliRunner().invoke(app, ["init", *arguments])
+    assert done.exit_code == Exit.BAD_INPUT
+    assert why in " ".join(done.output.split())
+    assert [str(path) for path in Path().rglob("*")] == ["full", "full/own"]
+
+
+def test_a_paper_s_settings_become_a_run_file(tmp_path: Path) -> None:
+    draws = np.random.default_rng(0)
+    for domain in ("amazon", "caltech", "dslr", "webcam"):
+        for kind in ("bike", "mug"):
+            place = tmp_path / "data" / "office_caltech_10" / domain / kind
+            place.mkdir(parents=True)
+            for number in range(10):
+                pixels = draws.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{number}.png")
+    folder, root = tmp_path / "mine", str(tmp_path / "data")
+    done = CliRunner().invoke(app, ["init", str(folder), "--from", "paper:fedpgp-office", "--root", root])
+    assert done.exit_code == 0, done.output
+    run = read_run(folder / "run.yaml")
+    spec = resolve(run.spec)
+    assert (spec.name, spec.method["name"], spec.backbone.model) == ("fedpgp-office", "fedpgp", "ViT-B-16")
+    assert [site.name for site in run.sites] == ["caltech", "dslr", "webcam"]
+    assert all(root in uri for site in run.sites for uri, _ in site.uris())
+
+
+def test_the_papers_settings_are_listed() -> None:
+    done = CliRunner().invoke(app, ["init", "--list"])
+    assert all(name in done.output for name in preset_names())
