@@ -252,6 +252,7 @@ class RowCache(ABC):
         self._max_bytes = max_bytes
         self._folders: dict[str, _Folder] = {}
         self._lock = threading.Lock()
+        self._at_once = DEVICE_BATCH  # images that pass the tower together; fewer once a device had no room
         self.images_computed = 0
 
     @abstractmethod
@@ -358,7 +359,7 @@ class RowCache(ABC):
         """The missing rows. While the device has a batch, the one before is read back and the next ones are read."""
         if not missing:
             return
-        encode = partial(_in_memory, partial(self.encode, backbone))
+        encode = partial(self._in_memory, partial(self.encode, backbone))
         if folder.slots is None:
             folder.slots = kept_slots(folder.path, backbone, encode)
         slots, todo = folder.slots, list(missing)
@@ -369,6 +370,22 @@ class RowCache(ABC):
             if len(before) > 1:
                 yield _in_slots(*before.pop(0), slots)
         yield _in_slots(*before.pop(), slots)
+
+    def _in_memory(self, encode: Encode, images: Tensor) -> Tensor:
+        """``encode(images)``, in parts if the device has no room for all: rows are then the same but for rounding."""
+        while True:
+            at_once = min(self._at_once, len(images))
+            with suppress(torch.OutOfMemoryError):
+                rows = [encode(part) for part in torch.split(images, at_once)]
+                return rows[0] if len(rows) == 1 else torch.cat(rows)
+            # Behind the block, so that nothing keeps the failed attempt's tensors.
+            if at_once == 1:
+                raise torch.OutOfMemoryError(
+                    "the device has no room for the features of one image: take a smaller backbone, or let fewer "
+                    "clients share the GPU"
+                )
+            self._at_once = at_once // 2
+            log.warning("the device ran out of memory: %d images pass its tower at once now", self._at_once)
 
     def _rows_of_a_file(self, backbone: Backbone) -> int:
         room = FILE_BYTES if self._max_bytes is None else min(FILE_BYTES, self._max_bytes // 4)
@@ -400,20 +417,6 @@ class RowCache(ABC):
             if path != newest:
                 path.unlink(missing_ok=True)
                 total -= size
-
-
-def _in_memory(encode: Encode, images: Tensor) -> Tensor:
-    """``encode(images)``, in halves where the device has no room for all: rows are then the same but for rounding."""
-    with suppress(torch.OutOfMemoryError):
-        return encode(images)
-    # Behind the block, so that nothing keeps the failed attempt's tensors.
-    if len(images) == 1:
-        raise torch.OutOfMemoryError(
-            "OutOfMemoryError: the device has no room for the features of one image: take a smaller backbone, "
-            "or let fewer clients share the GPU"
-        )
-    log.warning("the device ran out of memory: %d images pass its tower at once now", len(images) // 2)
-    return torch.cat([_in_memory(encode, half) for half in images.chunk(2)])
 
 
 def _in_slots(digests: list[str], read: Callable[[], Tensor], slots: list[int]) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if "attention" in func.__name__:  # its dropout's seed: memory that nothing fills or reads without dropout
+        if "attention" in func.__name__ and not _dropout(func, args, kwargs or {}):  # then nothing sets or reads a seed
             self._unset.extend(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.ndim == 0)
         self.noted.append((func, *(self._about(func, leaf) for leaf in tree_leaves((args, kwargs, made)))))
         return made
@@ -51,6 +51,11 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return repr(leaf.item())  # a number, which the recorded operation holds
             self.elsewhere = self.elsewhere or str(func)
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
+
+
+def _dropout(func: Any, args: Any, kwargs: Any) -> float:
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return float(named.get("dropout_p", 0.0))
 
 
 class Replayed:

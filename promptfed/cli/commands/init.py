@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -43,10 +44,11 @@ def init(
 
 
 def _of_paper(name: str, root: Path) -> str:
-    """The run file of the first federation of a paper's table, by the paper's own method."""
+    """The run file of the first federation of a paper's table, by the table's last method."""
     import yaml
 
     from promptfed.experiments.bench.presets import read_preset
+    from promptfed.runtime.run_file import ClientEntry
 
     preset = read_preset(name)
     panel = preset.panels()[0]
@@ -54,16 +56,18 @@ def _of_paper(name: str, root: Path) -> str:
     try:
         jobs = preset.bench((0,), panel=panel, root=where).jobs()
     except CommandError as error:
-        raise CommandError(f"{error} {preset.wanted(str(root))}", Exit.BAD_INPUT) from None
+        raise CommandError(f"{str(error).rstrip('.')}; {preset.wanted(str(root))}", Exit.BAD_INPUT) from None
     own = list(preset.methods)[-1]
     job = next(job for job in jobs if job.entry.label == own)
-    clients = []
-    for site in job.trial.sites:
-        more: dict[str, Any] = {"role": site.role, "tests": dict(site.tests), "domain": site.domain}
-        usual: dict[str, Any] = {"role": "trainer", "tests": {}, "domain": None}
-        clients.append({"name": site.name, "data": site.data} | {k: v for k, v in more.items() if v != usual[k]})
+    clients = [
+        ClientEntry(
+            name=site.name, data=site.data, role=site.role, tests=dict(site.tests), domain=site.domain
+        ).model_dump(exclude_defaults=True)
+        for site in job.trial.sites
+    ]
     head = [f"# {preset.title}", f"# The table's methods: {', '.join(preset.methods)}"]
     if preset.each:
         head.append(f"# Its data sets: {', '.join(preset.each)}; here {panel}")
-    spec = job.spec | {"name": name.partition(":")[2]}
-    return "\n".join(head) + "\n" + yaml.safe_dump(spec | {"clients": clients}, sort_keys=False, width=120)
+    run = {**job.spec, "name": name.partition(":")[2], "clients": clients}
+    plain = json.loads(json.dumps(run))  # YAML has no tuples
+    return "\n".join(head) + "\n" + yaml.safe_dump(plain, sort_keys=False, width=120)

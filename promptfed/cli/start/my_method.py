@@ -37,8 +37,8 @@ class ClassBias(pf.Method):
         return pf.TrainResult({"bias": bias.detach()}, metrics={"loss": pf.train(context, [bias], loss)})
 
     def classifier(self, context, payload, private):  # how a site tells its images apart
-        text = class_texts(context)
-        return pf.FeatureClassifier(lambda features: logits(context, features, text) + payload["bias"])
+        text, bias = class_texts(context), payload["bias"].to(context.backbone.device)
+        return pf.FeatureClassifier(lambda features: logits(context, features, text) + bias)
 
 
 def class_texts(context):

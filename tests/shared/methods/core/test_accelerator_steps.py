@@ -288,23 +288,24 @@ def test_replayed_steps_are_the_steps(name: str, backbone: Backbone, monkeypatch
 def test_a_seed_that_attention_does_not_set_is_no_difference_between_steps() -> None:
     """As CUDA's attention: its dropout's seed is a number on the host, which without dropout is never filled."""
     with torch.library._scoped_library("promptfed_seeds", "DEF") as library:
-        library.define("attention(Tensor rows) -> (Tensor, Tensor)")
+        library.define("attention(Tensor rows, float dropout_p=0.0) -> (Tensor, Tensor)")
         library.define("draw(Tensor rows) -> (Tensor, Tensor)")
         library.define("backward(Tensor rows, Tensor seed) -> Tensor")
         seeds = iter(range(100))
         for name in ("attention", "draw"):
-            library.impl(name, lambda rows: (rows.clone(), torch.tensor(next(seeds))), "Meta")
+            library.impl(name, lambda rows, dropout_p=0.0: (rows.clone(), torch.tensor(next(seeds))), "Meta")
         library.impl("backward", lambda rows, seed: rows.clone(), "Meta")
         made: Any = torch.ops.promptfed_seeds
 
-        def noted(name: str) -> list[tuple[object, ...]]:
+        def noted(name: str, **dropout: float) -> list[tuple[object, ...]]:
             with Operations(torch.device("meta")) as passed:
-                rows, seed = getattr(made, name)(torch.empty(2, 3, device="meta"))
+                rows, seed = getattr(made, name)(torch.empty(2, 3, device="meta"), **dropout)
                 made.backward(rows, seed.detach())  # as what is saved for it: another tensor of the same memory
             assert passed.elsewhere is None
             return passed.noted
 
         assert noted("attention") == noted("attention")
+        assert noted("attention", dropout_p=0.1) != noted("attention", dropout_p=0.1)
         assert noted("draw") != noted("draw")
 
 
