@@ -620,7 +620,7 @@ def distance(state: Tensors, wanted: Tensors) -> float:
     filled = [name for name in wanted if wanted[name].numel()]
     differences = [float((state[name].double() - wanted[name].double()).abs().max()) for name in filled]
     sizes = [float(wanted[name].double().abs().max()) for name in filled]
-    return max((apart / max(size, 1e-30) for apart, size in zip(differences, sizes, strict=True)), default=0.0)
+    return max((apart / max(size, 1e-6) for apart, size in zip(differences, sizes, strict=True)), default=0.0)
 
 
 def methods(part: Part) -> None:

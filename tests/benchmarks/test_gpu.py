@@ -36,9 +36,10 @@ SIGLIP = {
 
 
 def test_the_distance_of_two_states() -> None:
-    wanted = {"a": torch.tensor([1.0, -4.0]), "b": torch.tensor([0.5]), "none": torch.zeros(0)}
-    state = {"a": torch.tensor([1.0, -3.0]), "b": torch.tensor([0.25]), "none": torch.zeros(0)}
-    assert gpu.distance(state, wanted) == 0.25
+    same = {"domains": torch.tensor([3e18]), "none": torch.zeros(0)}
+    wanted = same | {"a": torch.tensor([1.0, -4.0]), "b": torch.tensor([0.5])}
+    state = same | {"a": torch.tensor([1.0, -3.0]), "b": torch.tensor([0.25])}
+    assert gpu.distance(state, wanted) == 0.5, "each tensor beside its own largest entry"
     assert gpu.distance(wanted, wanted) == 0
     assert gpu.distance({}, {}) == 0
 
