@@ -29,7 +29,8 @@ class ClassBias(pf.Method):
 
     def train(self, context, payload, private):  # one task of one site
         bias = pf.leaf(payload["bias"], context.backbone)
-        text, features, labels = class_texts(context), context.train.features(), context.train.labels
+        text, features = class_texts(context), context.train.features()
+        labels = pf.sent_to(context.train.labels, context.backbone.device)
 
         def loss(rows):  # of a batch
             return F.cross_entropy(logits(context, features[rows], text) + bias, labels[rows])
