@@ -1,4 +1,4 @@
-"""The error that data sources raise."""
+"""The errors of data sources."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ class DataError(ValueError):
     def __init__(self, text: str, problems: Sequence[str] = ()):
         super().__init__(text)
         self.problems = tuple(problems) or (text,)
+
+
+class Unreadable(ValueError):
+    """A file cannot be read. The text is one of ours: it never has a value of a header, nor a file's name."""
 
 
 def shortened(problems: Sequence[str]) -> list[str]:

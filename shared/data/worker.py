@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 from PIL import Image
 
 from promptfed.shared import machine
+from promptfed.shared.data.errors import Unreadable
 from promptfed.shared.data.image_files import LARGE, Cut, image_digest, read_image, shrunk
-from promptfed.shared.data.medical.dicom import Unreadable
 
 MEMORY = 3 << 30  # bytes of address space
 IDLE_SECONDS = 30.0  # without a request, after which the process ends; the parent starts another when it needs one

@@ -20,12 +20,9 @@ from pydicom.uid import (
     ImplicitVRLittleEndian,
 )
 
+from promptfed.shared.data.errors import Unreadable
 from promptfed.shared.data.pixels import bounds
 from promptfed.shared.files import open_file
-
-
-class Unreadable(ValueError):
-    """A file cannot be read. The text is one of ours: it never has a value of a header, nor a file's name."""
 
 
 MOST_BYTES = 1 << 29  # of one image, uncompressed
