@@ -40,7 +40,7 @@ from promptfed.client_service.training.data import (
     open_data,
     split_by,
 )
-from promptfed.client_service.training.trainer import Compute, SitePrivacy, SiteRules, TaskWork
+from promptfed.client_service.training.trainer import Compute, SitePrivacy, SiteRules, TaskWork, use_precision
 from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, load_backbone, shape_of
 from promptfed.shared.clip.loading import expect_device
 from promptfed.shared.clip.sizes import shape_by_name
@@ -441,8 +441,12 @@ class Joining:
         return known, None
 
     def _check_texts(self, work: TaskWork, method: Method, info: EnrolmentInfo) -> None:
-        """Check that every class name, with the method's own tokens, fits into the text tower."""
+        """Check that every class name, with the method's own tokens, fits into the text tower.
+
+        It computes first of all, and sets how: texts and images are kept for the tasks, which compute alike.
+        """
         torch.set_num_threads(self.settings.threads)
+        use_precision(work.backbone.device, info.training.tf32)
         data = work.data
         spaces = [(label_space(method, info, data.class_names), data.template)]
         spaces += [(test.class_names, test.template) for test in data.tests.values()]

@@ -125,10 +125,16 @@ def torch_settings(context: ClientContext) -> Iterator[None]:
         yield
         return
     with _deterministic.asked() if training.deterministic else nullcontext():
-        # Torch's own defaults differ: products are exact, and convolutions are not.
-        torch.set_float32_matmul_precision("high" if training.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = training.tf32
+        use_precision(context.backbone.device, training.tf32)
         yield
+
+
+def use_precision(device: torch.device, tf32: bool) -> None:
+    """On a GPU: multiply float32 numbers exactly, or in TF32. It holds for the process, and features depend on it."""
+    if device.type != "cpu":
+        # Torch's own defaults differ: products are exact, and convolutions are not.
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
 
 
 def made_body(

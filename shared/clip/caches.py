@@ -30,7 +30,7 @@ from promptfed.shared import machine
 from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.fingerprint import config_digest
 from promptfed.shared.data.image_files import READERS
-from promptfed.shared.data.readers import Request, readers
+from promptfed.shared.data.readers import Answer, Request, readers
 from promptfed.shared.files import write_whole
 from promptfed.shared.tensors.transfer import host_memory, read_later
 
@@ -124,9 +124,11 @@ PART = 1 << 14  # rows that are tensors of their own at the same time, each of w
 MOST_THREADED = 3  # processors that threads of one process keep busy
 
 Done = Callable[[int], object]
+Reading = tuple[Future[Any], Callable[[Any], object]]  # of some images, and what is done with the result
+_told: set[str] = set()
 
 
-def nothing(images: int) -> None:
+def nothing(result: object) -> None:
     return None
 
 
@@ -433,46 +435,66 @@ def _read_ahead(
     """
     expect = getattr(split, "expect", None)  # of images that other processes decode
     path, cut = getattr(split, "path", None), backbone.cut
-    apart = apart_on(backbone.device) and cut is not None and path is not None
     shape = (batch_size(backbone.device), 3, *backbone.image_size)
 
     def read(batch: Tensor, images: Sequence[tuple[int, int]]) -> None:
         """Read ``images``, each a slot and its index."""
-        files = [path(index) for _, index in images] if apart and path is not None else [None]
-        if None not in files and cut is not None:
-            settings = {"cut": asdict(cut), "paths": [str(file) for file in files]}
-            body = readers().submit(Request("cut", settings=settings)).result().body
-            if body:  # else an error, which reading it here tells
-                pixels = torch.frombuffer(bytearray(body), dtype=torch.uint8).view(-1, *shape[1:])
-                batch[[slot for slot, _ in images]] = pixels
-                return
         for slot, index in images:
             batch[slot] = backbone.pixels(split.image(index))
 
-    with ThreadPoolExecutor(readers().count if apart else READERS, "images") as pool:
+    def begin_apart(batch: Tensor, images: Sequence[tuple[int, int]], files: Sequence[Path]) -> Reading:
+        """Have another process read them into ``batch``."""
+        assert cut is not None
+        settings = {"cut": asdict(cut), "paths": [str(file) for file in files]}
+        slots = [slot for slot, _ in images]
+        place = batch[slots[0] : slots[0] + len(slots)] if slots[-1] - slots[0] < len(slots) else None
+        pixels = batch.new_empty(len(slots), *shape[1:]) if place is None else place
 
-        def begin(number: int) -> tuple[Tensor, list[Future[None]]]:
-            if expect is not None:
-                expect([places[digest] for part in parts[number : number + 2] for digest in part])
-            batch = host_memory(shape, torch.float32 if cut is None else torch.uint8, backbone.device).zero_()
-            images = [(slot, places[digest]) for slot, digest in zip(slots, parts[number], strict=False)]
-            size = CHUNK if apart else THREAD_CHUNK
-            chunks = [images[start : start + size] for start in range(0, len(images), size)]
-            return batch, [pool.submit(read, batch, chunk) for chunk in chunks]
+        def end(answer: Answer) -> None:
+            if answer.error is not None:
+                read(batch, images)  # tells which file it is
+                if answer.error not in _told:  # it was not the file: this process reads all of them
+                    _told.add(answer.error)
+                    log.warning("another process could not read images, which takes longer here: %s", answer.error)
+            elif place is None:
+                batch[slots] = pixels
 
+        into = memoryview(pixels.numpy()).cast("B")
+        return readers().submit(Request("cut", settings=settings), into), end
+
+    def begin(number: int) -> tuple[Tensor, list[Reading]]:
+        if expect is not None:
+            expect([places[digest] for part in parts[number : number + 2] for digest in part])
+        batch = host_memory(shape, torch.float32 if cut is None else torch.uint8, backbone.device)
+        images = [(slot, places[digest]) for slot, digest in zip(slots, parts[number], strict=False)]
+        if len(images) < len(batch):
+            batch.zero_()
+        apart = apart_on(backbone.device) and cut is not None and path is not None
+        size = CHUNK if apart else THREAD_CHUNK
+        reading: list[Reading] = []
+        for start in range(0, len(images), size):
+            chunk = images[start : start + size]
+            files = [path(index) for _, index in chunk] if apart and path is not None else [None]
+            if None in files:
+                reading.append((pool.submit(read, batch, chunk), nothing))
+            else:
+                reading.append(begin_apart(batch, chunk, files))
+        return batch, reading
+
+    with ThreadPoolExecutor(READERS, "images") as pool:
         ahead = [begin(number) for number in range(min(2, len(parts)))]
         try:
             for number in range(len(parts)):
                 batch, reading = ahead[0]
-                for chunk in reading:
-                    chunk.result()
+                for chunk, end in reading:
+                    end(chunk.result())
                 del ahead[0]
                 if number + 2 < len(parts):
                     ahead.append(begin(number + 2))
                 yield batch
         finally:
             for _, reading in ahead:
-                for chunk in reading:
+                for chunk, _ in reading:
                     chunk.cancel()
 
 

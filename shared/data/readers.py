@@ -21,6 +21,7 @@ from promptfed.shared import machine
 SECONDS = 60.0  # for one request
 MOST_CHILDREN = 16
 AHEAD = 4  # requests for each child that are under way or wait to be read
+PIPE_BYTES = 1 << 20  # what a child can write before it is read, where the system allows that much
 _ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
 
 
@@ -46,7 +47,6 @@ class Answer:
     digest: str = ""
     size: tuple[int, int] = (0, 0)
     image: Image.Image | None = None
-    body: bytes = b""  # of cut images
 
 
 class _Child:
@@ -55,13 +55,13 @@ class _Child:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def read(self, request: Request) -> Answer:
-        told = self._asked(request)
+    def read(self, request: Request, into: memoryview | None) -> Answer:
+        told = self._asked(request, into)
         if told is None:  # it may have ended for lack of requests, or by what it read before
-            told = self._asked(request)
+            told = self._asked(request, into)
         return told or Answer("reading it ended the process that reads; it needs too much memory, or is damaged")
 
-    def _asked(self, request: Request) -> Answer | None:
+    def _asked(self, request: Request, into: memoryview | None) -> Answer | None:
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -79,15 +79,17 @@ class _Child:
             process.stdin.flush()
             line = process.stdout.readline()
             told = json.loads(line) if line else {}
-            body = process.stdout.read(told.get("bytes", 0))
+            if into is None or told.get("bytes") != len(into):
+                into = memoryview(bytearray(told.get("bytes", 0)))
+            whole = process.stdout.readinto(into) == len(into)
         except OSError:
             line = b""
         finally:
             timer.cancel()
-        if not line or len(body) < told.get("bytes", 0):
+        if not line or not whole:
             self.close()
             return Answer(f"reading it takes more than {SECONDS:.0f} s") if late.is_set() else None
-        return _answer(told, body)
+        return _answer(told, into)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -96,7 +98,7 @@ class _Child:
             command = [sys.executable, "-P", "-m", "promptfed.shared.data.worker"]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(  # noqa: S603
-                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment
+                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment, pipesize=PIPE_BYTES
             )
         return self._process
 
@@ -113,9 +115,9 @@ class _Child:
         self._process = None
 
 
-def _answer(told: dict[str, Any], body: bytes) -> Answer:
+def _answer(told: dict[str, Any], body: memoryview) -> Answer:
     if "mode" not in told:
-        return Answer(told.get("error"), told.get("facts"), body=body)
+        return Answer(told.get("error"), told.get("facts"))
     size = tuple(told["size"])
     image = Image.frombytes(told["mode"], size, body).convert("RGB") if body else None
     return Answer(digest=told["digest"], size=(size[0], size[1]), image=image)
@@ -130,9 +132,9 @@ class Readers:
         self._own = threading.local()
         self._children: list[_Child] = []
 
-    def submit(self, request: Request) -> Future[Answer]:
-        """Have a file read."""
-        return self._threads.submit(self._read, request)
+    def submit(self, request: Request, into: memoryview | None = None) -> Future[Answer]:
+        """Have a file read. ``into``: where the pixels of cut images go; an error may leave a part of them there."""
+        return self._threads.submit(self._read, request, into)
 
     def each(self, requests: Iterable[Request]) -> Iterator[Answer]:
         """Answers in the order of ``requests``, of which few are under way at a time."""
@@ -150,11 +152,11 @@ class Readers:
         for child in self._children:
             child.close()
 
-    def _read(self, request: Request) -> Answer:
+    def _read(self, request: Request, into: memoryview | None) -> Answer:
         if not hasattr(self._own, "child"):
             self._own.child = _Child()
             self._children.append(self._own.child)
-        answer: Answer = self._own.child.read(request)
+        answer: Answer = self._own.child.read(request, into)
         return answer
 
 

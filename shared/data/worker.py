@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,38 +27,38 @@ MEMORY = 3 << 30  # bytes of address space
 IDLE_SECONDS = 30.0  # without a request, after which the process ends; the parent starts another when it needs one
 
 
-def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+def answer(request: dict[str, Any]) -> tuple[dict[str, Any], Sequence[bytes | memoryview]]:
     """The answer to a request, and the pixels that follow it."""
     try:
         path, settings = Path(request["path"]), request["settings"]
         if request["do"] == "cut":
             cut = Cut(**settings["cut"])
-            body = b"".join(cut.pixels(read_image(Path(each))).tobytes() for each in settings["paths"])
-            return {"bytes": len(body)}, body
+            images = [memoryview(cut.pixels(read_image(Path(each)))).cast("B") for each in settings["paths"]]
+            return {"bytes": sum(map(len, images))}, images
         from promptfed.shared.data.medical import dicom
 
         if request["do"] == "facts":
-            return {"facts": dicom.facts(path)}, b""
+            return {"facts": dicom.facts(path)}, ()
         image = Image.fromarray(dicom.pixels(path, request["place"], settings))
         if image.width * image.height > LARGE:
             image = shrunk(image)
         body = image.tobytes() if request["do"] == "pixels" else b""
         digest = image_digest(image.convert("RGB"))
-        return {"mode": image.mode, "size": image.size, "digest": digest, "bytes": len(body)}, body
+        return {"mode": image.mode, "size": image.size, "digest": digest, "bytes": len(body)}, (body,)
     except Unreadable as error:
-        return {"error": str(error)}, b""
+        return {"error": str(error)}, ()
     except ImportError:
-        return {"error": "its reader is not installed; install promptfed[medical]"}, b""
+        return {"error": "its reader is not installed; install promptfed[medical]"}, ()
     except MemoryError:
-        return {"error": f"it needs more than {MEMORY >> 30} GB of memory"}, b""
+        return {"error": f"it needs more than {MEMORY >> 30} GB of memory"}, ()
     except RecursionError:
-        return {"error": "its sequences are nested too deeply"}, b""
+        return {"error": "its sequences are nested too deeply"}, ()
     except FileNotFoundError:
-        return {"error": "it is gone"}, b""
+        return {"error": "it is gone"}, ()
     except OSError:
-        return {"error": "it cannot be opened, or is not an ordinary file"}, b""
+        return {"error": "it cannot be opened, or is not an ordinary file"}, ()
     except Exception:  # a library's own kinds, on files that are not as they should be
-        return {"error": "its content cannot be read; the file is damaged"}, b""
+        return {"error": "its content cannot be read; the file is damaged"}, ()
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
@@ -67,7 +68,9 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         if not line:
             return
         told, body = answer(json.loads(line))
-        answers.write(json.dumps(told).encode() + b"\n" + body)
+        answers.write(json.dumps(told).encode() + b"\n")
+        for part in body:
+            answers.write(part)
         answers.flush()
 
 

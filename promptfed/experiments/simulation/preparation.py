@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from promptfed.client_service.training.data import in_domain
+from promptfed.client_service.training.trainer import use_precision
 from promptfed.experiments.simulation.processes import Processes, SimulatedClient, fill, images_of
 from promptfed.runtime.processes import Site
 from promptfed.runtime.run_file import check_trainers, with_own_classes
@@ -154,6 +155,7 @@ def _tell_cost(cost: CacheCost) -> None:
 def _warm(setup: SimulationSetup, patches: bool, stopped: Callable[[], bool]) -> None:
     """Compute all features, and read them into memory. Their bits depend on the number of threads."""
     torch.set_num_threads(setup.threads)
+    use_precision(setup.backbone.device, setup.spec.training.tf32)
     images, cache = images_of(setup.clients), setup.features
     if patches:
         _tell_cost(cache.patches.cost(setup.backbone, [images]))

@@ -24,7 +24,6 @@ from promptfed.shared.data.errors import Unreadable
 from promptfed.shared.data.pixels import bounds
 from promptfed.shared.files import open_file
 
-
 MOST_BYTES = 1 << 29  # of one image, uncompressed
 MOST_FRAMES = 100_000
 

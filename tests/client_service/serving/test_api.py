@@ -424,8 +424,18 @@ def test_who_hangs_up_is_one_line_and_keeps_the_model_no_longer(idle: Worker, ca
     ] * 2
 
 
-def test_a_client_on_a_gpu_answers_what_it_answers_on_the_cpu(make: Make, source: Source, tmp_path: Path) -> None:
+def test_a_client_on_a_gpu_answers_what_it_answers_on_the_cpu(
+    make: Make, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``--device cuda`` on the tests' stand-in for a GPU: joined, trained, evaluated and asked for a picture."""
+    inexact: list[bool] = []
+    encode = FeatureCache.encode
+
+    def noted(self: FeatureCache, backbone: Backbone, images: torch.Tensor) -> torch.Tensor:
+        inexact.append(torch.backends.cudnn.allow_tf32)
+        return encode(self, backbone, images)
+
+    monkeypatch.setattr(FeatureCache, "encode", noted)
     answers = []
     for device in ("cpu", "cuda"):
         with far_device():
@@ -434,8 +444,12 @@ def test_a_client_on_a_gpu_answers_what_it_answers_on_the_cpu(make: Make, source
             coordinator = make.coordinator(rounds=2, method={"name": "fedpgp", "m": 4})
             own = make.settings.model_copy(update={"state_dir": tmp_path / device, "device": device})
             cache = FeatureCache(tmp_path / f"features-{device}")
+            monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # as torch begins
+            inexact.clear()
             worker = make.worker(coordinator, settings=own, backbone=there, features=cache)
             assert asyncio.run(worker.run()) is Exit.OK
             answers.append(call(worker, "POST", "/v1/predict", content=png(source.test.image(5))).json())
+    assert inexact, "features are computed on the device"
+    assert not any(inexact), "features as the spec asks for, not as torch begins"
     cpu, gpu = ({one["name"]: one["probability"] for one in answer["classes"]} for answer in answers)
     assert gpu == pytest.approx(cpu, abs=1e-5)

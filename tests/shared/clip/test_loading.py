@@ -43,6 +43,7 @@ from promptfed.shared.clip.timm_towers import VisualBackbone
 from promptfed.shared.clip.tiny import MODEL, register, weights_path
 from promptfed.shared.clip.towers.text import TextTower
 from promptfed.shared.data import DataError, open_source
+from promptfed.shared.data import readers as data_readers
 from promptfed.shared.data.classes import SYMBOLS
 from promptfed.shared.data.digits import DIGIT_NAMES
 from promptfed.shared.data.image_files import middle
@@ -1011,7 +1012,13 @@ def test_the_two_halves_of_a_preprocessing_give_its_bits(small: Any, size: tuple
     assert Halves.of(padded) is None, "it does more than scale and cut"
 
 
-def test_other_processes_read_the_same_images(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
+def test_other_processes_read_the_same_images(small: Any, tmp_path: Any, monkeypatch: Any, caplog: Any) -> None:
+    """Also where no package for medical images is installed."""
+    hiding = tmp_path / "absent" / "pydicom"
+    hiding.mkdir(parents=True)
+    (hiding / "__init__.py").write_text("raise ModuleNotFoundError('pydicom')")
+    monkeypatch.syspath_prepend(hiding.parent)
+    monkeypatch.setattr(data_readers, "_readers", {})
     backbone, pictures = small("small-vit"), Noise(11)
     for number in range(len(pictures)):
         place = tmp_path / "images" / "ab"[number % 2]
@@ -1025,10 +1032,14 @@ def test_other_processes_read_the_same_images(small: Any, tmp_path: Any, monkeyp
     monkeypatch.setattr(Readers, "submit", lambda *given: asked.append(given[1]) or submit(*given))
     assert torch.equal(FeatureCache(tmp_path / "apart").features(backbone, split), wanted)
     assert [len(request.settings["paths"]) for request in asked] == [8, 3]
+    monkeypatch.setattr(caches, "kept_slots", lambda *given: [1, 2, 4, 8, 9, 10, 11, 12, 13])
+    assert torch.equal(FeatureCache(tmp_path / "places").features(backbone, split), wanted)
+    assert not caplog.records, "they were read apart"
     path = split.path(4)
     path.write_bytes(b"damaged")
     with pytest.raises(DataError, match="cannot be read as an image"):
         FeatureCache(tmp_path / "again").features(backbone, split)
+    data_readers.readers().close()
 
 
 def test_a_device_is_only_waited_for_by_what_reads_rows_back(small: Any, tmp_path: Any) -> None:

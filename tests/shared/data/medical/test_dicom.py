@@ -510,7 +510,7 @@ def test_a_file_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch)
     code = "import time\nfrom promptfed.shared.data import worker\nfrom promptfed.shared.data.medical import dicom\n"
     code += "dicom.facts = lambda path: time.sleep(60)\nworker.main()"
     child._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.read(Request("facts", "x")).error == "reading it takes more than 0 s"
+    assert child.read(Request("facts", "x"), None).error == "reading it takes more than 0 s"
 
 
 def test_a_pipe_is_no_file_and_does_not_block(tmp_path: Path) -> None:
