@@ -4,9 +4,12 @@ A graph repeats what the device did, and nothing that Python would do otherwise 
 only if the two before it did the same operations, with the same numbers, on tensors of the device alone.
 """
 
+import gc
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,10 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger("promptfed.training")
 
-WARM_UP = 3  # steps before the recording: kernels are chosen in them, and memory is taken
+WARM_UP = 3  # steps before the recording: kernels are chosen in them, and memory is taken; the last two are compared
 LEAST_REPLAYS = 8  # with fewer left a recording does not pay
 
 _recording = threading.Lock()  # CUDA records one graph at a time in a process
+_own = threading.local()  # each thread's streams that record, by device: a stream's workspaces stay for good
 _told: set[str] = set()
 
 
@@ -29,33 +33,63 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.noted: list[tuple[object, ...]] = []
+        self.noted: list[object] = []
         self.elsewhere: str | None = None  # the first operation on a tensor that is not on the device
         self._unset: list[Tensor] = []  # numbers without meaning; held, so that none takes their place
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if "attention" in func.__name__ and not _dropout(func, args, kwargs or {}):  # then nothing sets or reads a seed
+        if _attends(func) and not _dropout(func, args, kwargs or {}):  # then nothing sets or reads a seed
             self._unset.extend(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.ndim == 0)
-        self.noted.append((func, *(self._about(func, leaf) for leaf in tree_leaves((args, kwargs, made)))))
+        self.noted.append(func)
+        for given in (args, kwargs, made):
+            self._note(func, given)
         return made
 
-    def _about(self, func: Any, leaf: object) -> object:
-        if not isinstance(leaf, Tensor):
-            return repr(leaf) if isinstance(leaf, (bool, int, float, str)) else type(leaf)
-        if leaf.device.type != self._device.type:
-            if any(leaf.data_ptr() == one.data_ptr() for one in self._unset):
-                return leaf.dtype
-            if leaf.ndim == 0 and leaf.device.type == "cpu":
-                return repr(leaf.item())  # a number, which the recorded operation holds
+    def _note(self, func: Any, value: object) -> None:
+        """Tensors by size, kind and place, what holds them by its kind and all else as it is."""
+        if isinstance(value, Tensor):
+            self.noted.append(self._about(func, value))
+        elif isinstance(value, (tuple, list)):
+            self.noted.append(len(value))
+            for each in value:
+                self._note(func, each)
+        elif isinstance(value, dict):
+            self.noted.extend(value)
+            for each in value.values():
+                self._note(func, each)
+        elif isinstance(value, float):
+            self.noted.append(repr(value))  # so that NaN equals itself
+        else:
+            self.noted.append(value if value is None or isinstance(value, (bool, int, str)) else type(value))
+
+    def _about(self, func: Any, tensor: Tensor) -> object:
+        if tensor.device.type != self._device.type:
+            if any(tensor.data_ptr() == one.data_ptr() for one in self._unset):
+                return tensor.dtype
+            if tensor.ndim == 0 and tensor.device.type == "cpu":
+                return tensor.item()  # a number, which the recorded operation holds
             self.elsewhere = self.elsewhere or str(func)
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
+        return tensor.shape, tensor.stride(), tensor.dtype
+
+
+@cache
+def _attends(func: Any) -> bool:
+    return "attention" in func.__name__
 
 
 def _dropout(func: Any, args: Any, kwargs: Any) -> float:
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     return float(named.get("dropout_p", 0.0))
+
+
+def _stream(device: torch.device) -> Any:
+    """The stream on which this thread warms up and records."""
+    streams: dict[torch.device, Any] = _own.__dict__.setdefault("streams", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return streams[device]
 
 
 class Replayed:
@@ -68,8 +102,9 @@ class Replayed:
         self, step: Callable[[Tensor], Tensor], optimizer: Optimizer, device: torch.device, size: int, count: int
     ):
         self._step, self._optimizer, self._size = step, optimizer, size
-        self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device, self._stream = device, _stream(device)
         self._indices = torch.zeros(size, dtype=torch.int64, device=device)
+        self._warm = 0  # steps
         self._before: list[Operations] = []
         self._graph: Any = None
         self._loss: Tensor | None = None
@@ -80,7 +115,7 @@ class Replayed:
             return self._step(indices)
         self._indices.copy_(indices)
         if self._graph is None:
-            if len(self._before) < WARM_UP:
+            if self._warm < WARM_UP:
                 return self._warm_up()
             self._record()
         if self._loss is None:
@@ -92,36 +127,56 @@ class Replayed:
         """An ordinary step on the stream that will record: what is made in it is then the recording's too."""
         usual = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(usual)
-        noted = Operations(self._device)
-        with torch.cuda.stream(self._stream), noted:
+        self._warm += 1
+        noted = Operations(self._device) if self._warm > WARM_UP - 2 else None
+        with torch.cuda.stream(self._stream), noted or nullcontext():
             loss = self._step(self._indices)
         usual.wait_stream(self._stream)
-        self._before.append(noted)
+        if noted is not None:
+            self._before.append(noted)
         return loss
 
     def _record(self) -> None:
-        *_, last, this = self._before
+        last, this = self._before
         self._before.clear()
         reason = this.elsewhere and f"{this.elsewhere} works on the host"
         if reason is None and last.noted != this.noted:
             reason = "its operations are not the same in each step"
         if reason is None:
-            graph = torch.cuda.CUDAGraph()
             try:
-                # Other threads may be at work on the device: they may do what this one must not.
-                with _recording, torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                    self._capturable(True)
-                    loss = self._step(self._indices)
-                self._graph, self._loss = graph, loss
+                self._graph, self._loss = self._recorded()
             except Exception as error:  # nothing was computed: the eager step that follows raises what is not CUDA's
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            finally:
-                self._capturable(False)
         if reason is not None:
             self._eager = True
             if reason not in _told:
                 _told.add(reason)
                 log.warning("training steps are not replayed as a CUDA graph, which takes longer: %s", reason)
+
+    def _recorded(self) -> tuple[Any, Tensor]:
+        """The graph of a step, and its loss.
+
+        Other threads may be at work on the device: they may do what this one must not. So, unlike ``torch.cuda.graph``,
+        it neither waits for the device nor gives memory back, which the others would have to take again.
+        """
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        with _recording, torch.cuda.stream(self._stream):
+            gc.disable()  # what it finds may give back memory, which no recording may
+            self._capturable(True)
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                loss = self._step(self._indices)
+            except BaseException:
+                with suppress(RuntimeError):  # says that the recording has failed
+                    graph.capture_end()
+                raise
+            else:
+                graph.capture_end()
+            finally:
+                self._capturable(False)
+                if collects:
+                    gc.enable()
+        return graph, loss
 
     def _capturable(self, now: bool) -> None:
         """Fused optimizers keep all they count on the device, and still ask for this."""

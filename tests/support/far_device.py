@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests import ROOT
-from tests.support.recording_device import Graph, recorded
+from tests.support.recording_device import Graph
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 INSIDE = torch.device("meta")  # what torch's C++ is told: a device for which autograd has no threads of its own
@@ -396,7 +396,6 @@ def far_device() -> Iterator[torch.device]:
             "default_stream": lambda *given: Stream(),
             "stream": lambda *given: nullcontext(),
             "CUDAGraph": Graph,
-            "graph": recorded,
             "device": lambda *given: nullcontext(),
         }.items():
             patch.setattr(torch.cuda, name, found)

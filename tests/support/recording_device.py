@@ -5,7 +5,7 @@ Recorded operations are run and undone; a replay runs them again on the very sam
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +45,14 @@ class Graph(TorchDispatchMode):
         self._calls.append((func, args, kwargs, made))
         return made
 
+    def capture_begin(self, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        self.__enter__()
+
+    def capture_end(self) -> None:
+        self.__exit__(None, None, None)
+        self.undo()
+
     @torch.no_grad()
     def undo(self) -> None:
         for tensor, value in reversed(self._before):
@@ -62,17 +70,6 @@ class Graph(TorchDispatchMode):
                         kept.copy_(value)
 
 
-@contextmanager
-def recorded(graph: Graph, stream: object, capture_error_mode: str) -> Any:
-    """In the place of ``torch.cuda.graph``."""
-    assert capture_error_mode == "thread_local"
-    try:
-        with graph:
-            yield
-    finally:
-        graph.undo()
-
-
 def recording(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """Steps on the CPU are recorded and replayed from now on; the graphs that are made."""
     stream = SimpleNamespace(wait_stream=lambda other: None)
@@ -81,6 +78,5 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", recorded)
     Graph.made.clear()
     return Graph.made
