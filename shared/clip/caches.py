@@ -459,8 +459,7 @@ def _read_ahead(
             elif place is None:
                 batch[slots] = pixels
 
-        into = memoryview(pixels.numpy()).cast("B")
-        return readers().submit(Request("cut", settings=settings), into), end
+        return readers().submit(Request("cut", settings=settings), pixels.numpy().data.cast("B")), end
 
     def begin(number: int) -> tuple[Tensor, list[Reading]]:
         if expect is not None:
@@ -474,11 +473,11 @@ def _read_ahead(
         reading: list[Reading] = []
         for start in range(0, len(images), size):
             chunk = images[start : start + size]
-            files = [path(index) for _, index in chunk] if apart and path is not None else [None]
-            if None in files:
-                reading.append((pool.submit(read, batch, chunk), nothing))
-            else:
+            files = [file for _, index in chunk if (file := path(index))] if apart and path is not None else []
+            if len(files) == len(chunk):
                 reading.append(begin_apart(batch, chunk, files))
+            else:
+                reading.append((pool.submit(read, batch, chunk), nothing))
         return batch, reading
 
     with ThreadPoolExecutor(READERS, "images") as pool:

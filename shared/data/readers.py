@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import os
 import subprocess
@@ -64,7 +65,7 @@ class _Child:
     def _asked(self, request: Request, into: memoryview | None) -> Answer | None:
         process = self._running()
         assert process.stdin is not None
-        assert process.stdout is not None
+        assert isinstance(process.stdout, io.BufferedReader)
         late = threading.Event()
 
         def give_up() -> None:
@@ -79,9 +80,9 @@ class _Child:
             process.stdin.flush()
             line = process.stdout.readline()
             told = json.loads(line) if line else {}
-            if into is None or told.get("bytes") != len(into):
-                into = memoryview(bytearray(told.get("bytes", 0)))
-            whole = process.stdout.readinto(into) == len(into)
+            count = told.get("bytes", 0)
+            body = into if into is not None and len(into) == count else memoryview(bytearray(count))
+            whole = process.stdout.readinto(body) == count
         except OSError:
             line = b""
         finally:
@@ -89,7 +90,7 @@ class _Child:
         if not line or not whole:
             self.close()
             return Answer(f"reading it takes more than {SECONDS:.0f} s") if late.is_set() else None
-        return _answer(told, into)
+        return _answer(told, body)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:

@@ -33,7 +33,7 @@ def answer(request: dict[str, Any]) -> tuple[dict[str, Any], Sequence[bytes | me
         path, settings = Path(request["path"]), request["settings"]
         if request["do"] == "cut":
             cut = Cut(**settings["cut"])
-            images = [memoryview(cut.pixels(read_image(Path(each)))).cast("B") for each in settings["paths"]]
+            images = [cut.pixels(read_image(Path(each))).data.cast("B") for each in settings["paths"]]
             return {"bytes": sum(map(len, images))}, images
         from promptfed.shared.data.medical import dicom
 

@@ -33,7 +33,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.noted: list[object] = []
+        self.noted: list[tuple[object, ...]] = []
         self.elsewhere: str | None = None  # the first operation on a tensor that is not on the device
         self._unset: list[Tensor] = []  # numbers without meaning; held, so that none takes their place
         self._device = device
@@ -42,27 +42,28 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **(kwargs or {}))
         if _attends(func) and not _dropout(func, args, kwargs or {}):  # then nothing sets or reads a seed
             self._unset.extend(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.ndim == 0)
-        self.noted.append(func)
+        about: list[object] = [func]
         for given in (args, kwargs, made):
-            self._note(func, given)
+            self._note(func, given, about)
+        self.noted.append(tuple(about))
         return made
 
-    def _note(self, func: Any, value: object) -> None:
-        """Tensors by size, kind and place, what holds them by its kind and all else as it is."""
+    def _note(self, func: Any, value: object, about: list[object]) -> None:
+        """Tensors by size, kind and place, what holds them by its length and all else as it is."""
         if isinstance(value, Tensor):
-            self.noted.append(self._about(func, value))
+            about.append(self._about(func, value))
         elif isinstance(value, (tuple, list)):
-            self.noted.append(len(value))
+            about.append(len(value))
             for each in value:
-                self._note(func, each)
+                self._note(func, each, about)
         elif isinstance(value, dict):
-            self.noted.extend(value)
+            about.extend(value)
             for each in value.values():
-                self._note(func, each)
+                self._note(func, each, about)
         elif isinstance(value, float):
-            self.noted.append(repr(value))  # so that NaN equals itself
+            about.append(repr(value))  # so that NaN equals itself
         else:
-            self.noted.append(value if value is None or isinstance(value, (bool, int, str)) else type(value))
+            about.append(value if value is None or isinstance(value, (bool, int, str)) else type(value))
 
     def _about(self, func: Any, tensor: Tensor) -> object:
         if tensor.device.type != self._device.type:
