@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from promptfed.experiments.bench.entries import RawSpec
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.library.result import Result
 from promptfed.runtime.processes import Site
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.progress import Watcher
+from promptfed.sdk.progress import Snapshot
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source
 from promptfed.shared.data.registry import SharedSources
@@ -59,7 +61,7 @@ def run(
         pool: clients that compute at once.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         allow_backbone: names of a model or checkpoint outside open_clip's registry that may be loaded; True: any.
-        progress: whether to show progress; default: if stderr is a terminal.
+        progress: whether to show progress; default: in a terminal and in a notebook.
         **spec: further keys of a run file: ``rounds``, ``class_names``, ``training``, ``seed``, ...
 
     Raises:
@@ -70,11 +72,19 @@ def run(
     resolved = resolve({"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named})
     file = Path(backbone_file) if backbone_file is not None else None
     model = backbone or open_backbone(resolved.backbone, allow_backbone=allow_backbone, device=device, file=file)
-    quiet = not (sys.stderr.isatty() if progress is None else progress)
+    watched = sys.stderr.isatty() or "ipykernel" in sys.modules if progress is None else progress
     options: dict[str, Any] = {"pool": pool, "backbone": model, "sources": sources}
     options |= {"folder": Path(folder) if folder is not None else None}
-    with Watcher(resolved.rounds, quiet=quiet) as watcher:
-        result = simulate(resolved, sites, progress=watcher.show, **options)
+    with tqdm(total=resolved.rounds, unit="round", disable=not watched) as bar:
+
+        def show(snapshot: Snapshot) -> None:
+            bar.set_postfix_str(snapshot.describe(), refresh=False)
+            done = snapshot.rounds if snapshot.state == "finished" else max(0, snapshot.round - 1)
+            bar.update(done - bar.n)
+            bar.refresh()
+
+        result = simulate(resolved, sites, progress=show, **options)
+        bar.update(resolved.rounds - bar.n)  # the last ones may be too quick to be told of
     return Result(result, model, allow_backbone)
 
 

@@ -40,6 +40,19 @@ def result(backbone: Backbone) -> promptfed.Result:
     )  # fmt: skip
 
 
+def test_progress_is_shown_in_a_notebook_too(
+    backbone: Backbone, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+    for notebook in (False, True):
+        if notebook:
+            monkeypatch.setitem(sys.modules, "ipykernel", sys)
+        promptfed.run("zero_shot", [f"symbols:sketch{SMALL}"], rounds=3, backbone=backbone)
+        shown.append(capsys.readouterr().err)
+    assert shown[0] == ""
+    assert "| 3/3 [" in shown[1]
+
+
 def test_accuracies_by_client_round_and_role(result: promptfed.Result) -> None:
     final = result.accuracies()
     assert [(one.client, one.role, one.round) for one in final] == [
