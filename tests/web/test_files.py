@@ -158,7 +158,7 @@ def test_titles_say_mean_average_precision(browser: Browser, coordinator: InThre
     panel = page.get_by_role("region", name="Mean average precision", exact=True)
     expect(panel.get_by_role("region", name="Mean average precision after round 1")).to_be_visible()
     expect(panel.get_by_role("img", name="Mean average precision by round on test")).to_be_visible()
-    expect(page.locator(".status")).to_contain_text("Clients' mean average precision")
+    expect(page.get_by_role("region", name="Result", exact=True)).to_contain_text("Mean average precision 50.0 %")
     expect(page.get_by_role("region", name="Accuracy", exact=True)).to_have_count(0)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     visited.open(f"/#/compare/{made['several']},{made['one']}")

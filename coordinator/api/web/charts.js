@@ -92,16 +92,16 @@ export class Plot {
   #configuration() {
     const ink = variable("--muted");
     const grid = variable("--line");
-    const { x = "", y = "", format = (value) => value, min, max, zero = false } = this.options;
+    const { x = "", y = "", format = (value) => value, tick = format, min, max, zero = false } = this.options;
     const axis = (text) => ({
       title: { display: text !== "", text, color: ink, font: { size: 11 } },
       grid: { color: grid, drawTicks: false },
       border: { display: false },
-      ticks: { color: ink, padding: 6, font: { size: 11 }, maxRotation: 0 },
+      ticks: { color: ink, padding: 8, font: { size: 11 }, maxRotation: 0, autoSkipPadding: 18 },
     });
     const across = axis(x);
     const up = { ...axis(y), min, max, beginAtZero: zero, stacked: this.kind === "bar" };
-    up.ticks = { ...up.ticks, callback: (value) => format(value), maxTicksLimit: 6 };
+    up.ticks = { ...up.ticks, callback: (value, _, all) => tick(value, all.at(-1).value), maxTicksLimit: 6 };
     across.ticks.callback = (value) => (Number.isInteger(value) && value >= 0 ? value : ""); // the axis of one round begins before it
     if (this.kind === "bar") across.stacked = true;
     return {

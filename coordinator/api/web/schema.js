@@ -1,8 +1,9 @@
 // What a spec may hold, as the coordinator describes it itself (/openapi.json), with a method's own part and defaults.
 
-import { h } from "./dom.js";
+import { told } from "./words.js";
 
 const SPEC = "FederationSpec";
+export const PINNED = /^backbone\.(shape($|\.)|fingerprint$)/; // what clients tell of a backbone, and a spec may fix
 
 /**
  * The fields of a spec with `method` (as GET /v1/methods/{name} tells, or null) on `backbone` (`{model, pretrained}`, or
@@ -70,18 +71,6 @@ export function nested(entries) {
   return whole;
 }
 
-/** A value of a spec as text. */
-export function told(value) {
-  if (value === null || value === undefined) return "–";
-  if (Array.isArray(value)) return value.length > 6 ? `${value.slice(0, 6).join(", ")} and ${value.length - 6} more` : value.join(", ");
-  return String(value);
-}
-
-/** A path that a narrow table breaks after a dot or an underscore, and nowhere else. */
-export function broken(path) {
-  return h("span", {}, path.split(/(?<=[._])/).flatMap((part, at) => (at ? [h("wbr"), part] : [part])));
-}
-
 /** The same settings of a federation: `[{path, value, standard, differs, about}]`, what differs from its default first. */
 export function settingsOf(spec, fields) {
   const given = flat(spec);
@@ -91,7 +80,7 @@ export function settingsOf(spec, fields) {
     const field = known.get(path);
     const standard = field?.standard ?? null;
     const value = path in given ? given[path] : standard;
-    const own = path === "name" || path === "method.name" || path.startsWith("backbone.shape") || path === "backbone.fingerprint";
+    const own = path === "name" || path === "method.name" || PINNED.test(path);
     return { path, value, standard, about: field?.about ?? "", differs: !own && known.size > 0 && told(value) !== told(standard) };
   });
   return rows.sort((one, other) => Number(other.differs) - Number(one.differs));

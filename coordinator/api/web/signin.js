@@ -41,9 +41,9 @@ export function signIn(place, remark, enter) {
       { class: "welcome" },
       h(
         "form",
-        { class: "card", on: { submit } },
+        { class: "panel stack", on: { submit } },
         h("h1", {}, "Sign in"),
-        h("p", {}, "Watch and steer the federations of this coordinator."),
+        h("p", {}, "Begin federations, invite their sites, and take their results."),
         h("label", { for: "token" }, "Operator token"),
         field,
         alert,
