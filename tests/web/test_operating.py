@@ -386,6 +386,7 @@ def test_tokens_withdrawal_and_deletion(coordinator: InThread, visited: Visit) -
     expect(page.get_by_text("promptfed join - --data folder:/path/to/images")).to_be_visible()
     invitation = decode_invitation(shown.input_value())
     assert (invitation.coordinator, invitation.federation) == (coordinator.url, "styles")
+    assert page.get_by_label("Token of ward-3").input_value() == invitation.token
     joined = coordinator.client("styles", "c").enrol(invitation.token)
     assert joined.status_code == 201, joined.text
     tokens = page.get_by_role("region", name="Invited sites")
@@ -556,7 +557,9 @@ def test_a_federation_is_watched_and_steered_from_its_start_to_its_end(coordinat
     expect(page.locator("#link")).to_have_text("finished")
     expect(page.get_by_role("button", name="Pause")).to_have_count(0)
     results = page.get_by_role("region", name="Accuracy after round 2")
-    expect(results.get_by_role("row", name="a neon")).to_contain_text("2025.0 %50.0 %29.9–70.1+25.0 ± 28.0")
+    expect(results.get_by_role("row", name="a neon")).to_contain_text(
+        "neon · 20 images25.0 %50.0 %29.9–70.1+25.0 ± 28.0"
+    )
     expect(page.get_by_role("region", name="Result", exact=True)).to_contain_text("Gain of 2 sites+25.0 ± 19.8")
     expect(results).to_contain_text("sketch (unseen)")
     assert visited.token not in page.url

@@ -255,7 +255,7 @@ def signing_in(made: Visit) -> Iterator[str]:
 
 def checked(page: Page, name: str, width: int) -> None:
     """Refuse what is wider than the window and what axe-core finds, light and dark, and keep a picture of each."""
-    page.wait_for_timeout(500)  # charts and figures come a moment later
+    page.wait_for_timeout(400)  # charts and figures come a moment later
     page.evaluate("window.scrollTo(0, 0)")
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
@@ -284,6 +284,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
         make(made)
     yield made
     made.stop()
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_an_empty_coordinator_says_what_it_is_for(browser: Browser, coordinator: InThread, width: int) -> None:
+    made = visit(browser, coordinator, viewport={"width": width, "height": 900})
+    made.open()
+    made.sign_in()
+    expect(made.page.get_by_role("heading", level=1)).to_have_text("Train one model at many sites")
+    expect(made.page.locator(".primary")).to_have_text("New federation")
+    expect(made.page.get_by_label("Run file, in YAML or JSON")).to_be_visible()
+    checked(made.page, "operator-start", width)
+    assert (made.wrong, made.violations()) == ([], [])
+    made.page.context.close()
 
 
 @pytest.mark.parametrize("width", [1400, 900, 420])

@@ -82,8 +82,8 @@ function resultTable(report, split, title) {
   const plain = title === "Accuracy";
   const margin = (pairs) => (plain && pairs.length ? ` ± ${(100 * gainMargin(pairs)).toFixed(1)}` : "");
   const edges = (found) => (plain && found.num_samples ? h("small", { class: "under" }, interval(found.accuracy, found.num_samples).map((edge) => (100 * edge).toFixed(1)).join("–")) : null);
-  const further = (found) => (told ? [percent(found.macro_f1), percent(found.ece)] : []);
-  const cells = (name, domain, zero, found, pairs) => [[name, domain ? h("small", { class: "under" }, domain) : null], found.num_samples?.toLocaleString("en") ?? "", percent(zero), [percent(found.accuracy), edges(found)], [gain(zero, found.accuracy), zero === undefined ? null : h("small", { class: "under" }, margin(pairs))], ...further(found)];
+  const further = (found) => (told ? [[percent(found.macro_f1), h("small", { class: "under" }, percent(found.ece))]] : []);
+  const cells = (name, domain, zero, found, pairs) => [[name, h("small", { class: "under" }, [domain, found.num_samples && counted(found.num_samples, "image")].filter(Boolean).join(" · "))], percent(zero), [percent(found.accuracy), edges(found)], [gain(zero, found.accuracy), zero === undefined ? null : h("small", { class: "under" }, margin(pairs))], ...further(found)];
   const rows = clients.map(([name, one]) => {
     const zero = (one.zero_shot[split] ?? one.zero_shot[base])?.accuracy;
     const pairs = zero === undefined || one.privacy ? [] : [{ before: zero, after: one.splits[split].accuracy, count: one.splits[split].num_samples }];
@@ -94,6 +94,6 @@ function resultTable(report, split, title) {
     const zero = mean?.zero_shot ?? evaluation.by_split[role]?.[base]?.zero_shot;
     if (mean && clients.filter(([, one]) => one.role === role).length > 1) rows.push(cells(label, "", zero, mean, pairsOf(evaluation, role, split)));
   }
-  const columns = ["client", ...["images", "zero-shot", `round ${report.round}`, "gain", ...(told ? ["macro-F1", "ECE"] : [])].map((title) => ({ title, class: "number" }))];
+  const columns = ["client", ...["zero-shot", `round ${report.round}`, "gain", ...(told ? ["macro-F1, ECE"] : [])].map((title) => ({ title, class: "number" }))];
   return table(`${title} after round ${report.round}`, columns, rows, { class: "results" });
 }

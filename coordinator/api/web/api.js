@@ -28,11 +28,11 @@ export class Api {
   }
 
   get(path) {
-    return this.#call("GET", path);
+    return this.#send("GET", path);
   }
 
   post(path, body) {
-    return this.#call("POST", path, body);
+    return this.#send("POST", path, body === undefined ? undefined : JSON.stringify(body));
   }
 
   /** The answer to `text`, which is JSON, byte for byte as it stands. */
@@ -46,7 +46,7 @@ export class Api {
   }
 
   delete(path) {
-    return this.#call("DELETE", path);
+    return this.#send("DELETE", path);
   }
 
   /** What never changes while the page is open: asked for once. */
@@ -85,10 +85,6 @@ export class Api {
       if (next !== null) each(page[key]);
     } while (next !== null);
     return found;
-  }
-
-  async #call(method, path, body) {
-    return this.#send(method, path, body === undefined ? undefined : JSON.stringify(body));
   }
 
   async #send(method, path, body, type = "application/json") {

@@ -74,25 +74,20 @@ export class Plot {
       data: one.data,
       hidden: this.off.has(one.label),
       borderColor: ink,
-      backgroundColor: bar ? ink : variable("--surface"),
-      borderWidth: bar ? 0 : one.thin ? 1.25 : 2,
+      ...(bar ? { backgroundColor: ink, borderWidth: 0, borderRadius: 2, maxBarThickness: 28, stack: "all" } : { backgroundColor: variable("--surface"), borderWidth: one.thin ? 1.25 : 2 }),
       borderDash: one.thin ? [2, 3] : one.dashed ? [7, 4] : [],
-      borderRadius: bar ? 2 : 0,
       pointStyle: SHAPES[one.place % MANY],
-      pointRadius: one.thin ? 0 : one.data.length > 30 ? 0 : 3,
+      pointRadius: one.thin || one.data.length > 30 ? 0 : 3,
       pointHoverRadius: one.thin ? 0 : 6,
       pointBorderWidth: 1.75,
       pointBackgroundColor: variable("--surface"),
-      tension: 0,
-      maxBarThickness: 28,
-      stack: bar ? "all" : undefined,
     };
   }
 
   #configuration() {
     const ink = variable("--muted");
     const grid = variable("--line");
-    const { x = "", y = "", format = (value) => value, tick = format, min, max, zero = false } = this.options;
+    const { x, format, tick = format, zero = false } = this.options;
     const axis = (text) => ({
       title: { display: text !== "", text, color: ink, font: { size: 11 } },
       grid: { color: grid, drawTicks: false },
@@ -100,7 +95,7 @@ export class Plot {
       ticks: { color: ink, padding: 8, font: { size: 11 }, maxRotation: 0, autoSkipPadding: 18 },
     });
     const across = axis(x);
-    const up = { ...axis(y), min, max, beginAtZero: zero, stacked: this.kind === "bar" };
+    const up = { ...axis(""), beginAtZero: zero, stacked: this.kind === "bar" };
     up.ticks = { ...up.ticks, callback: (value, _, all) => tick(value, all.at(-1).value), maxTicksLimit: 6 };
     across.ticks.callback = (value) => (Number.isInteger(value) && value >= 0 ? value : ""); // the axis of one round begins before it
     if (this.kind === "bar") across.stacked = true;

@@ -44,7 +44,7 @@ export class Federation {
   }
 
   async begin() {
-    this.clock = setInterval(() => this.#tick(), 1000);
+    this.clock = setInterval(() => this.parts.running.tick(), 1000);
     this.poll = setInterval(() => !this.#over() && !document.hidden && this.#soon(), LOOK_AGAIN);
     await this.#refresh();
     if (this.model.view !== null) this.#follow();
@@ -56,11 +56,6 @@ export class Federation {
     clearTimeout(this.pending);
     this.abort.abort();
     for (const one of this.shown) one.end?.();
-  }
-
-  #tick() {
-    this.parts.running.tick();
-    this.parts.times.tick();
   }
 
   /** Raises what the coordinator refuses, which is said beside the button. */
@@ -163,9 +158,12 @@ export class Federation {
     this.back.hidden = true; // the body has one
     document.title = `${this.model.view.name} · ${this.model.view.state} · promptfed`;
     for (const one of this.shown) one.update(this.model);
-    // New sites may join while it runs; then invitations are not what comes first.
-    if (this.model.view.state !== "enrolling") this.parts.clients.element.append(this.parts.invite.element);
-    if (this.model.view.state !== "finished") this.tabs.panels[0].append(this.parts.result.element); // no result yet: what can be taken comes last
+    // Once it runs invitations do not come first, and neither does what can be taken before there is a result.
+    const { state } = this.model.view;
+    if (state !== "enrolling") comesLast(this.parts.clients.element, this.parts.invite.element);
+    if (state !== "finished") comesLast(this.tabs.panels[0], this.parts.result.element);
+    else if (this.moved) this.parts.running.element.after(this.parts.result.element);
+    this.moved = state !== "finished";
     this.tabs.update();
   }
 
@@ -214,6 +212,11 @@ export class Federation {
     if (this.pending !== undefined) this.again = true;
     this.#soon();
   }
+}
+
+/** Move it there, unless it is: whoever types in it would lose the place. */
+function comesLast(place, element) {
+  if (place.lastChild !== element) place.append(element);
 }
 
 /** Groups of panels, one of which is seen; a group of which nothing is shown has no tab. */

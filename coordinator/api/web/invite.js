@@ -65,11 +65,14 @@ export class Invite {
       };
       return h("li", {}, name, role, h("button", { type: "button", class: "quiet slim", "aria-label": `Leave out ${one.name}`, on: { click: drop } }, "×"));
     };
-    fill(this.rows, this.planned.map(row));
+    const same = this.drawn?.length === this.planned.length && this.planned.every((one, at) => one === this.drawn[at]);
+    if (!same) fill(this.rows, this.planned.map(row)); // whoever types a name keeps the place
+    this.drawn = [...this.planned];
     this.send.hidden = this.planned.length === 0;
     say(this.send, `Create ${counted(this.planned.length, "invitation")}`);
     this.send.classList.toggle("primary", this.view.state === "enrolling" && this.view.clients.trainers < this.view.spec.participation.min_clients);
-    say(this.remark, this.planned.length ? "Each site joins with an invitation of its own. Give the sites names that you will know them by." : "Every site of the plan is invited.");
+    const planned = this.planned.length ? "Each site joins with an invitation of its own. Give the sites names that you will know them by." : "Every site of the plan is invited.";
+    say(this.remark, this.view.state === "enrolling" ? planned : "Another site can still join; it takes part from the next round on.");
     const standing = (one) => (one.clients.length ? `joined: ${names(one.clients)}` : Date.parse(one.expires_at) < Date.now() ? "expired" : "has not joined yet");
     const line = (one) => [
       [one.name, h("small", { class: "under" }, `${one.client ?? ROLES[one.role ?? ""]}${one.closed ? ", closed" : ""}`)],
@@ -117,7 +120,7 @@ export class Invite {
           fill(button, "Selected: copy it"); // where the page is not on this machine and not encrypted
         }
       };
-      return h("div", { class: "minted" }, field(`Invitation for ${minted.name}, shown only now`, text), h("button", { type: "button", "aria-label": `Copy the invitation for ${minted.name}`, on: { click: copy } }, "Copy"));
+      return h("div", { class: "minted" }, field(`Invitation for ${minted.name}, shown only now`, text), h("button", { type: "button", "aria-label": `Copy the invitation for ${minted.name}`, on: { click: copy } }, "Copy"), h("details", {}, h("summary", {}, "Its token alone, for a client's file"), h("input", { readonly: true, value: minted.token, "aria-label": `Token of ${minted.name}` })));
     };
     const how = h("p", { class: "remark" }, `Send each site its own over a private channel, until ${moment(fresh[0].expires_at)}: whoever has it can join. There, with promptfed installed, the owner of the images runs `, h("code", {}, "promptfed join - --data folder:/path/to/images"), " and pastes it.");
     fill(this.made, h("h3", {}, "To send"), fresh.map(one), how);

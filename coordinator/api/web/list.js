@@ -54,7 +54,9 @@ export class List {
       fill(this.remark);
       this.#show();
     } catch (error) {
-      if (!this.failed(error)) fill(this.remark, error.message);
+      if (this.failed(error)) return;
+      fill(this.remark, error.message);
+      this.element.hidden = false;
     }
   }
 

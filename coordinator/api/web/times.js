@@ -1,10 +1,10 @@
 // Bytes and seconds: what rounds and clients take, and when it will be over.
 
 import { Plot } from "./charts.js";
-import { fill, h, panel, say, table } from "./dom.js";
+import { fill, h, panel, table } from "./dom.js";
 import { bytes, byteTick, clock, duration, figure, secondTick } from "./format.js";
 import { mean } from "./series.js";
-import { ENDED } from "./status.js";
+import { shownFigure } from "./status.js";
 
 const RECENT = 5; // rounds whose mean tells how long the next ones take
 
@@ -35,38 +35,19 @@ export class Times {
   }
 
   update({ view, rounds }) {
-    this.view = view;
-    this.reports = [...rounds.values()];
-    const over = this.reports.filter((one) => one.seconds !== null);
+    const reports = [...rounds.values()];
+    const over = reports.filter((one) => one.seconds !== null);
     this.element.hidden = !over.length;
-    this.tick();
-    const rows = byClient(this.reports);
+    const trained = over.filter((one) => one.round > 0);
+    const took = elapsed(view);
+    fill(this.figures, [["Elapsed", took === null ? "–" : duration(took)], ["A round", trained.length ? `${tenth(mean(trained.map((one) => one.seconds)))} s` : "–"], view.ended_at && ["Ended", clock(view.ended_at)]].filter(Boolean).map(([name, value]) => shownFigure([name, [value]])));
+    const rows = byClient(reports);
     fill(this.clients, rows.length ? clientTable(rows) : null);
     if (!over.length) return;
     const stages = [...new Set(over.flatMap((one) => stagesOf(one).map(([name]) => name)))];
     const data = (wanted) => over.flatMap((one) => stagesOf(one).filter(([name]) => name === wanted).map(([, stage]) => ({ x: one.round, y: stage.seconds ?? 0 })));
     const last = over.at(-1);
     this.plot.update(stages.map((label, place) => ({ label, place, data: data(label) })), `Seconds by round; round ${last.round} took ${tenth(last.seconds)} s`);
-  }
-
-  /** Once a second. */
-  tick() {
-    const { view, reports } = this;
-    if (!view) return;
-    const over = reports.filter((one) => one.round > 0 && one.seconds !== null);
-    const left = secondsLeft(view, reports);
-    const took = elapsed(view);
-    const shown = [
-      ["Elapsed", took === null ? "–" : duration(took)],
-      ["A round", over.length ? `${tenth(mean(over.map((one) => one.seconds)))} s` : "–"],
-      ENDED.includes(view.state) ? ["Ended", clock(view.ended_at)] : ["Left, about", left === null ? "–" : duration(left)],
-    ];
-    if (!this.figures.childElementCount) fill(this.figures, shown.map(() => h("div", {}, h("dt"), h("dd"))));
-    for (const [place, [name, value]] of shown.entries()) {
-      const [title, figure] = this.figures.children[place].children;
-      say(title, name);
-      say(figure, value);
-    }
   }
 
   end() {
