@@ -15,12 +15,13 @@ from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread
 from tests.web.conftest import PATIENCE, visit
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+expect = pytest.importorskip("playwright.sync_api").expect
+expect.set_options(timeout=PATIENCE)
 ROOT = Path(__file__).parents[2]
-
-
 FOLDER = ROOT / "coordinator" / "api" / "web"
-
-
 OWN = [path for path in sorted(FOLDER.iterdir()) if not path.name.startswith("chart.")]
 
 
@@ -92,13 +93,6 @@ def test_the_page_is_part_of_the_package() -> None:
     assert set(FOLDER.iterdir()) <= packed
 
 
-# ``/docs`` works where nothing but the coordinator can be reached.
-
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
-
-
 def test_the_page_and_its_files_come_from_the_coordinator(coordinator: InThread) -> None:
     def get(path: str) -> httpx.Response:
         return httpx.get(coordinator.url + path)
@@ -126,19 +120,6 @@ def test_a_browser_shows_the_routes_and_asks_nobody_else(browser: Browser, coord
     assert all(url.startswith((coordinator.url, "data:")) for url in asked), asked
     assert seen.wrong == []
     assert seen.violations() == []
-
-
-# Titles of a federation with several labels per image name what is measured, in a real browser, wide and narrow.
-
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
-
-
-expect = pytest.importorskip("playwright.sync_api").expect
-
-
-expect.set_options(timeout=PATIENCE)
 
 
 @pytest.mark.extended

@@ -30,10 +30,6 @@ export class Accuracy {
     this.#draw();
   }
 
-  end() {
-    this.plot.destroy();
-  }
-
   #draw() {
     const last = Object.values(this.evaluated.at(-1)?.evaluation.clients ?? {});
     const silent = last.filter((one) => one.withheld).length;

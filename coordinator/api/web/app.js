@@ -2,6 +2,7 @@
 // (#/compare/ID,ID), a new one (#/new), one with another's settings (#/new/ID) or with its result too (#/continue/ID).
 
 import { Api, Refused } from "./api.js";
+import { destroyAll } from "./charts.js";
 import { Compare } from "./compare.js";
 import { Create } from "./create.js";
 import { fill, h } from "./dom.js";
@@ -40,14 +41,14 @@ class Session {
   end() {
     window.removeEventListener("hashchange", this.route);
     this.list.end();
-    this.open?.end();
+    this.open?.end?.();
     link.hidden = true;
     document.title = TITLE;
   }
 
   show({ kind, ids }) {
-    this.open?.end();
-    this.open = null;
+    this.open?.end?.();
+    destroyAll();
     link.hidden = true;
     this.root.classList.toggle("one", kind !== "none");
     this.list.mark(kind === "one" ? ids[0] : null);
@@ -69,7 +70,7 @@ class Session {
     else if (kind === "none") this.open = new Start(this.api, hooks, this.list.federations.length === 0);
     else this.open = new Create(this.api, hooks, id, kind === "continue");
     fill(this.place, this.open.element);
-    this.open.begin();
+    this.open.begin?.();
   }
 
   /** A token that is no longer good ends the session; true where that was it. */

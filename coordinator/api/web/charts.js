@@ -16,9 +16,10 @@ function variable(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-/** The colour of the series in this place. */
-export function colour(place) {
-  return variable(`--series-${(place % MANY) + 1}`);
+/** What leaves the page takes its charts with it. */
+export function destroyAll() {
+  for (const one of all) one.chart.destroy();
+  all.clear();
 }
 
 /**
@@ -27,14 +28,10 @@ export function colour(place) {
  */
 export class Plot {
   constructor(kind, label, options = {}) {
-    this.kind = kind;
-    this.options = options;
-    this.series = [];
-    this.off = new Set();
+    Object.assign(this, { kind, options, series: [], off: new Set(), chart: null });
     this.canvas = h("canvas", { role: "img", "aria-label": label });
     this.legend = h("ul", { class: "legend", "aria-label": `Series of: ${label}` });
     this.element = h("div", { class: "plot" }, h("div", { class: `canvas ${options.class ?? ""}` }, this.canvas), this.legend);
-    this.chart = null;
   }
 
   /** Draw these series; whatever was switched off stays off. */
@@ -55,19 +52,12 @@ export class Plot {
   }
 
   recolour() {
-    if (this.chart === null) return;
     Object.assign(this.chart.options, this.#configuration().options);
     this.update(this.series);
   }
 
-  destroy() {
-    all.delete(this);
-    this.chart?.destroy();
-    this.chart = null;
-  }
-
   #dataset(one) {
-    const ink = colour(one.place);
+    const ink = variable(`--series-${(one.place % MANY) + 1}`);
     const bar = this.kind === "bar";
     return {
       label: one.label,

@@ -10,11 +10,7 @@ import { nameOf, told } from "./words.js";
 
 export class Compare {
   constructor(api, ids, hooks) {
-    this.api = api;
-    this.hooks = hooks;
-    this.chosen = ids;
-    this.loaded = new Map();
-    this.gone = false;
+    Object.assign(this, { api, hooks, chosen: ids, loaded: new Map(), gone: false });
     this.problem = h("p", { class: "error", role: "alert" });
     this.search = h("input", { type: "search", id: "which", autocomplete: "off", on: { input: () => this.#offer() } });
     this.choices = h("ul", { class: "choices-list" });
@@ -30,14 +26,8 @@ export class Compare {
       panel("Settings that differ", {}, this.settings),
     ];
     this.heading = h("h1", { tabindex: "-1" }, "Compare federations");
-    this.element = h(
-      "article",
-      { class: "stack" },
-      this.problem,
-      h("section", { class: "panel", "aria-label": "Which ones" }, h("p", { class: "back" }, h("a", { href: "#/" }, "← All federations")), this.heading, h("p", { class: "choice" }, h("label", { for: "which" }, "Search "), this.search), h("fieldset", {}, h("legend", { class: "unseen" }, "Federations"), this.choices)),
-      this.empty,
-      this.results,
-    );
+    const choice = [h("p", { class: "choice" }, h("label", { for: "which" }, "Search "), this.search), h("fieldset", {}, h("legend", { class: "unseen" }, "Federations"), this.choices)];
+    this.element = h("article", { class: "stack" }, this.problem, h("section", { class: "panel", "aria-label": "Which ones" }, h("p", { class: "back" }, h("a", { href: "#/" }, "← All federations")), this.heading, choice), this.empty, this.results);
   }
 
   async begin() {
@@ -53,8 +43,6 @@ export class Compare {
 
   end() {
     this.gone = true;
-    this.accuracy.destroy();
-    this.loss.destroy();
   }
 
   #tell(error) {

@@ -88,8 +88,6 @@ export class Create {
     });
   }
 
-  end() {}
-
   /** The settings of another federation, which this one begins with. */
   async #takeOver(view) {
     const { spec } = view;
@@ -102,7 +100,7 @@ export class Create {
     this.inputs.get("backbone").value = backbone;
     const level = { sample: "records", client: "clients" }[spec.privacy?.level] ?? (spec.secure_aggregation ? "sums" : "none");
     this.form.querySelector(`input[name="privacy"][value="${level}"]`).checked = true;
-    this.inputs.get("method").value = this.picked = spec.method.name;
+    this.picked = this.methods.has(spec.method.name) ? spec.method.name : null;
     for (const [path, value] of Object.entries(values)) {
       if (PINNED.test(path)) this.given.push([path, value]);
       else if (!ASKED.includes(path) && !NOT_TYPED.test(path) && !/^backbone\.(model|pretrained)$|^privacy\.level$/.test(path)) this.kept.set(path, written(value));
@@ -198,7 +196,7 @@ export class Create {
   /** The spec as the form has it; what is empty is left out, and what is typed stands over what privacy proposes. */
   #spec() {
     const [model, pretrained] = this.inputs.get("backbone").value.split(" ");
-    const asked = [["method.name", this.inputs.get("method").value], ["backbone.model", model], ["backbone.pretrained", pretrained], ...Object.entries(flat(PRIVACY[this.#chosen("privacy")][1]))];
+    const asked = [["method.name", this.inputs.get("method").value], ["backbone.model", model], ["backbone.pretrained", pretrained === "null" ? null : pretrained], ...Object.entries(flat(PRIVACY[this.#chosen("privacy")][1]))];
     if (this.#chosen("privacy") === "sums") asked.push(["secure_aggregation", {}]);
     const typed = [...ASKED.map((path) => [path, { class_names: LIST, name: TEXT }[path] ?? NUMBER]), ...this.fields.map((one) => [one.path, one.choices])];
     const entries = typed.map(([path, choices]) => [path, choices, this.inputs.get(path).value]).filter(([, , text]) => text.trim() !== "");

@@ -55,7 +55,6 @@ export class Federation {
     clearInterval(this.poll);
     clearTimeout(this.pending);
     this.abort.abort();
-    for (const one of this.shown) one.end?.();
   }
 
   /** Raises what the coordinator refuses, which is said beside the button. */

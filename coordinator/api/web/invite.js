@@ -8,10 +8,7 @@ const MOST = 200; // rows of sites that are not invited yet
 
 export class Invite {
   constructor(api, path, failed, planned) {
-    this.api = api;
-    this.path = `${path}/enrolment-tokens`;
-    this.failed = failed;
-    this.tokens = [];
+    Object.assign(this, { api, path: `${path}/enrolment-tokens`, tokens: [], enrolled: -1 });
     this.planned = planned?.length ? planned.slice(0, MOST) : null; // null: not known before the federation is
     this.rows = h("ul", { class: "planned", "aria-label": "Sites to invite" });
     this.made = h("div", { class: "stack", "aria-live": "polite" });
@@ -26,7 +23,6 @@ export class Invite {
     this.revoked = new Acts(failed);
     this.remark = h("p", { class: "remark" });
     this.element = h("section", { class: "panel", "aria-labelledby": "invitations" }, h("h2", { id: "invitations" }, "Invitations"), this.remark, this.form, this.made, this.list, this.revoked.element);
-    this.enrolled = -1;
   }
 
   update({ view, clients }) {

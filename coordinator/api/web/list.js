@@ -19,11 +19,7 @@ export function progress({ spec, round }) {
 
 export class List {
   constructor(api, failed) {
-    this.api = api;
-    this.failed = failed;
-    this.federations = [];
-    this.chosen = null;
-    this.shown = "";
+    Object.assign(this, { api, failed, federations: [], chosen: null, shown: "" });
     this.items = h("ul", { class: "federations" });
     this.remark = h("p", { class: "remark" });
     this.search = h("input", { type: "search", id: "search", placeholder: "Search", "aria-label": "Search federations", autocomplete: "off", spellcheck: "false", on: { input: () => this.#show() } });

@@ -27,10 +27,6 @@ export class Losses {
     this.#draw();
   }
 
-  end() {
-    this.plot.destroy();
-  }
-
   #draw() {
     const clients = [...(this.found.get(this.select.value)?.values() ?? [])];
     const there = clients.length > 0;

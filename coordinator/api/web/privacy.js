@@ -33,10 +33,6 @@ export class Privacy {
     }
     fill(this.clients, privacy.clients.length ? clientTable(privacy.clients) : null);
   }
-
-  end() {
-    this.plot.destroy();
-  }
 }
 
 /** What the spec asks for, in words. */

@@ -35,10 +35,6 @@ export class Start {
     this.element = h("article", { class: "stack start" }, this.heading, h("p", { class: "lead" }, what), steps, h("div", { class: "pair" }, begin, this.drop));
   }
 
-  begin() {}
-
-  end() {}
-
   async #read(file) {
     if (!file) return;
     this.text.value = await file.text();

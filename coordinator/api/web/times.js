@@ -49,10 +49,6 @@ export class Times {
     const last = over.at(-1);
     this.plot.update(stages.map((label, place) => ({ label, place, data: data(label) })), `Seconds by round; round ${last.round} took ${tenth(last.seconds)} s`);
   }
-
-  end() {
-    this.plot.destroy();
-  }
 }
 
 /** Bytes by round, up and down. */
@@ -69,10 +65,6 @@ export class Traffic {
     const series = [["up: updates", "bytes_up"], ["down: payloads", "bytes_down"]].map(([label, key], place) => ({ label, place, data: all.map((one) => ({ x: one.round, y: one[key] })) }));
     const last = all.at(-1);
     this.plot.update(series, `Bytes by round; round ${last.round}: ${bytes(last.bytes_up)} up, ${bytes(last.bytes_down)} down`);
-  }
-
-  end() {
-    this.plot.destroy();
   }
 }
 
