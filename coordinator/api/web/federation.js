@@ -153,6 +153,7 @@ export class Federation {
 
   #draw() {
     if (this.abort.signal.aborted) return;
+    const first = this.body.hidden;
     this.body.hidden = false;
     this.back.hidden = true; // the body has one
     document.title = `${this.model.view.name} · ${this.model.view.state} · promptfed`;
@@ -164,6 +165,7 @@ export class Federation {
     else if (this.moved) this.parts.running.element.after(this.parts.result.element);
     this.moved = state !== "finished";
     this.tabs.update();
+    if (first && document.activeElement === document.body) this.status.heading.focus(); // what was clicked is gone
   }
 
   // Events

@@ -16,13 +16,13 @@ export class Invite {
     this.uses = h("input", { id: "uses", type: "number", min: 1, max: 100_000, value: 1, required: true });
     this.hours = h("input", { id: "hours", type: "number", min: 0.1, step: "any", placeholder: "as the coordinator has it" });
     this.address = h("input", { id: "address", type: "url", required: true, value: window.location.origin });
-    this.send = h("button", { type: "submit", hidden: true }); // until it is known who is not invited yet
+    this.send = h("button", { type: "submit" });
     this.acts = new Acts(failed, this.send, h("button", { type: "button", on: { click: () => this.#add() } }, "Add a site"));
     const options = h("details", {}, h("summary", {}, "Address, expiry, several sites with one invitation"), h("div", { class: "fields" }, field("Address for clients", this.address, "As the sites reach this coordinator."), field("Hours until it expires", this.hours), field("Sites that may join with each", this.uses)));
-    this.form = h("form", { on: { submit: (event) => this.#mint(event) } }, this.rows, options, this.acts.element);
-    this.revoked = new Acts(failed);
+    this.form = h("form", { hidden: true, on: { submit: (event) => this.#mint(event) } }, this.rows, options, this.acts.element);
+    this.listing = new Acts(failed);
     this.remark = h("p", { class: "remark" });
-    this.element = h("section", { class: "panel", "aria-labelledby": "invitations" }, h("h2", { id: "invitations" }, "Invitations"), this.remark, this.form, this.made, this.list, this.revoked.element);
+    this.element = h("section", { class: "panel", "aria-labelledby": "invitations" }, h("h2", { id: "invitations" }, "Invitations"), this.remark, this.form, this.made, this.list, this.listing.element);
   }
 
   update({ view, clients }) {
@@ -31,7 +31,7 @@ export class Invite {
     this.clients = clients;
     const moved = clients.length !== this.enrolled;
     this.enrolled = clients.length;
-    if (moved) this.acts.run(() => this.#refresh());
+    if (moved) this.listing.run(() => this.#refresh());
   }
 
   async #refresh() {
@@ -50,6 +50,7 @@ export class Invite {
   }
 
   #draw() {
+    this.form.hidden = false;
     this.planned = this.planned.filter((one) => !this.#taken(one.name));
     const row = (one, at) => {
       const name = h("input", { id: `site-${at}`, "aria-label": `Name of site ${at + 1}`, value: one.name, autocomplete: "off", spellcheck: "false", maxlength: 64, required: true, on: { input: () => Object.assign(one, { name: name.value.trim() }) } });
@@ -127,7 +128,7 @@ export class Invite {
   async #revoke(token) {
     const text = "Nobody can join with it any more. Clients that have joined stay.";
     if (!(await ask(this.element, { title: `Revoke ${token.name}?`, text, keep: "Keep it", act: "Revoke it" }))) return;
-    await this.revoked.run(async () => {
+    await this.listing.run(async () => {
       await this.api.delete(`${this.path}/${encodeURIComponent(token.id)}`);
       announce(`${token.name} is revoked`);
       await this.#refresh();

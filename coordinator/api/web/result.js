@@ -37,8 +37,8 @@ export class Result {
     const gains = last ? [gained(last, view, "trainer", "site"), gained(last, view, "evaluator", "unseen domain")] : [];
     fill(this.figures, [...gains, chosen, ["Sent", sent(reports)]].filter(Boolean).map(shownFigure));
     this.note.hidden = !gains.some(Boolean);
-    const archive = `${view.name}.zip`;
-    fill(this.use, [`Download the result: ${archive} has the prompts, and a card that the coordinator has signed.`, `\`promptfed predict photo.png --export ${archive}\` classifies a picture, or a folder of them.`, `\`promptfed serve ${archive}\` opens a page for pictures.`].map((text) => h("li", {}, inWords(text))));
+    const archive = `${view.name}.zip${view.class_names ? "" : ' --classes "sun,cloud"'}`; // where each site has its own
+    fill(this.use, [`Download the result: ${view.name}.zip has the prompts, and a card that the coordinator has signed.`, `\`promptfed predict photo.png --export ${archive}\` classifies a picture, or a folder of them.`, `\`promptfed serve ${archive}\` opens a page for pictures.`].map((text) => h("li", {}, inWords(text))));
   }
 
   /** The archive of prompts and card, as the button at the top takes it. */

@@ -1,5 +1,7 @@
 // A run file: JSON, or the part of YAML that run files are written in. What is not understood is refused with its line.
 
+const MOST = 100_000; // clients of an entry
+
 /** What a run file holds: `{spec, sites: [{name, role}]}`. Raises an Error that says where it is wrong. */
 export function readRun(text) {
   const whole = text.trim().startsWith("{") ? fromJson(text) : fromYaml(text);
@@ -7,7 +9,7 @@ export function readRun(text) {
   const { clients = [], clock: _, ...spec } = whole;
   const sites = [clients].flat().flatMap((one, at) => {
     const named = (index) => String(one.name ?? (one.count ? "client-{index}" : `client-${at}`)).replaceAll("{index}", index).replaceAll("{count}", one.count);
-    return Array.from({ length: one.count ?? 1 }, (_, index) => ({ name: named(index), role: one.role ?? "trainer" }));
+    return Array.from({ length: Math.min(one.count ?? 1, MOST) }, (_, index) => ({ name: named(index), role: one.role ?? "trainer" }));
   });
   const trainers = sites.filter((one) => one.role === "trainer").length;
   if (trainers && spec.participation?.min_clients === undefined) spec.participation = { ...spec.participation, min_clients: trainers };
