@@ -64,6 +64,7 @@ test-all: test extras
 
 extras: $(READY)
 	@extras=test,docs,mlflow,tensorboard,build,transformers,medical; $(install)
+	@if command -v npm >/dev/null; then $(MAKE) -s axe || echo 'no axe-core: the pages are not checked with it'; fi
 
 # The third tier: kills, attacks and partitions at length, two files at a time. Called again, it goes on with the files
 # that have not passed at this commit; their logs are in build/faults. ARGS='-k campaign' runs one part.
@@ -89,7 +90,7 @@ docs: $(READY)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs $(ARGS)
 
-# axe-core, with which tests/web/test_states.py looks for what keeps people out of the pages; it is no part of promptfed.
+# axe-core, with which tests/web/test_states.py looks for barriers in the pages; it is no part of promptfed.
 axe:
 	npm install --prefix build/axe --no-save --no-audit --no-fund --ignore-scripts axe-core@4.10.3
 

@@ -75,53 +75,24 @@ export class Plot {
   }
 
   #configuration() {
-    const ink = variable("--muted");
-    const grid = variable("--line");
+    const [ink, bar] = [variable("--muted"), this.kind === "bar"];
     const { x, format, tick = format, zero = false } = this.options;
-    const axis = (text) => ({
-      title: { display: text !== "", text, color: ink, font: { size: 11 } },
-      grid: { color: grid, drawTicks: false },
-      border: { display: false },
-      ticks: { color: ink, padding: 8, font: { size: 11 }, maxRotation: 0, autoSkipPadding: 18 },
-    });
-    const across = axis(x);
-    const up = { ...axis(""), beginAtZero: zero, stacked: this.kind === "bar" };
-    up.ticks = { ...up.ticks, callback: (value, _, all) => tick(value, all.at(-1).value), maxTicksLimit: 6 };
-    across.ticks.callback = (value) => (Number.isInteger(value) && value >= 0 ? value : ""); // the axis of one round begins before it
-    if (this.kind === "bar") across.stacked = true;
-    return {
-      type: this.kind,
-      data: { datasets: [] },
-      options: {
-        responsive: true,
-        maintainAspectRatio: false,
-        animation: still.matches ? false : { duration: 250 },
-        parsing: true,
-        interaction: { mode: "index", intersect: false, axis: "x" },
-        scales: {
-          x: { type: "linear", ...across, ticks: { ...across.ticks, precision: 0 }, grid: { ...across.grid, display: false }, offset: this.kind === "bar" },
-          y: up,
-        },
-        plugins: { legend: { display: false }, tooltip: this.#tooltip(format) },
-        font: { family: variable("--font") },
-      },
+    const ticks = { color: ink, padding: 8, font: { size: 11 }, maxRotation: 0, autoSkipPadding: 18 };
+    const axis = { border: { display: false }, stacked: bar };
+    const round = (value) => (Number.isInteger(value) && value >= 0 ? value : ""); // the axis of one round begins before it
+    const scales = {
+      x: { ...axis, type: "linear", offset: bar, title: { display: true, text: x, color: ink, font: { size: 11 } }, grid: { display: false }, ticks: { ...ticks, precision: 0, callback: round } },
+      y: { ...axis, beginAtZero: zero, grid: { color: variable("--line"), drawTicks: false }, ticks: { ...ticks, maxTicksLimit: 6, callback: (value, _, all) => tick(value, all.at(-1).value) } },
     };
+    const interaction = { mode: "index", intersect: false, axis: "x" };
+    const plugins = { legend: { display: false }, tooltip: this.#tooltip(format) };
+    return { type: this.kind, data: { datasets: [] }, options: { responsive: true, maintainAspectRatio: false, animation: still.matches ? false : { duration: 250 }, interaction, scales, plugins, font: { family: variable("--font") } } };
   }
 
   #tooltip(format) {
-    return {
-      backgroundColor: variable("--ink"),
-      titleColor: variable("--surface"),
-      bodyColor: variable("--surface"),
-      padding: 10,
-      cornerRadius: 6,
-      usePointStyle: true,
-      filter: (item) => !this.series[item.datasetIndex]?.thin,
-      callbacks: {
-        title: (items) => (items.length ? `round ${items[0].parsed.x}` : ""),
-        label: (item) => ` ${item.dataset.label}: ${format(item.parsed.y)}`,
-      },
-    };
+    const [ink, surface] = [variable("--ink"), variable("--surface")];
+    const callbacks = { title: (items) => (items.length ? `${this.options.x} ${items[0].parsed.x}` : ""), label: (item) => ` ${item.dataset.label}: ${format(item.parsed.y)}` };
+    return { backgroundColor: ink, titleColor: surface, bodyColor: surface, padding: 10, cornerRadius: 6, usePointStyle: true, filter: (item) => !this.series[item.datasetIndex]?.thin, callbacks };
   }
 
   #showLegend() {
@@ -132,8 +103,8 @@ export class Plot {
   }
 
   #legendButton(one) {
-    const mark = h("span", { class: "swatch", "aria-hidden": "true" });
-    paint(mark, one, this.kind);
+    const kind = `swatch${one.dashed ? " dashed" : ""}${this.kind === "line" ? "" : " dot"}`;
+    const mark = h("span", { class: kind, "aria-hidden": "true", style: { "--swatch": `var(--series-${(one.place % MANY) + 1})` } });
     const toggle = (event) => {
       const on = this.off.has(one.label);
       if (on) this.off.delete(one.label);
@@ -141,13 +112,6 @@ export class Plot {
       event.currentTarget.setAttribute("aria-pressed", String(on));
       this.update(this.series);
     };
-    const pressed = String(!this.off.has(one.label));
-    return h("button", { type: "button", "aria-pressed": pressed, title: `Show or hide ${one.label}`, on: { click: toggle } }, mark, one.label);
+    return h("button", { type: "button", "aria-pressed": String(!this.off.has(one.label)), title: `Show or hide ${one.label}`, on: { click: toggle } }, mark, one.label);
   }
-}
-
-function paint(mark, one, kind) {
-  mark.style.setProperty("--swatch", `var(--series-${(one.place % MANY) + 1})`);
-  mark.classList.toggle("dashed", Boolean(one.dashed));
-  mark.classList.toggle("dot", kind !== "line");
 }

@@ -7,7 +7,7 @@ export const PINNED = /^backbone\.(shape($|\.)|fingerprint$)/; // what clients t
 
 /**
  * The fields of a spec with `method` (as GET /v1/methods/{name} tells, or null) on `backbone` (`{model, pretrained}`, or
- * null for the default one): `[{path, choices, standard, about, required}]`, sections opened.
+ * null for the default one): `[{path, choices, standard, about}]`, sections opened.
  */
 export async function fieldsOf(api, method, backbone = null) {
   const { components } = await api.once("/openapi.json");
@@ -21,8 +21,8 @@ export async function fieldsOf(api, method, backbone = null) {
   }
   const standard = (path) => fields.find((one) => one.path === path)?.standard ?? null;
   const on = backbone ?? { model: standard("backbone.model"), pretrained: standard("backbone.pretrained") };
-  const rate = sweptRate(method, on);
-  if (rate !== null) fields.find((one) => one.path === "training.learning_rate").standard = rate;
+  const swept = method?.swept_rates?.find((one) => one.model === on.model && one.pretrained === on.pretrained);
+  if (swept) fields.find((one) => one.path === "training.learning_rate").standard = swept.learning_rate;
   return fields;
 }
 
@@ -30,11 +30,6 @@ export async function fieldsOf(api, method, backbone = null) {
 export async function resolvedFields(api, spec) {
   const method = await api.once(`/v1/methods/${encodeURIComponent(spec.method.name)}`).catch(() => null);
   return fieldsOf(api, method, spec.backbone).catch(() => []);
-}
-
-/** The rate that a sweep has found for a method on a backbone, or null. */
-export function sweptRate(method, { model, pretrained }) {
-  return method?.swept_rates?.find((one) => one.model === model && one.pretrained === pretrained)?.learning_rate ?? null;
 }
 
 function walk(schema, known, prefix, standards) {
@@ -45,7 +40,7 @@ function walk(schema, known, prefix, standards) {
     const choices = property.anyOf?.map((one) => (one.$ref ? known[one.$ref.split("/").at(-1)] : one)) ?? [property];
     const sections = choices.filter((one) => one.properties);
     if (sections.length && path !== "method") return walk(sections[0], known, `${path}.`, standard ?? {});
-    return [{ path, standard, about: property.description ?? "", choices, required: (schema.required ?? []).includes(name) }];
+    return [{ path, standard, about: property.description ?? "", choices }];
   });
 }
 
