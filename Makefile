@@ -31,7 +31,7 @@ endef
 # Processes that tests run in; those of one file stay together. Many tests wait for others' processes, so three keep two cores busy.
 WORKERS ?= 3
 
-.PHONY: demo test test-all extras test-faults test-docker lint setup docs pictures figures bench backbone lock build-tools sbom dist clean
+.PHONY: demo test test-all extras test-faults test-docker lint setup docs axe pictures figures bench backbone lock build-tools sbom dist clean
 
 setup: $(READY)
 
@@ -64,6 +64,7 @@ test-all: test extras
 
 extras: $(READY)
 	@extras=test,docs,mlflow,tensorboard,build,transformers,medical; $(install)
+	@if command -v npm >/dev/null; then $(MAKE) -s axe || echo 'no axe-core: the pages are not checked with it'; fi
 
 # The third tier: kills, attacks and partitions at length, two files at a time. Called again, it goes on with the files
 # that have not passed at this commit; their logs are in build/faults. ARGS='-k campaign' runs one part.
@@ -89,7 +90,11 @@ docs: $(READY)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs $(ARGS)
 
-# A picture of every state of both pages, 1400 and 420 pixels wide, in build/pages.
+# axe-core, with which tests/web/test_states.py looks for barriers in the pages; it is no part of promptfed.
+axe:
+	npm install --prefix build/axe --no-save --no-audit --no-fund --ignore-scripts axe-core@4.10.3
+
+# A picture of every state of both pages, light and dark, 1400, 900 and 420 pixels wide, in build/pages.
 pictures: $(READY)
 	@mkdir -p build/pages
 	PROMPTFED_PICTURES=build/pages $(BIN)/python -m pytest -q tests/web/test_states.py

@@ -195,6 +195,12 @@ class Federation:
         return spec.class_names is not None or spec.rounds == 0 or spec.method.get("label_space") == "client"
 
     @property
+    def class_differences(self) -> str | None:
+        """How the class names of those who would start differ, where they may not; else None."""
+        named = {name: self.clients[name].class_names for name in self.run.starters(self.rules)}
+        return None if self.may_differ else differing(named)
+
+    @property
     def phase(self) -> str | None:
         """The name of the open or closing stage."""
         return self.run.stage.name if self.run.stage is not None else None

@@ -21,7 +21,7 @@ from promptfed.coordinator.aggregation import global_state, rows
 from promptfed.coordinator.aggregation.global_state import Given, call, given
 from promptfed.coordinator.aggregation.rules import Judged
 from promptfed.coordinator.domain import clock, run_state
-from promptfed.coordinator.domain.federation import SAME_CLASSES, Federation, OpenTask, differing
+from promptfed.coordinator.domain.federation import SAME_CLASSES, Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
 from promptfed.coordinator.domain.run_state import EVALUATION
 from promptfed.coordinator.engine import sums
@@ -209,9 +209,7 @@ def expect_startable(federation: Federation) -> None:
 
 def _expect_same_classes(federation: Federation) -> None:
     """Refuse to start with trainers who mean different classes, or write the same ones differently."""
-    named = {name: federation.clients[name].class_names for name in federation.run.starters(federation.rules)}
-    differences = None if federation.may_differ else differing(named)
-    if differences is not None:
+    if (differences := federation.class_differences) is not None:
         raise problems.OtherClasses(f"{differences}: {SAME_CLASSES}")
 
 

@@ -41,6 +41,7 @@ def federation_view(session: Session, federation: Federation) -> schemas.Federat
                 fingerprint=federation.fingerprint, shape=federation.shape, confirmed=times["started_at"] is not None
             ),
             "class_names": federation.class_names,
+            "class_differences": federation.class_differences if run.state == "enrolling" else None,
             "draw": _draw(federation),
             "clients": _counts(federation),
             "stage": _stage(federation),

@@ -169,6 +169,9 @@ class FederationView(BaseModel):
         default=None,
         description="the spec's, or those that all trainers have named; null before the start, or where they differ",
     )
+    class_differences: str | None = left_out(
+        default=None, description="how the class names of trainers differ who therefore cannot start together"
+    )
     draw: DrawView = DrawView(commitment=None, secret=None)
     disk: DiskView | None = Field(
         default=None, description="null: its updates are small, or what the backbone looks like is not known yet"

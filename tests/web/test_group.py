@@ -88,6 +88,7 @@ def test_it_goes_on_without_its_own(browser: Browser, group: Group, api: Resendi
     expect(link).to_contain_text("live from", timeout=LONGEST_WAIT)
     print(f"the page is live again after {time.monotonic() - begun:.1f} s")
     api.enrol(federation, "north")
+    visited.page.get_by_role("tab", name="Clients").click()
     expect(visited.page.get_by_role("region", name="Clients")).to_contain_text("north")
     assert visited.wrong == visited.violations() == []
     visited.page.context.close()

@@ -1,4 +1,4 @@
-"""What the page has beyond watching: curves of training, settings, comparison, forms, tokens, downloads, deletion."""
+"""The operator's page in a real browser: from the first question to the result, live, by keyboard, names as text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import yaml
 from playwright.sync_api import Error, expect
 from sqlalchemy import select, update
 
@@ -29,10 +30,11 @@ from tests.support.secure_clients import SecureClient
 from tests.web.conftest import PATIENCE, Visit, visit
 
 expect.set_options(timeout=PATIENCE)
+ROOT = Path(__file__).parents[2]
 
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Download, Page
+    from playwright.sync_api import Browser, Download, Page, Route
 
 
 def finished(coordinator: InThread, name: str, **changes: object) -> str:
@@ -45,6 +47,10 @@ def finished(coordinator: InThread, name: str, **changes: object) -> str:
     drive(clients)
     coordinator.until(federation, state="finished")
     return federation
+
+
+def tab(page: Page, name: str) -> None:
+    page.get_by_role("tab", name=name, exact=True).click()
 
 
 def downloaded(page: Page, button: str) -> Download:
@@ -61,27 +67,31 @@ def test_training_times_and_settings_are_shown(coordinator: InThread, visited: V
     expect(
         page.get_by_role("img", name="Training loss by round; in round 2 the clients' mean is 0.500")
     ).to_be_visible()
+    tab(page, "Traffic")
+    expect(page.get_by_role("img", name="Bytes by round; round 2:")).to_be_visible()
     times = page.get_by_role("region", name="Time", exact=True)
     expect(times).to_contain_text("Elapsed")
     expect(times).to_contain_text("Ended")
     expect(times.get_by_role("row")).to_have_count(3)  # the head, a and b
     expect(times.get_by_role("img", name="Seconds by round; round 2 took")).to_be_visible()
 
+    tab(page, "Settings")
     settings = page.get_by_role("region", name="Settings", exact=True)
-    settings.get_by_text("settings, ").click()
     rows = settings.get_by_role("row")
     expect(rows.nth(1).locator("b")).to_have_count(1)  # what differs comes first
     paths = rows.evaluate_all(
         "rows => rows.slice(1).map(row => [row.cells[0].firstChild.textContent, !!row.querySelector('b')])"
     )
-    changed = [path for path, differs in paths if differs]
-    assert [path for path, _ in paths][: len(changed)] == changed
-    assert {"training.learning_rate", "rounds", "method.m", "participation.min_clients", "seed"} <= set(changed)
-    assert "training.epochs" not in changed
+    changed = [name for name, differs in paths if differs]
+    assert [name for name, _ in paths][: len(changed)] == changed
+    wanted = {"Learning rate", "Rounds", "Learned vectors", "Sites that must have joined", "Seed of random numbers"}
+    assert wanted <= set(changed)
+    assert "Passes over the images in a round" not in changed
     assert len(paths) > 40
-    settings.get_by_label("Search").fill("learning")
+    assert not [name for name, _ in paths if re.search(r"[a-z][._][a-z]", name)]  # words, and no keys of the schema
+    settings.get_by_label("Search").fill("learning_rate")  # whoever knows the key finds it all the same
     expect(settings.get_by_role("status")).to_have_text("2 settings")
-    row = settings.get_by_role("row", name="training.learning_rate")
+    row = settings.get_by_role("row", name="Learning rate").first
     expect(row).to_contain_text("0.25")
     expect(row).to_contain_text("0.1")  # what a sweep found for this method on this backbone
 
@@ -126,7 +136,9 @@ def test_many_clients_are_drawn_as_mean_lowest_and_highest(coordinator: InThread
 def test_federations_are_found_and_laid_side_by_side(coordinator: InThread, visited: Visit) -> None:
     first = finished(coordinator, "slow")
     # What a spec leaves out has the method's default, as what it writes out may have: that is no difference.
-    second = finished(coordinator, "fast", training={"learning_rate": 0.25, "epochs": 1})
+    # The same backbone with and without its fingerprint is none either.
+    pinned = {"fingerprint": FINGERPRINT, "shape": SHAPE}
+    second = finished(coordinator, "fast", training={"learning_rate": 0.25, "epochs": 1}, backbone=pinned)
     for name in ("eyes", "skin"):
         coordinator.create(name=name)
     page = visited.page
@@ -153,50 +165,206 @@ def test_federations_are_found_and_laid_side_by_side(coordinator: InThread, visi
     expect(figures.get_by_role("row", name="accuracy (gain)")).to_contain_text("50.0 % (+25.0)50.0 % (+25.0)")
     differing = page.get_by_role("region", name="Settings that differ").get_by_role("row")
     expect(differing).to_have_count(2)
-    expect(differing.nth(1)).to_have_text("training.learning_rate0.10.25")
+    expect(differing.nth(1)).to_have_text("Learning rate0.10.25")
 
 
-def test_a_federation_is_made_from_form_and_its_errors_stand_by_fields(coordinator: InThread, visited: Visit) -> None:
+def test_seven_questions_fit_on_one_screen_and_each_error_stands_at_its_field(
+    browser: Browser, coordinator: InThread
+) -> None:
+    visited = visit(browser, coordinator, viewport={"width": 1280, "height": 900})
     page = visited.page
-    visited.open("/#/new")
+    visited.open()
     visited.sign_in()
-    rate = page.get_by_label("learning rate", exact=True)
-    expect(rate).to_have_attribute("placeholder", "0.1")  # what a sweep found for the embedded backbone
-    page.get_by_text("Backbone", exact=True).click()
-    page.get_by_label("model", exact=True).fill("ViT-B-16")
-    page.get_by_label("model", exact=True).blur()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Train one model at many sites")
+    page.get_by_role("link", name="New federation").click()
+    expect(page.get_by_text("Proposed: the most accurate")).to_be_visible()
+    for name in ("Name", "What is to be told apart", "How many sites", "Rounds", "Backbone", "Method"):
+        expect(page.get_by_label(name, exact=True)).to_be_visible()
+    assert page.get_by_role("radiogroup").count() == 2  # goal and privacy
+    create = page.get_by_role("button", name="Create", exact=True)
+    assert create.bounding_box()["y"] + create.bounding_box()["height"] <= 900
+    assert page.evaluate("document.documentElement.scrollHeight") <= 900
+
+    method = page.get_by_label("Method", exact=True)
+    expect(method).to_have_value("promptfl")  # no class is named yet
+    page.get_by_label("What is to be told apart").fill("circle, square, star")
+    page.get_by_label("What is to be told apart").blur()
+    expect(method).to_have_value("fedtaskres")
+    page.get_by_text("Classes that come later").click()
+    expect(method).to_have_value("fedlora")
+    expect(page.get_by_text("+2.2 points on classes that nobody trained, 82.3 kB a site and round")).to_be_visible()
+    method.select_option("promptfl_prox")
+    expect(page.get_by_text("Your choice, +1.1 points")).to_be_visible()
+
+    page.locator("summary").filter(has_text="All settings").click()
+    expect(page.get_by_text("None is changed.")).to_be_visible()
+    search = page.get_by_label("Search by name")
+    search.fill("rate")
+    rate = page.get_by_label("Learning rate", exact=True)
+    expect(rate).to_have_attribute("placeholder", "0.01")  # what a sweep found for the embedded backbone
+    page.get_by_label("Backbone", exact=True).select_option(label="CLIP ViT-B/16 of OpenAI")
     expect(rate).to_have_attribute("placeholder", "0.002")
-    page.get_by_label("model", exact=True).fill("")
-    page.get_by_label("Method", exact=True).select_option("promptfl_prox")
-    expect(page.get_by_label("mu", exact=True)).to_be_visible()  # the method's own option
-    page.get_by_label("name", exact=True).fill("from the form")
-    page.locator("#spec-rounds").fill("-1")
-    page.get_by_label("epochs", exact=True).fill("two")
-    page.get_by_role("button", name="Create").click()
-    expect(page.get_by_role("alert").first).to_have_text("3 fields need another value.")
-    expect(page.get_by_label("name", exact=True)).to_be_focused()
-    for label in ("name", "rounds", "epochs"):
-        expect(page.get_by_label(label, exact=True).first).to_have_attribute("aria-invalid", "true")
+    page.get_by_label("Backbone", exact=True).select_option(label="promptfed-tiny: small, to try things out")
+    search.fill("passes")
+    epochs = page.get_by_label("Passes over the images in a round")
+    epochs.fill("two")
+    page.get_by_label("Name", exact=True).fill("two words")
+    page.get_by_label("Rounds", exact=True).fill("-1")
+    create.click()
+    expect(page.get_by_role("alert").filter(has_text="fields")).to_have_text("3 fields need another value.")
+    expect(page.get_by_label("Name", exact=True)).to_be_focused()
+    for field in (page.get_by_label("Name", exact=True), page.get_by_label("Rounds", exact=True), epochs):
+        expect(field).to_have_attribute("aria-invalid", "true")
     expect(page.locator("[id='wrong-rounds']")).to_contain_text("greater than or equal to 0")
     wrong = page.locator("[id='wrong-name']")
     expect(wrong).to_contain_text("letters, digits and . _ - without spaces")
-    page.get_by_label("name", exact=True).fill("formed")  # An error goes with its cause, and the other ones stay.
+    page.get_by_label("Name", exact=True).fill("formed")  # An error goes with its cause, and the other ones stay.
     expect(wrong).to_be_empty()
-    expect(page.get_by_label("name", exact=True)).not_to_have_attribute("aria-invalid", "true")
+    expect(page.get_by_label("Name", exact=True)).not_to_have_attribute("aria-invalid", "true")
     expect(page.get_by_text("fields need another value")).to_have_count(0)
     expect(page.locator("[id='wrong-rounds']")).to_contain_text("greater than or equal to 0")
-    page.locator("#spec-rounds").fill("3")
-    page.get_by_label("epochs", exact=True).fill("2")
-    page.get_by_label("mu", exact=True).fill("0.5")
-    page.get_by_label("schedule", exact=True).select_option("cosine")
+    page.get_by_label("Rounds", exact=True).fill("3")
+    epochs.fill("2")
+    search.fill("weight μ")
+    page.get_by_label("Weight μ of").fill("0.5")
+    page.get_by_text("Secure sums:").click()
     page.get_by_role("button", name="Only check").click()
-    expect(page.get_by_text("The spec is good; nothing was created.")).to_be_visible()
+    expect(page.get_by_text("These settings are good; nothing was created.")).to_be_visible()
     coordinator.get("formed", status=404)
-    page.get_by_role("button", name="Create").click()
+    create.click()
     expect(page.get_by_role("heading", level=1)).to_have_text("formed")
     spec = coordinator.get("formed")["spec"]
     assert (spec["method"]["name"], spec["method"]["mu"], spec["rounds"]) == ("promptfl_prox", 0.5, 3)
-    assert (spec["training"]["epochs"], spec["training"]["schedule"]) == (2, "cosine")
+    assert (spec["training"]["epochs"], spec["participation"]["min_clients"]) == (2, 3)
+    assert spec["secure_aggregation"]["minimum"] == 3
+    assert spec["class_names"] == ["circle", "square", "star"]
+    expect(page.get_by_label("Name of site 3")).to_have_value("site-3")
+    assert (visited.wrong, visited.violations()) == ([], [])
+    page.context.close()
+
+
+RUN = """\
+# Three sites, one of them unseen.
+name: pasted
+method: {name: promptfl, "m": 4}
+training:
+  learning_rate: 0.5  # high
+clients:
+  - {name: "ward-{index}", count: 2, data: "folder:/images?client={index}"}
+  - name: referee
+    role: evaluator
+    data: symbols:sketch
+"""
+
+
+def test_a_run_file_becomes_a_federation_and_its_clients_invitations(coordinator: InThread, visited: Visit) -> None:
+    page = visited.page
+    visited.open()
+    visited.sign_in()
+    text = page.get_by_label("Run file, in YAML or JSON")
+    for wrong, told in (
+        ("rounds: &a 3", "Line 1 is not understood"),
+        (RUN.replace('m": 4', 'm": -4').replace("rate: 0.5", "rate: 0"), "Learned vectors: "),
+        (json.dumps({"name": "two words", "method": {"name": "promptfl"}}), "Name: "),
+    ):
+        text.fill(wrong)
+        page.get_by_role("button", name="Create from it").click()
+        expect(page.locator("#wrong-run")).to_contain_text(told)
+        expect(text).to_have_attribute("aria-invalid", "true")
+    text.fill(RUN)
+    page.get_by_role("button", name="Create from it").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("pasted")
+    spec = coordinator.get("pasted")["spec"]
+    assert (spec["method"]["m"], spec["training"]["learning_rate"]) == (4, 0.5)
+    assert spec["participation"]["min_clients"] == 2
+    names = [page.get_by_label(f"Name of site {number}").input_value() for number in (1, 2, 3)]
+    assert names == ["ward-0", "ward-1", "referee"]
+    expect(page.get_by_label("Role of site 3")).to_have_value("evaluator")
+
+
+YAML = """async (text) => {
+  const { fromYaml } = await import("/web/runfile.js");
+  try { return fromYaml(text); } catch (error) { return error.message; }
+}"""
+
+
+def test_run_files_are_read_as_the_commands_read_them(coordinator: InThread, visited: Visit) -> None:
+    visited.open()
+    texts = [RUN, *(path.read_text() for path in (ROOT / "examples").glob("*.yaml"))]
+    texts += [(ROOT / name).read_text() for name in ("promptfed/cli/start/run.yaml", "deploy/federation.yaml")]
+    texts += [path.read_text() for path in sorted((ROOT / "promptfed/experiments/bench/papers").glob("pf*.yaml"))]
+    assert len(texts) > 10
+    for text in texts:
+        assert visited.page.evaluate(YAML, text) == yaml.safe_load(text)
+    for refused in (
+        "a: 1\na: 2",
+        "a: |\n  b",
+        "a: [1",
+        "a: {b: 1} c",
+        "a:\n b: 1\n  c: 2",
+        "a: 010",
+        "? a",
+        "a: 'b",
+        "- - a",
+    ):
+        assert visited.page.evaluate(YAML, refused).startswith("Line "), refused
+
+
+MEASURED = """async () => (await import("/web/goals.js")).MEASURED"""
+
+
+def test_gains_and_bytes_of_methods_are_those_of_the_documents(coordinator: InThread, visited: Visit) -> None:
+    visited.open()
+    text = (ROOT / "docs/guides/compare-methods.md").read_text()
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines() if row.startswith("| `")]
+    number = {"-": None}
+    wanted = {
+        row[0].strip("`"): [*(number.get(cell) if cell in number else float(cell) for cell in row[2:5]), row[7], row[1]]
+        for row in rows
+        if len(row) == 9
+    }
+    found = visited.page.evaluate(MEASURED)
+    assert found.pop("zero_shot")[:4] == wanted.pop("zero_shot")[:4]
+    assert found == wanted
+
+
+def test_start_waits_for_its_sites_and_for_one_set_of_class_names(coordinator: InThread, visited: Visit) -> None:
+    federation = coordinator.create(name="styles", participation={"min_clients": 2})
+    coordinator.enrol(federation, "a", class_names=["cat", "dog"])
+    page = visited.page
+    visited.open()
+    visited.sign_in()
+    start = page.get_by_role("button", name="Start", exact=True)
+    expect(start).to_be_disabled()
+    expect(start).to_have_accessible_description("It can start once 2 sites that train have joined; 1 has so far.")
+    coordinator.enrol(federation, "b", class_names=["cat", "hound"])
+    expect(start).to_have_accessible_description(re.compile("class names differ beside 1 that all have .*'hound'"))
+    expect(start).to_be_disabled()
+    [b] = [one for one in coordinator.get(f"{federation}/clients")["clients"] if one["name"] == "b"]
+    assert coordinator.http.delete(
+        f"/v1/federations/{federation}/clients/{b['client_id']}", headers=coordinator.operator
+    ).is_success
+    coordinator.enrol(federation, "c", class_names=["dog", "cat"])
+    expect(start).to_be_enabled()
+
+
+def test_a_result_is_continued_with_its_settings_sites_and_state(coordinator: InThread, visited: Visit) -> None:
+    finished(coordinator, "styles", class_names=["circle", "square", "star"], training={"learning_rate": 0.25})
+    page = visited.page
+    visited.open()
+    visited.sign_in()
+    page.get_by_role("link", name="Continue from it").click()
+    expect(page.get_by_label("Name", exact=True)).to_have_value("styles-2")
+    expect(page.get_by_label("Method", exact=True)).to_be_disabled()
+    page.get_by_role("button", name="Create", exact=True).click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("styles-2")
+    before, after = coordinator.get("styles"), coordinator.get("styles-2")
+    assert after["spec"]["continues"] == before["state_hash"]
+    assert after["spec"]["training"] == before["spec"]["training"]
+    assert page.get_by_label("Name of site 3").input_value() == "referee"
+    coordinator.enrol(after["id"], "a", "b")
+    page.get_by_role("button", name="Start", exact=True).click()  # the state was supplied
+    expect(page.locator(".status .badge")).to_have_text("running")
 
 
 def test_tokens_withdrawal_and_deletion(coordinator: InThread, visited: Visit) -> None:
@@ -205,25 +373,34 @@ def test_tokens_withdrawal_and_deletion(coordinator: InThread, visited: Visit) -
     page = visited.page
     visited.open()
     visited.sign_in()
-    page.get_by_text("Invite clients, and list or revoke").click()
-    page.get_by_label("Clients that may join with it").fill("2")
-    page.locator("#token-name").fill("ward-3")
-    page.get_by_label("Role").select_option("trainer")
-    page.get_by_role("button", name="Create an invitation").click()
-    shown = page.get_by_label("The invitation for the data owner, shown only now")
+    page.get_by_role("button", name="Add a site").click()
+    page.get_by_label("Name of site 1").fill("ward-3")
+    page.get_by_label("Role of site 1").select_option("trainer")
+    page.get_by_role("button", name="Add a site").click()
+    page.get_by_label("Name of site 2").fill("ward-4")
+    page.get_by_text("several sites with one invitation").click()
+    page.get_by_label("Sites that may join with each").fill("2")
+    page.get_by_role("button", name="Create 2 invitations").click()
+    shown = page.get_by_label("Invitation for ward-3, shown only now")
     expect(shown).to_be_focused()
     expect(page.get_by_text("promptfed join - --data folder:/path/to/images")).to_be_visible()
     invitation = decode_invitation(shown.input_value())
     assert (invitation.coordinator, invitation.federation) == (coordinator.url, "styles")
-    assert page.get_by_label("Its token alone").input_value() == invitation.token
+    assert page.get_by_label("Token of ward-3").input_value() == invitation.token
     joined = coordinator.client("styles", "c").enrol(invitation.token)
     assert joined.status_code == 201, joined.text
-    tokens = page.get_by_role("region", name="Invitations")
-    expect(tokens.get_by_role("row", name="ward-3")).to_contain_text("trainer1 of 2")
+    tokens = page.get_by_role("region", name="Invited sites")
+    expect(tokens.get_by_role("row", name="ward-3")).to_contain_text("trainsjoined: c1 of 2 used")
+    expect(tokens.get_by_role("row", name="ward-4")).to_contain_text("has not joined yet")
     page.get_by_role("button", name="Revoke ward-3").click()
     page.get_by_role("button", name="Revoke it").click()
     expect(page.get_by_role("row", name="ward-3")).to_have_count(0)
+    page.reload()  # nothing shows an invitation again
+    visited.sign_in()
+    expect(page.get_by_role("row", name="ward-4")).to_be_visible()
+    expect(page.get_by_text("shown only now")).to_have_count(0)
 
+    tab(page, "Clients")
     page.get_by_text("Take a client out").click()
     page.get_by_label("Client", exact=True).select_option("b")
     page.get_by_role("button", name="Withdraw", exact=True).click()
@@ -234,8 +411,9 @@ def test_tokens_withdrawal_and_deletion(coordinator: InThread, visited: Visit) -
     expect(page.get_by_role("row", name="b trainer")).to_contain_text("withdrawn")
     page.get_by_role("button", name="Delete its updates").click()
     page.get_by_role("button", name="Delete them for good").click()
-    expect(page.locator("#announcer")).to_have_text("The updates of b are deleted")
+    expect(page.locator("#announcer")).to_have_text("b has its updates deleted")
 
+    coordinator.post(f"{federation}/cancel")
     visited.tab_to("Delete")
     page.keyboard.press("Enter")
     page.keyboard.press("Escape")
@@ -245,8 +423,11 @@ def test_tokens_withdrawal_and_deletion(coordinator: InThread, visited: Visit) -
     visited.tab_to("Delete it for good")
     page.keyboard.press("Enter")
     expect(page.locator("#announcer")).to_have_text("styles is deleted")
-    expect(page.get_by_role("navigation")).to_contain_text("None yet.")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Train one model at many sites")
     coordinator.get("styles", status=404)
+
+
+FIRST = "Download the result"
 
 
 def test_all_can_be_taken_away_and_the_export_is_one(coordinator: InThread, visited: Visit, tmp_path: Path) -> None:
@@ -268,7 +449,8 @@ def test_all_can_be_taken_away_and_the_export_is_one(coordinator: InThread, visi
     assert card.startswith("# styles: promptfl after round 2 of 2\n")
     assert "| a | test | 25.0 % | 50.0 % |" in card
 
-    archive, folder = downloaded(page, "Export"), tmp_path / "export"
+    assert page.get_by_role("group", name="Steer this federation").get_by_role("button").first.inner_text() == FIRST
+    archive, folder = downloaded(page, FIRST), tmp_path / "export"
     with zipfile.ZipFile(archive.path()) as packed:
         assert packed.testzip() is None
         packed.extractall(folder)
@@ -291,36 +473,28 @@ def test_a_viewer_is_told_so_and_stays_signed_in(coordinator: InThread, visited:
     page.get_by_role("button", name="Cancel it for good").click()
     expect(page.get_by_role("alert")).to_contain_text("this call takes the role operator")
     coordinator.enrol("styles", "a")  # the page looks again, and what was refused stays told
-    expect(page.get_by_role("region", name="1 client")).to_be_visible()
+    expect(page.locator(".status .what")).to_contain_text("1 trainer")
     expect(page.get_by_role("alert")).to_contain_text("this call takes the role operator")
     expect(page.get_by_role("heading", level=1)).to_have_text("styles")
     assert coordinator.get("styles")["state"] == "enrolling"
 
 
 def test_a_refusal_goes_when_its_cause_is_gone(coordinator: InThread, visited: Visit) -> None:
-    federation = coordinator.create(name="styles", participation={"min_clients": 2})
-    coordinator.enrol(federation, "a")
+    federation = coordinator.create(name="styles")
+    coordinator.enrol(federation, "a", "b")
     page = visited.page
+    problem = {"type": "cannot-start", "title": "no", "status": 409, "detail": "the backbone is too small"}
+    page.route("**/start", lambda route: route.fulfill(status=409, json=problem))
     visited.open("/#/federations/styles")
     visited.sign_in()
     page.get_by_role("button", name="Start", exact=True).click()
-    refusal = page.get_by_role("alert").filter(has_text="2")
+    refusal = page.locator(".status").get_by_role("alert").filter(has_text="the backbone is too small")
     expect(refusal).to_be_visible()
     page.wait_for_timeout(5000)  # The page looks again meanwhile, and nothing has changed.
     expect(refusal).to_be_visible()
-    coordinator.enrol(federation, "b")
-    expect(page.get_by_role("row", name="b trainer")).to_be_visible()
+    coordinator.enrol(federation, "c")
+    expect(page.locator(".status .what")).to_contain_text("3 trainers")
     expect(refusal).to_have_count(0)
-
-
-# The operator's page in a real browser: signing in, a federation live, steering by keyboard, names as text.
-
-
-expect.set_options(timeout=PATIENCE)
-
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Route
 
 
 HTML = "<img src=x onerror=alert(1)>"
@@ -383,7 +557,10 @@ def test_a_federation_is_watched_and_steered_from_its_start_to_its_end(coordinat
     expect(page.locator("#link")).to_have_text("finished")
     expect(page.get_by_role("button", name="Pause")).to_have_count(0)
     results = page.get_by_role("region", name="Accuracy after round 2")
-    expect(results.get_by_role("row", name="a neon")).to_contain_text("25.0 %50.0 %+25.0")
+    expect(results.get_by_role("row", name="a neon")).to_contain_text(
+        "neon · 20 images25.0 %50.0 %29.9–70.1+25.0 ± 28.0"
+    )
+    expect(page.get_by_role("region", name="Result", exact=True)).to_contain_text("Gain of 2 sites+25.0 ± 19.8")
     expect(results).to_contain_text("sketch (unseen)")
     assert visited.token not in page.url
     assert page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'
@@ -447,6 +624,7 @@ def test_names_are_text_whoever_chose_them(coordinator: InThread, visited: Visit
     page.route("**/clients?*", renamed)
     visited.open()
     visited.sign_in()
+    tab(page, "Clients")
     row = page.get_by_role("region", name="3 clients").get_by_role("row").nth(1)
     expect(row).to_contain_text(HTML)
     expect(row).to_contain_text("<b>neon</b>")
@@ -462,7 +640,7 @@ def test_nothing_scrolls_sideways_and_the_dark_is_dark(browser: Browser, coordin
     made = visit(browser, coordinator, viewport={"width": width, "height": 800}, color_scheme="dark")
     made.open()
     made.sign_in()
-    expect(made.page.get_by_role("region", name="3 clients").get_by_role("row")).not_to_have_count(0)
+    expect(made.page.get_by_role("region", name="Accuracy after round 2").get_by_role("row")).not_to_have_count(0)
     assert made.page.evaluate("document.documentElement.scrollWidth") == width
     red, green, blue = made.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
     assert max(red, green, blue) < 40
@@ -611,6 +789,7 @@ def test_of_secure_sums_the_steps_are_shown_and_what_nobody_sees_is_said(coordin
     visited.sign_in()
     page = visited.page
     page.get_by_text("finished").first.wait_for()
+    tab(page, "Privacy")
     panel = page.get_by_role("region", name="Secure aggregation", exact=True)
     expect(panel).to_contain_text("Attempt 1: the sum of 3 clients, weight 3; the mean change has the norm")
     expect(panel).to_contain_text("Norms, directions and verdicts of single clients are unknown")
@@ -619,6 +798,7 @@ def test_of_secure_sums_the_steps_are_shown_and_what_nobody_sees_is_said(coordin
     expect(rows).to_contain_text(
         ["U1trainkeys", "U2shareshares", "U3maskmasked", "U4confirmsignatures", "U5unmaskshares"]
     )
+    tab(page, "Overview")
     expect(page.get_by_role("region", name="Training", exact=True)).to_contain_text(
         "clients send no number that they measured"
     )
@@ -639,6 +819,7 @@ def test_of_a_protected_federation_privacy_panel_tells_what_was_spent(coordinato
     assert a.http.post(url, json=refusal, headers=bearer(secret_of("b"))).status_code == 200
     visited.open()
     visited.sign_in()
+    tab(visited.page, "Privacy")
     panel = visited.page.get_by_role("region", name="Privacy", exact=True)
     expect(panel).to_contain_text("one record is protected; clip 0.3; noise 1 times the clip")
     expect(panel).to_contain_text("noise from a seed, which protects nothing: a")
@@ -661,6 +842,7 @@ def test_where_whole_clients_are_protected_the_panel_tells_the_federations_epsil
     assert told["epsilon"] > 0
     visited.open()
     visited.sign_in()
+    tab(visited.page, "Privacy")
     panel = visited.page.get_by_role("region", name="Privacy", exact=True)
     expect(panel).to_contain_text("Whole clients are protected by noise in the mean")
     expect(panel).to_contain_text(f"So far ε = {told['epsilon']:.2f} of {told['epsilon_planned']:.2f} planned")

@@ -1,20 +1,21 @@
 // Accuracy by round, each client against its zero-shot; many clients are drawn as mean, lowest and highest.
 
 import { Plot } from "./charts.js";
-import { fill, h, panel, table } from "./dom.js";
-import { counted, gain, measure, percent } from "./format.js";
+import { fill, h, offer, panel, table } from "./dom.js";
+import { counted, gain, gainMargin, interval, measure, percent, percentTick } from "./format.js";
+import { pairsOf } from "./result.js";
 import { drawn, MANY } from "./series.js";
 
 export class Accuracy {
   constructor() {
-    this.plot = new Plot("line", "Accuracy by round", { x: "round", format: (value) => `${Math.round(100 * value)} %` });
+    this.plot = new Plot("line", "Accuracy by round", { x: "round", format: percent, tick: percentTick });
     this.select = h("select", { id: "split", on: { change: () => this.#draw() } });
     this.choice = h("p", { class: "choice", hidden: true }, h("label", { for: "split" }, "Test set "), this.select);
     this.remark = h("p", { class: "remark" });
     this.table = h("div");
-    this.empty = h("p", { class: "empty" }, "No evaluation yet: the first one is of the start, before round 1.");
+    this.withheld = h("p", { class: "remark" });
     this.chart = h("div", {}, this.plot.element);
-    this.element = panel("Accuracy", {}, this.choice, this.empty, h("div", { class: "beside" }, this.chart, this.table), this.remark);
+    this.element = panel("Accuracy", {}, this.choice, this.withheld, h("div", { class: "beside" }, this.chart, this.table), this.remark);
   }
 
   update(model) {
@@ -24,29 +25,20 @@ export class Accuracy {
     this.evaluated = [...model.rounds.values()].filter((one) => one.evaluation && Object.keys(one.evaluation.clients).length);
     const splits = [...new Set(this.evaluated.flatMap((one) => Object.values(one.evaluation.clients).flatMap((found) => Object.keys(found.splits))))];
     splits.sort((one, other) => (one === "test" ? -1 : other === "test" ? 1 : one.localeCompare(other)));
-    const known = [...this.select.options].map((option) => option.value);
-    if (known.join("\n") !== splits.join("\n")) {
-      const chosen = this.select.value;
-      fill(this.select, splits.map((split) => h("option", { value: split }, split === "test" ? "own test images" : split)));
-      if (splits.includes(chosen)) this.select.value = chosen;
-    }
+    offer(this.select, splits, (split) => (split === "test" ? "own test images" : split));
     this.choice.hidden = splits.length < 2;
     this.#draw();
-  }
-
-  end() {
-    this.plot.destroy();
   }
 
   #draw() {
     const last = Object.values(this.evaluated.at(-1)?.evaluation.clients ?? {});
     const silent = last.filter((one) => one.withheld).length;
     const there = this.evaluated.length > 0 && silent < last.length;
-    if (silent) fill(this.empty, `Withheld: ${counted(silent, "site")} keep their accuracies. An evaluator whose policy permits plain accuracies would show the progress.`);
-    this.empty.hidden = there;
+    fill(this.withheld, silent ? `Withheld: ${counted(silent, "site")} keep their accuracies. An evaluator whose policy permits plain accuracies would show the progress.` : null);
+    this.withheld.hidden = silent === 0;
+    this.element.hidden = !there && !silent;
     this.chart.hidden = this.table.hidden = this.remark.hidden = !there;
     if (!there) return;
-    this.empty.hidden = silent === 0;
     const split = this.select.value;
     const clients = seriesByClient(this.evaluated, split);
     const several = clients.length > MANY;
@@ -76,19 +68,28 @@ function byRole(one, other) {
   return Number(one.role === "evaluator") - Number(other.role === "evaluator");
 }
 
+/** A row for each client with its images and the interval of its gain, which takes one label an image and no noise. */
 function resultTable(report, split, title) {
-  const clients = Object.entries(report.evaluation.clients).filter(([, one]) => one.splits[split]);
+  const { evaluation } = report;
+  const clients = Object.entries(evaluation.clients).filter(([, one]) => one.splits[split]);
   clients.sort(([a, one], [b, other]) => byRole(one, other) || a.localeCompare(b));
   const base = split.split("@")[0];
   const told = clients.some(([, one]) => one.splits[split].ece !== undefined); // clients of an earlier version tell accuracies alone
-  const further = (found) => (told ? [percent(found.macro_f1), percent(found.ece)] : []);
-  const cells = (name, domain, zero, found) => [[name, domain ? h("small", { class: "under" }, domain) : null], percent(zero), percent(found.accuracy), gain(zero, found.accuracy), ...further(found)];
-  const rows = clients.map(([name, one]) => cells(name, one.role === "evaluator" ? `${one.domain ?? ""} (unseen)` : one.domain, (one.zero_shot[split] ?? one.zero_shot[base])?.accuracy, one.splits[split]));
+  const plain = title === "Accuracy";
+  const margin = (pairs) => (plain && pairs.length ? ` ± ${(100 * gainMargin(pairs)).toFixed(1)}` : "");
+  const edges = (found) => (plain && found.num_samples ? h("small", { class: "under" }, interval(found.accuracy, found.num_samples).map((edge) => (100 * edge).toFixed(1)).join("–")) : null);
+  const further = (found) => (told ? [[percent(found.macro_f1), h("small", { class: "under" }, percent(found.ece))]] : []);
+  const cells = (name, domain, zero, found, pairs) => [[name, h("small", { class: "under" }, [domain, found.num_samples && counted(found.num_samples, "image")].filter(Boolean).join(" · "))], percent(zero), [percent(found.accuracy), edges(found)], [gain(zero, found.accuracy), zero === undefined ? null : h("small", { class: "under" }, margin(pairs))], ...further(found)];
+  const rows = clients.map(([name, one]) => {
+    const zero = (one.zero_shot[split] ?? one.zero_shot[base])?.accuracy;
+    const pairs = zero === undefined || one.privacy ? [] : [{ before: zero, after: one.splits[split].accuracy, count: one.splits[split].num_samples }];
+    return cells(name, one.role === "evaluator" ? `${one.domain ?? ""} (unseen)` : one.domain, zero, one.splits[split], pairs);
+  });
   for (const [role, label] of [["trainer", "mean of clients"], ["evaluator", "mean of unseen"]]) {
-    const mean = report.evaluation.by_split[role]?.[split];
-    const zero = mean?.zero_shot ?? report.evaluation.by_split[role]?.[base]?.zero_shot;
-    if (mean && clients.filter(([, one]) => one.role === role).length > 1) rows.push(cells(label, "", zero, mean));
+    const mean = evaluation.by_split[role]?.[split];
+    const zero = mean?.zero_shot ?? evaluation.by_split[role]?.[base]?.zero_shot;
+    if (mean && clients.filter(([, one]) => one.role === role).length > 1) rows.push(cells(label, "", zero, mean, pairsOf(evaluation, role, split)));
   }
-  const columns = ["client", ...["zero-shot", `round ${report.round}`, "gain", ...(told ? ["macro-F1", "ECE"] : [])].map((title) => ({ title, class: "number" }))];
+  const columns = ["client", ...["zero-shot", `round ${report.round}`, "gain", ...(told ? ["macro-F1, ECE"] : [])].map((title) => ({ title, class: "number" }))];
   return table(`${title} after round ${report.round}`, columns, rows, { class: "results" });
 }

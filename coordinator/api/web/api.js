@@ -28,11 +28,11 @@ export class Api {
   }
 
   get(path) {
-    return this.#call("GET", path);
+    return this.#send("GET", path);
   }
 
   post(path, body) {
-    return this.#call("POST", path, body);
+    return this.#send("POST", path, body === undefined ? undefined : JSON.stringify(body));
   }
 
   /** The answer to `text`, which is JSON, byte for byte as it stands. */
@@ -40,8 +40,13 @@ export class Api {
     return this.#send("POST", path, text);
   }
 
+  /** The answer to tensors, which go as they are. */
+  put(path, blob) {
+    return this.#send("PUT", path, blob, "application/octet-stream");
+  }
+
   delete(path) {
-    return this.#call("DELETE", path);
+    return this.#send("DELETE", path);
   }
 
   /** What never changes while the page is open: asked for once. */
@@ -60,6 +65,14 @@ export class Api {
     return { blob: await answer.blob(), headers: answer.headers };
   }
 
+  /** The state after a round as safetensors, under its hash: `{round, blob, hash, sha256}`. */
+  async prompts(id, round) {
+    const { blob, headers } = await this.file(`/v1/federations/${id}/prompts?round=${round}`, "application/octet-stream");
+    const digest = /sha-256=:([^:]+):/.exec(headers.get("Repr-Digest") ?? "")?.[1] ?? "";
+    const sha256 = [...atob(digest)].map((letter) => letter.charCodeAt(0).toString(16).padStart(2, "0")).join("");
+    return { round, blob, hash: headers.get("ETag").replaceAll('"', ""), sha256 };
+  }
+
   /** Everything on the pages of a list; `each` is called with what a page adds while more pages follow. */
   async all(path, key, after = null, limit = 100, each = () => {}) {
     const found = [];
@@ -74,12 +87,8 @@ export class Api {
     return found;
   }
 
-  async #call(method, path, body) {
-    return this.#send(method, path, body === undefined ? undefined : JSON.stringify(body));
-  }
-
-  async #send(method, path, text) {
-    const sent = text === undefined ? {} : { body: text, headers: { "Content-Type": "application/json" } };
+  async #send(method, path, body, type = "application/json") {
+    const sent = body === undefined ? {} : { body, headers: { "Content-Type": type } };
     const answer = await this.#fetch(path, { method, signal: AbortSignal.timeout(PATIENCE), ...sent });
     return answer.status === 204 ? null : answer.json();
   }

@@ -1,13 +1,15 @@
 // The page: sign in, then a list of federations beside what the address names: one of them (#/federations/ID), several
-// (#/compare/ID,ID) or a new one (#/new).
+// (#/compare/ID,ID), a new one (#/new), one with another's settings (#/new/ID) or with its result too (#/continue/ID).
 
 import { Api, Refused } from "./api.js";
+import { destroyAll } from "./charts.js";
 import { Compare } from "./compare.js";
 import { Create } from "./create.js";
 import { fill, h } from "./dom.js";
 import { Federation } from "./federation.js";
 import { List } from "./list.js";
 import { signIn } from "./signin.js";
+import { Start } from "./start.js";
 
 const main = document.getElementById("main");
 const signOut = document.getElementById("sign-out");
@@ -20,6 +22,7 @@ class Session {
   constructor(api) {
     this.api = api;
     this.open = null;
+    this.planned = new Map(); // sites to invite, by federation: known to this page until it is reloaded
     this.place = h("div", { class: "place" });
     this.list = new List(api, (error) => this.failed(error));
     this.root = h("div", { class: "desk" }, this.list.element, h("main", { class: "stage" }, this.place));
@@ -38,27 +41,36 @@ class Session {
   end() {
     window.removeEventListener("hashchange", this.route);
     this.list.end();
-    this.open?.end();
+    this.open?.end?.();
     link.hidden = true;
     document.title = TITLE;
   }
 
   show({ kind, ids }) {
-    this.open?.end();
-    this.open = null;
+    this.open?.end?.();
+    destroyAll();
     link.hidden = true;
     this.root.classList.toggle("one", kind !== "none");
     this.list.mark(kind === "one" ? ids[0] : null);
     document.title = TITLE;
-    if (kind === "none") {
-      fill(this.place, h("p", { class: "empty" }, this.list.federations.length ? "Choose a federation." : ""));
-      return;
-    }
-    const hooks = { failed: (error) => this.failed(error), connection: showLink, changed: () => this.list.refresh() };
-    if (kind === "new") this.open = new Create(this.api, hooks);
-    else this.open = kind === "compare" ? new Compare(this.api, ids, hooks) : new Federation(this.api, ids[0], hooks);
+    const hooks = {
+      failed: (error) => this.failed(error),
+      connection: showLink,
+      changed: () => this.list.refresh(),
+      planned: (id) => this.planned.get(id),
+      created: async (view, sites) => {
+        this.planned.set(view.id, sites);
+        await this.list.refresh();
+        window.location.hash = `#/federations/${view.id}`;
+      },
+    };
+    const [id] = ids;
+    if (kind === "one") this.open = new Federation(this.api, id, hooks);
+    else if (kind === "compare") this.open = new Compare(this.api, ids, hooks);
+    else if (kind === "none") this.open = new Start(this.api, hooks, this.list.federations.length === 0);
+    else this.open = new Create(this.api, hooks, id, kind === "continue");
     fill(this.place, this.open.element);
-    this.open.begin();
+    this.open.begin?.();
   }
 
   /** A token that is no longer good ends the session; true where that was it. */
@@ -71,7 +83,8 @@ class Session {
 
 function opened() {
   const { hash } = window.location;
-  if (hash === "#/new") return { kind: "new", ids: [] };
+  const made = /^#\/(new|continue)(?:\/([\w.-]{1,100}))?$/.exec(hash);
+  if (made) return { kind: made[1], ids: made[2] ? [made[2]] : [] };
   const some = /^#\/compare(?:\/([\w.,-]{0,4000}))?$/.exec(hash);
   if (some) return { kind: "compare", ids: (some[1] ?? "").split(",").filter(Boolean) };
   const one = /^#\/federations\/([\w.-]{1,100})$/.exec(hash);

@@ -16,9 +16,10 @@ function variable(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-/** The colour of the series in this place. */
-export function colour(place) {
-  return variable(`--series-${(place % MANY) + 1}`);
+/** What leaves the page takes its charts with it. */
+export function destroyAll() {
+  for (const one of all) one.chart.destroy();
+  all.clear();
 }
 
 /**
@@ -27,14 +28,10 @@ export function colour(place) {
  */
 export class Plot {
   constructor(kind, label, options = {}) {
-    this.kind = kind;
-    this.options = options;
-    this.series = [];
-    this.off = new Set();
+    Object.assign(this, { kind, options, series: [], off: new Set(), chart: null });
     this.canvas = h("canvas", { role: "img", "aria-label": label });
     this.legend = h("ul", { class: "legend", "aria-label": `Series of: ${label}` });
     this.element = h("div", { class: "plot" }, h("div", { class: `canvas ${options.class ?? ""}` }, this.canvas), this.legend);
-    this.chart = null;
   }
 
   /** Draw these series; whatever was switched off stays off. */
@@ -55,88 +52,47 @@ export class Plot {
   }
 
   recolour() {
-    if (this.chart === null) return;
     Object.assign(this.chart.options, this.#configuration().options);
     this.update(this.series);
   }
 
-  destroy() {
-    all.delete(this);
-    this.chart?.destroy();
-    this.chart = null;
-  }
-
   #dataset(one) {
-    const ink = colour(one.place);
+    const ink = variable(`--series-${(one.place % MANY) + 1}`);
     const bar = this.kind === "bar";
     return {
       label: one.label,
       data: one.data,
       hidden: this.off.has(one.label),
       borderColor: ink,
-      backgroundColor: bar ? ink : variable("--surface"),
-      borderWidth: bar ? 0 : one.thin ? 1.25 : 2,
+      ...(bar ? { backgroundColor: ink, borderWidth: 0, borderRadius: 2, maxBarThickness: 28, stack: "all" } : { backgroundColor: variable("--surface"), borderWidth: one.thin ? 1.25 : 2 }),
       borderDash: one.thin ? [2, 3] : one.dashed ? [7, 4] : [],
-      borderRadius: bar ? 2 : 0,
       pointStyle: SHAPES[one.place % MANY],
-      pointRadius: one.thin ? 0 : one.data.length > 30 ? 0 : 3,
+      pointRadius: one.thin || one.data.length > 30 ? 0 : 3,
       pointHoverRadius: one.thin ? 0 : 6,
       pointBorderWidth: 1.75,
       pointBackgroundColor: variable("--surface"),
-      tension: 0,
-      maxBarThickness: 28,
-      stack: bar ? "all" : undefined,
     };
   }
 
   #configuration() {
-    const ink = variable("--muted");
-    const grid = variable("--line");
-    const { x = "", y = "", format = (value) => value, min, max, zero = false } = this.options;
-    const axis = (text) => ({
-      title: { display: text !== "", text, color: ink, font: { size: 11 } },
-      grid: { color: grid, drawTicks: false },
-      border: { display: false },
-      ticks: { color: ink, padding: 6, font: { size: 11 }, maxRotation: 0 },
-    });
-    const across = axis(x);
-    const up = { ...axis(y), min, max, beginAtZero: zero, stacked: this.kind === "bar" };
-    up.ticks = { ...up.ticks, callback: (value) => format(value), maxTicksLimit: 6 };
-    across.ticks.callback = (value) => (Number.isInteger(value) && value >= 0 ? value : ""); // the axis of one round begins before it
-    if (this.kind === "bar") across.stacked = true;
-    return {
-      type: this.kind,
-      data: { datasets: [] },
-      options: {
-        responsive: true,
-        maintainAspectRatio: false,
-        animation: still.matches ? false : { duration: 250 },
-        parsing: true,
-        interaction: { mode: "index", intersect: false, axis: "x" },
-        scales: {
-          x: { type: "linear", ...across, ticks: { ...across.ticks, precision: 0 }, grid: { ...across.grid, display: false }, offset: this.kind === "bar" },
-          y: up,
-        },
-        plugins: { legend: { display: false }, tooltip: this.#tooltip(format) },
-        font: { family: variable("--font") },
-      },
+    const [ink, bar] = [variable("--muted"), this.kind === "bar"];
+    const { x, format, tick = format, zero = false } = this.options;
+    const ticks = { color: ink, padding: 8, font: { size: 11 }, maxRotation: 0, autoSkipPadding: 18 };
+    const axis = { border: { display: false }, stacked: bar };
+    const round = (value) => (Number.isInteger(value) && value >= 0 ? value : ""); // the axis of one round begins before it
+    const scales = {
+      x: { ...axis, type: "linear", offset: bar, title: { display: true, text: x, color: ink, font: { size: 11 } }, grid: { display: false }, ticks: { ...ticks, precision: 0, callback: round } },
+      y: { ...axis, beginAtZero: zero, grid: { color: variable("--line"), drawTicks: false }, ticks: { ...ticks, maxTicksLimit: 6, callback: (value, _, all) => tick(value, all.at(-1).value) } },
     };
+    const interaction = { mode: "index", intersect: false, axis: "x" };
+    const plugins = { legend: { display: false }, tooltip: this.#tooltip(format) };
+    return { type: this.kind, data: { datasets: [] }, options: { responsive: true, maintainAspectRatio: false, animation: still.matches ? false : { duration: 250 }, interaction, scales, plugins, font: { family: variable("--font") } } };
   }
 
   #tooltip(format) {
-    return {
-      backgroundColor: variable("--ink"),
-      titleColor: variable("--surface"),
-      bodyColor: variable("--surface"),
-      padding: 10,
-      cornerRadius: 6,
-      usePointStyle: true,
-      filter: (item) => !this.series[item.datasetIndex]?.thin,
-      callbacks: {
-        title: (items) => (items.length ? `round ${items[0].parsed.x}` : ""),
-        label: (item) => ` ${item.dataset.label}: ${format(item.parsed.y)}`,
-      },
-    };
+    const [ink, surface] = [variable("--ink"), variable("--surface")];
+    const callbacks = { title: (items) => (items.length ? `${this.options.x} ${items[0].parsed.x}` : ""), label: (item) => ` ${item.dataset.label}: ${format(item.parsed.y)}` };
+    return { backgroundColor: ink, titleColor: surface, bodyColor: surface, padding: 10, cornerRadius: 6, usePointStyle: true, filter: (item) => !this.series[item.datasetIndex]?.thin, callbacks };
   }
 
   #showLegend() {
@@ -147,8 +103,8 @@ export class Plot {
   }
 
   #legendButton(one) {
-    const mark = h("span", { class: "swatch", "aria-hidden": "true" });
-    paint(mark, one, this.kind);
+    const kind = `swatch${one.dashed ? " dashed" : ""}${this.kind === "line" ? "" : " dot"}`;
+    const mark = h("span", { class: kind, "aria-hidden": "true", style: { "--swatch": `var(--series-${(one.place % MANY) + 1})` } });
     const toggle = (event) => {
       const on = this.off.has(one.label);
       if (on) this.off.delete(one.label);
@@ -156,13 +112,6 @@ export class Plot {
       event.currentTarget.setAttribute("aria-pressed", String(on));
       this.update(this.series);
     };
-    const pressed = String(!this.off.has(one.label));
-    return h("button", { type: "button", "aria-pressed": pressed, title: `Show or hide ${one.label}`, on: { click: toggle } }, mark, one.label);
+    return h("button", { type: "button", "aria-pressed": String(!this.off.has(one.label)), title: `Show or hide ${one.label}`, on: { click: toggle } }, mark, one.label);
   }
-}
-
-function paint(mark, one, kind) {
-  mark.style.setProperty("--swatch", `var(--series-${(one.place % MANY) + 1})`);
-  mark.classList.toggle("dashed", Boolean(one.dashed));
-  mark.classList.toggle("dot", kind !== "line");
 }

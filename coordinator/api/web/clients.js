@@ -1,8 +1,8 @@
 // Who takes part, and whose answers were refused or did not count, with the reason; taking one out.
 
-import { ask } from "./dialog.js";
-import { announce, fill, h, panel, table } from "./dom.js";
+import { Acts, announce, ask, fill, h, offer, panel, table } from "./dom.js";
 import { ago, clock, counted, figure } from "./format.js";
+import { ENDED } from "./status.js";
 
 const MOST = 50;
 const VERDICTS = {
@@ -11,40 +11,35 @@ const VERDICTS = {
   discarded: "the operator withdrew the client with its update",
   unused: "the phase never closed",
 };
+const ACTS = {
+  withdraw: ["Withdraw", "danger", "Withdraw it for good", "is withdrawn", "It is not asked again and is refused from now on. What it sent before stays until its updates are deleted."],
+  reset: ["Reset the name", "", "Reset the name", "has its name reset", "Somebody with a token for this very name can enrol under it with a new secret; its place stays. The client that has it now is refused once that has happened."],
+  updates: ["Delete its updates", "danger", "Delete them for good", "has its updates deleted", "The tensors that it has sent are gone for good; reports keep their figures."],
+};
 
 export class Clients {
-  constructor(api, path, tell, changed) {
-    this.api = api;
-    this.path = path;
-    this.tell = tell;
-    this.changed = changed;
+  constructor(api, path, failed, changed) {
+    Object.assign(this, { api, path, changed, clients: [] });
     this.list = h("div");
     this.refused = h("div");
     this.picked = h("select", { id: "client", on: { change: () => this.#offer() } });
-    this.buttons = {
-      withdraw: h("button", { type: "button", class: "danger", on: { click: () => this.#withdraw() } }, "Withdraw"),
-      reset: h("button", { type: "button", on: { click: () => this.#reset() } }, "Reset the name"),
-      updates: h("button", { type: "button", class: "danger", on: { click: () => this.#deleteUpdates() } }, "Delete its updates"),
-    };
-    const acts = h("div", { class: "acts" }, h("label", { for: "client" }, "Client "), this.picked, Object.values(this.buttons));
-    this.acts = h("details", { class: "apart", hidden: true }, h("summary", {}, "Take a client out, or free its name"), acts);
-    this.element = h("div", { class: "pair" }, panel("Clients", {}, this.list, this.acts), panel("Refused and failed", {}, this.refused));
+    this.buttons = Object.fromEntries(Object.entries(ACTS).map(([act, [title, kind]]) => [act, h("button", { type: "button", class: kind, on: { click: () => this.#act(act) } }, title)]));
+    this.acts = new Acts(failed, h("label", { for: "client" }, "Client "), this.picked, Object.values(this.buttons));
+    this.troubles = panel("Refused and failed", { hidden: true }, this.refused);
+    this.members = panel("Clients", {}, this.list, h("details", { class: "apart" }, h("summary", {}, "Take a client out, or free its name"), this.acts.element));
+    this.element = h("div", { class: "stack" }, this.members, this.troubles);
   }
 
   update({ view, clients, rounds }) {
-    this.over = ["finished", "failed", "cancelled"].includes(view.state);
+    this.over = ENDED.includes(view.state);
     this.clients = clients;
-    this.acts.hidden = clients.length === 0;
-    const known = [...this.picked.options].map((option) => option.textContent).join("\n");
-    if (known !== clients.map((one) => one.name).join("\n")) {
-      const chosen = this.picked.value;
-      fill(this.picked, clients.map((one) => h("option", { value: one.client_id }, one.name)));
-      if (clients.some((one) => one.client_id === chosen)) this.picked.value = chosen;
-    }
+    this.element.hidden = clients.length === 0;
+    offer(this.picked, clients.map((one) => one.client_id), (id) => clients.find((one) => one.client_id === id).name);
     this.#offer();
-    keepScroll(this.list, () => fill(this.list, clients.length ? clientTable(clients, view.state) : h("p", { class: "empty" }, "Nobody has enrolled yet. Create an invitation below for each data owner.")));
+    keepScroll(this.list, () => fill(this.list, clientTable(clients, view.state)));
     const rows = troubles(clients, [...rounds.values()]);
-    keepScroll(this.refused, () => fill(this.refused, rows.length ? troubleList(rows) : h("p", { class: "empty" }, "Nothing has been refused, and nobody has failed.")));
+    this.troubles.hidden = rows.length === 0;
+    keepScroll(this.refused, () => fill(this.refused, troubleList(rows)));
   }
 
   get #chosen() {
@@ -60,45 +55,19 @@ export class Clients {
     this.buttons.updates.title = this.buttons.updates.disabled ? "once it is withdrawn, or all is over" : "";
   }
 
-  async #withdraw() {
+  async #act(act) {
     const one = this.#chosen;
+    const [title, , yes, done, text] = ACTS[act];
     const discard = h("input", { type: "checkbox", id: "discard" });
-    const extra = h("p", { class: "check" }, discard, h("label", { for: "discard" }, "Drop its update of the open phase too"));
-    const text = "It is not asked again and is refused from now on. What it sent before stays until its updates are deleted.";
-    if (!(await ask(this.element, { title: `Withdraw ${one.name}?`, text, extra, keep: "Keep it", act: "Withdraw it for good" }))) return;
-    await this.#act(() => this.api.delete(`${this.#at(one)}${discard.checked ? "?discard=true" : ""}`), `${one.name} is withdrawn`);
-  }
-
-  async #reset() {
-    const one = this.#chosen;
-    const text = "Somebody with a token for this very name can enrol under it with a new secret; its place stays. The client that has it now is refused once that has happened.";
-    if (!(await ask(this.element, { title: `Reset the name ${one.name}?`, text, keep: "Leave it", act: "Reset the name" }))) return;
-    await this.#act(() => this.api.post(`${this.#at(one)}/reset`), `The name ${one.name} is reset`);
-  }
-
-  async #deleteUpdates() {
-    const one = this.#chosen;
-    const text = "The tensors that it has sent are gone for good; reports keep their figures.";
-    if (!(await ask(this.element, { title: `Delete the updates of ${one.name}?`, text, keep: "Keep them", act: "Delete them for good" }))) return;
-    await this.#act(() => this.api.delete(`${this.#at(one)}/updates`), `The updates of ${one.name} are deleted`);
-  }
-
-  #at(one) {
-    return `${this.path}/clients/${encodeURIComponent(one.client_id)}`;
-  }
-
-  async #act(call, done) {
-    this.tell(null);
-    try {
-      await call();
-      announce(done);
-      this.changed();
-    } catch (error) {
-      this.tell(error);
-    }
+    const extra = act === "withdraw" ? h("label", { class: "radio" }, discard, "Drop its update of the open phase too") : null;
+    if (!(await ask(this.members, { title: `${title}: ${one.name}?`, text, extra, keep: "Keep it", act: yes }))) return;
+    const at = `${this.path}/clients/${encodeURIComponent(one.client_id)}`;
+    const calls = { withdraw: () => this.api.delete(`${at}${discard.checked ? "?discard=true" : ""}`), reset: () => this.api.post(`${at}/reset`), updates: () => this.api.delete(`${at}/updates`) };
+    if (!(await this.acts.run(calls[act]))) return;
+    announce(`${one.name} ${done}`);
+    this.changed();
   }
 }
-
 /** Replace a table without losing where its reader has scrolled to, or the keyboard's place. */
 function keepScroll(place, change) {
   const region = place.querySelector(".scrolls");

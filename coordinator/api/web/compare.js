@@ -2,26 +2,23 @@
 
 import { Plot } from "./charts.js";
 import { fill, h, panel, table } from "./dom.js";
-import { bytes, counted, duration, figure, gain, measure, percent } from "./format.js";
+import { bytes, counted, duration, figure, gain, measure, percent, percentTick } from "./format.js";
 import { badge, progress } from "./list.js";
-import { broken, resolvedFields, settingsOf, told } from "./schema.js";
+import { PINNED, resolvedFields, settingsOf } from "./schema.js";
 import { elapsed } from "./times.js";
+import { nameOf, told } from "./words.js";
 
 export class Compare {
   constructor(api, ids, hooks) {
-    this.api = api;
-    this.hooks = hooks;
-    this.chosen = ids;
-    this.loaded = new Map();
-    this.gone = false;
+    Object.assign(this, { api, hooks, chosen: ids, loaded: new Map(), gone: false });
     this.problem = h("p", { class: "error", role: "alert" });
     this.search = h("input", { type: "search", id: "which", autocomplete: "off", on: { input: () => this.#offer() } });
     this.choices = h("ul", { class: "choices-list" });
-    this.accuracy = new Plot("line", "Mean accuracy by round", { x: "round", format: (value) => `${Math.round(100 * value)} %` });
+    this.accuracy = new Plot("line", "Mean accuracy by round", { x: "round", format: percent, tick: percentTick });
     this.loss = new Plot("line", "Mean training loss by round", { x: "round", format: (value) => figure(value, 3) });
     this.figures = h("div");
     this.settings = h("div");
-    this.empty = h("p", { class: "empty" }, "Choose two or more federations above.");
+    this.empty = h("p", { class: "remark" }, "Choose two or more federations above.");
     this.results = [
       panel("Accuracy", {}, this.accuracy.element, h("p", { class: "remark" }, "Mean over clients, each counting once. Dashed: unseen domains. Dotted: zero-shot.")),
       panel("Figures", {}, this.figures),
@@ -29,14 +26,8 @@ export class Compare {
       panel("Settings that differ", {}, this.settings),
     ];
     this.heading = h("h1", { tabindex: "-1" }, "Compare federations");
-    this.element = h(
-      "article",
-      { class: "federation" },
-      this.problem,
-      h("section", { class: "panel", "aria-label": "Which ones" }, h("p", { class: "back" }, h("a", { href: "#/" }, "← All federations")), this.heading, h("p", { class: "choice" }, h("label", { for: "which" }, "Search "), this.search), h("fieldset", {}, h("legend", { class: "unseen" }, "Federations"), this.choices)),
-      this.empty,
-      this.results,
-    );
+    const choice = [h("p", { class: "choice" }, h("label", { for: "which" }, "Search "), this.search), h("fieldset", {}, h("legend", { class: "unseen" }, "Federations"), this.choices)];
+    this.element = h("article", { class: "stack" }, this.problem, h("section", { class: "panel", "aria-label": "Which ones" }, h("p", { class: "back" }, h("a", { href: "#/" }, "← All federations")), this.heading, choice), this.empty, this.results);
   }
 
   async begin() {
@@ -52,8 +43,6 @@ export class Compare {
 
   end() {
     this.gone = true;
-    this.accuracy.destroy();
-    this.loss.destroy();
   }
 
   #tell(error) {
@@ -67,7 +56,7 @@ export class Compare {
       const box = h("input", { type: "checkbox", id: `take-${one.id}`, checked: this.#has(one), on: { change: (event) => this.#choose(one, event.currentTarget.checked) } });
       return h("li", {}, box, h("label", { for: box.id }, h("b", {}, one.name), " ", h("small", {}, `${one.spec.method.name}, ${progress(one)}`)), badge(one.state));
     };
-    fill(this.choices, shown.length ? shown.map(item) : h("li", { class: "empty" }, "No federation is like that."));
+    fill(this.choices, shown.length ? shown.map(item) : h("li", { class: "remark" }, "No federation is like that."));
   }
 
   #has(one) {
@@ -156,7 +145,10 @@ function figuresTable(some) {
 /** Rows for the settings that differ once each method's defaults are filled in; `fields` are those of each view. */
 function differences(views, fields) {
   const flats = views.map((view, at) => Object.fromEntries(settingsOf(view.spec, fields[at]).map(({ path, value }) => [path, value])));
-  const paths = [...new Set(flats.flatMap((one) => Object.keys(one)))].filter((path) => path !== "name" && new Set(flats.map((one) => told(one[path]))).size > 1);
-  if (!paths.length) return h("p", { class: "empty" }, `${counted(views.length, "federation")} with the same settings.`);
-  return table("Settings that differ, by federation", ["setting", ...views.map((view) => view.name)], paths.map((path) => [broken(path), ...flats.map((one) => told(one[path]))]));
+  // A backbone with and without its fingerprint is the same one: only two different fingerprints are two backbones.
+  const values = (path) => flats.map((one) => one[path]).filter((value) => !PINNED.test(path) || (value !== null && value !== undefined));
+  const paths = [...new Set(flats.flatMap((one) => Object.keys(one)))].filter((path) => path !== "name" && new Set(values(path).map(told)).size > 1);
+  if (!paths.length) return h("p", { class: "remark" }, `${counted(views.length, "federation")} with the same settings.`);
+  const about = (path) => fields.flat().find((one) => one.path === path)?.about;
+  return table("Settings that differ, by federation", ["setting", ...views.map((view) => view.name)], paths.map((path) => [nameOf(path, about(path)), ...flats.map((one) => told(one[path]))]));
 }

@@ -29,6 +29,11 @@ export function inWords(text) {
   return text.split("`").map((part, at) => (at % 2 ? h("code", {}, part) : part));
 }
 
+/** Say something to those who do not see the page change. */
+export function announce(text) {
+  say(document.getElementById("announcer"), text);
+}
+
 /** Set an element's text, and touch nothing where it is that already. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -58,7 +63,72 @@ export function panel(title, attributes = {}, ...children) {
   return h("section", { ...attributes, class: `panel ${attributes.class ?? ""}`, "aria-labelledby": id }, h("h2", { id }, title), children);
 }
 
-/** Say something to those who do not see the page change. */
-export function announce(text) {
-  say(document.getElementById("announcer"), text);
+
+/** Offer `values` in a select, as `told` names them; what is chosen stays so. */
+export function offer(select, values, told = (value) => value) {
+  if ([...select.options].map((one) => one.value).join("\n") === values.join("\n")) return;
+  const chosen = select.value;
+  fill(select, values.map((value) => h("option", { value }, told(value))));
+  if (values.includes(chosen)) select.value = chosen;
+}
+
+/** Buttons with a place under them, where a click that fails says why. */
+export class Acts {
+  constructor(failed, ...buttons) {
+    this.failed = failed;
+    this.problem = h("p", { class: "error", role: "alert" });
+    this.row = h("div", { class: "row" }, buttons);
+    this.element = h("div", { class: "acts" }, this.row, this.problem);
+  }
+
+  /** True where `work` came to its end. */
+  async run(work) {
+    fill(this.problem);
+    try {
+      await work();
+      return true;
+    } catch (error) {
+      this.refusal = error;
+      if (!this.failed(error)) fill(this.problem, error.message);
+      return false;
+    }
+  }
+
+  /** What was refused may work now. A role does not change by that. */
+  clear() {
+    if (this.refusal?.status !== 403) fill(this.problem);
+  }
+}
+
+let questions = 0;
+
+/** Ask before what cannot be undone; true where the answer is yes. `keep` and `act` are what the buttons say. */
+export function ask(place, { title, text, extra = null, keep, act }) {
+  const id = `question-${(questions += 1)}`;
+  return new Promise((resolve) => {
+    const button = (value, kind, label) => h("button", { type: "button", class: kind, on: { click: () => dialog.close(value) } }, label);
+    const done = () => {
+      dialog.remove();
+      resolve(dialog.returnValue === "yes");
+    };
+    const buttons = h("div", { class: "row end" }, button("", null, keep), button("yes", "danger", act));
+    const dialog = h("dialog", { "aria-labelledby": id, on: { close: done } }, h("h2", { id }, title), h("p", {}, text), extra, buttons);
+    place.append(dialog);
+    dialog.showModal();
+  });
+}
+
+/** A field with its label, a remark under it and a place for what is wrong with it. */
+export function field(label, input, about = "", wrong = null) {
+  const remark = about ? h("small", { id: `about-${input.id}` }, inWords(about)) : null;
+  const named = [remark?.id, wrong?.id].filter(Boolean).join(" ");
+  if (named) input.setAttribute("aria-describedby", named);
+  return h("div", { class: "field" }, h("label", { for: input.id }, label), input, remark, wrong);
+}
+
+/** Say what is wrong with a field, or nothing. */
+export function mark(input, wrong, text) {
+  fill(wrong, text);
+  if (text) input.setAttribute("aria-invalid", "true");
+  else input.removeAttribute("aria-invalid");
 }

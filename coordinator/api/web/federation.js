@@ -1,55 +1,50 @@
-// One federation: loads what there is, follows the stream of events, and hands a fresh model to the panels.
+// One federation: loads what there is, follows the stream of events, and hands a fresh model to what its tabs show.
 
 import { Accuracy } from "./accuracy.js";
-import { Activity, SHOWN } from "./activity.js";
-import { Refused } from "./api.js";
 import { Clients } from "./clients.js";
 import { announce, fill, h, inWords, panel } from "./dom.js";
-import { Downloads } from "./downloads.js";
+import { clock, names } from "./format.js";
 import { Insights } from "./insights.js";
+import { Invite } from "./invite.js";
 import { Losses } from "./losses.js";
-import { Privacy } from "./privacy.js";
+import { Privacy, Sums } from "./privacy.js";
+import { Result } from "./result.js";
 import { Settings } from "./settings.js";
-import { Status } from "./status.js";
-import { Sums } from "./sums.js";
-import { Times } from "./times.js";
-import { Tokens } from "./tokens.js";
-import { Traffic } from "./traffic.js";
+import { ENDED, Running, Status } from "./status.js";
+import { Times, Traffic } from "./times.js";
 
+const SHOWN = 60; // events, the newest ones
 const SETTLE = 200; // ms in which events are gathered before one look at the API
 const LOOK_AGAIN = 4000; // refusals and last-seen times are told by no event
 const AGAIN_AFTER = [500, 1000, 2000, 5000];
-export const ENDED = ["finished", "failed", "cancelled"];
 
 export class Federation {
   constructor(api, id, hooks) {
-    this.api = api;
-    this.path = `/v1/federations/${encodeURIComponent(id)}`;
-    this.hooks = hooks;
+    Object.assign(this, { api, hooks, path: `/v1/federations/${encodeURIComponent(id)}`, last: null, failures: 0, abort: new AbortController() });
     this.model = { view: null, clients: [], rounds: new Map(), events: [], places: new Map() };
-    const tell = (error) => this.#refused(error);
-    this.status = new Status((verb) => this.steer(verb));
-    this.times = new Times();
-    const [sums, privacy] = [new Sums(), new Privacy()];
-    const clients = new Clients(api, this.path, tell, () => this.#soon());
-    const [accuracy, losses, insights, traffic] = [new Accuracy(), new Losses(), new Insights(), new Traffic()];
-    const [activity, tokens, settings, downloads] = [new Activity(), new Tokens(api, this.path, tell), new Settings(api), new Downloads(api, this.path, tell)];
-    this.panels = [this.status, accuracy, losses, this.times, sums, privacy, clients, insights, traffic, activity, tokens, settings, downloads];
+    const parts = {
+      accuracy: new Accuracy(), activity: new Activity(), clients: new Clients(api, this.path, hooks.failed, () => this.#soon()), insights: new Insights(), losses: new Losses(),
+      invite: new Invite(api, this.path, hooks.failed, hooks.planned(id)), privacy: new Privacy(), result: new Result(api, this.path, hooks.failed), running: new Running(), settings: new Settings(api),
+      sums: new Sums(), times: new Times(), traffic: new Traffic(),
+    };
+    this.parts = parts;
+    this.status = new Status({ steer: (verb) => this.steer(verb), download: () => parts.result.download(), failed: hooks.failed });
+    this.shown = [this.status, ...Object.values(parts)];
     this.problem = h("p", { class: "error", role: "alert" });
-    this.refusal = h("p", { class: "error", role: "alert" });
     this.remarks = h("ul", { class: "remarks", "aria-label": "Remarks" });
     this.looksWrong = panel("Remarks", { hidden: true }, this.remarks);
-    const pair = (...some) => h("div", { class: "pair" }, some.map((one) => one.element));
-    this.body = h("div", { class: "federation", hidden: true }, this.status.element, this.looksWrong, accuracy.element, pair(losses, this.times), sums.element, privacy.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element); // hidden until there is something to show
+    const of = (...some) => some.map((one) => parts[one].element);
+    this.tabs = new Tabs({
+      Overview: [...of("invite", "running", "result"), this.looksWrong, ...of("accuracy", "losses", "insights")],
+      Clients: of("clients"), Privacy: of("privacy", "sums"), Traffic: of("traffic", "times"), Settings: of("settings"), Activity: of("activity"),
+    });
+    this.body = h("div", { class: "stack", hidden: true }, this.status.element, this.tabs.element); // hidden until there is something to show
     this.back = h("p", { class: "back" }, h("a", { href: "#/" }, "← All federations"));
-    this.element = h("article", { class: "federation" }, this.back, this.problem, this.refusal, this.body);
-    this.abort = new AbortController();
-    this.last = null;
-    this.failures = 0;
+    this.element = h("article", { class: "stack" }, this.back, this.problem, this.body);
   }
 
   async begin() {
-    this.clock = setInterval(() => this.#tick(), 1000);
+    this.clock = setInterval(() => this.parts.running.tick(), 1000);
     this.poll = setInterval(() => !this.#over() && !document.hidden && this.#soon(), LOOK_AGAIN);
     await this.#refresh();
     if (this.model.view !== null) this.#follow();
@@ -60,43 +55,24 @@ export class Federation {
     clearInterval(this.poll);
     clearTimeout(this.pending);
     this.abort.abort();
-    for (const one of this.panels) one.end?.();
   }
 
-  #tick() {
-    this.status.tick();
-    this.times.tick();
-  }
-
+  /** Raises what the coordinator refuses, which is said beside the button. */
   async steer(verb) {
-    this.#refused(null);
-    if (verb === "delete") {
-      await this.#delete();
-      return;
-    }
-    try {
-      this.model.view = await this.api.post(`${this.path}/${verb}`);
-      announce(`${this.model.view.name} is ${this.model.view.state}`);
-      this.#draw();
-      this.hooks.changed();
-      this.#soon();
-    } catch (error) {
-      this.#refused(error);
-    }
-  }
-
-  async #delete() {
     const { name } = this.model.view;
-    try {
+    if (verb === "delete") {
       await this.api.delete(this.path);
-    } catch (error) {
-      this.#refused(error);
+      this.end();
+      announce(`${name} is deleted`);
+      await this.hooks.changed();
+      window.location.hash = "#/";
       return;
     }
-    this.end();
-    announce(`${name} is deleted`);
+    this.model.view = await this.api.post(`${this.path}/${verb}`);
+    announce(`${name} is ${this.model.view.state}`);
+    this.#draw();
     this.hooks.changed();
-    window.location.hash = "#/";
+    this.#soon();
   }
 
   #over() {
@@ -106,12 +82,6 @@ export class Federation {
   #tell(error) {
     if (error.name === "AbortError" || this.abort.signal.aborted) return;
     if (!this.hooks.failed(error)) fill(this.problem, error.message);
-  }
-
-  /** A refusal stays until the next attempt, or until the federation is no longer as it was then: no role changes by that. */
-  #refused(error) {
-    this.refusedAt = error?.status === 403 ? null : this.#situation();
-    if (error === null || !this.hooks.failed(error)) fill(this.refusal, error?.message);
   }
 
   #situation() {
@@ -150,7 +120,8 @@ export class Federation {
       if (this.abort.signal.aborted) return;
       take(rounds);
       fill(this.problem);
-      if (this.refusedAt !== null && this.refusedAt !== this.#situation()) fill(this.refusal);
+      if (this.situation !== this.#situation()) this.status.acts.clear(); // what was refused may work now
+      this.situation = this.#situation();
       this.#draw();
       if (before !== undefined && before !== view.state) this.hooks.changed();
       await this.#askPrivacy(rounds);
@@ -182,10 +153,19 @@ export class Federation {
 
   #draw() {
     if (this.abort.signal.aborted) return;
+    const first = this.body.hidden;
     this.body.hidden = false;
     this.back.hidden = true; // the body has one
     document.title = `${this.model.view.name} · ${this.model.view.state} · promptfed`;
-    for (const one of this.panels) one.update(this.model);
+    for (const one of this.shown) one.update(this.model);
+    // Once it runs invitations do not come first, and neither does what can be taken before there is a result.
+    const { state } = this.model.view;
+    if (state !== "enrolling") comesLast(this.parts.clients.element, this.parts.invite.element);
+    if (state !== "finished") comesLast(this.tabs.panels[0], this.parts.result.element);
+    else if (this.moved) this.parts.running.element.after(this.parts.result.element);
+    this.moved = state !== "finished";
+    this.tabs.update();
+    if (first && document.activeElement === document.body) this.status.heading.focus(); // what was clicked is gone
   }
 
   // Events
@@ -229,9 +209,84 @@ export class Federation {
     this.model.events = [...this.model.events, { ...event.data, id: event.id, kind: event.kind }].slice(-SHOWN);
     const fresh = Date.now() - Date.parse(event.data.at) < 10_000;
     if (fresh && event.kind === "phase-opened" && event.data.kind === "train") announce(`Round ${event.data.round}, ${event.data.phase}`);
-    // In the words of `steer`: whichever comes last says the same.
     if (fresh && event.kind === "federation-state") announce(`${this.model.view.name} is ${event.data.state}`);
     if (this.pending !== undefined) this.again = true;
     this.#soon();
+  }
+}
+
+/** Move it there, unless it is: whoever types in it would lose the place. */
+function comesLast(place, element) {
+  if (place.lastChild !== element) place.append(element);
+}
+
+/** Groups of panels, one of which is seen; a group of which nothing is shown has no tab. */
+class Tabs {
+  constructor(groups) {
+    const button = (title, at) => h("button", { type: "button", role: "tab", id: `tab-${at}`, "aria-controls": `tabpanel-${at}`, on: { click: () => this.#open(at), keydown: (event) => this.#key(event, at) } }, title);
+    this.buttons = Object.keys(groups).map(button);
+    this.panels = Object.values(groups).map((some, at) => h("div", { class: "stack", role: "tabpanel", id: `tabpanel-${at}`, "aria-labelledby": `tab-${at}` }, some));
+    this.list = h("div", { class: "tabs", role: "tablist", "aria-label": "Of this federation" }, this.buttons);
+    this.element = h("div", { class: "stack" }, this.list, this.panels);
+    this.#open(0);
+  }
+
+  update() {
+    for (const [at, panel] of this.panels.entries()) this.buttons[at].hidden = at > 0 && [...panel.children].every((one) => one.hidden);
+    if (this.buttons[this.at].hidden) this.#open(0);
+  }
+
+  #open(at) {
+    this.at = at;
+    for (const [other, panel] of this.panels.entries()) {
+      panel.hidden = other !== at;
+      this.buttons[other].setAttribute("aria-selected", String(other === at));
+      this.buttons[other].setAttribute("tabindex", other === at ? "0" : "-1");
+    }
+  }
+
+  #key(event, at) {
+    const there = this.buttons.filter((one) => !one.hidden);
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    const next = there.at((there.indexOf(this.buttons[at]) + step) % there.length);
+    this.#open(this.buttons.indexOf(next));
+    next.focus();
+  }
+}
+
+/** What has happened, newest first. */
+class Activity {
+  constructor() {
+    this.list = h("ol", { class: "activity", tabindex: "0", "aria-label": "Activity, newest first" });
+    this.element = panel("Activity", {}, this.list);
+  }
+
+  update({ events }) {
+    this.element.hidden = events.length === 0;
+    if (events.at(-1)?.id === this.shown) return;
+    this.shown = events.at(-1)?.id;
+    fill(this.list, [...events].reverse().map((one) => h("li", {}, h("time", { datetime: one.at }, clock(one.at)), h("span", {}, sentence(one)))));
+  }
+}
+
+function sentence(one) {
+  const where = `round ${one.round}, ${one.phase}`;
+  switch (one.kind) {
+    case "federation-created": return "created";
+    case "federation-state": return `the federation is ${one.state}${one.reason ? `: ${one.reason}` : ""}`;
+    case "client-enrolled": return `${one.client ?? one.name} enrolled`;
+    case "phase-opened": return `${where}: ${names(one.asked)} asked`;
+    case "clients-asked": return `${where}: ${names(one.asked)} asked too`;
+    case "phase-extended": return `${where}: too few answered, extended once`;
+    case "task-settled": return `${where}: ${one.client} ${one.status}`;
+    case "phase-closed": return `${where}: closed, ${one.counted.length} counted`;
+    case "phase-completed": return `${where}: completed`;
+    case "clients-joined": return `${names(one.clients)} joined the state`;
+    case "client-withdrawn": return `${one.client} was withdrawn`;
+    case "client-reset": return `the name ${one.client} was reset`;
+    case "state-committed": return `state of round ${one.round} committed (${one.origin})`;
+    case "initial-state-supplied": return "an initial state was supplied";
+    default: return one.kind.replaceAll("-", " ");
   }
 }

@@ -19,15 +19,46 @@ export function gain(before, after) {
   return `${points < 0 ? "−" : "+"}${Math.abs(points).toFixed(1)}`;
 }
 
+/** Wilson's 95 % interval of a fraction of `count` images. */
+export function interval(share, count) {
+  const [z, spread] = [1.96, 1.96 ** 2 / count];
+  const half = z * Math.sqrt((share * (1 - share)) / count + spread / (4 * count));
+  return [share + spread / 2 - half, share + spread / 2 + half].map((edge) => Math.min(1, Math.max(0, edge / (1 + spread))));
+}
+
+/**
+ * Half of the 95 % interval of a mean gain, of `[{before, after, count}]` (Agresti and Caffo). Both fractions are of the
+ * same images, which is left out of account: the interval is rather too wide than too narrow.
+ */
+export function gainMargin(pairs) {
+  const variance = (share, count) => (((share * count + 1) / (count + 2)) * (1 - (share * count + 1) / (count + 2))) / (count + 2);
+  const all = pairs.reduce((sum, { before, after, count }) => sum + variance(before, count) + variance(after, count), 0);
+  return (1.96 * Math.sqrt(all)) / pairs.length;
+}
+
 /** 179700 -> "179.7 kB". */
 export function bytes(count) {
-  let value = count;
-  let unit = 0;
-  while (value >= 1000 && unit < UNITS.length - 1) {
-    value /= 1000;
-    unit += 1;
-  }
-  return `${unit === 0 ? value : value.toFixed(1)} ${UNITS[unit]}`;
+  const unit = byteUnit(count);
+  return `${unit === 0 ? count : (count / 1000 ** unit).toFixed(1)} ${UNITS[unit]}`;
+}
+
+function byteUnit(count) {
+  return Math.min(UNITS.length - 1, Math.max(0, Math.floor(Math.log10(Math.max(1, count)) / 3)));
+}
+
+/** Bytes and seconds as the ticks of an axis: all in the unit of the `largest`. */
+export function byteTick(count, largest) {
+  const unit = byteUnit(largest);
+  return `${Number((count / 1000 ** unit).toFixed(2))} ${UNITS[unit]}`;
+}
+
+export function secondTick(seconds, largest) {
+  const [size, unit] = largest >= 7200 ? [3600, "h"] : largest >= 120 ? [60, "min"] : largest >= 1 ? [1, "s"] : [0.001, "ms"];
+  return `${Number((seconds / size).toFixed(2))} ${unit}`;
+}
+
+export function percentTick(share) {
+  return `${Number((100 * share).toFixed(1))} %`;
 }
 
 /** 75 -> "1 min 15 s". */

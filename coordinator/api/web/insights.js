@@ -2,7 +2,6 @@
 
 import { fill, h, panel } from "./dom.js";
 import { figure, percent } from "./format.js";
-import { matrix } from "./matrix.js";
 
 const SERIES = 8;
 const SHARE = "domain_share:";
@@ -74,4 +73,17 @@ function families(measured) {
 
 function domainsOf(evaluation) {
   return Object.keys(evaluation.metrics).filter((name) => name.startsWith(SHARE)).map((name) => name.slice(SHARE.length));
+}
+
+/** A table whose cells are tinted: from `low` (second colour) over `middle` (none) to `high` (first colour). */
+function matrix(label, rows, columns, values, { low, middle, high, digits, rowTitle }) {
+  const cell = (value) => {
+    const span = value >= middle ? high - middle : middle - low;
+    const strength = value === null || span <= 0 ? 0 : Math.min(1, Math.abs(value - middle) / span);
+    return h("td", { "data-tone": value >= middle ? "first" : "second", style: { "--strength": `${Math.round(strength * 70)}%` } }, figure(value, digits));
+  };
+  const heading = (scope) => (name) => h("th", { scope, title: name }, h("span", {}, name));
+  const body = rows.map((name, at) => h("tr", {}, heading("row")(name), values[at].map(cell)));
+  const head = h("tr", {}, h("th", { scope: "col" }, rowTitle), columns.map(heading("col")));
+  return h("div", { class: "scrolls", role: "region", "aria-label": label, tabindex: "0" }, h("table", { class: "matrix" }, h("caption", { class: "unseen" }, label), h("thead", {}, head), h("tbody", {}, body)));
 }

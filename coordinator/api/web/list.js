@@ -19,11 +19,7 @@ export function progress({ spec, round }) {
 
 export class List {
   constructor(api, failed) {
-    this.api = api;
-    this.failed = failed;
-    this.federations = [];
-    this.chosen = null;
-    this.shown = "";
+    Object.assign(this, { api, failed, federations: [], chosen: null, shown: "" });
     this.items = h("ul", { class: "federations" });
     this.remark = h("p", { class: "remark" });
     this.search = h("input", { type: "search", id: "search", placeholder: "Search", "aria-label": "Search federations", autocomplete: "off", spellcheck: "false", on: { input: () => this.#show() } });
@@ -31,7 +27,7 @@ export class List {
     this.found = h("p", { class: "unseen", role: "status" });
     this.filter = h("div", { class: "filter", hidden: true }, this.search, this.state);
     const links = h("p", { class: "links" }, h("a", { href: "#/new" }, "New"), h("a", { href: "#/compare" }, "Compare"));
-    this.element = h("nav", { class: "side", "aria-labelledby": "federations" }, h("div", { class: "heading" }, h("h2", { id: "federations" }, "Federations"), links), this.filter, this.found, this.items, this.remark);
+    this.element = h("nav", { class: "side", "aria-labelledby": "federations" }, h("div", { class: "between" }, h("h2", { id: "federations" }, "Federations"), links), this.filter, this.found, this.items, this.remark);
   }
 
   async begin() {
@@ -51,14 +47,17 @@ export class List {
   async refresh() {
     try {
       this.federations = await this.api.all("/v1/federations", "federations");
-      fill(this.remark, this.federations.length ? "" : "None yet. `promptfed federation create spec.yaml` makes one.");
+      fill(this.remark);
       this.#show();
     } catch (error) {
-      if (!this.failed(error)) fill(this.remark, error.message);
+      if (this.failed(error)) return;
+      fill(this.remark, error.message);
+      this.element.hidden = false;
     }
   }
 
   #show() {
+    this.element.hidden = this.federations.length === 0;
     // Built again only where something changed: whoever has the keyboard on an item keeps it.
     this.filter.hidden = this.federations.length <= FEW;
     const now = JSON.stringify([this.chosen, this.search.value, this.state.value, this.federations.map((one) => [one.id, one.name, one.state, one.unreadable, one.round])]);

@@ -1,10 +1,10 @@
 // What clients measured while they trained, by round: the loss first, and every other number that a method sends.
 
 import { Plot } from "./charts.js";
-import { fill, h, panel } from "./dom.js";
+import { fill, h, offer, panel } from "./dom.js";
 import { counted, figure } from "./format.js";
 import { drawn, MANY, mean } from "./series.js";
-import { HIDDEN } from "./sums.js";
+import { HIDDEN } from "./privacy.js";
 
 const OF_TIMES = ["train_seconds", "trained_parameters"];
 
@@ -14,34 +14,24 @@ export class Losses {
     this.select = h("select", { id: "measured", on: { change: () => this.#draw() } });
     this.choice = h("p", { class: "choice", hidden: true }, h("label", { for: "measured" }, "Number "), this.select);
     this.remark = h("p", { class: "remark" });
-    this.empty = h("p", { class: "empty" }, "Nobody has trained yet.");
-    this.element = panel("Training", {}, this.choice, this.empty, this.plot.element, this.remark);
+    this.hidden = h("p", { class: "remark" }, HIDDEN);
+    this.element = panel("Training", {}, this.choice, this.hidden, this.plot.element, this.remark);
   }
 
   update(model) {
     this.model = model;
-    this.element.hidden = model.view.spec.rounds === 0;
     this.found = measured([...model.rounds.values()]);
     const names = [...this.found.keys()].sort((one, other) => rank(one) - rank(other) || one.localeCompare(other));
-    const known = [...this.select.options].map((option) => option.value);
-    if (known.join("\n") !== names.join("\n")) {
-      const chosen = this.select.value;
-      fill(this.select, names.map((name) => h("option", { value: name }, name)));
-      if (names.includes(chosen)) this.select.value = chosen;
-    }
+    offer(this.select, names);
     this.choice.hidden = names.length < 2;
     this.#draw();
-  }
-
-  end() {
-    this.plot.destroy();
   }
 
   #draw() {
     const clients = [...(this.found.get(this.select.value)?.values() ?? [])];
     const there = clients.length > 0;
-    this.empty.hidden = there;
-    if (this.model.view.spec.secure_aggregation) fill(this.empty, HIDDEN);
+    this.hidden.hidden = there || !this.model.view.spec.secure_aggregation;
+    this.element.hidden = !there && this.hidden.hidden;
     this.plot.element.hidden = this.remark.hidden = !there;
     if (!there) return;
     const name = this.select.value;

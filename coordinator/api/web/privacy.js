@@ -1,10 +1,13 @@
-// Differential privacy: what each client says it has spent of what it planned, and what an operator should know.
+// Privacy: what differential privacy has cost each client, the steps of secure sums, and what is not known because of them.
 
 import { Plot } from "./charts.js";
 import { fill, h, panel, table } from "./dom.js";
 import { counted, figure } from "./format.js";
 
 const SERIES = 8;
+const RECENT = 5; // rounds whose steps are shown
+const STEPS = { train: "keys", share: "shares", mask: "masked changes", confirm: "signatures", unmask: "shares revealed" };
+export const HIDDEN = "Clients mask their changes, and only the sum is known. Norms, directions and verdicts of single clients are unknown, and clients send no number that they measured in training.";
 const LEVELS = { sample: "Each client trains with differential privacy; ε is what its own ledger says.", client: "Whole clients are protected by noise in the mean; ε is the federation's, which this coordinator computes itself." };
 
 export class Privacy {
@@ -30,10 +33,6 @@ export class Privacy {
     }
     fill(this.clients, privacy.clients.length ? clientTable(privacy.clients) : null);
   }
-
-  end() {
-    this.plot.destroy();
-  }
 }
 
 /** What the spec asks for, in words. */
@@ -53,4 +52,31 @@ function clientTable(clients) {
   const shown = (value, digits = 2) => (value === null || value === undefined ? "–" : figure(value, digits));
   const rows = clients.map((one) => [one.client, shown(one.epsilon), shown(one.epsilon_replace_one), shown(one.planned?.epsilon_planned), String(one.releases), shown(one.noise_multiplier ?? one.planned?.noise_multiplier), one.delta ?? one.planned?.delta ?? "–", one.noise === "seeded" ? h("strong", {}, "seeded: no guarantee") : (one.noise ?? "–")]);
   return table("What clients have spent", ["client", number("ε spent"), number("replace-one"), number("ε planned"), number("releases"), number("noise z"), number("δ"), "noise"], rows);
+}
+
+export class Sums {
+  constructor() {
+    this.steps = h("div");
+    this.element = panel("Secure aggregation", { hidden: true }, this.steps, h("p", { class: "remark" }, HIDDEN));
+  }
+
+  update({ view, rounds }) {
+    this.element.hidden = !view.spec.secure_aggregation;
+    if (this.element.hidden) return;
+    const attempts = [...rounds.values()].slice(-RECENT).flatMap((one) => one.phases.filter((phase) => phase.secure).map((phase) => [one.round, phase])).reverse();
+    const least = view.spec.secure_aggregation.minimum;
+    fill(this.steps, attempts.map(([round, phase]) => [h("h3", {}, `Round ${round}, ${phase.phase}`), h("p", {}, told(phase, least)), stepTable(round, phase)]));
+  }
+}
+
+/** The result of an attempt, in words. */
+function told({ secure }, least) {
+  if (secure.sum_clients === null) return `Attempt ${secure.attempt}: no sum yet; one of at least ${counted(least, "client")} is opened.`;
+  return `Attempt ${secure.attempt}: the sum of ${counted(secure.sum_clients, "client")}, weight ${secure.sum_weight.toLocaleString("en")}; the mean change has the norm ${figure(secure.mean_norm, 3)}.`;
+}
+
+function stepTable(round, { phase, secure }) {
+  const number = (title) => ({ title, class: "number" });
+  const rows = secure.steps.map((one, at) => [`U${at + 1}`, h("span", {}, one.kind, h("small", { class: "under" }, STEPS[one.kind])), String(one.asked), String(one.answered), one.seconds === null ? "–" : `${figure(one.seconds, 1)} s`]);
+  return table(`Steps of round ${round}, ${phase}, attempt ${secure.attempt}`, ["", "step", number("asked"), number("answered"), number("took")], rows);
 }

@@ -1,12 +1,13 @@
 // What a spec may hold, as the coordinator describes it itself (/openapi.json), with a method's own part and defaults.
 
-import { h } from "./dom.js";
+import { told } from "./words.js";
 
 const SPEC = "FederationSpec";
+export const PINNED = /^backbone\.(shape($|\.)|fingerprint$)/; // what clients tell of a backbone, and a spec may fix
 
 /**
  * The fields of a spec with `method` (as GET /v1/methods/{name} tells, or null) on `backbone` (`{model, pretrained}`, or
- * null for the default one): `[{path, choices, standard, about, required}]`, sections opened.
+ * null for the default one): `[{path, choices, standard, about}]`, sections opened.
  */
 export async function fieldsOf(api, method, backbone = null) {
   const { components } = await api.once("/openapi.json");
@@ -20,8 +21,8 @@ export async function fieldsOf(api, method, backbone = null) {
   }
   const standard = (path) => fields.find((one) => one.path === path)?.standard ?? null;
   const on = backbone ?? { model: standard("backbone.model"), pretrained: standard("backbone.pretrained") };
-  const rate = sweptRate(method, on);
-  if (rate !== null) fields.find((one) => one.path === "training.learning_rate").standard = rate;
+  const swept = method?.swept_rates?.find((one) => one.model === on.model && one.pretrained === on.pretrained);
+  if (swept) fields.find((one) => one.path === "training.learning_rate").standard = swept.learning_rate;
   return fields;
 }
 
@@ -29,11 +30,6 @@ export async function fieldsOf(api, method, backbone = null) {
 export async function resolvedFields(api, spec) {
   const method = await api.once(`/v1/methods/${encodeURIComponent(spec.method.name)}`).catch(() => null);
   return fieldsOf(api, method, spec.backbone).catch(() => []);
-}
-
-/** The rate that a sweep has found for a method on a backbone, or null. */
-export function sweptRate(method, { model, pretrained }) {
-  return method?.swept_rates?.find((one) => one.model === model && one.pretrained === pretrained)?.learning_rate ?? null;
 }
 
 function walk(schema, known, prefix, standards) {
@@ -44,7 +40,7 @@ function walk(schema, known, prefix, standards) {
     const choices = property.anyOf?.map((one) => (one.$ref ? known[one.$ref.split("/").at(-1)] : one)) ?? [property];
     const sections = choices.filter((one) => one.properties);
     if (sections.length && path !== "method") return walk(sections[0], known, `${path}.`, standard ?? {});
-    return [{ path, standard, about: property.description ?? "", choices, required: (schema.required ?? []).includes(name) }];
+    return [{ path, standard, about: property.description ?? "", choices }];
   });
 }
 
@@ -70,18 +66,6 @@ export function nested(entries) {
   return whole;
 }
 
-/** A value of a spec as text. */
-export function told(value) {
-  if (value === null || value === undefined) return "–";
-  if (Array.isArray(value)) return value.length > 6 ? `${value.slice(0, 6).join(", ")} and ${value.length - 6} more` : value.join(", ");
-  return String(value);
-}
-
-/** A path that a narrow table breaks after a dot or an underscore, and nowhere else. */
-export function broken(path) {
-  return h("span", {}, path.split(/(?<=[._])/).flatMap((part, at) => (at ? [h("wbr"), part] : [part])));
-}
-
 /** The same settings of a federation: `[{path, value, standard, differs, about}]`, what differs from its default first. */
 export function settingsOf(spec, fields) {
   const given = flat(spec);
@@ -91,7 +75,7 @@ export function settingsOf(spec, fields) {
     const field = known.get(path);
     const standard = field?.standard ?? null;
     const value = path in given ? given[path] : standard;
-    const own = path === "name" || path === "method.name" || path.startsWith("backbone.shape") || path === "backbone.fingerprint";
+    const own = path === "name" || path === "method.name" || PINNED.test(path);
     return { path, value, standard, about: field?.about ?? "", differs: !own && known.size > 0 && told(value) !== told(standard) };
   });
   return rows.sort((one, other) => Number(other.differs) - Number(one.differs));

@@ -5,15 +5,7 @@ import { fill, h } from "./dom.js";
 /** Show the form in `place`; `enter(token)` raises where the token is not good. */
 export function signIn(place, remark, enter) {
   const alert = h("p", { class: "error", role: "alert", id: "refused" }, remark);
-  const field = h("input", {
-    id: "token",
-    type: "password",
-    autocomplete: "off",
-    autocapitalize: "none",
-    spellcheck: "false",
-    required: true,
-    "aria-describedby": "where refused",
-  });
+  const field = h("input", { id: "token", type: "password", autocomplete: "off", autocapitalize: "none", spellcheck: "false", required: true, "aria-describedby": "where refused" });
   const button = h("button", { type: "submit", class: "primary" }, "Sign in");
   const submit = async (event) => {
     event.preventDefault();
@@ -34,29 +26,8 @@ export function signIn(place, remark, enter) {
     }
     button.disabled = false;
   };
-  fill(
-    place,
-    h(
-      "main",
-      { class: "welcome" },
-      h(
-        "form",
-        { class: "card", on: { submit } },
-        h("h1", {}, "Sign in"),
-        h("p", {}, "Watch and steer the federations of this coordinator."),
-        h("label", { for: "token" }, "Operator token"),
-        field,
-        alert,
-        button,
-        h(
-          "p",
-          { class: "remark", id: "where" },
-          "The coordinator wrote it into ",
-          h("code", {}, "operator.token"),
-          " in its data folder. It is kept in this page's memory only: reloading the page forgets it.",
-        ),
-      ),
-    ),
-  );
+  const where = h("p", { class: "remark", id: "where" }, "The coordinator wrote it into ", h("code", {}, "operator.token"), " in its data folder. It is kept in this page's memory only: reloading the page forgets it.");
+  const lead = h("p", {}, "Begin federations, invite their sites, and take their results.");
+  fill(place, h("main", { class: "welcome" }, h("form", { class: "panel stack", on: { submit } }, h("h1", {}, "Sign in"), lead, h("label", { for: "token" }, "Operator token"), field, alert, button, where)));
   field.focus();
 }

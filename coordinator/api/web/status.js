@@ -1,54 +1,41 @@
-// Where a federation stands, what it waits for and until when; and what an operator can do with the whole of it.
+// The head of a federation: where it stands, the one thing to do next, and what else can be done with the whole of it.
 
-import { ask } from "./dialog.js";
-import { announce, fill, h, say } from "./dom.js";
-import { bytes, clock, counted, duration, gain, measure, percent } from "./format.js";
+import { Acts, announce, ask, fill, h, say } from "./dom.js";
+import { ago, bytes, clock, counted, duration, gain, interval, measure, percent } from "./format.js";
 import { badge } from "./list.js";
 import { secondsLeft } from "./times.js";
 
-const ALL = ["enrolling", "running", "paused", "finished", "failed", "cancelled"];
-const VERBS = { start: ["enrolling"], pause: ["running"], resume: ["paused"], cancel: ["enrolling", "running", "paused"], delete: ALL };
+export const ENDED = ["finished", "failed", "cancelled"];
+const STEPS = ["Invite", "Start", "Running", "Result"];
+const VERBS = { start: ["enrolling"], pause: ["running"], resume: ["paused"], download: ["finished"], cancel: ["enrolling", "running", "paused"], delete: ["finished", "failed", "cancelled"] };
 const QUESTIONS = {
   cancel: { title: "Cancel this federation?", text: "It ends for good. Its rounds so far, their prompts and metrics stay.", keep: "Keep it", act: "Cancel it for good" },
   delete: { title: "Delete this federation?", text: "Its states, updates, reports and tokens are gone for good; the audit log keeps that it was. Clients that still take part are refused.", keep: "Keep it", act: "Delete it for good" },
 };
-const REASONS = {
-  quorum_missed: "Too few clients answered, twice. Resume asks those who failed once more and allows one more extension.",
-};
+const REASONS = { quorum_missed: "Too few clients answered, twice. Resume asks those who failed once more and allows one more extension." };
 
 export class Status {
-  constructor(steer) {
-    this.steer = steer;
-    this.view = null;
+  /** `steer(verb)` and `download()` do what the buttons say. */
+  constructor({ steer, download, failed }) {
+    Object.assign(this, { steer, download, view: null });
     this.heading = h("h1", { tabindex: "-1" });
     this.badge = h("span");
     this.what = h("p", { class: "what" });
+    this.steps = h("ol", { class: "steps", "aria-label": "From invitations to the result" });
     this.reason = h("p", { class: "reason", hidden: true });
+    this.why = h("p", { class: "remark", id: "why", hidden: true });
     this.buttons = Object.fromEntries(Object.keys(VERBS).map((verb) => [verb, this.#button(verb)]));
-    this.compare = h("a", { class: "button", hidden: true }, "Compare");
-    this.figures = h("dl", { class: "figures" });
-    this.rounds = h("progress", { class: "rounds", "aria-label": "rounds completed" });
-    this.phase = h("p", { class: "phase" });
-    this.left = h("span", { class: "left" });
-    this.roll = h("ul", { class: "roll", tabindex: "0", "aria-label": "Clients asked" });
-    this.element = h(
-      "section",
-      { class: "panel status", "aria-label": "Where it stands" },
-      h("p", { class: "back" }, h("a", { href: "#/" }, "← All federations")),
-      h(
-        "div",
-        { class: "title" },
-        h("div", {}, h("div", { class: "named" }, this.heading, this.badge), this.what),
-        h("div", { class: "steer", role: "group", "aria-label": "Steer this federation" }, Object.values(this.buttons), this.compare),
-      ),
-      this.reason,
-      this.figures,
-      this.rounds,
-      h("div", { class: "now" }, h("p", { class: "phase-line" }, this.phase, this.left), this.roll),
-    );
+    this.links = { onward: h("a", { class: "button" }, "Continue from it"), again: h("a", { class: "button primary" }, "New with these settings"), compare: h("a", { class: "button" }, "Compare") };
+    const { cancel, delete: remove, ...forward } = this.buttons;
+    this.acts = new Acts(failed, Object.values(forward), this.links.again, this.links.onward, this.links.compare, cancel, remove);
+    this.acts.element.append(this.why);
+    this.acts.row.setAttribute("role", "group");
+    this.acts.row.setAttribute("aria-label", "Steer this federation");
+    const back = h("p", { class: "back" }, h("a", { href: "#/" }, "← All federations"));
+    this.element = h("section", { class: "panel status", "aria-label": "Where it stands" }, back, h("div", { class: "title" }, h("div", {}, h("div", { class: "row" }, this.heading, this.badge), this.what), this.acts.element), this.reason, this.steps);
   }
 
-  update({ view, rounds }) {
+  update({ view }) {
     const moved = this.view?.state !== view.state;
     this.view = view;
     say(this.heading, view.name);
@@ -57,42 +44,27 @@ export class Status {
     const told = view.reason && (REASONS[view.reason] ?? view.reason);
     this.reason.hidden = !told;
     say(this.reason, told);
-    this.#showButtons();
-    this.compare.hidden = false;
-    this.compare.setAttribute("href", `#/compare/${view.id}`);
-    this.reports = [...rounds.values()];
-    this.#showFigures(this.reports);
-    this.rounds.hidden = evaluates(view);
-    this.rounds.max = Math.max(1, view.spec.rounds);
-    this.rounds.value = completed(view);
-    this.#showNow();
-  }
-
-  /** Once a second: what is left of the deadline. */
-  tick() {
-    const stage = this.view?.stage;
-    if (!stage || stage.seconds_left === null || !stage.deadline) {
-      say(this.left, "");
-      return;
-    }
-    const left = (Date.parse(stage.deadline) - Date.now()) / 1000;
-    const until = `awaited until ${clock(stage.deadline)}${stage.extended ? " (extended once)" : ""}`;
-    say(this.left, left > 0 ? `${until}, ${duration(left)} left` : "deadline reached");
+    const missing = hindrance(view);
+    this.why.hidden = missing === null;
+    say(this.why, missing);
+    const at = view.state === "enrolling" ? (missing === null ? 1 : 0) : ENDED.includes(view.state) ? 3 : 2;
+    const last = view.state === "failed" || view.state === "cancelled" ? badge(view.state).textContent : STEPS[3];
+    fill(this.steps, [...STEPS.slice(0, 3), last].map((title, place) => h("li", { "aria-current": place === at ? "step" : null, class: place < at ? "done" : null }, title[0].toUpperCase() + title.slice(1))));
+    this.#showButtons(missing);
   }
 
   #button(verb) {
     const act = () => (verb in QUESTIONS ? this.#ask(verb) : this.#act(verb));
-    const title = verb[0].toUpperCase() + verb.slice(1);
-    const kind = verb in QUESTIONS ? "danger" : "primary";
-    return h("button", { type: "button", class: kind, hidden: true, on: { click: act } }, title); // until the state is known
+    const title = verb === "download" ? "Download the result" : verb[0].toUpperCase() + verb.slice(1);
+    return h("button", { type: "button", class: verb in QUESTIONS ? "danger" : "primary", hidden: true, on: { click: act } }, title); // until the state is known
   }
 
   async #act(verb) {
     this.buttons[verb].disabled = true;
-    await this.steer(verb);
-    this.#showButtons();
+    await this.acts.run(() => (verb === "download" ? this.download() : this.steer(verb)));
+    this.#showButtons(hindrance(this.view));
     // The button that was pressed may be gone: the keyboard goes on at what can be done next.
-    if (document.activeElement === document.body) (this.#possible()[0] ?? this.heading).focus();
+    if (document.activeElement === document.body) (Object.values(this.buttons).find((one) => !one.hidden && !one.disabled) ?? this.heading).focus();
   }
 
   async #ask(verb) {
@@ -100,90 +72,126 @@ export class Status {
     else announce(verb === "cancel" ? "Not cancelled" : "Not deleted");
   }
 
-  #possible() {
-    return Object.keys(VERBS).filter((verb) => VERBS[verb].includes(this.view.state)).map((verb) => this.buttons[verb]);
-  }
-
-  #showButtons() {
-    const possible = this.#possible();
-    for (const button of Object.values(this.buttons)) {
-      button.hidden = !possible.includes(button);
-      button.disabled = button.hidden;
+  #showButtons(missing) {
+    const { state, id, state_hash: hash } = this.view;
+    for (const [verb, button] of Object.entries(this.buttons)) {
+      button.hidden = !VERBS[verb].includes(state) || (verb === "download" && hash === null);
+      button.disabled = button.hidden || (verb === "start" && missing !== null);
     }
-    const { clients, spec, state } = this.view;
-    const [there, who] = evaluates(this.view) ? [clients.trainers + clients.evaluators, "client"] : [clients.trainers, "trainer"];
-    const short = state === "enrolling" && there < spec.participation.min_clients;
-    this.buttons.start.title = short ? `${counted(spec.participation.min_clients, who)} needed` : "";
+    this.buttons.start.setAttribute("aria-describedby", "why");
+    const links = { onward: [state === "finished" && hash !== null, `#/continue/${id}`], again: [state === "failed" || state === "cancelled", `#/new/${id}`], compare: [ENDED.includes(state), `#/compare/${id}`] };
+    for (const [name, [there, address]] of Object.entries(links)) {
+      this.links[name].hidden = !there;
+      this.links[name].setAttribute("href", address);
+    }
+  }
+}
+
+/** Why it cannot start yet, in words; null where it can, or has. */
+function hindrance(view) {
+  if (view.state !== "enrolling") return null;
+  const there = evaluates(view) ? view.clients.trainers + view.clients.evaluators : view.clients.trainers;
+  const needed = view.spec.participation.min_clients;
+  if (there < needed) return `It can start once ${counted(needed, "site")} ${evaluates(view) || needed === 1 ? "" : "that train "}${needed === 1 ? "has" : "have"} joined; ${there || "none"} ${there === 1 ? "has" : "have"} so far.`;
+  return view.class_differences ? `It cannot start: ${view.class_differences}. Those sites have to give their classes the same names.` : null;
+}
+
+/** What runs: the round, whom it waits for and since when they are silent, and how accurate it is. */
+export class Running {
+  constructor() {
+    this.figures = h("dl", { class: "figures" });
+    this.rounds = h("progress", { class: "rounds", "aria-label": "rounds completed" });
+    this.phase = h("p", { class: "phase" });
+    this.left = h("span", { class: "left remark" });
+    this.roll = h("ul", { class: "roll", tabindex: "0", "aria-label": "Clients asked" });
+    this.element = h("section", { class: "panel", "aria-label": "Progress" }, this.figures, this.rounds, h("div", { class: "between" }, this.phase, this.left), this.roll);
   }
 
-  #showFigures(rounds) {
-    const { view } = this;
-    const up = rounds.reduce((sum, one) => sum + one.bytes_up, 0);
-    const down = rounds.reduce((sum, one) => sum + one.bytes_down, 0);
-    const evaluated = rounds.filter((one) => one.evaluation && Object.keys(one.evaluation.mean).length).at(-1);
-    const mean = evaluated?.evaluation.mean ?? {};
-    const shown = [
-      ["Round", `${view.round} of ${view.spec.rounds}`, null],
-      [`Clients' ${measure(view.spec.task).toLowerCase()}`, percent(mean.trainer?.accuracy), againstZeroShot(mean.trainer)],
-      ["Unseen domains", percent(mean.evaluator?.accuracy), againstZeroShot(mean.evaluator)],
-      ["Sent up", bytes(up), "and not one image"],
-      ["Taken down", bytes(down), null],
-    ];
-    // What a round costs beside the accuracy that it buys: the last one that has trained.
-    const last = rounds.filter((one) => one.bytes_up > 0).at(-1);
-    if (last) shown.push(["A round costs", bytes(last.bytes_up + last.bytes_down), `round ${last.round}: ${bytes(last.bytes_up)} up, ${bytes(last.bytes_down)} down`]);
-    if (view.selection) shown.splice(1, 0, ["Best round", String(view.selection.round), `of ${view.selection.compared}, ${percent(view.selection.value)} on held-out images`]);
-    if (evaluates(view)) shown.splice(0, 3);
-    const left = secondsLeft(view, rounds);
-    if (left !== null) shown.splice(1, 0, ["Left, about", duration(left), null]);
-    fill(this.figures, shown.map(([name, value, remark]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, remark ? h("small", {}, remark) : null))));
-  }
-
-  #showNow() {
-    const { view } = this;
+  update({ view, clients, rounds }) {
+    this.view = view;
+    this.element.hidden = ["enrolling", "finished"].includes(view.state) || (ENDED.includes(view.state) && view.round === 0 && view.spec.rounds > 0);
+    const reports = [...rounds.values()];
+    this.#showFigures(reports);
+    this.rounds.hidden = evaluates(view);
+    this.rounds.max = Math.max(1, view.spec.rounds);
+    this.rounds.value = view.state === "finished" ? view.spec.rounds : Math.max(0, view.round - (view.stage?.kind === "evaluate" ? 0 : 1));
     say(this.phase, sentence(view));
+    this.#showRoll(new Map(clients.map((one) => [one.name, one.last_seen])));
     this.tick();
+  }
+
+  /** Once a second: what is left of the deadline. */
+  tick() {
+    const stage = this.view?.stage;
+    if (!stage || stage.seconds_left === null || !stage.deadline) return say(this.left, "");
+    const left = (Date.parse(stage.deadline) - Date.now()) / 1000;
+    return say(this.left, left > 0 ? `awaited until ${clock(stage.deadline)}${stage.extended ? " (extended once)" : ""}, ${duration(left)} left` : "deadline reached");
+  }
+
+  #showFigures(reports) {
+    const { view } = this;
+    const last = reports.filter((one) => one.evaluation && Object.keys(one.evaluation.mean).length).at(-1);
+    const mean = (role) => {
+      const found = last?.evaluation.mean[role];
+      return found && [percent(found.accuracy), [found.zero_shot === undefined ? null : `${gain(found.zero_shot, found.accuracy)} against zero-shot`, images(last, role, view, found.accuracy)].filter(Boolean).join("; ")];
+    };
+    const left = secondsLeft(view, reports);
+    const shown = [
+      ["Round", evaluates(view) ? null : [`${view.round} of ${view.spec.rounds}`]],
+      ["Left, about", left === null ? null : [duration(left)]],
+      ["Best round", view.selection && [String(view.selection.round), `of ${view.selection.compared}, ${percent(view.selection.value)} on held-out images`]],
+      [`Clients' ${measure(view.spec.task).toLowerCase()}`, mean("trainer")],
+      ["Unseen domains", mean("evaluator")],
+      ["Sent", sent(reports)],
+    ];
+    fill(this.figures, shown.filter(([, told]) => told).map(shownFigure));
+  }
+
+  #showRoll(seen) {
+    const { view } = this;
     const waiting = new Map(view.awaited.map((one) => [one.name, one.progress]));
+    const since = (name) => (seen.get(name) ? `, seen ${ago(seen.get(name))}` : "");
     const marked = (name) => {
       if (view.answered.includes(name)) return ["answered", "✓", "answered"];
       if (view.failed.includes(name)) return ["failed", "✕", "failed"];
-      if (waiting.has(name)) return ["awaited", "…", waiting.get(name) == null ? "awaited" : `awaited, ${Math.round(100 * waiting.get(name))} % done`];
-      return ["gone", "–", "no longer awaited"];
+      if (!waiting.has(name)) return ["gone", "–", "no longer awaited"];
+      return ["awaited", "…", `awaited${waiting.get(name) == null ? "" : `, ${Math.round(100 * waiting.get(name))} % done`}${since(name)}`];
     };
-    const over = ["finished", "failed", "cancelled"].includes(view.state);
     const order = ["awaited", "failed", "answered", "gone"];
-    const asked = (over ? [] : view.asked).map((name) => [name, ...marked(name)]);
+    const asked = (ENDED.includes(view.state) ? [] : view.asked).map((name) => [name, ...marked(name)]);
     asked.sort(([, one], [, other]) => order.indexOf(one) - order.indexOf(other));
     this.roll.hidden = asked.length === 0;
-    fill(
-      this.roll,
-      asked.map(([name, state, mark, text]) => h("li", { "data-state": state }, h("span", { "aria-hidden": "true" }, mark), h("b", {}, name), h("small", {}, text))),
-    );
+    fill(this.roll, asked.map(([name, state, mark, text]) => h("li", { "data-state": state }, h("span", { "aria-hidden": "true" }, mark), h("b", {}, name), h("small", {}, text))));
   }
 }
 
-function completed(view) {
-  if (view.state === "finished") return view.spec.rounds;
-  return Math.max(0, view.round - (view.stage?.kind === "evaluate" ? 0 : 1));
+/** On how many test images a role's accuracy stands, and its interval as if they were of one site. */
+function images(report, role, view, accuracy) {
+  const counts = Object.values(report.evaluation.clients).filter((one) => one.role === role && one.splits.test).map((one) => one.splits.test.num_samples);
+  const total = counts.reduce((sum, one) => sum + one, 0);
+  if (!total) return null;
+  const edges = view.spec.task === "multi_label" ? "" : `, 95 %: ${interval(accuracy, total).map((edge) => (100 * edge).toFixed(1)).join("–")}`;
+  return `${counted(total, "test image")}${edges}`;
 }
 
-function againstZeroShot(mean) {
-  return mean?.zero_shot === undefined ? null : `${gain(mean.zero_shot, mean.accuracy)} against zero-shot`;
+/** `[name, [value, remark]]` as it stands among figures. */
+export function shownFigure([name, [value, remark]]) {
+  return h("div", {}, h("dt", {}, name), h("dd", {}, value, remark ? h("small", {}, remark) : null));
+}
+
+/** What has travelled, and what has not. */
+export function sent(reports) {
+  const [up, down] = ["bytes_up", "bytes_down"].map((key) => bytes(reports.reduce((total, one) => total + one[key], 0)));
+  return [`${up} up`, `${down} down, and not one image`];
 }
 
 function sentence(view) {
-  const { stage, state, spec } = view;
-  if (state === "enrolling") {
-    const needed = spec.participation.min_clients;
-    const more = Math.max(0, needed - view.clients.trainers);
-    return more ? `Enrolling: ${counted(more, "more trainer")} needed before the start` : "Enrolling: ready to start";
-  }
-  if (["finished", "failed", "cancelled"].includes(state)) return `${state[0].toUpperCase()}${state.slice(1)}${evaluates(view) ? "" : ` after round ${view.round}`}`;
+  const { stage, state } = view;
+  if (ENDED.includes(state)) return `${state[0].toUpperCase()}${state.slice(1)}${evaluates(view) ? "" : ` after round ${view.round}`}`;
   if (!stage) return state === "paused" ? "Paused" : `Round ${view.round}: opening`;
   const phase = stage.kind === "evaluate" ? "evaluation" : stage.phase;
   if (stage.closing) return `Round ${stage.round}, ${phase}: aggregating`;
-  const answered = `${view.answered.length} of ${view.asked.length} answered`;
-  return `Round ${stage.round}, ${phase}: ${answered}${state === "paused" ? " (paused)" : ""}`;
+  return `Round ${stage.round}, ${phase}: ${view.answered.length} of ${view.asked.length} answered${state === "paused" ? " (paused)" : ""}`;
 }
 
 /** Whether sites evaluate an export, and nobody trains. */

@@ -1,12 +1,12 @@
-// How long it has taken, how long rounds and clients take, and when it will be over.
+// Bytes and seconds: what rounds and clients take, and when it will be over.
 
 import { Plot } from "./charts.js";
-import { fill, h, panel, say, table } from "./dom.js";
-import { clock, duration } from "./format.js";
+import { fill, h, panel, table } from "./dom.js";
+import { bytes, byteTick, clock, duration, figure, secondTick } from "./format.js";
 import { mean } from "./series.js";
+import { shownFigure } from "./status.js";
 
 const RECENT = 5; // rounds whose mean tells how long the next ones take
-const ENDED = ["finished", "failed", "cancelled"];
 
 /** Seconds until the last round is over, from the newest rounds; null where nothing tells. */
 export function secondsLeft(view, reports) {
@@ -28,51 +28,43 @@ export function elapsed(view) {
 
 export class Times {
   constructor() {
-    this.plot = new Plot("bar", "Seconds by round", { x: "round", format: (value) => `${value} s`, zero: true });
+    this.plot = new Plot("bar", "Seconds by round", { x: "round", format: (value) => `${figure(value, 2)} s`, tick: secondTick, zero: true });
     this.figures = h("dl", { class: "figures small" });
     this.clients = h("div");
-    this.empty = h("p", { class: "empty" }, "No round is over yet.");
-    this.element = panel("Time", {}, this.figures, this.empty, this.plot.element, this.clients);
+    this.element = panel("Time", {}, this.figures, this.plot.element, this.clients);
   }
 
   update({ view, rounds }) {
-    this.view = view;
-    this.reports = [...rounds.values()];
-    const over = this.reports.filter((one) => one.seconds !== null);
-    this.empty.hidden = over.length > 0;
-    this.plot.element.hidden = !over.length;
-    this.tick();
-    const rows = byClient(this.reports);
+    const reports = [...rounds.values()];
+    const over = reports.filter((one) => one.seconds !== null);
+    this.element.hidden = !over.length;
+    const trained = over.filter((one) => one.round > 0);
+    const took = elapsed(view);
+    fill(this.figures, [["Elapsed", took === null ? "–" : duration(took)], ["A round", trained.length ? `${tenth(mean(trained.map((one) => one.seconds)))} s` : "–"], view.ended_at && ["Ended", clock(view.ended_at)]].filter(Boolean).map(([name, value]) => shownFigure([name, [value]])));
+    const rows = byClient(reports);
     fill(this.clients, rows.length ? clientTable(rows) : null);
     if (!over.length) return;
     const stages = [...new Set(over.flatMap((one) => stagesOf(one).map(([name]) => name)))];
-    const data = (wanted) => over.flatMap((one) => stagesOf(one).filter(([name]) => name === wanted).map(([, stage]) => ({ x: one.round, y: tenth(stage.seconds ?? 0) })));
+    const data = (wanted) => over.flatMap((one) => stagesOf(one).filter(([name]) => name === wanted).map(([, stage]) => ({ x: one.round, y: stage.seconds ?? 0 })));
     const last = over.at(-1);
     this.plot.update(stages.map((label, place) => ({ label, place, data: data(label) })), `Seconds by round; round ${last.round} took ${tenth(last.seconds)} s`);
   }
+}
 
-  /** Once a second. */
-  tick() {
-    const { view, reports } = this;
-    if (!view) return;
-    const over = reports.filter((one) => one.round > 0 && one.seconds !== null);
-    const left = secondsLeft(view, reports);
-    const took = elapsed(view);
-    const shown = [
-      ["Elapsed", took === null ? "–" : duration(took)],
-      ["A round", over.length ? `${tenth(mean(over.map((one) => one.seconds)))} s` : "–"],
-      ENDED.includes(view.state) ? ["Ended", clock(view.ended_at)] : ["Left, about", left === null ? "–" : duration(left)],
-    ];
-    if (!this.figures.childElementCount) fill(this.figures, shown.map(() => h("div", {}, h("dt"), h("dd"))));
-    for (const [place, [name, value]] of shown.entries()) {
-      const [title, figure] = this.figures.children[place].children;
-      say(title, name);
-      say(figure, value);
-    }
+/** Bytes by round, up and down. */
+export class Traffic {
+  constructor() {
+    this.plot = new Plot("bar", "Bytes by round", { x: "round", format: bytes, tick: byteTick, zero: true });
+    this.element = panel("Bytes", {}, this.plot.element);
   }
 
-  end() {
-    this.plot.destroy();
+  update({ rounds }) {
+    const all = [...rounds.values()].filter((one) => one.bytes_up || one.bytes_down);
+    this.element.hidden = all.length === 0;
+    if (!all.length) return;
+    const series = [["up: updates", "bytes_up"], ["down: payloads", "bytes_down"]].map(([label, key], place) => ({ label, place, data: all.map((one) => ({ x: one.round, y: one[key] })) }));
+    const last = all.at(-1);
+    this.plot.update(series, `Bytes by round; round ${last.round}: ${bytes(last.bytes_up)} up, ${bytes(last.bytes_down)} down`);
   }
 }
 

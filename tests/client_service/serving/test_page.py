@@ -92,21 +92,21 @@ def test_an_image_becomes_bars_and_domains(page: Any, tmp_path: Path) -> None:
         page.get_by_text("hospital-a in the federation pets, in round 3").wait_for()
         page.evaluate(HINTS)
         page.set_input_files("#file", image(tmp_path))
-        page.locator("#verdict").filter(has_text=HOSTILE).wait_for()
+        page.locator(".verdict").filter(has_text=HOSTILE).wait_for()
         page.locator("#ask[aria-busy=false]").filter(has_text="image.png").wait_for()
         assert page.evaluate("hints") == [["Looking at image.png…", "true"], ["image.png", "false"]]
-        assert page.locator("#classes img").count() == 0  # a class name is text
-        expect(page.locator("#classes li")).to_have_count(8, timeout=TIMEOUT)
-        assert page.locator("#classes .bar.adapted .value").first.inner_text() == "50.0 %"
-        assert page.locator("#classes .bar.zero-shot .value").first.inner_text() == "25.0 %"
-        first = page.locator("#classes").aria_snapshot().splitlines()[1]
+        assert page.locator(".classes img").count() == 0  # a class name is text
+        expect(page.locator(".classes li")).to_have_count(8, timeout=TIMEOUT)
+        assert page.locator(".classes .bar.adapted .value").first.inner_text() == "50.0 %"
+        assert page.locator(".classes .bar.zero-shot .value").first.inner_text() == "25.0 %"
+        first = page.locator(".classes").aria_snapshot().splitlines()[1]
         assert "learned prompts 50.0 % zero-shot 25.0 %" in first  # what the colours say is read out too
-        widths = [page.locator("#classes .fill").nth(place).bounding_box()["width"] for place in (0, 1)]
+        widths = [page.locator(".classes .fill").nth(place).bounding_box()["width"] for place in (0, 1)]
         assert widths[0] == pytest.approx(2 * widths[1], rel=0.02)
-        assert page.locator("#domains").inner_text().split() == ["sketch", "75.0", "%", "neon", "25.0", "%"]
+        assert page.locator(".domains").inner_text().split() == ["sketch", "75.0", "%", "neon", "25.0", "%"]
         page.get_by_role("button", name="Show all 11 classes").press("Enter")
-        expect(page.locator("#classes li")).to_have_count(11, timeout=TIMEOUT)
-        page.locator("#preview").wait_for(state="visible")  # the policy lets the chosen image be shown
+        expect(page.locator(".classes li")).to_have_count(11, timeout=TIMEOUT)
+        page.locator(".picture img").wait_for(state="visible")  # the policy lets the chosen image be shown
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
@@ -121,11 +121,14 @@ def test_what_is_no_image_is_an_error_and_the_next_image_an_answer(page: Any, tm
     with served_page(None) as url:
         page.goto(url)
         ready(page)
-        page.set_input_files("#file", tmp_path / "notes.png")
-        page.get_by_role("alert").filter(has_text="cannot be read as an image").wait_for()
-        expect(page.locator("#answer")).to_be_hidden(timeout=TIMEOUT)
+        page.set_input_files("#file", [tmp_path / "notes.png", image(tmp_path)])  # several at once, each with its own
+        expect(page.locator(".picture")).to_have_count(2, timeout=TIMEOUT)
+        first, second = page.locator(".picture").nth(0), page.locator(".picture").nth(1)
+        first.get_by_role("alert").filter(has_text="It cannot be read as an image. Choose a PNG").wait_for()
+        second.locator(".verdict").wait_for()
+        expect(first.locator(".verdict")).to_have_count(0, timeout=TIMEOUT)
         page.set_input_files("#file", image(tmp_path))
-        page.locator("#answer").wait_for(state="visible")
+        page.locator(".verdict").wait_for(state="visible")
         expect(page.get_by_role("alert")).to_have_count(0, timeout=TIMEOUT)
 
 
@@ -139,7 +142,7 @@ def test_the_token_is_asked_for_and_kept_in_memory_alone(page: Any, tmp_path: Pa
         page.press("#token", "Enter")
         ready(page)
         page.set_input_files("#file", image(tmp_path))
-        page.locator("#answer").wait_for(state="visible")
+        page.locator(".verdict").wait_for(state="visible")
         kept = "JSON.stringify([localStorage.length, sessionStorage.length, document.cookie, location.href])"
         assert page.evaluate(kept) == f'[0,0,"","{url}/"]'
         page.reload()

@@ -134,7 +134,9 @@ LETTERS = ["letter A", "letter B", "sun"]
 def test_trainers_with_other_names_do_not_start_together(coordinator: InThread) -> None:
     federation = coordinator.create(class_names=None)
     coordinator.enrol(federation, "a", "c", class_names=LETTERS)
+    assert "class_differences" not in coordinator.get(federation)
     coordinator.enrol(federation, "b", class_names=["Letter_A", "Letter_B", "sun"])
+    assert "'Letter_A', 'Letter_B'" in coordinator.get(federation)["class_differences"]
     refused = coordinator.post(f"/v1/federations/{federation}/start", status=409)
     assert refused["type"].endswith("/other-classes")
     assert "beside 1 that all have (a, c: 'letter A', 'letter B' | b: 'Letter_A', 'Letter_B')" in refused["detail"]
