@@ -29,7 +29,8 @@ from promptfed.coordinator.problems import OtherCertificate, StoreAway, TokenExp
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.opening import digest
 from promptfed.shared.api.api_schemas import LEVELS, OperatorRole
-from promptfed.shared.service.net import certificate_hash, certificates_in
+from promptfed.shared.service.http_connection import LimitedHttpProtocol
+from promptfed.shared.service.net import certificate_hash, certificates_in, most_connections
 
 SHOWN = "promptfed.certificate_names"
 
@@ -313,3 +314,20 @@ def _identify(
         if client is not None and compare_digest(client.secret_digest or "", token_digest):
             return ClientCaller(federation.id, client, federation.run.members[client.name].active)
     raise Unauthorized("this token is not known here")
+
+
+ACCEPTED_AT_ONCE = 32  # several times as many may have been accepted before the first of them is looked at
+QUEUE = 2048  # connections that the system keeps until they are accepted
+
+
+class LimitedConnection(LimitedHttpProtocol):
+    """Hangs up on whoever is one too many."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take the connection, or end it at once where there are too many."""
+        super().connection_made(transport)
+        shown = names_shown(transport)
+        if shown:
+            self.app = WithCertificate(self.app, shown)
+        if len(self.connections) > most_connections():
+            transport.abort()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import ClientContext, ClientUpdate, Phase, TrainResult

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.adapters import blended

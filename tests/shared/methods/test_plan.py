@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.sdk.result import FederationResult

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.coordinator.operations.federations import resolve
 from promptfed.coordinator.problems import InvalidSpec
 from promptfed.experiments.simulation.simulation import simulate
