@@ -34,7 +34,7 @@ from promptfed.coordinator.engine.telemetry import Metrics
 from promptfed.coordinator.http.bodies import JsonBodies, Uploads
 from promptfed.coordinator.http.callers import AuthThrottle
 from promptfed.coordinator.http.redirects import PROTOCOL_HEADER, AnswerHeaders, Elsewhere, with_headers
-from promptfed.coordinator.operations import clients as clients_operations
+from promptfed.coordinator.operations import enrolment as clients_operations
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import opening

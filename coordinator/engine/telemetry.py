@@ -1,4 +1,11 @@
-"""Telemetry: metrics without the names of clients, logs as JSON or text, and the times of clients' last requests."""
+"""Telemetry: metrics without the names of clients, logs as JSON or text, and the times of clients' last requests.
+
+Log lines have the federation, round, phase and client where they are known. Events of a federation have their kind as
+message and what else there is to say under ``data``.
+
+Times of requests and bytes downloaded are collected in memory and written every few seconds. They are for people: a
+crash loses the last seconds of them. How far a task is, is known in memory alone.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Authentication by bearer tokens, whose hashes are compared in constant time, and by the names in certificates.
 
-Wrong tokens are limited by the caller's address.
+Wrong tokens are limited by the caller's address, connections by the open files of the process.
+
+Where a process has no open file left, asyncio fills the log with thousands of lines a second and answers nobody, and
+neither the database nor an update can be opened: whoever can reach the port could bring that about.
 """
 
 from __future__ import annotations

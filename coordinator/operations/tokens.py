@@ -18,7 +18,7 @@ from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.audit import Operator
 from promptfed.coordinator.engine.recovery import token_of
 from promptfed.coordinator.engine.registry import EVENTS, Registry
-from promptfed.coordinator.operations.clients import client_name
+from promptfed.coordinator.operations.enrolment import client_name
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.opening import digest, new_token
 from promptfed.coordinator.store.tables import ClientRow, OperatorRow, TokenRow

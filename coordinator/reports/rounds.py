@@ -36,7 +36,7 @@ from promptfed.coordinator.store.tables import (
 )
 from promptfed.shared.api import api_schemas as schemas
 from promptfed.shared.api import report_schemas
-from promptfed.shared.api.remarks import remarks
+from promptfed.shared.api.report_schemas import remarks
 from promptfed.shared.messages import ENDED
 from promptfed.shared.plain_text import csv_cell
 from promptfed.shared.spec.sections import FINAL

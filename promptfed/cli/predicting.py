@@ -15,7 +15,7 @@ from rich.table import Table
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of
 from promptfed.export.export import open_backbone_of
-from promptfed.export.reading import read_export
+from promptfed.export.verification import read_export
 from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.operations import take
 from promptfed.sdk.output import console, note, percent, print_json, say, table, write_file

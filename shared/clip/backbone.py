@@ -1,5 +1,7 @@
 """The frozen backbone: an open_clip model with a fingerprint, prompted encoders and its preprocessing."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from promptfed.shared.clip.towers.text import Path as TextPath
 from promptfed.shared.clip.towers.vision import SharedStarts
 from promptfed.shared.clip.weights import tokenizer_of
 from promptfed.shared.data.image_files import Cut, middle
+from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors.transfer import sent_to
 
 TEXT_CHUNK = 256  # texts per pass without gradients
@@ -444,3 +447,22 @@ def finish(features: Tensor, normalize: bool) -> Tensor:
     """Features `(..., d)` in at least float32; L2-normalised with `normalize`."""
     features = _wide(features)
     return F.normalize(features, dim=-1) if normalize else features
+
+
+def shape_of(backbone: Backbone) -> BackboneShape:
+    """The sizes that a coordinator, which has no backbone, needs to create prompts.
+
+    Sizes are None for a tower that is missing or does not take prompts.
+    """
+    supports = backbone.supports
+    return BackboneShape(
+        d_t=backbone.d_t if supports.text_prompts else None,
+        d_v=backbone.d_v if supports.visual_prompts else None,
+        d_e=backbone.d_e,
+        text_layers=backbone.text_layers or None,
+        vision_layers=backbone.vision_layers or None,
+        context_length=backbone.context_length if backbone.has_text else None,
+        patch_size=backbone.patch_size,
+        patch_tokens=backbone.patch_tokens,
+        **backbone.sizes,
+    )

@@ -44,7 +44,7 @@ from promptfed.shared.methods.core.interface import ClientContext, Method, Metho
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.accounting import Event, epsilon_of
 from promptfed.shared.privacy.noise import SeededNoise
-from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.client_service.conftest import Make

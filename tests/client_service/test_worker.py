@@ -41,8 +41,7 @@ from promptfed.shared.methods.core.interface import ClientContext, Needs, TrainR
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.accounting import epsilon_of
 from promptfed.shared.privacy.noise import SeededNoise
-from promptfed.shared.privacy.settings import PrivacySpec
-from promptfed.shared.spec.sections import SecureAggregationSpec
+from promptfed.shared.spec.sections import PrivacySpec, SecureAggregationSpec
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import state_hash

@@ -17,7 +17,7 @@ from promptfed.export.adapted_model import AdaptedModel
 from promptfed.export.onnx_graph import write_onnx
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.data import open_source
-from promptfed.shared.methods.core import patch_texts
+from promptfed.shared.methods import fedotp
 from tests.support import exports
 from tests.support.adapted import NAMES, adapted
 from tests.support.equality import assert_values
@@ -75,7 +75,7 @@ def test_a_method_without_a_graph_is_refused(name: str, hyper: dict, text: str, 
 
 
 def test_steps_that_depend_on_the_image_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch_texts, "into_graph", lambda: False)  # as of a method that does not think of graphs
+    monkeypatch.setattr(fedotp, "into_graph", lambda: False)  # as of a method that does not think of graphs
     with pytest.raises(CommandError, match="takes other steps from image to image"):
         write_onnx(adapted(exports.backbone(), "fedotp"), NAMES, exports.backbone(), tmp_path / "model.onnx")
 

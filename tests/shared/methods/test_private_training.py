@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import METHODS, make_method, promptfolio
+from promptfed.shared.methods import METHODS, make_method, promptfl
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import training
 from promptfed.shared.methods.core.interface import HasVariants, Protection, UnprotectedError
@@ -380,7 +380,7 @@ def per_loss(context: pf.ClientContext) -> literal.Loss:
 
 
 def literally(tried: PrivateContextMethod, context: pf.ClientContext) -> literal.Loss:
-    if isinstance(tried, promptfolio.PromptFolio):
+    if isinstance(tried, promptfl.PromptFolio):
         return folio_loss(context, tried.hyper.theta)
     return per_loss(context)
 
@@ -427,7 +427,7 @@ def test_gradients_and_loss_equal_the_equations_at_77_tokens(
 def test_the_mixture_is_not_normalised_again() -> None:
     text = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     image = torch.tensor([0.6, 0.8])
-    assert float(image @ promptfolio.mixed(text, 0.2)[0]) == pytest.approx(0.64)
+    assert float(image @ promptfl.mixed(text, 0.2)[0]) == pytest.approx(0.64)
 
 
 def test_both_forms_of_the_mixtures_logits_agree(backbone: Backbone, make_context: Make) -> None:
