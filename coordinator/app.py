@@ -25,7 +25,7 @@ from promptfed.coordinator.api import (
     tasks,
 )
 from promptfed.coordinator.api import federations as federations_api
-from promptfed.coordinator.api.plain import ROUTES, endpoint_of
+from promptfed.coordinator.api.deps import ROUTES, endpoint_of
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import Scheduler

@@ -16,10 +16,12 @@ from promptfed.coordinator.api.deps import (
     Informed,
     Limit,
     Operated,
+    Receipt,
     RegistryOf,
     enrolling,
+    json_body,
+    plain,
 )
-from promptfed.coordinator.api.plain import Receipt, json_body, plain
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.http.callers import address_of, check_certificate
 from promptfed.coordinator.operations import enrolment

@@ -30,7 +30,7 @@ from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import ClientRow, LeaseRow, TaskRow
 from promptfed.shared.api.api_schemas import FAILURES
-from promptfed.shared.service import log_lines
+from promptfed.shared.service import process
 
 if TYPE_CHECKING:
     from promptfed.coordinator.domain.federation import Federation
@@ -77,13 +77,13 @@ def _short(value: Any) -> Any:
     return value
 
 
-class JsonFormatter(log_lines.JsonLines):
+class JsonFormatter(process.JsonLines):
     """A record as JSON; secrets never get here, because nothing logs headers or bodies."""
 
     fields = (*FIELDS, "data")
 
 
-class TextFormatter(log_lines.TextLines):
+class TextFormatter(process.TextLines):
     """A record as a line for people: message, place, and ``KEY=VALUE`` for all else that an event tells."""
 
     def words(self, record: logging.LogRecord) -> str:
@@ -101,7 +101,7 @@ def _told(value: Any) -> str:
 def configure(level: str, format: Literal["auto", "text", "json"] = "json") -> None:
     """Send everything to stderr: as JSON, as text, or ``auto``, as text where a terminal is watching."""
     as_text = format == "text" or (format == "auto" and sys.stderr.isatty())
-    log_lines.log_to_stderr(TextFormatter() if as_text else JsonFormatter(), level.upper())
+    process.log_to_stderr(TextFormatter() if as_text else JsonFormatter(), level.upper())
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
 

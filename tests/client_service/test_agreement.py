@@ -25,7 +25,7 @@ from promptfed.client_service.joining import joining
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.disclosure import Disclosure
-from promptfed.client_service.log_messages import EventTextLines
+from promptfed.client_service.monitor import EventTextLines
 from promptfed.client_service.privacy import agreement as agreements
 from promptfed.client_service.privacy import noisy_counts
 from promptfed.client_service.privacy.agreement import Agreement, differences

@@ -23,8 +23,7 @@ from typer.testing import CliRunner
 from promptfed.cli.main import app
 from promptfed.client_service.__main__ import main, start
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http.bodies import Body
-from promptfed.client_service.http.sent_log import SentLog
+from promptfed.client_service.http.bodies import Body, SentLog
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.disclosure import Disclosure
 from promptfed.client_service.joining.sent import ENROLMENT, EVALUATION, FAILURE, SECURE_SUM, SENT, UPDATE, help_lines

@@ -132,9 +132,9 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
     Raises:
         CommandError: the folder is no enrolled client's, or the coordinator does not answer it.
     """
+    from promptfed.client_service.http.bodies import SentLog
     from promptfed.client_service.http.connection import BadAnswer, Refused
     from promptfed.client_service.http.coordinator_client import CoordinatorClient, http_to
-    from promptfed.client_service.http.sent_log import SentLog
     from promptfed.client_service.privacy.agreement import FILE
     from promptfed.client_service.state.site_log import SiteLog
     from promptfed.shared.api.api_schemas import SpendList

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from open_clip.model import CLIP, _build_text_tower
 from PIL import Image
+from promptfed.shared.clip.preprocessing import Halves
 from safetensors import safe_open
 from safetensors.torch import save_file
 from timm.models._registry import register_model
@@ -38,7 +39,6 @@ from benchmarks.backbone import encode_short, learning_rate, loss_of, normalise,
 from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, caches, load_backbone, shape_of
 from promptfed.shared.clip.caches import BATCH, DEVICE_BATCH, agreeing_slots
 from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
-from promptfed.shared.clip.preprocessing import Halves
 from promptfed.shared.clip.timm_towers import VisualBackbone
 from promptfed.shared.clip.tiny import MODEL, register, weights_path
 from promptfed.shared.clip.towers.text import TextTower
