@@ -27,7 +27,7 @@ from promptfed.client_service.training.data import TEST, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import answers, presences, probabilities
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of
 from promptfed.export.export import open_backbone_of
-from promptfed.export.verification import read_export
+from promptfed.export.reading import read_export
 from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.operations import take
 from promptfed.sdk.output import console, new_folder, note, percent, print_json, say, table, write_file

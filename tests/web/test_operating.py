@@ -17,7 +17,8 @@ from playwright.sync_api import Error, expect
 from sqlalchemy import select, update
 
 from promptfed.coordinator.store.tables import BlobRow, UpdateRow
-from promptfed.export.verification import read_export, verify_export
+from promptfed.export.reading import read_export
+from promptfed.export.verification import verify_export
 from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.service.invitation import decode as decode_invitation
 from promptfed.shared.tensors.torch_tensors import decode, state_hash

@@ -3,9 +3,6 @@
 There is no second implementation: the coordinator's app answers, and the client's worker trains. The clients share one
 backbone, one feature cache, each data set, and a bounded pool of threads or processes that computes for them in turn.
 With the same number of torch threads the final state is, bit for bit, that of the same spec with real services.
-
-httpx.ASGITransport is not used: it takes an answer that breaks off for a whole one, and it tries to import an optional
-package in each request, which makes a request twice as slow if the package is not installed.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from typing import Any
 
 import httpx
 import torch
-from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.client_service.training.evaluation import answers
@@ -34,6 +30,7 @@ from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.database import CannotOpen
 from promptfed.coordinator.store.opening import OPERATOR_FILE
+from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.preparation import SimulationSetup, open_site, prepare, warm_all
 from promptfed.experiments.simulation.processes import computing_processes, usual_pool
 from promptfed.experiments.simulation.run_folder import RunFolder, identity, run_folder
@@ -53,73 +50,6 @@ from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
-
-
-class InProcess(httpx.AsyncBaseTransport):
-    """Hands each request to ``app`` and returns its whole answer. Errors look as they do over a socket."""
-
-    def __init__(self, app: FastAPI):
-        self._app = app
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """The app's answer.
-
-        Raises:
-            httpx.RemoteProtocolError: the answer broke off.
-        """
-        exchange = _AsgiExchange(await request.aread())
-        # The app answers an error with status 500, and then raises it for a server's log.
-        with suppress(Exception):
-            await self._app(_scope(request), exchange.receive, exchange.send)
-        if not exchange.ended.is_set() or exchange.status is None:
-            raise httpx.RemoteProtocolError("the answer broke off", request=request)
-        body = httpx.ByteStream(bytes(exchange.body))  # a client may ask for its parts, as large payloads are read
-        return httpx.Response(exchange.status, headers=exchange.headers, stream=body, request=request)
-
-
-class _AsgiExchange:
-    """One request and its answer, as ASGI messages."""
-
-    def __init__(self, content: bytes):
-        self._content: bytes | None = content
-        self.ended = asyncio.Event()
-        self.status: int | None = None
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.body = bytearray()
-
-    async def receive(self) -> dict[str, Any]:
-        if self._content is None:
-            await self.ended.wait()
-            return {"type": "http.disconnect"}
-        content, self._content = self._content, None
-        return {"type": "http.request", "body": content, "more_body": False}
-
-    async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self.status, self.headers = message["status"], list(message.get("headers", []))
-            return
-        self.body += message.get("body", b"")
-        if not message.get("more_body", False):
-            self.ended.set()
-
-
-def _scope(request: httpx.Request) -> dict[str, Any]:
-    url = request.url
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": request.method,
-        "headers": [(name.lower(), value) for name, value in request.headers.raw],
-        "scheme": url.scheme,
-        "path": url.path,
-        "raw_path": url.raw_path.split(b"?")[0],
-        "query_string": url.query,
-        "server": (url.host, url.port),
-        "client": ("127.0.0.1", 0),
-        "root_path": "",
-    }
-
 
 SWAPPED = "prompts of others"  # the name of the variant in an outcome's split
 _OWN = (WEIGHT, BIAS, CLASSES)  # the private tensors of a head

@@ -17,9 +17,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
 from promptfed.client_service.exits import ClientError, Exit, Failure
+from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.preparation import open_site
 from promptfed.experiments.simulation.processes import Inherited, Processes, computing_processes, images_of, usual_pool
-from promptfed.experiments.simulation.simulation import InProcess, simulate
+from promptfed.experiments.simulation.simulation import simulate
 from promptfed.export.model_card import _privacy
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError

@@ -19,7 +19,8 @@ from typer.testing import CliRunner, Result
 from promptfed.cli.main import app
 from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
 from promptfed.export.adapted_model import AdaptedModel
-from promptfed.export.verification import continued, read_export
+from promptfed.export.reading import read_export
+from promptfed.export.verification import continued
 from promptfed.runtime.processes import Site
 from promptfed.sdk.backbone import resolve
 from promptfed.sdk.client import CommandError, Exit

@@ -20,7 +20,7 @@ from promptfed.export.adapted_model import AdaptedModel, predictor_of
 from promptfed.export.export import ExportOptions
 from promptfed.export.model_card import accuracies as card_accuracies
 from promptfed.export.model_card import snippet
-from promptfed.export.verification import read_export
+from promptfed.export.reading import read_export
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.export_card import Accuracies, MeasuredAccuracy

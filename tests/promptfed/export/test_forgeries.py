@@ -22,7 +22,8 @@ from promptfed.client_service.serving.prediction import Served
 from promptfed.export.adapted_model import weights_of
 from promptfed.export.export import ExportOptions
 from promptfed.export.export import export as write_export
-from promptfed.export.verification import open_export, read_export, verify_export
+from promptfed.export.reading import open_export, read_export
+from promptfed.export.verification import verify_export
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.operations import take
 from promptfed.shared.canonical import export_statement, parse_json, statement

@@ -22,7 +22,8 @@ from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.training.data import ClientData
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.client_service.worker import Worker
-from promptfed.experiments.simulation.simulation import InProcess, simulate
+from promptfed.experiments.simulation.asgi_transport import InProcess
+from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError
 from promptfed.shared.clip import Backbone, FeatureCache, shape_of

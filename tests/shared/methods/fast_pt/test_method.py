@@ -17,7 +17,8 @@ from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.client_service.training.data import ClientData
 from promptfed.client_service.training.trainer import TaskWork
-from promptfed.experiments.simulation.simulation import InProcess, simulate
+from promptfed.experiments.simulation.asgi_transport import InProcess
+from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache

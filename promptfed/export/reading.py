@@ -1,0 +1,232 @@
+"""Reading an export: first the coordinator's signature if its key is known, then the card, then the state.
+
+The folder, or the archive that the page gives, is not trusted. The bytes that are used are the bytes that were
+checked: each file is read once, links are not followed, and with a key there must be no file that the signed card does
+not name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from json import JSONDecodeError
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from promptfed.export.adapted_model import AdaptedModel
+from promptfed.export.model_card import described
+from promptfed.sdk.client import CommandError, Exit
+from promptfed.shared import machine
+from promptfed.shared.api.export_card import (
+    BACKBONE_FOLDER,
+    FORMAT,
+    JSON_FILE,
+    LISTED,
+    MARKDOWN_FILE,
+    MOST_CARD_BYTES,
+    SIGNATURE_FILE,
+    STATE_FILE,
+    Card,
+)
+from promptfed.shared.canonical import export_statement, is_signed, parse_json
+from promptfed.shared.service.reasons import why
+from promptfed.shared.spec.spec import SpecError
+from promptfed.shared.tensors import TensorError, Tensors
+from promptfed.shared.tensors.torch_tensors import decode, state_hash
+
+UNSIGNED_FILE = "audit.json"  # lies beside some exports of 0.3.0, not signed and not read
+PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class OpenedExport:
+    """An export that was read. With a key, its card and files are those that the coordinator signed."""
+
+    folder: Path
+    card: Card
+    state: Tensors
+    digest: str  # SHA-256 of the card's bytes, in hex
+
+    @property
+    def model(self) -> AdaptedModel:
+        """The adapted model of the export."""
+        return AdaptedModel.of_card(self.card, self.state)
+
+
+def open_export(folder: Path, key: str | None = None, whole: bool = False) -> OpenedExport:
+    """Read an export.
+
+    Args:
+        folder: a folder that `promptfed export` wrote, or the archive (.zip) of the page.
+        key: the coordinator's public key. With it the signature is checked before anything is parsed.
+        whole: check all files even without a key.
+
+    Raises:
+        CommandError: the folder is not an export, has a later version, is damaged, or is not signed with this key.
+    """
+    body = read_file(folder, JSON_FILE, MOST_CARD_BYTES)
+    if key is not None:
+        _expect_signature(folder, body, key)
+    card = _card(folder, body)
+    if key is not None or whole:
+        _expect_listed(folder, card, Exit.BAD_INPUT if key is None else Exit.REFUSED)
+    return OpenedExport(folder, card, _state(folder, card), hashlib.sha256(body).hexdigest())
+
+
+def read_export(folder: Path, key: str | None = None) -> tuple[AdaptedModel, tuple[str, ...] | None]:
+    """Read an export: the adapted model, and its class names if it has any.
+
+    Raises:
+        CommandError: as `open_export`.
+    """
+    opened = open_export(folder, key)
+    return opened.model, tuple(opened.card.class_names) if opened.card.class_names else None
+
+
+def read_file(folder: Path, name: str, most: int) -> bytes:
+    """The bytes of one file, up to a maximum size.
+
+    Raises:
+        CommandError: the file is missing, too large, or not a regular file.
+    """
+    return b"".join(_pieces(folder, name, most))
+
+
+def _pieces(folder: Path, name: str, most: int) -> Iterator[bytes]:
+    """A file's bytes in chunks. Links are not followed, and pipes and devices do not block."""
+    read = 0
+    for piece in _unbounded(folder, name):
+        read += len(piece)
+        if read > most:
+            known = f"not the one that {JSON_FILE} names: it is " if name in LISTED else ""
+            raise CommandError(f"{folder}: {name} is {known}longer than {most} bytes", Exit.BAD_INPUT)
+        yield piece
+
+
+def _unbounded(folder: Path, name: str) -> Iterator[bytes]:
+    path = folder / name
+    try:
+        if folder.is_file():
+            with zipfile.ZipFile(folder) as archive, archive.open(name) as member:
+                while piece := member.read(PIECE):
+                    yield piece
+            return
+        handle = os.open(path, os.O_RDONLY | machine.O_NOFOLLOW | machine.O_NONBLOCK | machine.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise CommandError(f"{folder}: {name} is not a regular file", Exit.BAD_INPUT)
+            while piece := file.read(PIECE):
+                yield piece
+    except KeyError:
+        raise _no_export(folder, name, "it is not in the archive") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:  # encrypted, unknown
+        raise _no_export(folder, name, f"no archive that can be read: {error}") from None
+    except OSError as error:
+        raise _no_export(folder, name, why(error)) from None
+
+
+def _no_export(folder: Path, name: str, reason: str) -> CommandError:
+    text = f"{folder} is not a promptfed export ({name}: {reason})"
+    return CommandError(
+        f"{text}: give a folder that `promptfed export` has written, or the page's .zip", Exit.BAD_INPUT
+    )
+
+
+def _has(folder: Path, name: str) -> bool:
+    return name in _names(folder) if folder.is_file() else os.path.lexists(folder / name)
+
+
+def _expect_signature(folder: Path, body: bytes, key: str) -> None:
+    if not _has(folder, SIGNATURE_FILE):
+        raise CommandError(f"{folder} is not signed: {_why_unsigned(folder, body)}", Exit.REFUSED)
+    signature = read_file(folder, SIGNATURE_FILE, 1000).decode("ascii", "replace").strip()
+    if not is_signed(key, signature, export_statement(body)):
+        text = f"{folder}: {JSON_FILE} is not signed by the key {key[:200]}: it was changed, or comes from elsewhere"
+        raise CommandError(text, Exit.REFUSED)
+
+
+def _why_unsigned(folder: Path, body: bytes) -> str:
+    if _card(folder, body).signature is not None:
+        return (
+            "the signature in its card covers only the state, not the card and the other files; "
+            "an operator exports it again with this version"
+        )
+    return "it was exported from a simulation, by a viewer, or from an earlier coordinator"
+
+
+def _card(folder: Path, body: bytes) -> Card:
+    try:
+        raw = parse_json(body)
+    except ValueError as error:
+        reason = why(error) if isinstance(error, JSONDecodeError | UnicodeDecodeError) else error
+        text = f"{folder} is not a promptfed export ({JSON_FILE} cannot be read: {reason}): export it again"
+        raise CommandError(text, Exit.BAD_INPUT) from None
+    given = raw.get("format") if isinstance(raw, dict) else None
+    if given is not None and given != FORMAT:
+        text = f"{folder} is an export of format {str(given)[:100]}, this promptfed reads {FORMAT}: export it again"
+        raise CommandError(text, Exit.BAD_INPUT)
+    try:
+        return Card.model_validate(raw, extra="ignore")
+    except ValidationError as error:
+        text = f"{folder}: {JSON_FILE} is damaged: {SpecError.from_validation(error)}"
+        raise CommandError(text, Exit.BAD_INPUT) from None
+
+
+def _state(folder: Path, card: Card) -> Tensors:
+    listed = card.files.get(STATE_FILE)
+    if listed is None:
+        raise CommandError(f"{folder}: {JSON_FILE} is damaged: it names no {STATE_FILE}", Exit.BAD_INPUT)
+    body = read_file(folder, STATE_FILE, listed.bytes)
+    try:
+        state, _ = decode(body)
+    except TensorError as error:
+        raise CommandError(f"{folder}: {STATE_FILE} is damaged: {error}", Exit.BAD_INPUT) from None
+    if described(body, None).sha256 != listed.sha256 or state_hash(state) != card.hashes.state:
+        raise CommandError(f"{folder}: {STATE_FILE} is not the one that {JSON_FILE} names", Exit.BAD_INPUT)
+    return state
+
+
+def _expect_listed(folder: Path, card: Card, exit: Exit) -> None:
+    """Raise CommandError if a file is missing, changed, not a regular file, or not listed."""
+    unknown = sorted(card.files.keys() - LISTED)
+    if unknown:
+        raise CommandError(f"{folder}: {JSON_FILE} names {unknown[0][:200]!r}, which no export holds", exit)
+    beside = {JSON_FILE, SIGNATURE_FILE, UNSIGNED_FILE}
+    if not _has(folder, SIGNATURE_FILE):
+        beside.add(MARKDOWN_FILE)  # older, unsigned cards did not name these files
+    for name in _names(folder):
+        if name not in card.files and name not in beside:
+            text = f"{folder}: {name[:200]!r} is not named in {JSON_FILE}: it is no part of the export, remove it"
+            raise CommandError(text, exit)
+    for name, file in card.files.items():
+        digest = hashlib.sha256()
+        for piece in _pieces(folder, name, file.bytes):
+            digest.update(piece)
+        if digest.hexdigest() != file.sha256:
+            raise CommandError(f"{folder}: {name} is not the one that {JSON_FILE} names", exit)
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """All names in the folder and in the backbone's folder. Other folders and links count as files."""
+    if folder.is_file():
+        with zipfile.ZipFile(folder) as archive:
+            names = archive.namelist()
+        if len(set(names)) < len(names):
+            raise CommandError(f"{folder}: the archive has a name twice: download it again", Exit.BAD_INPUT)
+        yield from (name for name in sorted(names) if name != f"{BACKBONE_FOLDER}/")
+        return
+    try:
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if entry.name == BACKBONE_FOLDER and entry.is_dir(follow_symlinks=False):
+                yield from (f"{BACKBONE_FOLDER}/{name}" for name in sorted(os.listdir(entry.path)))
+            else:
+                yield entry.name
+    except OSError as error:
+        raise CommandError(f"{folder} cannot be read: {why(error)}", Exit.BAD_INPUT) from None
