@@ -34,7 +34,7 @@ from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import EVENTS, Registry, wait
 from promptfed.coordinator.http.bodies import BlobFile
 from promptfed.coordinator.operations import verification
-from promptfed.coordinator.reports import privacy, rounds
+from promptfed.coordinator.reports import federations, rounds
 from promptfed.coordinator.reports.exports import check_card, known_of
 from promptfed.coordinator.reports.rounds import json_pieces
 from promptfed.coordinator.store.database import DatabaseAway
@@ -240,14 +240,14 @@ async def replay_round(registry: RegistryOf, federation: Operated, round: Round)
 def get_privacy(registry: RegistryOf, federation: Informed) -> PrivacyView:
     """Spent and planned ε by client, as clients report it; refused tasks; the smallest secure sum; warnings."""
     with registry.database.read() as session:
-        return privacy.privacy_view(session, federation)
+        return federations.privacy_view(session, federation)
 
 
 @router.get("/spends", responses=deps.for_clients())
 def get_spends(registry: RegistryOf, caller: Calling) -> SpendList:
     """The privacy cost that this client has reported. A ledger that lacks any of it is an old copy."""
     with registry.database.read() as session:
-        return privacy.spends_of(session, caller.federation, caller.client)
+        return federations.spends_of(session, caller.federation, caller.client)
 
 
 BATCH = 500

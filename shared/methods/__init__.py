@@ -36,10 +36,14 @@ from promptfed.shared.spec.spec import (
 
 FAMILIES = {
     "adapters": ("fedclip", "fedclipadapter", "fedtaskres"),
-    "fedavg": ("fedavg", "fedbabu", "fedprox", "singleset_full"),
+    "fedavg": ("fedavg", "fedbabu", "fedprox", "perfedavg", "singleset_full"),
+    "fedcocoop": ("fedcocoop", "fedmaple"),
     "fedrep": ("fedrep", "fedrod"),
     "fedvpt": ("fedpr", "fedvpt", "fedvpt_deep", "singleset_vpt"),
-    "promptfl": ("coop", "fedkgcoop", "promptfl", "promptfl_ft", "promptfl_per", "promptfl_prox", "promptfolio"),
+    "promptfl": (
+        *("coop", "fedkgcoop", "promptfl", "promptfl_amp", "promptfl_ft", "promptfl_per", "promptfl_prox"),
+        "promptfolio",
+    ),
 }
 """Files with more than one method. Every other file and folder here, but ``core``, is the method of its name."""
 

@@ -29,12 +29,14 @@ from PIL import Image
 from tqdm import tqdm
 
 from promptfed.shared.data.errors import DataError
-from promptfed.shared.data.folder import SKIP, TEMPLATE, skips
-from promptfed.shared.data.label_table import (
+from promptfed.shared.data.folder import (
+    SKIP,
+    TEMPLATE,
     LabelColumns,
     check_column,
     label_columns,
     read_lines,
+    skips,
     subgroup_columns,
     subgroup_of,
 )
