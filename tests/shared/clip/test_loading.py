@@ -38,7 +38,7 @@ from benchmarks.backbone import encode_short, learning_rate, loss_of, normalise,
 from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, caches, load_backbone, shape_of
 from promptfed.shared.clip.backbone import Halves
 from promptfed.shared.clip.caches import BATCH, DEVICE_BATCH, agreeing_slots
-from promptfed.shared.clip.timm_towers import VisualBackbone
+from promptfed.shared.clip.loading import VisualBackbone
 from promptfed.shared.clip.tiny import MODEL, register, weights_path
 from promptfed.shared.clip.towers.text import TextTower
 from promptfed.shared.clip.weights import config_digest, weights_fingerprint
