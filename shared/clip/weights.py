@@ -14,17 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from promptfed.shared.clip.errors import BackboneError, near, one_line
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones, BackboneSpec
-from promptfed.shared.tensors.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from promptfed.shared.tensors.lazy import Tensor, torch
 
 REACH_SECONDS = 3.0  # seconds for a first answer of the hub
 # OpenAI's models by transformers' names; open_clip downloads the same weights from another source.

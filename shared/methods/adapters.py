@@ -18,18 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import check_class_rows, class_means, directions, rows_of_candidates
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.lazy import F, no_grad, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from promptfed.shared.tensors.lazy import F, Tensor, no_grad, torch
 
 RESIDUAL = TensorSpec("residual", ("classes", "d_e"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from promptfed.shared.methods.core import generalization, visual
 from promptfed.shared.methods.core import toolkit as pf
@@ -17,10 +17,7 @@ from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier
 from promptfed.shared.methods.fedrep import PrivateHeadMethod, Tuning
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import CHANGE, Tensors, TensorSpec
-from promptfed.shared.tensors.lazy import F, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from promptfed.shared.tensors.lazy import F, Tensor, torch
 
 
 class FedAvgHyper(WeightsHyper):

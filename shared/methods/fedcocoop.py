@@ -22,11 +22,9 @@ from promptfed.shared.methods.core.visual import ImageClassifier, Towers, Visual
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import double, single
-from promptfed.shared.tensors.lazy import F, torch
+from promptfed.shared.tensors.lazy import F, Tensor, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from promptfed.shared.clip import Backbone, ClassPrompts
 
 

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.promptfl import PairLoss, PrivateContextMethod
-from promptfed.shared.tensors.lazy import F, into_graph, no_grad, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from promptfed.shared.tensors.lazy import F, Tensor, into_graph, no_grad, torch
 
 TINY = 1e-37  # a row of the kernel that float32 has lost: no mass goes there
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
@@ -18,11 +18,7 @@ from promptfed.shared.methods.core.heads import Head, HeadRate, LinearHead, Text
 from promptfed.shared.methods.core.visual import ImageClassifier, PromptedHead, Towers, VisualHyper, vpt_bound
 from promptfed.shared.seeds import Draws, initial_draws
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.lazy import no_grad, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from promptfed.shared.tensors.lazy import Tensor, no_grad, torch
 
 PROMPTS = TensorSpec("visual_prompts", ("depth_v", "m", "d_v"))
 

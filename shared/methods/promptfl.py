@@ -14,17 +14,14 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import ROWS, ClientRowsMethod, row_of
 from promptfed.shared.seeds import Draws, initial_draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import double, lengths, namespace, single
-from promptfed.shared.tensors.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from promptfed.shared.tensors.lazy import Tensor, torch
 
 
 class PromptFL(pf.SharedContextMethod):

@@ -21,11 +21,9 @@ from promptfed.shared.methods.core.visual import (
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import CHANGE, Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import brain_float
-from promptfed.shared.tensors.lazy import checkpointing, torch
+from promptfed.shared.tensors.lazy import Tensor, checkpointing, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from promptfed.shared.clip import Backbone
     from promptfed.shared.clip.towers.copies import PlainTower
 
