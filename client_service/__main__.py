@@ -7,11 +7,10 @@ import sys
 from typing import Literal
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.joining.sent import help_lines, sent_lines
-from promptfed.client_service.log_messages import EventJsonLines, EventTextLines
+from promptfed.client_service.monitor import EventJsonLines, EventTextLines
 from promptfed.client_service.settings import Settings, make_settings
-from promptfed.shared.service.command_line import given_settings
-from promptfed.shared.service.log_lines import log_to_stderr
+from promptfed.client_service.state.site_log import help_lines, sent_lines
+from promptfed.shared.service.process import given_settings, log_to_stderr
 from promptfed.shared.service.reasons import leave
 
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 import httpx
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.http.bodies import SentLog
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
-from promptfed.client_service.http.sent_log import SentLog
 from promptfed.client_service.joining.consent import Terminal, noted
 from promptfed.client_service.joining.joining import FederationEnded, Joining, explain
 from promptfed.client_service.joining.parts import Parts

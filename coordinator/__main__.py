@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from promptfed.coordinator.settings import Settings
-from promptfed.shared.service.command_line import given_settings
+from promptfed.shared.service.process import given_settings
 from promptfed.shared.service.reasons import leave, offence
 
 

@@ -18,28 +18,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation.global_state import NoTorch
 from promptfed.coordinator.api import (
-    api_docs,
     clients,
-    events,
-    health,
     operators,
-    page,
-    privacy,
     public,
     results,
     tasks,
 )
 from promptfed.coordinator.api import federations as federations_api
-from promptfed.coordinator.api.plain import ROUTES, endpoint_of
+from promptfed.coordinator.api.deps import ROUTES, endpoint_of
 from promptfed.coordinator.engine.committer import RegistryClosed
-from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import Scheduler
 from promptfed.coordinator.engine.sharing import Sharing
+from promptfed.coordinator.engine.telemetry import Metrics
 from promptfed.coordinator.http.bodies import JsonBodies, Uploads
 from promptfed.coordinator.http.callers import AuthThrottle
 from promptfed.coordinator.http.redirects import PROTOCOL_HEADER, AnswerHeaders, Elsewhere, with_headers
-from promptfed.coordinator.operations import clients as clients_operations
+from promptfed.coordinator.operations import enrolment as clients_operations
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import opening
@@ -60,11 +55,7 @@ ROUTERS = (
     clients,
     tasks,
     results,
-    privacy,
-    events,
     operators,
-    health,
-    page,
 )
 ANSWERED_AS_PROBLEMS: tuple[type[Exception], ...] = (
     problems.Refusal,
@@ -132,7 +123,7 @@ def create_app(settings: Settings) -> Application:
         version="1",
         summary="Federated prompt learning: rounds, tasks and updates as resources",
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's page would load scripts from elsewhere: `api_docs` has our own
+        docs_url=None,  # FastAPI's page would load scripts from elsewhere: `api/public.py` has our own
         redoc_url=None,
         separate_input_output_schemas=False,
     )
@@ -140,7 +131,7 @@ def create_app(settings: Settings) -> Application:
     app.router.routes += ROUTES.values()
     for module in ROUTERS:
         app.include_router(module.router)
-    api_docs.add_to(app)
+    public.add_files_of_docs(app)
     for kind in ANSWERED_AS_PROBLEMS:
         app.add_exception_handler(kind, _answer)
     return app

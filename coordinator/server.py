@@ -21,11 +21,10 @@ from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.app import create_app, lifespan
-from promptfed.coordinator.engine import json_logs
-from promptfed.coordinator.engine.malloc import share_heaps
+from promptfed.coordinator.engine import telemetry
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import has_expired
-from promptfed.coordinator.http.connection_limits import ACCEPTED_AT_ONCE, QUEUE, LimitedConnection
+from promptfed.coordinator.http.callers import ACCEPTED_AT_ONCE, QUEUE, LimitedConnection
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.operations.federations import BootstrapFailed, read_spec
 from promptfed.coordinator.problems import Refusal
@@ -34,6 +33,7 @@ from promptfed.coordinator.store import opening
 from promptfed.coordinator.store.database import CannotOpen, DatabaseAway
 from promptfed.coordinator.store.opening import Store, open_store
 from promptfed.shared.files import write_whole
+from promptfed.shared.machine import share_heaps
 from promptfed.shared.messages import ENDED
 from promptfed.shared.service.net import HOW_TO_RAISE, bind, most_connections, raise_open_files, url_of
 from promptfed.shared.service.reasons import named, why
@@ -102,7 +102,7 @@ def serve(settings: Settings) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code: 0, or with one line on stderr 2 where it cannot start, 3 where the
     database did not answer in time.
     """
-    json_logs.configure(settings.log_level, settings.log_format)
+    telemetry.configure(settings.log_level, settings.log_format)
     raise_open_files()
     share_heaps()
     try:

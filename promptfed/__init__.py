@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from promptfed.export.verification import Verification, verify_export
-    from promptfed.library.connection import Connection, Federation, connect
     from promptfed.library.result import Prediction, Result
-    from promptfed.library.run import run
+    from promptfed.library.run import Connection, Federation, connect, run
     from promptfed.sdk.client import CommandError
     from promptfed.sdk.result import Accuracy
 
@@ -35,12 +34,12 @@ if not (_HERE / "shared").is_dir() and (_HERE.parent / "shared" / "__init__.py")
 _WHERE = {
     "Accuracy": "promptfed.sdk.result",
     "CommandError": "promptfed.sdk.client",
-    "Connection": "promptfed.library.connection",
-    "Federation": "promptfed.library.connection",
+    "Connection": "promptfed.library.run",
+    "Federation": "promptfed.library.run",
     "Prediction": "promptfed.library.result",
     "Result": "promptfed.library.result",
     "Verification": "promptfed.export.verification",
-    "connect": "promptfed.library.connection",
+    "connect": "promptfed.library.run",
     "run": "promptfed.library.run",
     "__version__": "promptfed.shared",
     "verify_export": "promptfed.export.verification",

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.privacy.accounting import Event
-from promptfed.shared.privacy.settings import Evaluations
 from promptfed.shared.spec.section import left_out
+from promptfed.shared.spec.sections import Evaluations
 from promptfed.shared.spec.spec import BackboneShape, ClassNames, Name, Template
 from promptfed.shared.spec.training_terms import TrainingTerms
 

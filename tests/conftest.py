@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from promptfed.coordinator.engine import malloc
+from promptfed.shared import machine
 
 # How long an example takes says nothing about it, whichever file is run alone.
 settings.register_profile("any_speed", deadline=None)
@@ -31,7 +31,7 @@ def pytest_configure() -> None:
     for name in list(os.environ):
         if name in UNWANTED or name.startswith(("PROMPTFED_CLIENT_", "PROMPTFED_COORDINATOR", "PROMPTFED_OPERATOR_")):
             del os.environ[name]
-    malloc.share_heaps()
+    machine.share_heaps()
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 
 
@@ -107,7 +107,7 @@ def pytest_testnodedown(node: Any) -> None:
 def memory_is_given_back() -> Iterator[None]:
     """Workers run hundreds of modules: what one leaves free in the C library's heap goes back to the system."""
     yield
-    malloc.give_back()
+    machine.give_back()
 
 
 @pytest.fixture(autouse=True)

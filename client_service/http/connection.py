@@ -19,8 +19,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http.bodies import Body
-from promptfed.client_service.http.sent_log import SentLog
+from promptfed.client_service.http.bodies import Body, SentLog
 from promptfed.shared.messages import Problem
 from promptfed.shared.service.net import (
     MOST_MOVES,

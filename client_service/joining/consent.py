@@ -16,9 +16,9 @@ from functools import partial
 from typing import Literal
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.http.bodies import SentLog
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
-from promptfed.client_service.http.sent_log import SentLog
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.disclosure import Disclosure
 from promptfed.client_service.joining.parts import Consent

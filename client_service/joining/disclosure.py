@@ -15,8 +15,8 @@ from promptfed.shared.messages import Domain, EnrolmentInfo, Role
 from promptfed.shared.methods import MULTI_LABEL, TASK
 from promptfed.shared.methods.core.interface import Disclosed, Method
 from promptfed.shared.plain_text import counted, plain
-from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.section import RELEASE, SYSTEM
+from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors import TensorSpec
 from promptfed.shared.tensors.torch_tensors import DTYPES

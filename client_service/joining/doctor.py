@@ -18,9 +18,9 @@ import httpx
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from promptfed.client_service.exits import ClientError
+from promptfed.client_service.http.bodies import SentLog
 from promptfed.client_service.http.connection import BadAnswer, Refused, seconds_ahead
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http, options_of
-from promptfed.client_service.http.sent_log import SentLog
 from promptfed.client_service.joining.checks import (
     Check,
     check_clock,

@@ -43,8 +43,7 @@ from promptfed.client_service.training.data import (
 from promptfed.client_service.training.trainer import Compute, SitePrivacy, SiteRules, TaskWork, use_precision
 from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, load_backbone, shape_of
 from promptfed.shared.clip.loading import expect_device
-from promptfed.shared.clip.sizes import shape_by_name
-from promptfed.shared.clip.weights import permits
+from promptfed.shared.clip.weights import permits, shape_by_name
 from promptfed.shared.data import DataError, Source
 from promptfed.shared.messages import ENDED, Domain, EnrolmentInfo, EnrolRequest, Role
 from promptfed.shared.methods import METHODS, check_fits, make_method

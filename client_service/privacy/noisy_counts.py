@@ -36,7 +36,7 @@ from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.methods.core.several_labels import is_for_several_labels
 from promptfed.shared.privacy.accounting import Event, default_delta
 from promptfed.shared.privacy.noise import Noise, NoiseStream
-from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec.sections import PrivacySpec
 
 log = logging.getLogger("promptfed.client")
 

@@ -33,7 +33,7 @@ from promptfed.shared.privacy.accounting import (
     training_event,
 )
 from promptfed.shared.privacy.noise import Noise
-from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.tensors.torch_tensors import decode
 
 FILE = "protection.json"  # what was planned when this client enrolled

@@ -16,13 +16,15 @@ from promptfed.coordinator.api.deps import (
     Informed,
     Limit,
     Operated,
+    Receipt,
     RegistryOf,
     enrolling,
+    json_body,
+    plain,
 )
-from promptfed.coordinator.api.plain import Receipt, json_body, plain
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.http.callers import address_of, check_certificate
-from promptfed.coordinator.operations import clients, enrolment
+from promptfed.coordinator.operations import enrolment
 from promptfed.coordinator.operations.enrolment import enrol, enrolment_info
 from promptfed.coordinator.reports.federations import client_view
 from promptfed.coordinator.store import queries
@@ -114,8 +116,8 @@ def withdraw_client(
 ) -> None:
     """Withdraw a client: its open task is cancelled, it gets no further tasks, and its requests are refused."""
     if discard:
-        clients.expect_discardable(federation)
-    clients.withdraw(registry, federation.id, client_id, discard)
+        enrolment.expect_discardable(federation)
+    enrolment.withdraw(registry, federation.id, client_id, discard)
 
 
 @router.post(
@@ -126,7 +128,7 @@ def withdraw_client(
 def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> None:
     """Leave the federation: a withdrawal by the client itself. Its update of the open phase does not count."""
     audit.actor.set(audit.Actor(caller.client.name, "client", address_of(request)))
-    clients.withdraw(registry, caller.federation.id, caller.client.id, discard=True)
+    enrolment.withdraw(registry, caller.federation.id, caller.client.id, discard=True)
 
 
 @router.delete(
@@ -139,12 +141,12 @@ async def delete_updates(registry: RegistryOf, federation: Operated, client_id: 
 
     If the state has a part for this client alone, the part is removed.
     """
-    await clients.delete_updates(registry, federation.id, client_id)
+    await enrolment.delete_updates(registry, federation.id, client_id)
 
 
 @router.post("/clients/{client_id}/reset", responses=deps.for_callers(problems.StorageFull))
 def reset_client(registry: RegistryOf, federation: Operated, client_id: ClientId) -> ClientView:
     """Void the client's secret, so that its name can enrol again with a token for this name. Its id stays."""
-    clients.reset(registry, federation.id, client_id)
+    enrolment.reset(registry, federation.id, client_id)
     with registry.database.read() as session:
-        return client_view(queries.client(session, federation.id, clients.client_name(federation, client_id)))
+        return client_view(queries.client(session, federation.id, enrolment.client_name(federation, client_id)))

@@ -26,7 +26,7 @@ from promptfed.coordinator.api.deps import (
 )
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import jobs, recovery, retention
-from promptfed.coordinator.engine.disk_room import disk_told
+from promptfed.coordinator.engine.jobs import disk_told
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.bodies import Incoming
 from promptfed.coordinator.http.callers import OperatorCaller, fingerprint

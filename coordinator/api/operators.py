@@ -8,7 +8,7 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.api import deps
 from promptfed.coordinator.api.deps import After, IsAdmin, Limit, OperatorId, RegistryOf
 from promptfed.coordinator.engine import audit
-from promptfed.coordinator.operations import operators
+from promptfed.coordinator.operations import tokens
 from promptfed.shared.api.api_schemas import AuditPage, MintedOperator, OperatorPage, OperatorRequest
 
 router = APIRouter(prefix="/v1", tags=["operators"])
@@ -21,14 +21,14 @@ router = APIRouter(prefix="/v1", tags=["operators"])
 )
 def mint_operator(registry: RegistryOf, _: IsAdmin, request: OperatorRequest) -> MintedOperator:
     """Create a token for an operator. Earlier tokens of the operator stay valid."""
-    return operators.mint(registry, request)
+    return tokens.mint_operator(registry, request)
 
 
 @router.get("/operators", responses=deps.for_callers())
 def list_operators(registry: RegistryOf, _: IsAdmin, limit: Limit = 100, after: After = None) -> OperatorPage:
     """Operators' tokens without their secrets. The data folder's token is not listed."""
     with registry.database.read() as session:
-        return operators.page(session, limit, after)
+        return tokens.operator_page(session, limit, after)
 
 
 @router.delete(
@@ -38,7 +38,7 @@ def list_operators(registry: RegistryOf, _: IsAdmin, limit: Limit = 100, after: 
 )
 def revoke_operator(registry: RegistryOf, _: IsAdmin, operator: OperatorId) -> None:
     """Revoke one token by its id, or all tokens of an operator by name."""
-    operators.revoke(registry, operator)
+    tokens.revoke_operator(registry, operator)
 
 
 @router.get("/audit-log", responses=deps.for_callers())

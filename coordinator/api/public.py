@@ -1,29 +1,111 @@
-"""``/v1/methods``, ``/v1/signing-key``, ``/v1/authority``: answers for everyone, without a token."""
+"""Answers for everyone, without a token: health and metrics, the operator's page, methods, keys and certificates."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, FastAPI, Header, Path, Response
 from fastapi.responses import PlainTextResponse
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.staticfiles import StaticFiles
 
-from promptfed.coordinator.api.deps import SettingsOf, SignerOf, documented
+from promptfed.coordinator.api.deps import RegistryOf, SettingsOf, SignerOf, documented
 from promptfed.coordinator.http.callers import authority
-from promptfed.coordinator.problems import NotFound
+from promptfed.coordinator.problems import NotFound, NotReady
+from promptfed.coordinator.store.database import DatabaseAway
 from promptfed.shared import methods
-from promptfed.shared.api.api_schemas import MethodList, MethodView, SigningKey
+from promptfed.shared.api.api_schemas import Health, MethodList, MethodView, SigningKey
+from promptfed.shared.service.static_page import MEDIA_TYPES, StaticPage
 from promptfed.shared.spec.spec import SpecError
 
-router = APIRouter(prefix="/v1")
+router = APIRouter()
 
 
-@router.get("/methods", responses=documented(), tags=["methods"])
+@router.get("/healthz", responses=documented(), tags=["health"])
+async def healthz() -> Health:
+    """The process is alive."""
+    return Health(status="ok")
+
+
+@router.get("/readyz", responses=documented(NotReady), tags=["health"])
+def readyz(registry: RegistryOf) -> Health:
+    """Ready: the store can be read and written, and the engine runs."""
+    if registry.away:
+        raise NotReady("the database is away")
+    try:
+        readable = registry.database.answers()
+    except (SQLAlchemyError, DatabaseAway):
+        readable = False
+    if not (readable and registry.ready):
+        raise NotReady("the store cannot be read, or the engine is stopping")
+    if (why := registry.writable.why_not()) is not None:
+        raise NotReady(why)
+    return Health(status="ok")
+
+
+@router.get(
+    "/metrics",
+    tags=["health"],
+    response_class=Response,
+    responses={
+        200: {"content": {"text/plain": {}}, "description": "Prometheus, without the names of clients"},
+        **documented(),
+    },
+)
+async def metrics(registry: RegistryOf) -> Response:
+    """Prometheus metrics."""
+    return Response(registry.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+PAGE = StaticPage("promptfed.coordinator.api", images="'self'")
+CONTENT: dict[str, dict[str, str]] = {kind.split(";")[0]: {} for kind in MEDIA_TYPES.values()}
+
+
+@router.get(
+    "/",
+    tags=["page"],
+    response_class=Response,
+    responses={
+        200: {"content": {"text/html": {}}, "description": "the page"},
+        304: {"description": "it is what If-None-Match names"},
+        **documented(),
+    },
+)
+async def get_page(registry: RegistryOf, if_none_match: Annotated[str | None, Header()] = None) -> Response:
+    """The page on which operators watch and control federations."""
+    others = registry.leases.addresses if registry.leases is not None else []
+    return PAGE.answer("index.html", if_none_match, others)
+
+
+@router.get(
+    "/web/{file}",
+    tags=["page"],
+    response_class=Response,
+    responses={
+        200: {"content": CONTENT, "description": "a file of the page"},
+        304: {"description": "it is what If-None-Match names"},
+        **documented(NotFound),
+    },
+)
+async def get_file(
+    file: Annotated[str, Path(max_length=100)], if_none_match: Annotated[str | None, Header()] = None
+) -> Response:
+    """A script, a style sheet, a picture or a licence of the page."""
+    try:
+        return PAGE.answer(file, if_none_match)
+    except KeyError:
+        raise NotFound(f"the page has no file {file[:100]!r}") from None
+
+
+@router.get("/v1/methods", responses=documented(), tags=["methods"])
 def list_methods() -> MethodList:
     """All methods of this coordinator."""
     return MethodList(methods=[MethodView.model_validate(methods.describe(name)) for name in sorted(methods.METHODS)])
 
 
-@router.get("/methods/{name}", responses=documented(NotFound), tags=["methods"])
+@router.get("/v1/methods/{name}", responses=documented(NotFound), tags=["methods"])
 def get_method(name: Annotated[str, Path(max_length=100)]) -> MethodView:
     """One method by its name."""
     try:
@@ -32,16 +114,64 @@ def get_method(name: Annotated[str, Path(max_length=100)]) -> MethodView:
         raise NotFound(error.errors[0]["detail"]) from None
 
 
-@router.get("/signing-key", responses=documented(), tags=["results"])
+@router.get("/v1/signing-key", responses=documented(), tags=["results"])
 async def get_signing_key(signer: SignerOf) -> SigningKey:
     """The public key that verifies this coordinator's signatures. Keep a copy from a coordinator that you trust."""
     return SigningKey(public_key=signer.public_key)
 
 
-@router.get("/authority", responses=documented(NotFound), response_class=PlainTextResponse, tags=["enrolment"])
+@router.get("/v1/authority", responses=documented(NotFound), response_class=PlainTextResponse, tags=["enrolment"])
 def get_authority(settings: SettingsOf) -> str:
     """The last certificate of this coordinator's TLS chain, in PEM. Trust it only by its fingerprint."""
     certificate = authority(settings)
     if certificate is None:
         raise NotFound("this coordinator serves no TLS: there is no certificate")
     return certificate
+
+
+START = """SwaggerUIBundle({ url: "/openapi.json", dom_id: "#api", deepLinking: true, validatorUrl: null });"""
+DOCS = f"""<!doctype html>
+<html lang="en">
+  <head>
+    <meta charset="utf-8">
+    <meta name="viewport" content="width=device-width, initial-scale=1">
+    <title>promptfed coordinator: API</title>
+    <link rel="stylesheet" href="/docs/files/swagger-ui.css">
+  </head>
+  <body>
+    <div id="api"></div>
+    <script src="/docs/files/swagger-ui-bundle.js"></script>
+    <script>{START}</script>
+  </body>
+</html>
+"""
+# The API's description in Swagger UI, whose files come with `fastapi-offline` and from nowhere else. It sets styles
+# by script and draws its icons from data URLs.
+DOCS_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        f"script-src 'self' 'sha256-{base64.b64encode(hashlib.sha256(START.encode()).digest()).decode()}'",
+        "style-src 'self' 'unsafe-inline'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    """The page; it needs no token, what it tries out does."""
+    headers = {
+        "Content-Security-Policy": DOCS_POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }
+    return Response(DOCS, media_type="text/html; charset=utf-8", headers=headers)
+
+
+def add_files_of_docs(app: FastAPI) -> None:
+    """Add the files of Swagger UI."""
+    app.mount("/docs/files", StaticFiles(packages=[("fastapi_offline", "static")]))

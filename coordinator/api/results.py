@@ -1,29 +1,57 @@
-"""``.../rounds``, ``.../prompts``, ``.../metrics``: reports, states, cards and replays. For operators."""
+"""``.../rounds``, ``.../prompts``, ``.../metrics``, ``.../events``: reports, states, cards, replays. For operators.
+
+``.../privacy`` and ``.../spends`` have privacy costs.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path as FilePath
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, status
 from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from sqlalchemy import select
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import deps
-from promptfed.coordinator.api.deps import After, Informed, Limit, Operated, RegistryOf, SignerOf, Viewed
+from promptfed.coordinator.api.deps import (
+    After,
+    Calling,
+    Informed,
+    IsViewer,
+    Limit,
+    Operated,
+    RegistryOf,
+    SignerOf,
+    Viewed,
+)
 from promptfed.coordinator.engine import audit
+from promptfed.coordinator.engine.registry import EVENTS, Registry, wait
 from promptfed.coordinator.http.bodies import BlobFile
 from promptfed.coordinator.operations import verification
-from promptfed.coordinator.reports import rounds
+from promptfed.coordinator.reports import federations, rounds
 from promptfed.coordinator.reports.exports import check_card, known_of
 from promptfed.coordinator.reports.rounds import json_pieces
-from promptfed.shared.api.api_schemas import CardSignature, MetricList, PromptsView, RemarkList, TensorView
+from promptfed.coordinator.store.database import DatabaseAway
+from promptfed.coordinator.store.tables import EventRow
+from promptfed.shared.api.api_schemas import (
+    CardSignature,
+    MetricList,
+    PrivacyView,
+    PromptsView,
+    RemarkList,
+    SpendList,
+    TensorView,
+)
 from promptfed.shared.api.export_card import Facts
 from promptfed.shared.api.report_schemas import ReplayReport, RoundPage, RoundReport
 from promptfed.shared.canonical import SIGNATURE_HEADER, export_statement, statement
+from promptfed.shared.messages import ENDED
 from promptfed.shared.tensors import Arrays, decode_place
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
@@ -206,3 +234,73 @@ async def replay_round(registry: RegistryOf, federation: Operated, round: Round)
     """Compute a completed round again from its kept updates. Changes nothing."""
     states = await registry.compute(lambda: verification.replay(registry, federation, round))
     return ReplayReport(round=round, states=states)
+
+
+@router.get("/privacy", responses=deps.for_callers())
+def get_privacy(registry: RegistryOf, federation: Informed) -> PrivacyView:
+    """Spent and planned ε by client, as clients report it; refused tasks; the smallest secure sum; warnings."""
+    with registry.database.read() as session:
+        return federations.privacy_view(session, federation)
+
+
+@router.get("/spends", responses=deps.for_clients())
+def get_spends(registry: RegistryOf, caller: Calling) -> SpendList:
+    """The privacy cost that this client has reported. A ledger that lacks any of it is an old copy."""
+    with registry.database.read() as session:
+        return federations.spends_of(session, caller.federation, caller.client)
+
+
+BATCH = 500
+LOOK_AGAIN_SECONDS = 60.0
+AWAY_SECONDS = 1.0
+
+
+@router.get("/events", response_class=EventSourceResponse, responses=deps.for_callers())
+async def get_events(
+    registry: RegistryOf,
+    federation: Informed,
+    viewer: IsViewer,
+    last_event_id: Annotated[int | None, Header(ge=0, le=1 << 62, description="go on after this event")] = None,
+    newest: Annotated[int, Query(ge=1, le=BATCH, description="begin with so many events; default: all")] | None = None,
+) -> AsyncIterator[ServerSentEvent]:
+    """All events so far (after Last-Event-ID, or only the ``newest``), then each new one.
+
+    The stream ends after the federation's last event, or when the caller's token expires or is revoked.
+    """
+    last = 0 if last_event_id is None and newest is None else last_event_id
+    registry.metrics.streams.inc()
+    try:
+        while not registry.wakeups.closed:
+            wakeup = registry.wakeups.listen((federation.id, EVENTS))
+            left = viewer.seconds_left(registry)
+            if left <= 0:
+                return
+            now = registry.federations.get(federation.id)
+            try:
+                rows = await asyncio.to_thread(_after, registry, federation.id, last, newest)
+            except DatabaseAway:
+                await wait(wakeup, min(AWAY_SECONDS, left))
+                continue
+            for row in rows:
+                last = row.id
+                yield ServerSentEvent(id=str(row.id), event=row.kind, data={**row.data, "at": row.at})
+            if rows:
+                continue
+            if now is None or now.run.state in ENDED:
+                return
+            await wait(wakeup, min(LOOK_AGAIN_SECONDS, left))
+    finally:
+        registry.metrics.streams.dec()
+
+
+def _after(registry: Registry, id: str, last: int | None, newest: int | None) -> list[EventRow]:
+    """The next events after ``last``; None: the ``newest`` ones."""
+    mine = select(EventRow).where(EventRow.federation_id == id)
+    if last is None:
+        query = mine.order_by(EventRow.id.desc()).limit(newest)
+    else:
+        query = mine.where(EventRow.id > last).order_by(EventRow.id).limit(BATCH)
+    with registry.database.read() as session:
+        rows = sorted(session.scalars(query), key=lambda row: row.id)
+        session.expunge_all()
+        return rows

@@ -13,16 +13,26 @@ from pydantic import BaseModel, Field
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import deps
-from promptfed.coordinator.api.deps import NO_NUL, Calling, CallingClient, RegistryOf, TaskId, calling_client
+from promptfed.coordinator.api.deps import (
+    NO_NUL,
+    Calling,
+    CallingClient,
+    Receipt,
+    RegistryOf,
+    TaskId,
+    calling_client,
+    checked,
+    json_body,
+    plain,
+)
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
-from promptfed.coordinator.api.plain import Receipt, checked, json_body, plain
 from promptfed.coordinator.api.results import tensors_at
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.engine.jobs import selected_round
 from promptfed.coordinator.engine.registry import Registry, wait
 from promptfed.coordinator.http.bodies import Incoming, announced_digest, expect_digest, first_byte
-from promptfed.coordinator.operations import exchanges, submissions
+from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.api import api_schemas
 from promptfed.shared.api.api_schemas import UpdateReceipt
@@ -169,7 +179,7 @@ def _config(registry: Registry, federation: Federation) -> str:
     known = registry.configs.get(federation.id)
     if known is not None and known[0] is federation.run.members and known[1] is federation.clients:
         return known[2]
-    config = exchanges.config_of(federation).model_dump_json()
+    config = submissions.config_of(federation).model_dump_json()
     registry.configs[federation.id] = (federation.run.members, federation.clients, config)
     return config
 
@@ -306,8 +316,8 @@ async def put_evaluation(request: Request) -> Response:
             *ANSWERED,
             problems.BodyTooLarge,
             problems.StorageFull,
-            exchanges.NotSecure,
-            *exchanges.REFUSALS.values(),
+            submissions.NotSecure,
+            *submissions.REFUSALS.values(),
             problems.PrivacyMissing,
             problems.PrivacyMismatch,
         ),
@@ -319,10 +329,10 @@ async def put_exchange(request: Request) -> Response:
     caller, task_id, announced, registry = await _sending(request)
     with registry.committer.coming():
         async with request.app.state.uploads.receive(
-            Incoming.of(request), exchanges.limit(caller.federation)
+            Incoming.of(request), submissions.limit(caller.federation)
         ) as upload:
             expect_digest(upload, announced)
-            new = await exchanges.accept(registry, caller.federation, caller.client, task_id, upload)
+            new = await submissions.accept(registry, caller.federation, caller.client, task_id, upload)
     return Receipt(UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256), new)
 
 

@@ -21,7 +21,7 @@ from promptfed.shared.methods.core.interface import (
     Phase,
     ServerContext,
 )
-from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms
 

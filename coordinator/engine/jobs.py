@@ -7,6 +7,7 @@ since it depends only on committed data.
 from __future__ import annotations
 
 import math
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +26,6 @@ from promptfed.coordinator.domain.federation import SAME_CLASSES, Federation, Op
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
 from promptfed.coordinator.domain.run_state import EVALUATION
 from promptfed.coordinator.engine import sums
-from promptfed.coordinator.engine.disk_room import disk_of, no_room
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store import queries
@@ -33,8 +33,8 @@ from promptfed.coordinator.store.blobs import Held, Stored, put_tensors, room
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.queries import means_by_round
 from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow, UpdateRow
-from promptfed.shared.api.api_schemas import SelectionView
-from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes
+from promptfed.shared.api.api_schemas import DiskView, SelectionView
+from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes, needed_bytes
 from promptfed.shared.methods.core.interface import (
     Measured,
     MeasuresPhases,
@@ -43,9 +43,39 @@ from promptfed.shared.methods.core.interface import (
     Phase,
     ServerContext,
 )
+from promptfed.shared.plain_text import counted
 from promptfed.shared.secagg import SecureError
 from promptfed.shared.spec.sections import FINAL, best
 from promptfed.shared.tensors import Arrays, TensorError, method_part, size_of, state_hash
+
+
+def disk_of(registry: Registry, federation: Federation, context: ServerContext) -> DiskView | None:
+    """Disk space for the enrolled trainers, or as many as the spec asks for; None if it is small.
+
+    Raises MethodError as ``dims`` does.
+    """
+    trainers = max(len(federation.run.trainers()), federation.spec.participation.min_clients)
+    needed = needed_bytes(federation.spec, federation.method, context, trainers)
+    if not needed:
+        return None
+    return DiskView(needed=needed, trainers=trainers, free=shutil.disk_usage(registry.blobs.incoming).free)
+
+
+def no_room(disk: DiskView) -> str:
+    """Why a federation does not fit, and what to do."""
+    trainers = counted(disk.trainers, "trainer needs", "trainers need")
+    text = f"{trainers} about {disk.needed:,} bytes of disk at once, and {disk.free:,} are free"
+    return f"{text}: make room, train less, or send transport: bfloat16 where the method has it"
+
+
+def disk_told(registry: Registry, federation: Federation) -> DiskView | None:
+    """As ``disk_of``; None while the backbone's shape is unknown."""
+    if federation.shape is None or federation.absent is not None:
+        return None
+    try:
+        return disk_of(registry, federation, federation.context())
+    except MethodError:
+        return None  # The start says why it cannot run.
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,11 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator.aggregation.secure_sums import Attempt
 from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.engine import json_logs, recovery
+from promptfed.coordinator.engine import recovery, telemetry
 from promptfed.coordinator.engine.audit import Operator, operator_of
 from promptfed.coordinator.engine.committer import Committer, RegistryClosed
-from promptfed.coordinator.engine.last_seen import LastSeen
-from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.recorder import Change, Changes
+from promptfed.coordinator.engine.telemetry import LastSeen, Metrics
 from promptfed.coordinator.problems import FederationMoving, MethodAbsent, NotFound, Unreadable
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database, DatabaseAway
@@ -168,7 +167,7 @@ class Registry:
         """Continue the run of a federation that was just read."""
         if federation.absent is not None:
             text = "%s is left alone: %s" if federation.unreadable else "%s waits for its method: %s"
-            log.error(text, federation.name, federation.absent, extra=json_logs.where(federation))
+            log.error(text, federation.name, federation.absent, extra=telemetry.where(federation))
         elif federation.run.state not in ENDED:
             now = clock.monotonic()
             with self.change(federation.id) as change:
@@ -207,7 +206,7 @@ class Registry:
             except BaseException:
                 self.federations = {key: known for key, known in self.federations.items() if key != id}
                 raise
-        log.info("%s is taken up", federation.name, extra=json_logs.where(federation))
+        log.info("%s is taken up", federation.name, extra=telemetry.where(federation))
         self.wake([])
 
     def lose(self, id: str) -> None:
@@ -219,7 +218,7 @@ class Registry:
             known = self.federations.get(id)
         self.forget(id)
         if known is not None:
-            log.warning("%s is carried out by another coordinator now", known.name, extra=json_logs.where(known))
+            log.warning("%s is carried out by another coordinator now", known.name, extra=telemetry.where(known))
 
     @property
     def away(self) -> bool:
@@ -404,5 +403,5 @@ class Registry:
             keys += [(id, EVENTS), *((id, name) for name in names)]
         self.wake(keys)
         for change in changes.by_id.values():
-            for kind, data in json_logs.together(change.emitted):
-                log.info(kind, extra=json_logs.of_event(change.federation.name, data))
+            for kind, data in telemetry.together(change.emitted):
+                log.info(kind, extra=telemetry.of_event(change.federation.name, data))

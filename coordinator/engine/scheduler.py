@@ -21,15 +21,15 @@ from promptfed.coordinator.aggregation.global_state import NoTorch
 from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import EnrolmentToken, Federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
-from promptfed.coordinator.engine import jobs, json_logs, retention
+from promptfed.coordinator.engine import jobs, retention, telemetry
 from promptfed.coordinator.engine.audit import Operator
 from promptfed.coordinator.engine.committer import RegistryClosed
-from promptfed.coordinator.engine.malloc import give_back
 from promptfed.coordinator.engine.registry import Registry, wait
 from promptfed.coordinator.problems import FederationMoving, NotFound, Refusal
 from promptfed.coordinator.store.blobs import DamagedBlob
 from promptfed.coordinator.store.database import DatabaseAway, InUse
 from promptfed.coordinator.store.tables import OperatorRow, TokenRow
+from promptfed.shared.machine import give_back
 from promptfed.shared.messages import ENDED
 
 Token = TypeVar("Token", Operator, EnrolmentToken)
@@ -277,7 +277,7 @@ class Scheduler:
 
     def _where(self, id: str) -> dict[str, Any]:
         federation = self._registry.federations.get(id)
-        return json_logs.where(federation) if federation is not None else {"federation": id}
+        return telemetry.where(federation) if federation is not None else {"federation": id}
 
     def _attempt(self, id: str, job: Job) -> None:
         try:

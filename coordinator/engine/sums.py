@@ -11,9 +11,8 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state, secure_sums
-from promptfed.coordinator.aggregation.private_mean import NoiseTerms, PrivateMean, private_mean
 from promptfed.coordinator.aggregation.rules import Judged
-from promptfed.coordinator.aggregation.secure_sums import Attempt
+from promptfed.coordinator.aggregation.secure_sums import Attempt, NoiseTerms, PrivateMean, private_mean
 from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.run_state import SecureStep
 from promptfed.coordinator.engine.registry import Registry

@@ -1,6 +1,9 @@
 """Authentication by bearer tokens, whose hashes are compared in constant time, and by the names in certificates.
 
-Wrong tokens are limited by the caller's address.
+Wrong tokens are limited by the caller's address, connections by the open files of the process.
+
+Where a process has no open file left, asyncio fills the log with thousands of lines a second and answers nobody, and
+neither the database nor an update can be opened: whoever can reach the port could bring that about.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from promptfed.coordinator.problems import OtherCertificate, StoreAway, TokenExp
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.opening import digest
 from promptfed.shared.api.api_schemas import LEVELS, OperatorRole
-from promptfed.shared.service.net import certificate_hash, certificates_in
+from promptfed.shared.service.http_connection import LimitedHttpProtocol
+from promptfed.shared.service.net import certificate_hash, certificates_in, most_connections
 
 SHOWN = "promptfed.certificate_names"
 
@@ -313,3 +317,20 @@ def _identify(
         if client is not None and compare_digest(client.secret_digest or "", token_digest):
             return ClientCaller(federation.id, client, federation.run.members[client.name].active)
     raise Unauthorized("this token is not known here")
+
+
+ACCEPTED_AT_ONCE = 32  # several times as many may have been accepted before the first of them is looked at
+QUEUE = 2048  # connections that the system keeps until they are accepted
+
+
+class LimitedConnection(LimitedHttpProtocol):
+    """Hangs up on whoever is one too many."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take the connection, or end it at once where there are too many."""
+        super().connection_made(transport)
+        shown = names_shown(transport)
+        if shown:
+            self.app = WithCertificate(self.app, shown)
+        if len(self.connections) > most_connections():
+            transport.abort()

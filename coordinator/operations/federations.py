@@ -21,7 +21,7 @@ from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
 from promptfed.coordinator.engine import audit, recovery
-from promptfed.coordinator.engine.disk_room import disk_told, no_room
+from promptfed.coordinator.engine.jobs import disk_told, no_room
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import has_expired
 from promptfed.coordinator.operations import tokens

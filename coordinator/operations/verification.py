@@ -17,8 +17,8 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.aggregation.global_state import NOTHING, Given, given
-from promptfed.coordinator.aggregation.private_mean import NoiseTerms
 from promptfed.coordinator.aggregation.rules import Rule
+from promptfed.coordinator.aggregation.secure_sums import NoiseTerms
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import audit, sums
 from promptfed.coordinator.engine.jobs import FORGOTTEN

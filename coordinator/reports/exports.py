@@ -14,8 +14,7 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.reports.federations import client_view, federation_view
-from promptfed.coordinator.reports.privacy import spent_in
+from promptfed.coordinator.reports.federations import client_view, federation_view, spent_in
 from promptfed.coordinator.reports.rounds import round_report, state_of
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow, ExchangeRow, PhaseRow, StateRow, SumRow, TaskRow, UpdateRow

@@ -1,21 +1,45 @@
-"""Federations and clients as operators see them."""
+"""Federations and clients as operators see them, and what privacy costs: planned and spent ε, refusals, noise."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from typing import Any, Literal
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine.jobs import selection_view
-from promptfed.coordinator.reports.privacy import central_privacy
+from promptfed.coordinator.engine.sums import released
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.tables import ClientRow, FederationRow
+from promptfed.coordinator.store.tables import (
+    ClientRow,
+    EvaluationRow,
+    ExchangeRow,
+    FederationRow,
+    PhaseRow,
+    SumRow,
+    TaskRow,
+    UpdateRow,
+)
 from promptfed.shared.api import api_schemas as schemas
-from promptfed.shared.messages import ENDED
+from promptfed.shared.api import report_schemas
+from promptfed.shared.api.api_schemas import (
+    FAILURES,
+    CentralPrivacyView,
+    ClientPrivacy,
+    PrivacyView,
+    SpendList,
+    SpendView,
+)
+from promptfed.shared.messages import ENDED, PrivacyEvent, SpendReport
+from promptfed.shared.methods.core.checks import costs, drowned, noised_phases
+from promptfed.shared.methods.core.interface import MethodError
+from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION, Drowned, training_event
 
 
 def federation_view(session: Session, federation: Federation) -> schemas.FederationView:
@@ -121,3 +145,230 @@ def client_view(row: ClientRow) -> schemas.ClientView:
     }
     stored = {name: getattr(row, name) for name in schemas.ClientView.model_fields if name not in computed}
     return schemas.ClientView.model_validate(stored | computed)
+
+
+def spends_of(session: Session, federation: Federation, client: Client) -> SpendList:
+    """The privacy cost that one client has reported, in order of its reports."""
+    spends = [*_of_updates(session, federation, client), *_of_evaluations(session, federation, client)]
+    spends.sort(key=lambda spend: (spend.at, spend.round, spend.phase))
+    return SpendList(federation_id=federation.id, client=client.name, spends=spends)
+
+
+def _of_updates(session: Session, federation: Federation, client: Client) -> Iterator[SpendView]:
+    """Updates, and masked vectors, whose changes are not known."""
+    plain = (UpdateRow.sha256.label("sent"), UpdateRow.metrics, UpdateRow.received_at)
+    masked = (ExchangeRow.digest.label("sent"), ExchangeRow.metrics, ExchangeRow.received_at)
+    for table, columns in ((UpdateRow, plain), (ExchangeRow, masked)):
+        for row in _answers(session, federation, client, table, *columns):
+            spent = spent_privacy(row.metrics or {})
+            if spent is not None:
+                release = row.sent.removeprefix("sha256:") if table is UpdateRow else None
+                event = _event(federation, client, row.metrics)
+                yield _spend(row, spent, [event], release, split="train")
+
+
+def spent_in(
+    session: Session, table: type[UpdateRow | ExchangeRow], phases: Mapping[str, int]
+) -> dict[str, tuple[int, report_schemas.SpentPrivacy]]:
+    """By client: the round and the privacy cost of its update, or masked vector, in the phase with this id."""
+    query = select(TaskRow.client, PhaseRow.id, PhaseRow.round, table.metrics).join(table, table.task_id == TaskRow.id)
+    query = query.join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
+    spent: dict[str, tuple[int, report_schemas.SpentPrivacy]] = {}
+    for client, phase, round, metrics in session.execute(query.where(PhaseRow.id.in_(set(phases.values())))):
+        cost = spent_privacy(metrics or {})
+        if cost is not None and phases.get(client) == phase:
+            spent[client] = (round, cost)
+    return spent
+
+
+def _event(federation: Federation, client: Client, metrics: dict[str, Any]) -> PrivacyEvent:
+    z, training = metrics["privacy_z"], federation.spec.training
+    if "privacy_q" in metrics:
+        q, count = metrics["privacy_q"], round(metrics["privacy_count"])
+        return PrivacyEvent(mechanism="gaussian", q=q, z=z, count=count)
+    event = training_event(client.num_samples, training.batch_size, training.epochs, z)  # stored before it was kept
+    return PrivacyEvent.model_validate(event.as_json())
+
+
+def _of_evaluations(session: Session, federation: Federation, client: Client) -> Iterator[SpendView]:
+    """Evaluations with noisy counts, which report their privacy cost."""
+    columns = (EvaluationRow.body, EvaluationRow.received_at)
+    for row in _answers(session, federation, client, EvaluationRow, *columns):
+        if row.body.get("privacy") is not None:
+            spent = SpendReport.model_validate(row.body["privacy"])
+            yield _spend(row, spent, spent.events, None, split="test")
+
+
+def _spend(
+    row: Any,
+    spent: report_schemas.SpentPrivacy | SpendReport,
+    events: list[PrivacyEvent],
+    release: str | None,
+    split: Literal["train", "test"],
+) -> SpendView:
+    return SpendView(
+        round=row.round,
+        phase=row.name.partition("/")[0],
+        task_id=row.id,
+        split=split,
+        release=release,
+        events=events,
+        epsilon=spent.epsilon,
+        epsilon_replace_one=spent.epsilon_replace_one if split == "train" else None,
+        delta=spent.delta,
+        noise=spent.noise,
+        at=row.received_at,
+    )
+
+
+def _answers(session: Session, federation: Federation, client: Client, table: Any, *columns: Any) -> Iterator[Any]:
+    query = (
+        select(TaskRow.id, PhaseRow.round, PhaseRow.name, *columns)
+        .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
+        .join(table, table.task_id == TaskRow.id)
+        .where(TaskRow.federation_id == federation.id, TaskRow.client == client.name)
+        .order_by(table.received_at)
+    )
+    yield from session.execute(query)
+
+
+def privacy_view(session: Session, federation: Federation) -> PrivacyView:
+    """The figures of all clients together, with warnings for the operator."""
+    given = federation.spec.privacy
+    trainers = [client for _, client in sorted(federation.clients.items()) if client.role == "trainer"]
+    protected = given.level == "sample"
+    clients = _of_clients(session, federation, trainers) if protected else []
+    tasks = select(TaskRow.failure).where(TaskRow.federation_id == federation.id, TaskRow.failure.is_not(None))
+    kinds = Counter(failure["type"] for failure in session.scalars(tasks))
+    sums = (
+        select(func.min(SumRow.count))
+        .join(PhaseRow, PhaseRow.id == SumRow.phase_id)
+        .where(PhaseRow.federation_id == federation.id)
+    )
+    return PrivacyView(
+        level=given.level,
+        unit=given.unit if protected else None,
+        relation=RELATION,
+        accountant=ACCOUNTANT,
+        clip=given.clip,
+        noise_multiplier=given.noise_multiplier,
+        epsilon=given.epsilon,
+        delta=given.delta,
+        evaluation=given.evaluations if given.level != "none" else None,
+        withheld=_withheld(session, federation),
+        clients=clients,
+        smallest_sum=session.scalar(sums),
+        failures={kind: count for kind, count in sorted(kinds.items()) if kind in FAILURES},
+        warnings=_warnings(federation, clients),
+    )
+
+
+def _of_clients(session: Session, federation: Federation, trainers: Sequence[Client]) -> list[ClientPrivacy]:
+    """ε of all releases, and the other figures of each client's last one: releases may be many."""
+    table = UpdateRow if federation.spec.secure_aggregation is None else ExchangeRow
+    epsilon = table.metrics["privacy_epsilon"].as_float()
+    query = select(TaskRow.client, TaskRow.phase_id, epsilon).join(table, table.task_id == TaskRow.id)
+    query = query.where(TaskRow.federation_id == federation.id, epsilon.is_not(None)).order_by(TaskRow.phase_id)
+    releases: dict[str, list[float]] = {}
+    last: dict[str, int] = {}
+    for client, phase, spent in session.execute(query):
+        releases.setdefault(client, []).append(spent)
+        last[client] = phase
+    told = spent_in(session, table, last)
+    return [_of_client(one, releases.get(one.name, []), *told.get(one.name, (None, None))) for one in trainers]
+
+
+def _of_client(
+    client: Client, releases: list[float], round: int | None, last: report_schemas.SpentPrivacy | None
+) -> ClientPrivacy:
+    return ClientPrivacy(
+        client=client.name,
+        planned=client.protection,
+        releases=len(releases),
+        round=round,
+        epsilon=last.epsilon if last is not None else None,
+        epsilon_replace_one=last.epsilon_replace_one if last is not None else None,
+        delta=last.delta if last is not None else None,
+        noise_multiplier=last.noise_multiplier if last is not None else None,
+        noise=last.noise if last is not None else None,
+        spent=releases,
+    )
+
+
+def _withheld(session: Session, federation: Federation) -> int:
+    query = (
+        select(func.count())
+        .select_from(EvaluationRow)
+        .join(TaskRow, TaskRow.id == EvaluationRow.task_id)
+        .where(TaskRow.federation_id == federation.id, EvaluationRow.body["withheld"].as_boolean())
+    )
+    return session.scalar(query) or 0
+
+
+def _warnings(federation: Federation, clients: list[ClientPrivacy]) -> list[str]:
+    warnings = []
+    if federation.privacy is None and federation.spec.secure_aggregation is None:
+        warnings.append("nothing is protected: whoever has the prompts or an update can test for a training image")
+    seeded = [client.client for client in clients if client.noise == "seeded"]
+    if seeded:
+        warnings.append(f"noise from a seed, which protects nothing: {', '.join(seeded)}")
+    silent = [client.client for client in clients if client.planned is None]
+    if silent:
+        warnings.append(f"an older version, which tells no plan of its training: {', '.join(silent)}")
+    over = [
+        client.client
+        for client in clients
+        if client.planned and client.epsilon and client.epsilon > client.planned.epsilon_planned * 1.01
+    ]
+    if over:
+        text = "ε of the ledger is over what this federation was to cost: other federations share it"
+        warnings.append(f"{text}: {', '.join(over)}")
+    return warnings
+
+
+def spent_privacy(metrics: Mapping[str, float]) -> report_schemas.SpentPrivacy | None:
+    """The privacy cost of an update, which is stored among its metrics; None if it was not protected."""
+    if "privacy_epsilon" not in metrics:
+        return None
+    noise: Literal["secret", "seeded"] = "seeded" if metrics["privacy_seeded"] else "secret"
+    return report_schemas.SpentPrivacy(
+        epsilon=metrics["privacy_epsilon"],
+        epsilon_replace_one=metrics.get("privacy_replace_one"),
+        delta=metrics["privacy_delta"],
+        noise_multiplier=metrics["privacy_z"],
+        noise=noise,
+    )
+
+
+def central_privacy(session: Session, federation: Federation) -> CentralPrivacyView | None:
+    """Privacy cost at level ``client``, and how the noise compares with the change; None at other levels."""
+    given, rules = federation.spec.privacy, federation.rules
+    if not given.protects_clients or federation.absent is not None:
+        return None
+    clients = max(len(federation.run.trainers()), rules.min_clients)
+    noise = _drowned(federation, clients)
+    planned = costs(federation.spec, noised_phases(federation.method, rules.last_round, rules.rounds))
+    return CentralPrivacyView.model_validate(
+        {
+            **costs(federation.spec, released(session, federation)),
+            **{name.replace("epsilon", "epsilon_planned"): value for name, value in planned.items()},
+            "delta": given.delta,
+            "clip": given.clip,
+            "noise_multiplier": given.noise_multiplier,
+            "sampling": federation.spec.participation.sampling,
+            "budget_rounds": rules.budget_rounds,
+            "clients": clients,
+            "ratio": noise.ratio if noise is not None else None,
+            "after_rounds": noise.after_rounds if noise is not None else None,
+            "warnings": [noise.told()] if noise is not None and noise.ratio > 1 else [],
+        }
+    )
+
+
+def _drowned(federation: Federation, clients: int) -> Drowned | None:
+    if federation.shape is None:
+        return None
+    try:
+        return drowned(federation.method, federation.spec, federation.context(), clients)
+    except MethodError:
+        return None

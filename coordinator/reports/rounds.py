@@ -21,7 +21,7 @@ from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.round_machine import MASK, TRAIN
 from promptfed.coordinator.engine.jobs import selected_round
 from promptfed.coordinator.problems import NoState, NotFound
-from promptfed.coordinator.reports.privacy import spent_privacy
+from promptfed.coordinator.reports.federations import spent_privacy
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import (
@@ -36,7 +36,7 @@ from promptfed.coordinator.store.tables import (
 )
 from promptfed.shared.api import api_schemas as schemas
 from promptfed.shared.api import report_schemas
-from promptfed.shared.api.remarks import remarks
+from promptfed.shared.api.report_schemas import remarks
 from promptfed.shared.messages import ENDED
 from promptfed.shared.plain_text import csv_cell
 from promptfed.shared.spec.sections import FINAL

@@ -51,7 +51,7 @@ from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import console, messages, note, print_json, read_spec, say, table, whole_numbers, write_file
 from promptfed.sdk.progress import duration
 from promptfed.sdk.result import Accuracy
-from promptfed.shared.api.remarks import Reached, falling, movement, near_chance, noise_of, rising
+from promptfed.shared.api.report_schemas import Reached, falling, movement, near_chance, noise_of, rising
 from promptfed.shared.spec.spec import AllowedBackbones
 
 LONG_LABEL, LONG_HEADER = 16, 14  # characters, beyond which a narrow table has an alias

@@ -185,7 +185,7 @@ class Result:
 
     def track(self, where: str) -> None:
         """Write all metrics to an experiment tracker: ``tensorboard:FOLDER`` or ``mlflow:URI``."""
-        from promptfed.sdk.trackers import open_tracker, record
+        from promptfed.sdk.progress import open_tracker, record
 
         with open_tracker(where) as write:
             record(write, self.taken)

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.api import remarks as shared
+from promptfed.shared.api import report_schemas as shared
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import of_surroundings, why
 from promptfed.shared.spec.spec import check_class_names
@@ -210,7 +210,7 @@ def new_folder(path: Path | None, option: str = "") -> Iterator[Path]:
 
 
 def remarks(result: FederationResult) -> list[str]:
-    """What looks wrong on the clients' own test images, and what to try: `promptfed.shared.api.remarks`."""
+    """What looks wrong on the clients' own test images, and what to try: `promptfed.shared.api.report_schemas`."""
     return shared.remarks(result.federation.spec, result.round_reports, _classes(result))
 
 

@@ -1,14 +1,23 @@
-"""What the coordinator answers about rounds: phases, updates, evaluations."""
+"""What the coordinator answers about rounds: phases, updates, evaluations; and remarks on a federation.
+
+A remark is one sentence for each apparent problem, with advice. Of clients' own test images only.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from statistics import fmean
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
 from promptfed.shared.messages import Role, SplitResult, TaskKind
+from promptfed.shared.plain_text import counted
 from promptfed.shared.spec.section import left_out
+from promptfed.shared.spec.spec import FederationSpec
 
 
 class CountedUpdate(BaseModel):
@@ -215,3 +224,153 @@ class ReplayReport(BaseModel):
 
     round: int
     states: list[ReplayedState]
+
+
+NEAR_CHANCE = 0.05  # share of the range from chance to 100 %, below which the template hardly separates the classes
+MOVED = 0.005  # change of accuracy that counts as none
+LEARNED = 0.02  # share of the first round's loss by which it must fall if anything was learned
+WORSE = 0.02  # accuracy below that of the template
+ROOM = 0.1  # above the template's accuracy, below which a small gain says nothing
+LITTLE = 0.02  # gain over the template, where there is room, below which sites learn little
+REACHED = 0.25  # share of the range from chance to 100 % at which a backbone does know the pictures, once trained
+RISEN = 0.01  # rise of the accuracy in the last quarter of the rounds, or more, that promises a further one
+FEWEST = 3  # images of a site that are wrong now and were right by the template, net, before the site is named
+TUNE = "`promptfed tune RUN.yaml --methods auto` compares methods and rates on held-out training images"
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A trainer's accuracy on its own test images after a round, and the template's (fractions)."""
+
+    accuracy: float
+    zero_shot: float | None
+    images: int
+
+
+Curve = Mapping[int, Mapping[str, Reached]]
+"""What the trainers reached, by evaluated round and by name."""
+
+
+def remarks(spec: FederationSpec, reports: Iterable[RoundReport], classes: float | None) -> list[str]:
+    """All remarks on a federation; ``classes`` is the mean number of classes of a trainer, if it is known."""
+    reports = list(reports)
+    losses = [report.phases[0].metrics["loss"] for report in reports if _has_loss(report)]
+    return remarks_on(spec, _curve(reports), losses, classes)
+
+
+def remarks_on(spec: FederationSpec, curve: Curve, losses: Sequence[float], classes: float | None) -> list[str]:
+    """The same of accuracies by round, with the losses by round (empty: unknown)."""
+    last = max((round for round, reached in curve.items() if reached), default=0)
+    judged = {name: row for name, row in curve.get(last, {}).items() if row.zero_shot is not None}
+    if not judged:
+        return []
+    zero_shot = fmean(row.zero_shot or 0.0 for row in judged.values())
+    gain = fmean(row.accuracy for row in judged.values()) - zero_shot
+    said = near_chance(zero_shot, classes, spec.backbone.model, zero_shot + gain)
+    if last == 0:
+        return said
+    noise = noise_of(zero_shot, sum(row.images for row in judged.values()))
+    if 1 - zero_shot < ROOM:
+        losses = []
+    said += movement(gain, losses, spec.training.learning_rate, last, noise) or little(gain, zero_shot, noise)
+    means = {round: fmean(row.accuracy for row in reached.values()) for round, reached in curve.items() if reached}
+    return said + falling(judged, spec.training.learning_rate) + (rising(means, noise) if last == spec.rounds else [])
+
+
+def noise_of(accuracy: float, images: int) -> float:
+    """What a change of an ``accuracy`` on ``images`` must exceed to be no chance: 1.96 standard errors, as of pairs."""
+    return 1.96 * math.sqrt(accuracy * (1 - accuracy) / images) if images else 1.0
+
+
+def near_chance(zero_shot: float, classes: float | None, backbone: str, reached: float = 0.0) -> list[str]:
+    """A remark if the template is hardly more accurate than chance among ``classes``.
+
+    Not where training ``reached`` an accuracy that shows that the backbone does tell the pictures apart.
+    """
+    if not classes or classes < 2:
+        return []
+    chance = 1 / classes
+    if (zero_shot - chance) / (1 - chance) >= NEAR_CHANCE or (reached - chance) / (1 - chance) >= REACHED:
+        return []
+    measured = (
+        f"Zero-shot is right in {100 * zero_shot:.1f} %, guessing among {classes:.0f} classes in {100 * chance:.1f} %"
+    )
+    why = f"{backbone} hardly knows these pictures, or these names"
+    return [f"{measured}: {why}. Try class names in plain English words, a template that fits, or another backbone."]
+
+
+def little(gain: float, zero_shot: float, noise: float) -> list[str]:
+    """A remark if sites gain little where there is room, or no more than ``noise`` explains."""
+    if gain < 0 or gain >= max(LITTLE, noise) or 1 - zero_shot < ROOM:
+        return []
+    return [
+        f"Sites learn little: {100 * gain:+.1f} points over zero-shot, where {100 * noise:.1f} can be chance; {TUNE}."
+    ]
+
+
+def movement(gain: float, losses: Sequence[float], rate: float, rounds: int, noise: float = 0.0) -> list[str]:
+    """A remark if training reduced the accuracy, by more than ``noise``, or changed nothing.
+
+    ``losses`` are by round (empty: unknown).
+    """
+    if gain < -max(WORSE, noise):
+        return [
+            f"Below zero-shot by {-100 * gain:.1f} points: try a lower training.learning_rate than {rate:g}; {TUNE}."
+        ]
+    if not losses:
+        return []
+    learned = 1 - losses[-1] / losses[0] if losses[0] > 0 else 0.0
+    if abs(gain) < MOVED and learned < LEARNED:
+        fell = f"{counted(rounds, 'round')} (loss from {losses[0]:.3f} to {losses[-1]:.3f})"
+        return [f"Nothing moved in {fell}: try a higher training.learning_rate than {rate:g}, or more rounds; {TUNE}."]
+    return []
+
+
+def rising(means: Mapping[int, float], noise: float = 0.0) -> list[str]:
+    """A remark if the mean accuracy, by evaluated round, is highest at the end and rose in the last quarter.
+
+    The rise must exceed ``noise``.
+    """
+    last = max(means)
+    earlier = [round for round in means if 0 < round <= 0.75 * last]
+    if not earlier:
+        return []
+    since = max(earlier)
+    rise = means[last] - means[since]
+    if rise < max(RISEN, noise) or means[last] < max(means.values()):
+        return []
+    return [
+        f"Still rising: {100 * rise:+.1f} points since round {since} of {last}. Try more rounds, as rounds: {2 * last}."
+    ]
+
+
+def falling(clients: Mapping[str, Reached], rate: float) -> list[str]:
+    """A remark if some sites are clearly less accurate than the template, while most are not."""
+    losses = {name: (row.zero_shot or 0.0) - row.accuracy for name, row in clients.items()}
+    fell = [name for name, loss in losses.items() if loss > WORSE and loss * clients[name].images >= FEWEST - 0.5]
+    if not fell or 2 * len(fell) >= len(clients):
+        return []
+    worst = max(fell, key=losses.__getitem__)
+    who = "One site falls" if len(fell) == 1 else f"{len(fell)} sites fall"
+    text = f"{who}: {worst} is {100 * losses[worst]:.1f} points below zero-shot, while most sites gain"
+    return [f"{text}. Try a method with a part of each site's own, such as fedpgp, or a lower rate than {rate:g}."]
+
+
+def _curve(reports: Iterable[RoundReport]) -> Curve:
+    return {
+        report.round: {
+            name: Reached(
+                client.splits["test"].accuracy,
+                client.zero_shot["test"].accuracy if "test" in client.zero_shot else None,
+                client.splits["test"].num_samples,
+            )
+            for name, client in report.evaluation.clients.items()
+            if client.role == "trainer" and "test" in client.splits
+        }
+        for report in reports
+        if report.evaluation is not None
+    }
+
+
+def _has_loss(report: RoundReport) -> bool:
+    return bool(report.phases) and "loss" in report.phases[0].metrics

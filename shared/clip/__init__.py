@@ -8,11 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from promptfed.shared.clip.backbone import Backbone, Supports
+    from promptfed.shared.clip.backbone import Backbone, Supports, shape_of
     from promptfed.shared.clip.caches import FeatureCache, ImageSplit
     from promptfed.shared.clip.errors import BackboneError
     from promptfed.shared.clip.loading import load_backbone
-    from promptfed.shared.clip.shape import shape_of
     from promptfed.shared.clip.towers.text import ClassPrompts
     from promptfed.shared.clip.towers.vision import SharedStarts
 
@@ -37,7 +36,7 @@ _MODULES = {
     "SharedStarts": "towers.vision",
     "Supports": "backbone",
     "load_backbone": "loading",
-    "shape_of": "shape",
+    "shape_of": "backbone",
 }
 
 

@@ -1,8 +1,10 @@
 """The frozen backbone: an open_clip model with a fingerprint, prompted encoders and its preprocessing."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -12,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.fingerprint import Recent, config_digest, content_key, weights_fingerprint
-from promptfed.shared.clip.preprocessing import Halves
 from promptfed.shared.clip.towers import copies, vision
 from promptfed.shared.clip.towers.dense import DenseEncoder
 from promptfed.shared.clip.towers.hub_text import text_tower_of
@@ -28,9 +28,49 @@ from promptfed.shared.clip.towers.text import (
 )
 from promptfed.shared.clip.towers.text import Path as TextPath
 from promptfed.shared.clip.towers.vision import SharedStarts
-from promptfed.shared.clip.weights import tokenizer_of
+from promptfed.shared.clip.weights import Recent, config_digest, content_key, tokenizer_of, weights_fingerprint
 from promptfed.shared.data.image_files import Cut, middle
+from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors.transfer import sent_to
+
+
+@dataclass(frozen=True)
+class Halves:
+    """``cut`` makes uint8 of an image, and `numbers` of those what the whole preprocessing gives, bit for bit."""
+
+    cut: Cut
+    mean: Sequence[float]
+    std: Sequence[float]
+    _there: dict[torch.device, list[Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, transform: Any) -> Halves | None:
+        """The halves of a preprocessing of torchvision; None if it has other steps than these."""
+        from torchvision.transforms.functional import pil_modes_mapping
+
+        steps = {type(step).__name__.removeprefix("Maybe"): step for step in transform.transforms}
+        steps.pop("ConvertMode", None)
+        if [name for name in steps if name != "CenterCrop"] != ["Resize", "ToTensor", "Normalize"]:
+            return None
+        resize, normalize = steps["Resize"], steps["Normalize"]
+        scale = resize.size if isinstance(resize.size, int) else tuple(resize.size)
+        scale = scale[0] if isinstance(scale, tuple) and len(scale) == 1 else scale
+        crop = tuple(steps["CenterCrop"].size) if "CenterCrop" in steps else scale
+        least = (scale, scale) if isinstance(scale, int) else scale
+        if not isinstance(crop, tuple) or resize.max_size is not None or crop[0] > least[0] or crop[1] > least[1]:
+            return None
+        cut = Cut(scale, crop, int(pil_modes_mapping[resize.interpolation]))
+        return cls(cut, torch.as_tensor(normalize.mean).tolist(), torch.as_tensor(normalize.std).tolist())
+
+    def numbers(self, pixels: Tensor, device: torch.device) -> Tensor:
+        """`(B, 3, H, W)` float32 on ``device`` of uint8 pixels, of which a quarter as many bytes are sent there."""
+        if device not in self._there:
+            # The divisor is a tensor of that device too: a GPU would multiply by the inverse of a number.
+            given = ([255.0] * len(self.mean), self.mean, self.std)
+            self._there[device] = [torch.tensor(values, device=device).view(-1, 1, 1) for values in given]
+        full, mean, std = self._there[device]
+        return sent_to(pixels, device).float().div_(full).sub_(mean).div_(std)
+
 
 TEXT_CHUNK = 256  # texts per pass without gradients
 PREFIX_TEXTS, DENSE_TEXTS = 512, 1 << 16  # texts per pass with gradients, on each of the paths
@@ -444,3 +484,22 @@ def finish(features: Tensor, normalize: bool) -> Tensor:
     """Features `(..., d)` in at least float32; L2-normalised with `normalize`."""
     features = _wide(features)
     return F.normalize(features, dim=-1) if normalize else features
+
+
+def shape_of(backbone: Backbone) -> BackboneShape:
+    """The sizes that a coordinator, which has no backbone, needs to create prompts.
+
+    Sizes are None for a tower that is missing or does not take prompts.
+    """
+    supports = backbone.supports
+    return BackboneShape(
+        d_t=backbone.d_t if supports.text_prompts else None,
+        d_v=backbone.d_v if supports.visual_prompts else None,
+        d_e=backbone.d_e,
+        text_layers=backbone.text_layers or None,
+        vision_layers=backbone.vision_layers or None,
+        context_length=backbone.context_length if backbone.has_text else None,
+        patch_size=backbone.patch_size,
+        patch_tokens=backbone.patch_tokens,
+        **backbone.sizes,
+    )

@@ -1,23 +1,32 @@
-"""Loading a backbone by name: which names are free, which need the data owner's consent, and clear refusals."""
+"""Loading a backbone by name: which names are free, which need the data owner's consent, and clear refusals.
+
+Models are open_clip's, or plain vision transformers of timm, with their blocks for visual prompts.
+"""
+
+from __future__ import annotations
 
 import importlib.util
 import logging
 import os
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
 
 from promptfed.shared.clip import emoji, tiny
-from promptfed.shared.clip.backbone import Backbone
-from promptfed.shared.clip.building import Undrawn, check_runs, load_errors, seeded
+from promptfed.shared.clip.backbone import Backbone, Supports, finish
 from promptfed.shared.clip.errors import BackboneError, near, one_line
-from promptfed.shared.clip.timm_towers import load_timm
+from promptfed.shared.clip.towers import copies, vision
 from promptfed.shared.clip.weights import (
     expect_at_hand,
     expect_permitted,
@@ -26,6 +35,261 @@ from promptfed.shared.clip.weights import (
     load_into,
     weights_in,
 )
+
+RANDOM_SEED = 20_240_229
+DRAWING = (
+    Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_, init.kaiming_normal_,
+    init.xavier_uniform_, init.xavier_normal_, init.trunc_normal_,
+)  # fmt: skip
+
+_global_generator = threading.Lock()
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Seed the global generator, from which random weights are drawn, and restore it afterwards."""
+    with _global_generator, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(RANDOM_SEED)
+        yield
+
+
+class Undrawn(TorchFunctionMode):
+    """Leaves out the random numbers of weights all of which are read from a file next: ViT-B/16's take a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in DRAWING:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def load_errors(model: str, pretrained: str | None, precision: str) -> Iterator[None]:
+    """Turn any error of the block, which builds a model, into a BackboneError with the model's name."""
+    try:
+        yield
+    except BackboneError:
+        raise
+    except Exception as error:
+        name = model if pretrained is None else f"{model} ({pretrained})"
+        hint = "" if precision == "fp32" else f" (in {precision}; try precision fp32)"
+        raise BackboneError(f"The backbone {name} cannot be loaded{hint}: {one_line(error)}") from error
+
+
+@torch.no_grad()
+def check_runs(backbone: Backbone) -> None:
+    """Raise BackboneError if a model does not run in its precision.
+
+    open_clip converts some towers only partly to half precision, which would otherwise fail during a round.
+    """
+    try:
+        backbone.encode_images(torch.zeros(1, 3, *backbone.image_size))
+        if backbone.has_text:
+            backbone.model.encode_text(
+                torch.zeros(1, backbone.context_length, dtype=torch.long, device=backbone.device)
+            )
+    except RuntimeError as error:
+        raise BackboneError(
+            f"The backbone {backbone.model_name} does not run in {backbone.precision}, use precision fp32: "
+            f"{one_line(error)}"
+        ) from error
+
+
+class VisualBackbone(Backbone):
+    """A frozen `timm.models.vision_transformer.VisionTransformer`, made by `load_backbone`.
+
+    The feature of an image is the input of timm's classifier (pooled and normed), so d_e = d_v. There is no text tower,
+    hence no d_t, no temperature and no zero-shot prediction: `supports.text_prompts` and `has_text` are false, and
+    operations on texts raise BackboneError.
+    """
+
+    has_text = False
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        model_name: str,
+        pretrained: str | None,
+        precision: str,
+        config: Mapping[str, Any],
+        preprocess: Mapping[str, Any],
+    ) -> None:
+        """config: everything besides weights that determines the features; preprocess: timm's data configuration."""
+        super().__init__(model, model_name=model_name, pretrained=pretrained, precision=precision, config=config)
+        self._preprocess = dict(preprocess)
+
+    @property
+    def _preprocess_config(self) -> dict[str, Any]:
+        return self._preprocess
+
+    @cached_property
+    def supports(self) -> Supports:
+        return Supports(text_prompts=False, text_short=False, text_prefix=False, visual_prompts=True)
+
+    @property
+    def d_v(self) -> int:
+        return int(self.model.embed_dim)
+
+    @property
+    def d_pooled(self) -> int:
+        return self.d_v
+
+    @property
+    def d_e(self) -> int:
+        return int(self.model.num_features)
+
+    @cached_property
+    def _prompted_tower(self) -> vision.PromptedTower:
+        return vision.timm_tower(self.model)
+
+    @property
+    def patch_tokens(self) -> None:
+        """None: without a text tower, patch features are not used."""
+
+    def encode_patches(self, images: Tensor, *, normalize: bool = True) -> NoReturn:
+        raise BackboneError(f"{self.model_name} gives no patch features: choose a CLIP model.")
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of a preprocessed image, in pixels."""
+        _, height, width = self._preprocess["input_size"]
+        return int(height), int(width)
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor, *, normalize: bool = True) -> Tensor:
+        """Features `(B, d_v)` of images `(B, 3, H, W)`: timm's features before the classifier."""
+        rows = self.model.forward_features(self.image_input(images))
+        return finish(self.model.forward_head(rows, pre_logits=True), normalize)
+
+    def vision_tower(self) -> copies.PlainTower:
+        """The image tower with names for its weights; BackboneError if they cannot be replaced."""
+        return copies.timm_tower(self.model)
+
+    @property
+    def _image_module(self) -> Any:
+        return self.model
+
+    @cached_property
+    def _transform(self) -> Any:
+        from timm.data.transforms_factory import create_transform
+
+        return create_transform(**self._preprocess, is_training=False)
+
+    @property
+    def context_length(self) -> int:
+        return self._no_text()
+
+    @property
+    def logit_scale(self) -> float:
+        return self._no_text()
+
+    def _no_text(self) -> NoReturn:
+        raise BackboneError(
+            f"The backbone {self.model_name!r} has no text tower: choose a CLIP model, or a method that needs none."
+        )
+
+    _text = property(_no_text)
+    _tokenizer = property(_no_text)
+
+
+PREFIX = "timm:"
+WRAPPERS = ("state_dict", "model", "model_ema")  # keys under which training scripts keep the weights
+CLASSIFIER = ("head.", "head_dist.")
+
+
+def load_timm(
+    model: str, pretrained: str | None, *, precision: str, device: str, allow_unregistered: bool
+) -> VisualBackbone:
+    """Load the backbone `timm:NAME` with the weights `pretrained`: a tag, a checkpoint file, None or "random".
+
+    timm is outside open_clip's registry, so the data owner must permit each model by name. BackboneError gives the
+    reason if the backbone cannot be loaded.
+    """
+    import timm
+    from timm.data.config import resolve_model_data_config
+
+    name = model.removeprefix(PREFIX)
+    _expect_known(name)
+    expect_permitted(model, allow_unregistered)
+    random = pretrained in (None, "random")
+    tag, checkpoint = _weights(name, None if random else pretrained, allow_unregistered)
+    with load_errors(model, pretrained, precision):
+        with seeded():
+            built = timm.create_model(f"{name}.{tag}" if tag else name, pretrained=tag is not None, num_classes=0)
+        _expect_plain(name, built)
+        if checkpoint is not None:
+            built.load_state_dict(_read(checkpoint))
+        built = built.to(device=device, dtype=_dtype(precision))
+    backbone = VisualBackbone(
+        built,
+        model_name=model,
+        pretrained=None if random else pretrained,
+        precision=precision,
+        config={"timm": name, "pool": str(built.global_pool), "prefix_tokens": built.num_prefix_tokens},
+        preprocess=resolve_model_data_config(built),  # type: ignore[no-untyped-call]
+    )
+    if precision != "fp32":
+        check_runs(backbone)
+    return backbone
+
+
+def _expect_known(name: str) -> None:
+    """Require a bare name of timm's registry; timm's prefixes would fetch arguments and weights from elsewhere."""
+    import timm
+
+    known = timm.list_models()
+    if name in known:
+        return
+    base, _, tag = name.partition(".")
+    if base in known:
+        raise BackboneError(
+            f"Name the weights of timm's {base} by `pretrained: {tag}`, the model by {PREFIX + base!r}."
+        )
+    raise BackboneError(f"timm has no model {name!r}{near(name, known)}.")
+
+
+def _weights(name: str, pretrained: str | None, allow_unregistered: bool) -> tuple[str | None, str | None]:
+    """The tag, or the checkpoint file, that `pretrained` names."""
+    import timm
+
+    if pretrained is None:
+        return None, None
+    tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{name}.*")]
+    if pretrained in tags:
+        return pretrained, None
+    expect_permitted_checkpoint(f"{PREFIX}{name}", pretrained, tags, allow_unregistered)
+    return None, pretrained
+
+
+def _expect_plain(name: str, built: Any) -> None:
+    from timm.models.vision_transformer import VisionTransformer
+
+    if type(built) is not VisionTransformer:
+        raise BackboneError(
+            f"timm's {name} is a {type(built).__name__}, which takes no visual prompts: choose a plain vision "
+            "transformer, such as timm:vit_base_patch16_224."
+        )
+
+
+def _read(path: str) -> dict[str, Tensor]:
+    """The weights of a checkpoint without its classifier, which the client's head replaces."""
+    from safetensors.torch import load_file
+
+    if path.endswith(".safetensors"):
+        weights: Any = load_file(path)
+    else:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    for key in WRAPPERS:
+        if isinstance(weights, dict) and isinstance(weights.get(key), dict):
+            weights = weights[key]
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise BackboneError(f"The checkpoint {path!r} holds no weights by name: save the model's state_dict().")
+    return {key: value for key, value in weights.items() if not key.startswith(CLASSIFIER)}
+
+
+def _dtype(precision: str) -> torch.dtype:
+    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 EMBEDDED = {tiny.MODEL: tiny, emoji.MODEL: emoji}

@@ -1,19 +1,28 @@
-"""Weights: from the Hugging Face hub or a local file, and what a licence asks for."""
+"""Weights: from the Hugging Face hub or a local file, and what a licence asks for.
+
+Also the identity of a frozen backbone (a digest of what determines its features), a cache of recent values, and the
+sizes of a backbone from open_clip's configuration, for which nothing is downloaded or built.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
+from promptfed.shared.clip import tiny
 from promptfed.shared.clip.errors import BackboneError, near, one_line
 from promptfed.shared.service.reasons import why
-from promptfed.shared.spec.spec import AllowedBackbones, BackboneSpec
-from promptfed.shared.tensors.lazy import torch
+from promptfed.shared.spec.spec import AllowedBackbones, BackboneShape, BackboneSpec
+from promptfed.shared.tensors.lazy import Tensor, torch
 
 REACH_SECONDS = 3.0  # seconds for a first answer of the hub
 # OpenAI's models by transformers' names; open_clip downloads the same weights from another source.
@@ -270,3 +279,132 @@ def _misfits(model: Any, tensors: Mapping[str, Any]) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
     return ", ".join(names[:_TOLD]) + more
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """`sha256:<hex>` of a JSON-like mapping in canonical form (sorted keys, no spaces; tuples count as lists)."""
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def weights_fingerprint(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
+    """`sha256:<hex>` over name, dtype, shape and little-endian bytes of every tensor in name order, then `config`.
+
+    The config is included because equal weights with another activation, preprocessing or tokenizer give other
+    features.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        digest.update(json.dumps([name, dtype, list(tensor.shape)], separators=(",", ":")).encode())
+        digest.update(_little_endian_bytes(tensor))
+    digest.update(config_digest(config).encode())
+    return "sha256:" + digest.hexdigest()
+
+
+def _little_endian_bytes(tensor: Tensor) -> memoryview:
+    raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    if sys.byteorder == "big":
+        raw = raw.reshape(-1, tensor.element_size()).flip(1).contiguous().reshape(-1)
+    array: Any = raw.numpy()
+    return memoryview(array)
+
+
+Value = TypeVar("Value")
+
+
+class Recent(Generic[Value]):
+    """The `most` recently used values by key; thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+        self._turn = threading.Lock()
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """The value under `key`, made if missing. Two threads may make it at the same time; one value is kept."""
+        with self._turn:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        value = make()
+        with self._turn:
+            self._values[key] = value
+            while len(self._values) > self._most:
+                self._values.popitem(last=False)
+        return value
+
+
+def content_key(tensor: Tensor | None) -> Hashable:
+    """A key that is equal for tensors of equal shape, dtype and bytes."""
+    if tensor is None:
+        return None
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tuple(tensor.shape), tensor.dtype, hashlib.sha256(content).digest()
+
+
+PLAIN_VISION = {"image_size", "layers", "width", "patch_size", "head_width", "mlp_ratio"}
+PLAIN_TEXT = {"context_length", "vocab_size", "width", "heads", "layers", "hf_tokenizer_name"}
+
+
+def shape_by_name(model: str) -> BackboneShape | None:
+    """The sizes of ``model``; None if its configuration lacks them or is not in open_clip's registry."""
+    if ":" in model:
+        return None
+    import open_clip
+
+    tiny.register()
+    config = open_clip.get_model_config(known_as(model, None)[0].replace("/", "-"))
+    if config is None:
+        return None
+    text, vision = config["text_cfg"], config["vision_cfg"]
+    if "hf_model_name" in text or "timm_model_name" in vision or not isinstance(vision.get("layers"), int):
+        return None
+    return _shape(config["embed_dim"], text, vision)
+
+
+def _shape(d_e: int, text: dict[str, Any], vision: dict[str, Any]) -> BackboneShape | None:
+    try:
+        return BackboneShape(
+            d_t=text["width"],
+            d_v=vision["width"],
+            d_e=d_e,
+            text_layers=text["layers"],
+            vision_layers=vision["layers"],
+            context_length=text["context_length"],
+            patch_size=vision["patch_size"],
+            **_inside(text, vision),
+        )
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def _inside(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, int]:
+    """The inner sizes of plain towers; empty for other towers, whose sizes only the model itself determines."""
+    if set(vision) - PLAIN_VISION or set(text) - PLAIN_TEXT:
+        return {}
+    width = vision["width"]
+    return {
+        "mlp_width": int(width * vision.get("mlp_ratio", 4.0)),
+        "positions": (vision["image_size"] // vision["patch_size"]) ** 2 + 1,
+        "heads_v": width // vision.get("head_width", 64),
+        "heads_t": text["heads"],
+    }
+
+
+BLOCK_KINDS = (
+    "ln_1_weight",
+    "ln_1_bias",
+    "in_proj_weight",
+    "in_proj_bias",
+    "out_proj_weight",
+    "out_proj_bias",
+    "ln_2_weight",
+    "ln_2_bias",
+    "c_fc_weight",
+    "c_fc_bias",
+    "c_proj_weight",
+    "c_proj_bias",
+)
+"""The weights of a transformer block, by the names that methods and states give them."""

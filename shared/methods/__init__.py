@@ -31,14 +31,19 @@ from promptfed.shared.spec.spec import (
     TrainingSpec,
     merged,
     parse_spec,
+    removed_method,
 )
-from promptfed.shared.spec.spec_hints import removed_method
 
 FAMILIES = {
-    "adapters": ("fedclipadapter", "fedtaskres"),
-    "fedavg": ("fedavg", "fedbabu", "fedprox", "singleset_full"),
-    "fedvpt": ("fedvpt", "fedvpt_deep", "singleset_vpt"),
-    "promptfl": ("coop", "fedkgcoop", "promptfl", "promptfl_ft", "promptfl_per", "promptfl_prox"),
+    "adapters": ("fedclip", "fedclipadapter", "fedlp", "fedtaskres"),
+    "fedavg": ("fedavg", "fedbabu", "fedprox", "perfedavg", "singleset_full"),
+    "fedcocoop": ("fedcocoop", "fedmaple"),
+    "fedrep": ("fedrep", "fedrod"),
+    "fedvpt": ("fedpr", "fedvpt", "fedvpt_deep", "singleset_vpt"),
+    "promptfl": (
+        *("coop", "fedkgcoop", "promptfl", "promptfl_amp", "promptfl_ft", "promptfl_per", "promptfl_prox"),
+        "promptfolio",
+    ),
 }
 """Files with more than one method. Every other file and folder here, but ``core``, is the method of its name."""
 

@@ -17,11 +17,9 @@ from pydantic import AfterValidator, Field
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.lazy import F, torch
+from promptfed.shared.tensors.lazy import F, Tensor, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from promptfed.shared.clip import Backbone
 
 GLOBAL = TensorSpec("global_prompt", ("m", "d_t"))

@@ -18,11 +18,9 @@ from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import namespace
-from promptfed.shared.tensors.lazy import F, into_graph, no_grad, torch
+from promptfed.shared.tensors.lazy import F, Tensor, into_graph, no_grad, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from promptfed.shared.clip import Backbone
 
 QUERY = TensorSpec("query_weight", ("n", "d_e"))

@@ -24,11 +24,9 @@ from promptfed.shared.methods.core.visual import (
 from promptfed.shared.seeds import Draws, DrawsOf
 from promptfed.shared.tensors import Tensors, TensorSpec, sum_of_squares
 from promptfed.shared.tensors.arrays import double, namespace, single
-from promptfed.shared.tensors.lazy import F, checkpointing, torch
+from promptfed.shared.tensors.lazy import F, Tensor, checkpointing, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from promptfed.shared.clip import Backbone
     from promptfed.shared.clip.towers.copies import PlainTower
     from promptfed.shared.clip.towers.text import LowRank

@@ -7,14 +7,11 @@ equation numbers below are the paper's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from promptfed.shared.tensors.lazy import Tensor, torch
 
 Pairs = Literal["both", "positive_only", "negative_only"]
 

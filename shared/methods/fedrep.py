@@ -1,20 +1,18 @@
-"""FedRep: a tower that all share under heads of each client's own, trained one after the other."""
+"""FedRep and FedRoD: a tower that all share, under heads of each client's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead
 from promptfed.shared.methods.core.tower import TowerHyper, TrainedTower, WeightMethod
+from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from promptfed.shared.tensors.lazy import F, Tensor, torch
 
 
 class FedRepHyper(TowerHyper):
@@ -132,3 +130,73 @@ class FedRep(PrivateHeadMethod):
         return pf.TrainResult(self.sent(moving), fixed.private(), metrics)
 
     metrics = ("loss", "head_loss")
+
+
+OWN_HEAD, OWN_BIAS = "own_head", "own_bias"  # Q's (C, d_h) and (C,): rows in the order of the shared head's
+ABSENT = -1e9  # in the place of log 0
+
+
+class FedRoD(WeightMethod):
+    """CE(G(f) + log π, y) over the tower and the shared G; beside it CE(sg[G(f)] + Q(sg[f]), y) over the private Q.
+
+    π are the client's shares of classes, over those that it has. G and Q are linear with a bias; Q starts at zero.
+    Trainers predict by G + Q, evaluators by G. Source:
+    Chen & Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022.
+    """
+
+    name = "fedrod"
+    summary = "A shared image tower and a balanced generic head, and a private head beside it."
+    paper = "Chen & Chao, On Bridging Generic and Personalized Federated Learning (FedRoD), 2022"
+    personal = True
+    Hyper = TowerHyper
+
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
+        """E epochs of both losses in the same steps."""
+        tower, device = self.tower(context, payload, private).trainable(), context.backbone.device
+        begun = self.shared_head(context, payload)
+        head = begun.trainable(device)
+        own = own_head(begun, private).trainable(device)
+        labels = context.train.labels.to(device)
+        shares = log_shares(context.train.labels, len(begun.names)).to(device)
+
+        def loss(indices: Tensor) -> Tensor:
+            features = self.features(tower, tower.read(context.train, indices))
+            wanted = labels[pf.sent_to(indices, device)]
+            generic = head.logits(features)
+            personal = generic.detach() + own.logits(features.detach())
+            return F.cross_entropy(generic + shares, wanted) + F.cross_entropy(personal, wanted)
+
+        groups = self.head_groups(context, [*head.parameters, *own.parameters])
+        final = pf.train(context, list(tower.leaves.values()), loss, groups=groups, reads_images=True)
+        kept = {OWN_HEAD: own.weight, OWN_BIAS: own.bias}
+        return pf.TrainResult(self.sent(tower, head, begun), kept, {"loss": final})
+
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+        """By G + Q; by G where the client has no Q."""
+        head = self.shared_head(context, payload)
+        own = own_head(head, private)
+        head = LinearHead(head.names, head.weight + own.weight, head.bias + own.bias)
+        return self.classify(self.tower(context, payload, private), head, context)
+
+    def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, ImageClassifier]:
+        """``generic``: by G alone, for those who have a Q."""
+        if OWN_HEAD not in private:
+            return {}
+        head = self.shared_head(context, payload)
+        return {"generic": self.classify(self.tower(context, payload, private), head, context)}
+
+
+def own_head(generic: LinearHead, private: Tensors) -> LinearHead:
+    """Q as it was left; zero before the first training."""
+    weight, bias = (
+        private.get(name, torch.zeros_like(like))
+        for name, like in zip((OWN_HEAD, OWN_BIAS), generic.parameters, strict=True)
+    )
+    return LinearHead(generic.names, weight, bias)
+
+
+def log_shares(labels: Tensor, classes: int) -> Tensor:
+    """``(C,)`` log of each class's share of ``labels``; of classes without images so low that no softmax has them."""
+    counts = torch.bincount(labels, minlength=classes).double()
+    shares = (counts / counts.sum()).clamp_min(1e-300).log().float()
+    return torch.where(counts > 0, shares, torch.full_like(shares, ABSENT))

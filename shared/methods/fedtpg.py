@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.interface import name_features
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.lazy import F, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from promptfed.shared.tensors.lazy import F, Tensor, torch
 
 FeedForward = Literal["relu", "geglu"]
 WIDTHS: dict[FeedForward, tuple[int, int]] = {"relu": (1, 1), "geglu": (8, 4)}

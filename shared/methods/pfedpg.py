@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
@@ -22,10 +22,7 @@ from promptfed.shared.methods.core.interface import needs_torch
 from promptfed.shared.methods.core.visual import ImageClassifier, PromptedHead, Towers, VisualHyper, vpt_bound
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from promptfed.shared.tensors.lazy import Tensor, torch
 
 BASIS, DESCRIPTORS, ADAPTED = "prompt_basis", "descriptors", "adapted_prompts"
 PROMPTS = TensorSpec("prompts", ("m", "d_v"))

@@ -8,15 +8,12 @@ stored features of its own images. This is that, and no more is claimed. Notatio
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.lazy import F, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from promptfed.shared.tensors.lazy import F, Tensor, torch
 
 
 class PFedPromptHyper(pf.ContextHyper):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
@@ -20,10 +20,7 @@ from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import namespace, relu, softmax
-from promptfed.shared.tensors.lazy import F, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from promptfed.shared.tensors.lazy import F, Tensor, torch
 
 TEXT, VISUAL = "text", "visual"
 AXES = {TEXT: ("depth_t", "d_t", "r_t"), VISUAL: ("depth_v", "d_v", "r_v")}

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from promptfed.shared.tensors.lazy import Tensor, torch
 
 
 class ZeroShotHyper(pf.Hyperparameters):

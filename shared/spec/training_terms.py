@@ -12,9 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.section import left_out
-from promptfed.shared.spec.sections import CompressionSpec, SecureAggregationSpec, SelectionSpec, Weighting
+from promptfed.shared.spec.sections import CompressionSpec, PrivacySpec, SecureAggregationSpec, SelectionSpec, Weighting
 from promptfed.shared.spec.spec import BackboneSpec, ClassName, FederationSpec, TrainingSpec
 
 

@@ -1,6 +1,7 @@
 """torch, imported when it is first used: a coordinator reads what methods say about themselves without it.
 
-Modules that a coordinator imports take ``torch`` and ``F`` from here, and import types under ``TYPE_CHECKING``.
+Modules that a coordinator imports take ``torch``, ``F`` and ``Tensor`` from here, and import other types under
+``TYPE_CHECKING``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-__all__ = ["F", "checkpointing", "into_graph", "no_grad", "torch"]
+__all__ = ["F", "Tensor", "checkpointing", "into_graph", "no_grad", "torch"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,9 +31,11 @@ class _Lazy:
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
     from torch.nn import functional as F
     from torch.utils import checkpoint as checkpointing
 else:
+    Tensor = Any  # annotations name it; nothing asks at run time whether something is one
     torch = _Lazy("torch")
     F = _Lazy("torch.nn.functional")
     checkpointing = _Lazy("torch.utils.checkpoint")

@@ -25,7 +25,7 @@ from promptfed.client_service.joining import joining
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.disclosure import Disclosure
-from promptfed.client_service.log_messages import EventTextLines
+from promptfed.client_service.monitor import EventTextLines
 from promptfed.client_service.privacy import agreement as agreements
 from promptfed.client_service.privacy import noisy_counts
 from promptfed.client_service.privacy.agreement import Agreement, differences
@@ -36,7 +36,7 @@ from promptfed.client_service.privacy.protection import reported
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.clip import FeatureCache, load_backbone, shape_of
-from promptfed.shared.clip.sizes import shape_by_name
+from promptfed.shared.clip.weights import shape_by_name
 from promptfed.shared.data.source import Source
 from promptfed.shared.messages import EnrolmentInfo, SplitResult
 from promptfed.shared.methods import METHODS, make_method
@@ -44,7 +44,7 @@ from promptfed.shared.methods.core.interface import ClientContext, Method, Metho
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.accounting import Event, epsilon_of
 from promptfed.shared.privacy.noise import SeededNoise
-from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.client_service.conftest import Make

@@ -30,7 +30,7 @@ from promptfed.shared.data import open_source
 from promptfed.shared.data.source import DataError, Source
 from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.privacy.accounting import Event, epsilon_of
-from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
 from tests.client_service.conftest import Make
 

@@ -38,8 +38,8 @@ from promptfed.shared.data import Source
 from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.methods import make_method
 from promptfed.shared.privacy.accounting import Event, epsilon_of
-from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.section import PROTOCOL, VERSION
+from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import BackboneSpec, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.client_service.conftest import Make

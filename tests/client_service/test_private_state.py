@@ -23,16 +23,29 @@ from typer.testing import CliRunner
 from promptfed.cli.main import app
 from promptfed.client_service.__main__ import main, start
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http.bodies import Body
-from promptfed.client_service.http.sent_log import SentLog
+from promptfed.client_service.http.bodies import Body, SentLog
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.disclosure import Disclosure
-from promptfed.client_service.joining.sent import ENROLMENT, EVALUATION, FAILURE, SECURE_SUM, SENT, UPDATE, help_lines
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state import site_log
 from promptfed.client_service.state.durable_files import VARIABLE
 from promptfed.client_service.state.private_state import Pending, PrivateState, Serving, TensorOrigin
-from promptfed.client_service.state.site_log import FILE, HEAD, ChangedLog, SiteLog, chained, read, verify
+from promptfed.client_service.state.site_log import (
+    ENROLMENT,
+    EVALUATION,
+    FAILURE,
+    FILE,
+    HEAD,
+    SECURE_SUM,
+    SENT,
+    UPDATE,
+    ChangedLog,
+    SiteLog,
+    chained,
+    help_lines,
+    read,
+    verify,
+)
 from promptfed.shared.messages import EnrolRequest, EvaluationRequest, FailureRequest, TaskConfig, UpdateMetadata
 from promptfed.shared.plain_text import plain
 from promptfed.shared.secagg.messages import ConfirmAnswer, KeysAnswer, SharesAnswer, UnmaskAnswer

@@ -17,8 +17,7 @@ from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.task_loop import TaskLoop
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone, tiny
-from promptfed.shared.privacy.settings import PrivacySpec
-from promptfed.shared.spec.sections import SecureAggregationSpec
+from promptfed.shared.spec.sections import PrivacySpec, SecureAggregationSpec
 from promptfed.shared.spec.spec import TrainingSpec
 from tests.client_service.conftest import Make
 from tests.support.coordinators import in_thread

@@ -23,8 +23,7 @@ from torch import Tensor
 from promptfed.client_service import task_loop
 from promptfed.client_service.__main__ import main
 from promptfed.client_service.exits import ClientError, Exit, Failure
-from promptfed.client_service.log_messages import EventJsonLines, EventTextLines, sentence
-from promptfed.client_service.monitor import Monitor, Status
+from promptfed.client_service.monitor import EventJsonLines, EventTextLines, Monitor, Status, sentence
 from promptfed.client_service.privacy.agreement import ANSWERS, FILE
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.protection import PrivacyPlan, SiteProtection
@@ -41,8 +40,7 @@ from promptfed.shared.methods.core.interface import ClientContext, Needs, TrainR
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.accounting import epsilon_of
 from promptfed.shared.privacy.noise import SeededNoise
-from promptfed.shared.privacy.settings import PrivacySpec
-from promptfed.shared.spec.sections import SecureAggregationSpec
+from promptfed.shared.spec.sections import PrivacySpec, SecureAggregationSpec
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import state_hash

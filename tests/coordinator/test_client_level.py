@@ -15,7 +15,7 @@ from sqlalchemy import select
 
 from promptfed.coordinator.domain.round_machine import poisson_sample
 from promptfed.coordinator.engine import registry as registries
-from promptfed.coordinator.engine.metrics import UNTELLING
+from promptfed.coordinator.engine.telemetry import UNTELLING
 from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 from promptfed.shared.privacy.accounting import Event, epsilon_of, replace_one_epsilon
 from promptfed.shared.privacy.noise import NoiseStream, SeededNoise

@@ -22,7 +22,7 @@ from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import opening
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database
-from promptfed.shared.service.command_line import given_settings
+from promptfed.shared.service.process import given_settings
 from promptfed.testing.clients import drive
 from tests.support.coordinators import InThread, in_thread
 from tests.support.open_phases import kind

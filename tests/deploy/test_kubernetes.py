@@ -15,9 +15,9 @@ import yaml
 from promptfed.client_service.monitor import Monitor, Status
 from promptfed.client_service.settings import Settings as ClientSettings
 from promptfed.coordinator import problems
-from promptfed.coordinator.engine.metrics import ALERTING, Metrics
+from promptfed.coordinator.engine.telemetry import ALERTING, Metrics
 from promptfed.coordinator.settings import Settings
-from promptfed.shared.service.command_line import given_settings
+from promptfed.shared.service.process import given_settings
 from tests import ROOT
 
 FOLDER = ROOT / "deploy" / "kubernetes"

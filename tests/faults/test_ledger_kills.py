@@ -16,7 +16,7 @@ from promptfed.client_service.privacy.protection import reported
 from promptfed.client_service.state.durable_files import VARIABLE
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.privacy.accounting import epsilon_of
-from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
 from tests.client_service.conftest import backbone as backbone
 from tests.support.client_processes import ClientProcess, served, wait_for

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from promptfed.coordinator.reports.rounds import _cell
-from promptfed.shared.api.remarks import Reached, falling, little, near_chance, noise_of, remarks_on, rising
+from promptfed.shared.api.report_schemas import Reached, falling, little, near_chance, noise_of, remarks_on, rising
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.plain_text import csv_cell, markdown, plain
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from promptfed.experiments.bench.tuning import Rung, grid, ranked, rungs, survivors
 from promptfed.shared.methods import METHODS, UnknownMethod, describe, resolve_spec
 from promptfed.shared.service.net import moved_to
-from promptfed.shared.spec import spec_hints
+from promptfed.shared.spec import spec
 from promptfed.shared.spec.section import VERSION, OtherVersion, expect_ours
 from promptfed.shared.spec.spec import FederationSpec, SpecError, merged
 
@@ -221,8 +221,8 @@ def test_a_removed_name_is_refused_in_one_line_with_its_release() -> None:
 
 
 def test_what_is_listed_as_removed_is_not_there() -> None:
-    assert not spec_hints.METHODS & set(METHODS)
-    for key in spec_hints.KEYS:
+    assert not spec.METHODS & set(METHODS)
+    for key in spec.KEYS:
         *parents, name = key.split(".")
         model: Any = FederationSpec
         for parent in parents if parents != ["method"] else ():

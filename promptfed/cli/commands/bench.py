@@ -1,14 +1,39 @@
-"""`promptfed bench`: methods compared under a protocol."""
+"""`promptfed bench`: methods compared under a protocol; `promptfed tune`: a method and a learning rate for a run file.
+
+Tuning chooses by held-out training images.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 
 from promptfed.cli.app import Made, app
 from promptfed.cli.bench_options import BenchOptions
-from promptfed.cli.common import AllowBackbone, Json, Written
+from promptfed.cli.common import AllowBackbone, Device, Json, Pool, RunFilePath, Written
+from promptfed.runtime.run_file import read_run
+from promptfed.sdk.client import CommandError, Exit
+from promptfed.sdk.output import (
+    console,
+    expect_new,
+    note,
+    percent,
+    print_json,
+    read_spec,
+    say,
+    size,
+    table,
+    whole_numbers,
+    write_file,
+)
+
+if TYPE_CHECKING:
+    from promptfed.experiments.bench.tuning import Chosen, Gain
 
 
 @app.add(section="Try and simulate")
@@ -29,3 +54,114 @@ def bench(
     from promptfed.cli.bench import run_bench
 
     run_bench(protocol, options, allow_backbone, written, as_json)
+
+
+MOST_ROWS = 12  # candidates that the table shows
+
+
+@app.add(section="Try and simulate")
+def tune(
+    spec: RunFilePath,
+    out: Annotated[Path, typer.Option(help="a new file: the run file with the chosen method and rate")],
+    allow_backbone: AllowBackbone,
+    methods: Annotated[
+        str | None, typer.Option(help="auto, or methods by commas, beside the run file's own; default: that alone")
+    ] = None,
+    rates: Annotated[
+        str | None, typer.Option(help="learning rates by commas; default: four decades around each method's default")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="of the last candidates: how many, or which, by commas")] = "12,13,14,15",
+    validation: Annotated[float, typer.Option(help="share of the training images that is held out")] = 0.25,
+    seconds: Annotated[float, typer.Option(min=1, help="time for the search")] = 300,
+    most_bytes: Annotated[
+        float | None,
+        typer.Option("--bytes", min=1, help="bytes that one client may send and receive in all rounds; default: any"),
+    ] = None,
+    pool: Pool = 1,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Choose a method and a learning rate by simulation on held-out training images, and write a new run file."""
+    from promptfed.experiments.bench.folder import rates_of
+    from promptfed.experiments.bench.tuning import AUTO, Plan, Trials, choose
+    from promptfed.shared.methods import method_class
+
+    plan = Plan(
+        AUTO if methods == "auto" else tuple(name.strip() for name in (methods or "").split(",") if name.strip()),
+        None if rates is None else rates_of(rates, "--rates"),
+        _seeds(seeds),
+        seconds,
+        most_bytes,
+    )
+    expect_new(out)
+    for name in plan.methods:
+        method_class(name)  # or there is no such method
+    with TemporaryDirectory(prefix="promptfed-tune-") as features:
+        trials = Trials(
+            read_run(spec), Path(features), validation, pool=pool, device=device, allow_backbone=allow_backbone
+        )
+        chosen = choose(trials, plan, note)
+        changes = trials.changes(chosen.winner.method, chosen.winner.rate)
+    write_file(out, _text(spec, changes, chosen, validation).encode())
+    if as_json:
+        print_json(asdict(chosen) | {"out": str(out)})
+    else:
+        _show(chosen, out, trials.default.figure)
+
+
+def _show(chosen: Chosen, out: Path, figure: str) -> None:
+    template = [] if chosen.zero_shot is None else [["zero-shot", "", "", percent(chosen.zero_shot), ""]]
+    rows = [
+        [
+            row.candidate.method + (" (chosen)" if row.candidate == chosen.winner else ""),
+            f"{row.candidate.rate:g}",
+            str(row.rounds),
+            percent(row.accuracy),
+            size(row.bytes),
+        ]
+        for row in chosen.tried[:MOST_ROWS]
+    ]
+    columns = ["method", "rate", "rounds", figure.lower(), "bytes of a client"]
+    console.print(table(f"{figure} on held-out training images", columns, [*template, *rows]))
+    say(f"{_words(chosen)}.")
+    for method, reason in chosen.refused.items():
+        say(f"Left out: {method}: {reason}")
+    if chosen.untried:
+        say(f"{chosen.untried} candidates were not tried in every rung for lack of time: give more --seconds.")
+    if chosen.at_edge:
+        say(f"{chosen.winner.rate:g} is the smallest or largest rate that was tried: a better one may lie beyond.")
+    say(f"Wrote {out}: run it with `promptfed simulate {out}`.")
+
+
+def _words(chosen: Chosen) -> str:
+    """The winner with its gains in one clause each."""
+    gains = [
+        f"{_points(gain)} over {other}"
+        for gain, other in ((chosen.template_gain, "zero-shot"), (chosen.default_gain, f"{chosen.default}"))
+        if gain is not None
+    ]
+    own = "" if chosen.winner != chosen.default else ", which the run file names,"
+    return f"{chosen.winner}{own} wins with {percent(chosen.accuracy)}" + (f": {', '.join(gains)}" if gains else "")
+
+
+def _points(gain: Gain) -> str:
+    between = (
+        f" [95 %: {100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
+        if gain.low is not None and gain.high is not None
+        else ""
+    )
+    return f"{100 * gain.mean:+.1f} points{between}"
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """Those that are listed; a number alone says how many, from 12 on."""
+    given = whole_numbers(text, "--seeds")
+    if given == (0,):
+        raise CommandError("--seeds 0: give how many seeds, at least 1, or which, as in 0,1,2", Exit.BAD_INPUT)
+    return given if len(given) > 1 else tuple(range(12, 12 + given[0]))
+
+
+def _text(path: Path, changes: dict[str, Any], chosen: Chosen, share: float) -> str:
+    """The run file with ``changes``, under a comment that names the winner, its gains and how it was chosen."""
+    head = f"# By `promptfed tune` on {share:g} of the training images held out: {_words(chosen)}\n"
+    return head + yaml.safe_dump(read_spec(path) | changes, sort_keys=False, allow_unicode=True)

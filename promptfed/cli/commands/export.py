@@ -55,7 +55,7 @@ def onnx(
     as_json: Json = False,
 ) -> None:
     """Write an export's classifier as an ONNX model, and check that it answers as Python does (promptfed[onnx])."""
-    from promptfed.cli.predicting import model_of_export
+    from promptfed.cli.scoring import model_of_export
     from promptfed.export.export import open_backbone_of
     from promptfed.export.onnx_graph import write_onnx
 
@@ -102,7 +102,7 @@ def serve(
     key: Key = None,
 ) -> None:
     """Answer over HTTP with what a federation learned: a page to drop an image on, and POST /v1/predict."""
-    from promptfed.cli.predicting import model_of_export
+    from promptfed.cli.scoring import model_of_export
     from promptfed.client_service.exits import ClientError
     from promptfed.client_service.serving.api import create_export_app
     from promptfed.client_service.settings import read_token

@@ -1,7 +1,10 @@
-"""`promptfed methods`: the methods, and what each sends."""
+"""`promptfed methods`: the methods, and what each sends. `promptfed init`: a folder that runs, to begin with."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,8 +12,67 @@ import typer
 from promptfed.cli.app import app
 from promptfed.cli.common import Json
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import console, listing, print_json, table
+from promptfed.sdk.output import console, listing, new_folder, print_json, say, table
 from promptfed.shared.spec.spec import SpecError
+
+START = Path(__file__).parents[1] / "start"
+RUN = "run.yaml"
+
+
+@app.add(section="Try and simulate")
+def init(
+    folder: Annotated[Path | None, typer.Argument(help="a new or empty folder")] = None,
+    preset: Annotated[
+        str | None, typer.Option("--from", help="run.yaml with a paper's settings, as paper:fedpgp-office")
+    ] = None,
+    root: Annotated[Path, typer.Option(help="with --from: the folder with the papers' data sets")] = Path("data"),
+    presets: Annotated[bool, typer.Option("--list", help="list the papers' settings, and end")] = False,
+) -> None:
+    """Make a folder that runs: a run file with comments, a method of your own, its test, and how to go on."""
+    if presets:
+        from promptfed.experiments.bench.presets import preset_names, read_preset
+
+        listing([(name, read_preset(name).title) for name in preset_names()])
+        return
+    if folder is None:
+        raise CommandError("name a new folder, as in: promptfed init mine", Exit.BAD_INPUT)
+    run = (START / RUN).read_text() if preset is None else _of_paper(preset, root)
+    with new_folder(folder):
+        for file in START.iterdir():
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+        (folder / RUN).write_text(run)
+    say(f"{folder} is ready. Go on with: cd {folder} && promptfed simulate {RUN}")
+
+
+def _of_paper(name: str, root: Path) -> str:
+    """The run file of the first federation of a paper's table, by the table's last method."""
+    import yaml
+
+    from promptfed.experiments.bench.presets import read_preset
+    from promptfed.runtime.run_file import ClientEntry
+
+    preset = read_preset(name)
+    panel = preset.panels()[0]
+    where = str(root.absolute())
+    try:
+        jobs = preset.bench((0,), panel=panel, root=where).jobs()
+    except CommandError as error:
+        raise CommandError(f"{str(error).rstrip('.')}; {preset.wanted(str(root))}", Exit.BAD_INPUT) from None
+    own = list(preset.methods)[-1]
+    job = next(job for job in jobs if job.entry.label == own)
+    clients = [
+        ClientEntry(
+            name=site.name, data=site.data, role=site.role, tests=dict(site.tests), domain=site.domain
+        ).model_dump(exclude_defaults=True)
+        for site in job.trial.sites
+    ]
+    head = [f"# {preset.title}", f"# The table's methods: {', '.join(preset.methods)}"]
+    if preset.each:
+        head.append(f"# Its data sets: {', '.join(preset.each)}; here {panel}")
+    run = {**job.spec, "name": name.partition(":")[2], "clients": clients}
+    plain = json.loads(json.dumps(run))  # YAML has no tuples
+    return "\n".join(head) + "\n" + yaml.safe_dump(plain, sort_keys=False, width=120)
 
 
 @app.add(section="Try and simulate")

@@ -37,18 +37,18 @@ def predict(
     if (folders and (len(images) > 1 or as_json)) or (out is not None and not folders):
         text = "a folder is given alone, its answers are CSV (--out FILE); files are told one by one (--json)"
         raise CommandError(text, Exit.USAGE)
-    from promptfed.cli import predicting
+    from promptfed.cli import scoring
 
     if export is not None:
-        model, names = predicting.model_of_export(export, class_names, key=key)
+        model, names = scoring.model_of_export(export, class_names, key=key)
     else:
         assert federation is not None
         with asked.open() as api:
-            model, names = predicting.model_of_federation(api, federation, round, class_names)
+            model, names = scoring.model_of_federation(api, federation, round, class_names)
     if folders:
-        predicting.predict_folder(model, names, folders[0], allow_backbone, out)
+        scoring.predict_folder(model, names, folders[0], allow_backbone, out)
     else:
-        predicting.predict(model, names, images, allow_backbone, top, as_json)
+        scoring.predict(model, names, images, allow_backbone, top, as_json)
 
 
 @app.add(section="Use a result")

@@ -34,7 +34,7 @@ from promptfed.cli.common import (
 )
 from promptfed.runtime.processes import LocalFederation, Processes, Services, Site, interrupt_on_sigterm
 from promptfed.runtime.run_file import RunFile, check_trainers, read_run, with_own_classes
-from promptfed.sdk import operations, trackers
+from promptfed.sdk import operations, progress
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import (
     console,
@@ -49,9 +49,8 @@ from promptfed.sdk.output import (
     tell,
     write_file,
 )
-from promptfed.sdk.progress import Snapshot, Watcher, follow, result_table
+from promptfed.sdk.progress import Snapshot, Watcher, follow, open_tracker, record, result_table
 from promptfed.sdk.result import Accuracy, FederationResult
-from promptfed.sdk.trackers import open_tracker, record
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.plain_text import counted
 from promptfed.shared.service.reasons import leave
@@ -124,7 +123,7 @@ def simulate(
             results_folder(out) as folder,
             Watcher(resolved.rounds, quiet=as_json) as watcher,
         ):
-            trackers = [open_trackers.enter_context(open_tracker(where)) for where in track or ()]
+            progress = [open_trackers.enter_context(open_tracker(where)) for where in track or ()]
             watcher.say(f"{counted(len(run.sites), 'client')}: their images and features")
             if out is not None and cluster.engine is None:
                 options |= {"folder": folder / RUN_FOLDER, "lasting": True}
@@ -132,7 +131,7 @@ def simulate(
             if out is not None:
                 _keep(result, folder)
                 shutil.rmtree(folder / RUN_FOLDER, ignore_errors=True)
-            for tracker in trackers:
+            for tracker in progress:
                 record(tracker, result)
     except KeyboardInterrupt:
         # The interpreter would wait for the thread that computes.
@@ -532,14 +531,14 @@ def track(
     """Follow a federation and write every round's metrics to TensorBoard or MLflow, also if it has finished already."""
     written = -1
     with ExitStack() as stack, Watcher(quiet=as_json) as watcher:
-        opened = [stack.enter_context(trackers.open_tracker(place)) for place in to]
+        opened = [stack.enter_context(progress.open_tracker(place)) for place in to]
 
         def show(snapshot: Snapshot, last: int) -> None:
             nonlocal written
             written = last
             watcher.show(snapshot)
 
-        end = trackers.track(api, federation, opened, show)
+        end = progress.track(api, federation, opened, show)
     result = {"federation": federation, "state": end.state, "last_round": written, "to": to}
     tell(as_json, result, f"Wrote the rounds up to {written} to {', '.join(to)}.")
     if end.state != "finished":

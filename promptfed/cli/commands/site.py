@@ -1,10 +1,15 @@
-"""A data owner's commands: `promptfed doctor`, `privacy`, `ledger`, `policy`, `site-log`."""
+"""A data owner's commands: `promptfed doctor`, `privacy`, `ledger`, `policy`, `site-log`.
+
+`promptfed coordinator`, `promptfed client` and `join`: the two services, whose options are their settings.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,18 +17,64 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from promptfed.cli.app import Made, app
-from promptfed.cli.common import AllowedNames, BackboneFile, Json, use_backbone_file
+from promptfed.cli.common import AllowedNames, BackboneFile, Json, options_of, use_backbone_file
+from promptfed.client_service.joining.invited import GIVEN, accept
 from promptfed.client_service.privacy.ledger import Ledger
-from promptfed.client_service.settings import ledger_path
+from promptfed.client_service.settings import Settings as ClientSettings
+from promptfed.client_service.settings import ledger_path, make_settings
 from promptfed.client_service.state import site_log
+from promptfed.client_service.state.site_log import help_lines
+from promptfed.coordinator.settings import Settings as CoordinatorSettings
 from promptfed.sdk.client import PROXY_VARIABLE, CommandError, Exit
 from promptfed.sdk.output import console, print_json, read_federation, say, table, tell
 from promptfed.shared.plain_text import counted, plain
+from promptfed.shared.service.reasons import leave
 from promptfed.shared.spec.spec import BackboneSpec
 
 if TYPE_CHECKING:
     from promptfed.shared.api.api_schemas import SpendList
     from promptfed.shared.service.net import addresses_of
+
+
+@app.add(section="Operate federations")
+def coordinator(given: Annotated[dict[str, Any], Made(options_of(CoordinatorSettings))]) -> None:
+    """Run a coordinator."""
+    from promptfed.coordinator.__main__ import start
+
+    leave(start(given))
+
+
+@app.add(section="Take part with own data", epilog="\b\n" + "\n".join(help_lines()))
+def client(given: Annotated[dict[str, Any], Made(options_of(ClientSettings))]) -> None:
+    """Run a client, which takes part in a federation with this owner's data."""
+    from promptfed.client_service.__main__ import start
+
+    leave(start(make_settings(**given)))
+
+
+@app.add(section="Take part with own data", epilog="\b\n" + "\n".join(help_lines()))
+def join(
+    invitation: Annotated[
+        str, typer.Argument(help="-: asks for the text that the operator sent, which ps would show; or a file with it")
+    ],
+    given: Annotated[dict[str, Any], Made(options_of(ClientSettings, without=GIVEN))],
+) -> None:
+    """Accept an operator's invitation: run a client, which takes part in a federation with this owner's data."""
+    from promptfed.client_service.__main__ import start
+
+    leave(start(accept(_text_of(invitation), given)))
+
+
+def _text_of(invitation: str) -> str:
+    """The invitation: from standard input, a file, or as it is."""
+    if invitation == "-":
+        if sys.stdin.isatty():
+            sys.stderr.write("Paste the invitation: ")
+            sys.stderr.flush()
+        return sys.stdin.readline()
+    with suppress(OSError, UnicodeDecodeError):  # no file: too long for a name, for one
+        return Path(invitation).read_text()
+    return invitation
 
 
 ledger_group = app.group("ledger", "Read the privacy budget of this owner's data.", "Take part with own data")
@@ -132,9 +183,9 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
     Raises:
         CommandError: the folder is no enrolled client's, or the coordinator does not answer it.
     """
+    from promptfed.client_service.http.bodies import SentLog
     from promptfed.client_service.http.connection import BadAnswer, Refused
     from promptfed.client_service.http.coordinator_client import CoordinatorClient, http_to
-    from promptfed.client_service.http.sent_log import SentLog
     from promptfed.client_service.privacy.agreement import FILE
     from promptfed.client_service.state.site_log import SiteLog
     from promptfed.shared.api.api_schemas import SpendList

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.fingerprint import content_key
 from promptfed.shared.clip.towers.text import ClassPrompts, is_standard_block, run_block
+from promptfed.shared.clip.weights import content_key
 
 Block = Callable[[Tensor], Tensor]
 

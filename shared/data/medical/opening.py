@@ -1,39 +1,409 @@
-"""Opens DICOM files as a source: the images of each line of a table of labels, with their patients as groups."""
+"""Opens DICOM files as a source: the images of each line of a table of labels, with their patients as groups.
+
+What is known of the files of a folder is stored as an index, so that a later start takes one listing. It has keyed ids
+in place of values. A line of it is ``["f", file, size, time, facts]`` or ``["p", pixels, width, height, digest]``.
+Failures are not stored: a package installed meanwhile, or more memory, may mend them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
+import os
+import secrets
+import struct
+import sys
 import threading
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
+import torch
 from PIL import Image
+from tqdm import tqdm
 
-from promptfed.shared.data.folder import SKIP, TEMPLATE, skips
-from promptfed.shared.data.medical.index import (
-    COLUMNS,
-    PATH,
-    Broken,
-    Facts,
-    Index,
-    Item,
-    Keys,
-    Listed,
-    Shown,
-    Table,
-    home,
-    kept_in,
-    read_table,
-    refuse,
+from promptfed.shared.data.errors import DataError
+from promptfed.shared.data.folder import (
+    SKIP,
+    TEMPLATE,
+    LabelColumns,
+    check_column,
+    label_columns,
+    read_lines,
+    skips,
+    subgroup_columns,
+    subgroup_of,
 )
 from promptfed.shared.data.options import Options, divided
-from promptfed.shared.data.readers import Answer, readers
-from promptfed.shared.data.source import DataError, Source, Split
+from promptfed.shared.data.readers import Answer, Request, readers
+from promptfed.shared.data.source import Source, Split
+from promptfed.shared.files import write_whole
 from promptfed.shared.service.reasons import named, why
+
+KEY_FILE = "key"
+_KEY_BYTES = 32
+
+
+def home(given: str | None) -> Path:
+    """The folder of indexes: ``given`` by ``index=``, or one in the user's cache."""
+    if given is not None:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "promptfed" / "medical"
+
+
+@contextmanager
+def kept_in(folder: Path, uri: str) -> Iterator[None]:
+    """Raise DataError where the index cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        text = f"{uri}: the index cannot be kept in {folder}: {why(error)}; name a folder with index=FOLDER."
+        raise DataError(text) from None
+
+
+class Keys:
+    """Ids under the secret in ``folder``, which is made where there is none."""
+
+    def __init__(self, folder: Path, uri: str) -> None:
+        with kept_in(folder, uri):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._key = _key(folder / KEY_FILE)
+
+    def id(self, *text: object) -> str:
+        """An id of 16 hexadecimal digits; the first of ``text`` says of what kind of thing."""
+        whole = "\0".join(map(str, text)).encode(errors="surrogateescape")
+        return hashlib.blake2b(whole, key=self._key, digest_size=8).hexdigest()
+
+
+def _key(path: Path) -> bytes:
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+    except FileExistsError:
+        pass
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise OSError("its file key is damaged: remove the folder")
+    return key
+
+
+IDS = ("patient", "study", "series", "sop", "accession")
+_STALE = 2  # times as many lines as count, at which the index is written anew
+
+
+class Facts(NamedTuple):
+    """A file's keyed identifiers ("" where it has none), its frames, and its place in its series."""
+
+    patient: str
+    study: str
+    series: str
+    sop: str
+    accession: str
+    frames: int
+    order: float
+
+
+class Listed(NamedTuple):
+    """A file of a folder."""
+
+    path: str  # within the folder
+    id: str
+    size: int
+    time: int
+
+
+class Shown(NamedTuple):
+    """The size of an image in pixels and its `image_digest` in bytes."""
+
+    width: int
+    height: int
+    digest: bytes
+
+
+class Item(NamedTuple):
+    """One image: a place in a file."""
+
+    file: Listed
+    place: int
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A file that cannot be read: its id, its path for the owner's eyes, and the reason."""
+
+    file: Listed
+    reason: str
+
+
+class Index:
+    """The index of the files under ``root``, kept in ``folder``."""
+
+    def __init__(self, root: Path, folder: Path, keys: Keys, settings: Mapping[str, Any]) -> None:
+        self.root, self.keys, self.settings = root, keys, dict(settings)
+        self._file = folder / f"{keys.id('root', root.resolve())}.jsonl"
+        self._settings = json.dumps(self.settings, sort_keys=True)
+        self._facts: dict[str, tuple[int, int, Facts | None]] = {}
+        self._shown: dict[str, Shown] = {}
+        self._load()
+
+    def listed(self) -> list[Listed]:
+        """The ordinary files under the root, by their paths; hidden ones are left out."""
+        found = []
+        for path, entry in _entries(self.root, ""):
+            about, name = entry.stat(), self.keys.id("file", path)
+            size, time = about.st_size, about.st_mtime_ns
+            known = self._facts.get(name)
+            if known is not None and known[:2] == (size, time):
+                size, time = known[:2]  # the same numbers in memory once
+            found.append(Listed(path, name, size, time))
+        return sorted(found)
+
+    def facts(self, files: Sequence[Listed]) -> tuple[list[tuple[Listed, Facts]], list[Broken]]:
+        """The images among ``files`` with their facts, and the files whose headers cannot be read."""
+        new = [file for file in files if self._facts.get(file.id, ())[:2] != (file.size, file.time)]
+        broken = []
+        requests = (Request("facts", str(self.root / file.path)) for file in new)
+        with self._file.open("a") as lines:
+            answers = zip(new, readers().each(requests), strict=True)
+            for file, answer in tqdm(answers, "headers", len(new), leave=False, disable=_quiet(new)):
+                if answer.error is not None:
+                    broken.append(Broken(file, answer.error))
+                    continue
+                facts = None if answer.facts is None else self._keyed(answer.facts)
+                self._facts[file.id] = file.size, file.time, facts
+                lines.write(self._line(file.id))
+        bad = {one.file.id for one in broken}
+        read = ((file, self._facts[file.id][2]) for file in files if file.id not in bad)
+        return [(file, facts) for file, facts in read if facts is not None], broken
+
+    def facts_of(self, file: Listed) -> Facts:
+        """The facts of a file that `facts` gave."""
+        facts = self._facts[file.id][2]
+        assert facts is not None
+        return facts
+
+    def _keyed(self, facts: Mapping[str, Any]) -> Facts:
+        ids = {name: sys.intern(self.value(name, facts.get(name, ""))) for name in IDS}
+        return Facts(**ids, frames=facts["frames"], order=facts.get("order", 0.0))
+
+    def value(self, name: str, text: str) -> str:
+        """The keyed id of a header's value."""
+        return self.keys.id(name, text) if text else ""
+
+    def shown(self, items: Sequence[Item]) -> tuple[list[Shown | None], list[Broken]]:
+        """Size and digest of each image, each decoded once; None for images that cannot be decoded."""
+        names = ((self._name(item), item) for item in items)  # computed twice, since all of them take memory
+        new = list({name: item for name, item in names if name not in self._shown}.items())
+        requests = (self.request("check", item.file.path, item.place) for _, item in new)
+        broken = []
+        with self._file.open("a") as lines:
+            answers = zip(new, readers().each(requests), strict=True)
+            for (name, item), answer in tqdm(answers, "images", len(new), leave=False, disable=_quiet(new)):
+                if answer.error is not None:
+                    broken.append(Broken(item.file, answer.error))
+                    continue
+                self._shown[name] = Shown(answer.size[0], answer.size[1], bytes.fromhex(answer.digest))
+                lines.write(json.dumps(["p", name, *answer.size, answer.digest]) + "\n")
+        return [self._shown.get(self._name(item)) for item in items], broken
+
+    def release(self) -> None:
+        """Forget what is not needed once the images are known: of many files it takes much memory."""
+        self._facts.clear()
+        self._shown.clear()
+
+    def request(self, do: str, path: str, place: int) -> Request:
+        """Have the pixels of an image read."""
+        return Request(do, str(self.root / path), place, self.settings)
+
+    def _name(self, item: Item) -> str:
+        return self.keys.id("pixels", *item.file[1:], f"[{json.dumps(item.place)}, {self._settings}]")
+
+    def _load(self) -> None:
+        count = 0
+        if not self._file.exists():
+            self._file.touch(mode=0o600)
+        with self._file.open() as lines:
+            for line in lines:
+                count += 1
+                self._take(line)
+        live = len(self._facts) + len(self._shown)
+        if count > _STALE * live + 100:
+            write_whole(self._file, "".join(self._stored()).encode(), mode=0o600)
+        elif count:
+            with self._file.open("a") as again:
+                again.write("\n")  # the end of a line that a crash cut off
+
+    def _take(self, line: str) -> None:
+        try:
+            kind, name, *values = json.loads(line)
+            if kind == "p":
+                width, height, digest = values
+                self._shown[name] = Shown(width, height, bytes.fromhex(digest))
+            else:
+                size, time, facts = values
+                self._facts[name] = size, time, None if facts is None else self._read(name, size, time, facts)
+        except (ValueError, TypeError, struct.error):  # an empty line, or one that a crash cut off
+            return
+
+    def _line(self, name: str) -> str:
+        """The stored line of a file."""
+        size, time, facts = self._facts[name]
+        own = None
+        if facts is not None:
+            (bits,) = struct.unpack("<Q", struct.pack("<d", facts.order))
+            own = [*facts[:-1], bits ^ self._mask(name, size, time)]
+        return json.dumps(["f", name, size, time, own]) + "\n"
+
+    def _read(self, name: str, size: int, time: int, stored: Sequence[Any]) -> Facts:
+        *values, masked = stored
+        (order,) = struct.unpack("<d", struct.pack("<Q", masked ^ self._mask(name, size, time)))
+        return Facts._make([*(sys.intern(value) if type(value) is str else value for value in values), order])
+
+    def _mask(self, name: str, size: int, time: int) -> int:
+        """What hides a file's place in its series, which is a number of its header."""
+        return int(self.keys.id("order", name, size, time), 16)
+
+    def _stored(self) -> Iterator[str]:
+        for name in self._facts:
+            yield self._line(name)
+        for name, shown in self._shown.items():
+            yield json.dumps(["p", name, shown.width, shown.height, shown.digest.hex()]) + "\n"
+
+
+def _entries(root: Path, under: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    with os.scandir(root / under) as entries:
+        for entry in entries:
+            path = f"{under}/{entry.name}" if under else entry.name
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _entries(root, path)
+            elif entry.is_file():
+                yield path, entry
+
+
+def _quiet(new: Iterable[object]) -> bool | None:
+    """No bar where nothing is new; else tqdm shows one on a terminal."""
+    return None if new else True
+
+
+COLUMNS = {
+    "SOPInstanceUID": "sop",
+    "SeriesInstanceUID": "series",
+    "StudyInstanceUID": "study",
+    "AccessionNumber": "accession",
+    "PatientID": "patient",
+}
+"""Columns by which a line finds its files, the finest first, and the facts that they are compared with."""
+PATH = "path"
+_KEYS = (*COLUMNS, PATH)
+_SPLITS = ("train", "test")
+_TABLE = "the table of labels"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Lines of a table: ``values`` of the column ``key``, ``labels`` (N,) or (N, C), and their splits and groups.
+
+    ``subgroups``: the value of each line by column, as in `csv:`.
+    """
+
+    key: str
+    values: tuple[str, ...]
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+    labels: torch.Tensor
+    splits: tuple[str | None, ...]
+    groups: tuple[str, ...] | None
+    subgroups: Mapping[str, tuple[str, ...]]
+
+
+def read_table(path: Path, options: Options) -> Table:
+    """Read a table whose lines find their files by the first of `COLUMNS` and the path that it has.
+
+    Raises:
+        DataError: it cannot be read. The message names lines and columns; only ``problems`` quote cells.
+    """
+    if not path.is_file():
+        raise DataError(f"{options.uri}: there is no table of labels; make one, and name it with labels=FILE.")
+    name = f"{options.uri}: {_TABLE}"
+    columns, rows = read_lines(path, name)
+    key = next((name for name in _KEYS if name in columns), None)
+    if key is None:
+        raise DataError(
+            f"{options.uri}: {_TABLE} has none of the columns {', '.join(_KEYS)}, by which a file is found."
+        )
+    own = options.text("group") or next((name for name in ("PatientID",) if name in columns and name != key), None)
+    subgroups = subgroup_columns(options)
+    used = {*COLUMNS, PATH, "split", own or key, *subgroups}
+    several = label_columns(path, columns, used, _columns_only(options))
+    labelled = ["label"] if several is None else []
+    for needed in [own or key, *labelled, *subgroups]:
+        check_column(needed, columns, name)
+    if not rows:
+        raise DataError(f"{options.uri}: {_TABLE} has no line.")
+    problems = _problems(rows, key, [key, *labelled, *([own] if own else [])], several)
+    if problems:
+        refuse(options, problems)
+    names, labels = _one_label(rows) if several is None else several.read(rows)
+    splits = tuple(row.get("split") or None for _, row in rows)
+    if None in splits and len(set(splits)) > 1:
+        raise DataError(f"{options.uri}: {_TABLE} leaves some splits empty; give it for all lines or for none.")
+    groups = tuple(str(row[own]) for _, row in rows) if own else None
+    values = tuple(str(row[key]).strip() for _, row in rows)
+    by_column = {column: tuple(subgroup_of(row, column) for _, row in rows) for column in subgroups}
+    return Table(key, values, tuple(number for number, _ in rows), names, labels, splits, groups, by_column)
+
+
+def _problems(
+    rows: Sequence[tuple[int, Mapping[str, Any]]], key: str, needed: Sequence[str], several: LabelColumns | None
+) -> list[tuple[str, str]]:
+    """What is wrong with the lines: a text without values, and one for the owner's eyes."""
+    problems: list[tuple[str, str]] = []
+    seen: dict[str, int] = {}
+    for number, row in rows:
+        where = f"{_TABLE}, line {number}"
+        told = list(several.problems(number, row)) if several is not None else []
+        if told:
+            problems.append((f"{where}: its labels are not as they should be.", told[0]))
+        for column in needed:
+            if not row.get(column):
+                problems.append((f"{where}: {column} must not be empty.",) * 2)
+        if (row.get("split") or None) not in (None, *_SPLITS):
+            problems.append((f"{where}: the split is neither train nor test.",) * 2)
+        first = seen.setdefault(row.get(key) or "", number)
+        if first != number:
+            problems.append((f"{where}: it has the same {key} as line {first}; keep one of them.",) * 2)
+    return problems
+
+
+def _columns_only(options: Options) -> Options:
+    """The options without the table's name, since ``labels`` of ``csv:`` names a column."""
+    return options.without(("labels",))
+
+
+def _one_label(rows: Sequence[tuple[int, Mapping[str, str | None]]]) -> tuple[tuple[str, ...], torch.Tensor]:
+    labels = [str(row["label"]) for _, row in rows]
+    names = tuple(sorted(set(labels)))
+    places = {name: place for place, name in enumerate(names)}
+    return names, torch.tensor([places[label] for label in labels])
+
+
+def refuse(options: Options, problems: Sequence[tuple[str, str]], advice: str = "") -> NoReturn:
+    """Raise DataError with (text without values, text for the owner's eyes) of each problem."""
+    shown = 3
+    more = f" And {len(problems) - shown} more." if len(problems) > shown else ""
+    text = " ".join(safe for safe, _ in problems[:shown])
+    local = [whole for _, whole in problems]
+    raise DataError(f"{options.uri}: {text}{more}{' ' + advice if advice else ''}", local)
+
 
 OPTIONS = ("labels", "columns", "group", "groups", "index", SKIP)
 TABLE = "labels.csv"

@@ -15,9 +15,8 @@ from promptfed.shared.methods.core.interface import (
 )
 from promptfed.shared.privacy import accounting
 from promptfed.shared.privacy.accounting import Drowned, PrivacyError, budget_rounds, client_event
-from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.section import ceil_fraction
-from promptfed.shared.spec.sections import AggregationSpec
+from promptfed.shared.spec.sections import AggregationSpec, PrivacySpec
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import DTYPES, TensorSpec
 

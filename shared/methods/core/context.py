@@ -21,12 +21,10 @@ from promptfed.shared.methods.core.training import ClassificationLoss, leaf, tra
 from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.lazy import no_grad, torch
+from promptfed.shared.tensors.lazy import Tensor, no_grad, torch
 from promptfed.shared.tensors.transfer import sent_to
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from promptfed.shared.clip import Backbone, ClassPrompts
 
 INIT_STD = 0.02

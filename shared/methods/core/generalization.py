@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import row_of
@@ -19,11 +18,7 @@ from promptfed.shared.methods.core.heads import SHARED_HEAD, LinearHead, head_st
 from promptfed.shared.seeds import DrawsOf
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import double, namespace, single
-from promptfed.shared.tensors.lazy import F, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from promptfed.shared.tensors.lazy import F, Tensor, torch
 
 WEIGHTS = TensorSpec("ga_weights", ("n",), shared_with_clients=False)
 ROUND = TensorSpec("ga_round", (), dtype="int64", shared_with_clients=False)

@@ -15,11 +15,9 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.seeds import DrawsOf
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import lengths, namespace
-from promptfed.shared.tensors.lazy import F, torch
+from promptfed.shared.tensors.lazy import F, Tensor, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from promptfed.shared.clip import Backbone
 
 

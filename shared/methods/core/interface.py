@@ -19,11 +19,9 @@ from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Shape, Tensors, TensorSpec
-from promptfed.shared.tensors.lazy import torch
+from promptfed.shared.tensors.lazy import Tensor, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from promptfed.shared.clip import Backbone
 
 

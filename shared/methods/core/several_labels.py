@@ -31,12 +31,10 @@ from promptfed.shared.methods.core.interface import (
 from promptfed.shared.seeds import Draws
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.lazy import torch
+from promptfed.shared.tensors.lazy import Tensor, torch
 from promptfed.shared.tensors.transfer import sent_to
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from promptfed.shared.clip import Backbone
 
 BIAS = TensorSpec("label_bias", (1,))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
-from promptfed.shared.clip.sizes import BLOCK_KINDS
+from promptfed.shared.clip.weights import BLOCK_KINDS
 from promptfed.shared.methods.core import heads, visual
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, HeadRate, LinearHead, TextHead
@@ -21,11 +21,9 @@ from promptfed.shared.methods.core.visual import (
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import CHANGE, Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import brain_float
-from promptfed.shared.tensors.lazy import checkpointing, torch
+from promptfed.shared.tensors.lazy import Tensor, checkpointing, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from promptfed.shared.clip import Backbone
     from promptfed.shared.clip.towers.copies import PlainTower
 

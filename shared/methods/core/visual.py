@@ -17,11 +17,9 @@ from pydantic import Field
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, TextHead, head_groups
 from promptfed.shared.seeds import Draws
-from promptfed.shared.tensors.lazy import checkpointing, torch
+from promptfed.shared.tensors.lazy import Tensor, checkpointing, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from promptfed.shared.clip import Backbone, ClassPrompts
 
 

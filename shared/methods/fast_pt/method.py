@@ -34,11 +34,9 @@ from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit, Style
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.arrays import namespace
-from promptfed.shared.tensors.lazy import F, torch
+from promptfed.shared.tensors.lazy import F, Tensor, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from promptfed.shared.clip import Backbone
 
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from promptfed.coordinator.aggregation import rows, weights
-from promptfed.coordinator.aggregation.rules import Rule
-from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.aggregation import rows, rules
+from promptfed.coordinator.aggregation.rules import Rule, weighted_mean
 from promptfed.coordinator.api import results
 from promptfed.coordinator.store.blobs import Blobs, put_tensors, room
 from promptfed.shared.methods import make_method, resolve_spec
@@ -45,7 +44,7 @@ def updates_in(folder: Path, count: int = 5) -> list[ClientUpdate]:
 def test_by_entry_comes_to_the_bits_of_update_by_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     updates = updates_in(tmp_path)
     by_update = weighted_mean(updates)
-    monkeypatch.setattr(weights, "LARGE", 0)
+    monkeypatch.setattr(rules, "LARGE", 0)
     blobs = Blobs(tmp_path)
     blobs.open()
     with room(blobs) as space:
@@ -158,7 +157,7 @@ def tower_spec(name: str, **method: Any) -> dict[str, Any]:
 
 
 def free(monkeypatch: pytest.MonkeyPatch, bytes: int) -> None:
-    monkeypatch.setattr("promptfed.coordinator.engine.disk_room.shutil.disk_usage", lambda path: Usage(0, 0, bytes))
+    monkeypatch.setattr("promptfed.coordinator.engine.jobs.shutil.disk_usage", lambda path: Usage(0, 0, bytes))
 
 
 def test_the_disk_that_is_needed_is_told_at_creation(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:

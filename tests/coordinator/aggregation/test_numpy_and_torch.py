@@ -12,8 +12,8 @@ from scipy import stats
 
 from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.aggregation.global_state import Combined, call, call_with_torch
-from promptfed.coordinator.aggregation.private_mean import NoiseTerms, private_mean
 from promptfed.coordinator.aggregation.rules import RULES, Rule, ServerOptimizer
+from promptfed.coordinator.aggregation.secure_sums import NoiseTerms, private_mean
 from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, resolve_spec

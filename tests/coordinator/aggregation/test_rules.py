@@ -17,8 +17,7 @@ from torch import Tensor
 
 from promptfed.coordinator.aggregation import rows as matrices
 from promptfed.coordinator.aggregation import rules
-from promptfed.coordinator.aggregation.rules import Rows, Rule
-from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.aggregation.rules import Rows, Rule, weighted_mean
 from promptfed.shared.methods.core.interface import ClientUpdate
 from promptfed.shared.spec.sections import AggregationSpec, shares
 from promptfed.shared.tensors import CHUNK, Tensors

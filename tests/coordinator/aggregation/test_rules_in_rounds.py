@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from promptfed.coordinator.aggregation import rules
-from promptfed.coordinator.aggregation.rules import MOMENTUM, SQUARE, Rule, ServerOptimizer
-from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.aggregation.rules import MOMENTUM, SQUARE, Rule, ServerOptimizer, weighted_mean
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.interface import ClientUpdate
 from promptfed.shared.spec.sections import AggregationSpec, ServerOptimizerSpec

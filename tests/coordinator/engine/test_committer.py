@@ -19,7 +19,7 @@ from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import committer
 from promptfed.coordinator.engine.committer import Committer, RegistryClosed
 from promptfed.coordinator.engine.recorder import Change, Changes
-from promptfed.coordinator.operations import clients as clients_operations
+from promptfed.coordinator.operations import enrolment as clients_operations
 from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.store.database import Database
 from promptfed.shared.methods.core.interface import ServerContext

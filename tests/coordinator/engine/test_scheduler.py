@@ -19,10 +19,11 @@ from sqlalchemy.exc import OperationalError
 
 from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.engine import jobs, malloc, scheduler
+from promptfed.coordinator.engine import jobs, scheduler
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import OperatorCaller
 from promptfed.coordinator.store.opening import digest
+from promptfed.shared import machine
 from promptfed.testing.clients import DEADLINE, bearer, drive
 from tests.support.coordinators import InThread, Make, in_thread
 from tests.support.open_phases import answer_all, answer_next, enrolled, launched
@@ -292,7 +293,7 @@ def test_a_new_token_is_written_where_the_one_in_the_file_has_once_expired(
 # Threads that hold memory at the same time, as many as there are requests under way; glibc then tells its heaps.
 THREADS = """
 import ctypes, threading
-from promptfed.coordinator.engine.malloc import share_heaps
+from promptfed.shared.machine import share_heaps
 share_heaps()
 together = threading.Barrier(12)
 def hold():
@@ -323,7 +324,7 @@ def test_free_memory_between_what_is_in_use_goes_back() -> None:
     pieces = [bytearray(2_000) for _ in range(50_000)]
     kept = pieces[::100]
     del pieces
-    malloc.give_back()
+    machine.give_back()
     assert process.memory_info().rss - before < 20e6
     assert sum(len(piece) for piece in kept) == 1_000_000
 

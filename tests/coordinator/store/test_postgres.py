@@ -22,7 +22,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from promptfed.coordinator.__main__ import main
-from promptfed.coordinator.engine.json_logs import JsonFormatter
+from promptfed.coordinator.engine.telemetry import JsonFormatter
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import fault_points
 from promptfed.coordinator.store.database import CannotOpen, Database, DatabaseAway, InUse, PostgreSQL

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from promptfed.cli import common
 from promptfed.cli.main import app
 from promptfed.coordinator.app import create_app
-from promptfed.coordinator.engine import json_logs
+from promptfed.coordinator.engine import telemetry
 from promptfed.coordinator.settings import Settings
 from promptfed.sdk.client import Exit
 from promptfed.sdk.progress import Pace, Snapshot, Watcher, describe_round, duration
@@ -276,7 +276,7 @@ def test_a_round_and_a_time_in_words() -> None:
 def logged(formatter: logging.Formatter, caplog: pytest.LogCaptureFixture) -> str:
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        extra = json_logs.of_event("eyes", {"round": 3, "phase": "train", "asked": ["a", "b"], "reason": None})
+        extra = telemetry.of_event("eyes", {"round": 3, "phase": "train", "asked": ["a", "b"], "reason": None})
         logging.getLogger("promptfed.test").info("phase-opened", extra=extra)
         try:
             raise ValueError("bad\x1b[31m")
@@ -287,20 +287,20 @@ def logged(formatter: logging.Formatter, caplog: pytest.LogCaptureFixture) -> st
 
 
 def test_logs_are_text_where_people_read_them(caplog: pytest.LogCaptureFixture) -> None:
-    text = logged(json_logs.TextFormatter(), caplog)
+    text = logged(telemetry.TextFormatter(), caplog)
     first, second, *traceback = text.splitlines()
     assert first[8:] == ' phase-opened (federation eyes, round 3, phase train) asked=["a", "b"]'
     assert second[8:] == " error: it broke"
     assert traceback[-1] == "ValueError: bad\\x1b[31m"
-    entry = json.loads(logged(json_logs.JsonFormatter(), caplog).splitlines()[0])
+    entry = json.loads(logged(telemetry.JsonFormatter(), caplog).splitlines()[0])
     assert (entry["message"], entry["round"]) == ("phase-opened", 3)
 
 
 @pytest.mark.parametrize(("format", "terminal", "kind"), [
-    ("auto", True, json_logs.TextFormatter),
-    ("auto", False, json_logs.JsonFormatter),
-    ("text", False, json_logs.TextFormatter),
-    ("json", True, json_logs.JsonFormatter),
+    ("auto", True, telemetry.TextFormatter),
+    ("auto", False, telemetry.JsonFormatter),
+    ("text", False, telemetry.TextFormatter),
+    ("json", True, telemetry.JsonFormatter),
 ])  # fmt: skip
 def test_a_terminal_gets_text_and_everything_else_json(
     format: Any, terminal: bool, kind: type[logging.Formatter], monkeypatch: pytest.MonkeyPatch
@@ -310,5 +310,5 @@ def test_a_terminal_gets_text_and_everything_else_json(
     monkeypatch.setattr("sys.stderr", stream)
     found: list[logging.Handler] = []
     monkeypatch.setattr(logging, "basicConfig", lambda **options: found.extend(options["handlers"]))
-    json_logs.configure("info", format)
+    telemetry.configure("info", format)
     assert type(found[0].formatter) is kind

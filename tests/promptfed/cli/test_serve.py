@@ -19,7 +19,7 @@ import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
 
-from promptfed.cli.predicting import model_of_export
+from promptfed.cli.scoring import model_of_export
 from promptfed.client_service.serving import api
 from promptfed.client_service.serving.api import create_export_app
 from promptfed.export.adapted_model import predictor_of

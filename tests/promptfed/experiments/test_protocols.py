@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from promptfed.cli.commands.tune import _seeds, _words
+from promptfed.cli.commands.bench import _seeds, _words
 from promptfed.experiments.bench.entries import parse_entries, parse_entry
 from promptfed.experiments.bench.protocols import KNOWN, PROTOCOLS, Setting, with_options
 from promptfed.experiments.bench.tuning import AUTO, Candidate, Plan, Trial, choose, gain

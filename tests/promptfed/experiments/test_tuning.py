@@ -20,7 +20,7 @@ from promptfed.runtime.processes import Site
 from promptfed.runtime.run_file import read_run
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy
-from promptfed.shared.api.remarks import movement, near_chance
+from promptfed.shared.api.report_schemas import movement, near_chance
 from promptfed.shared.data import open_source
 from tests.support.far_device import far_device, waits
 

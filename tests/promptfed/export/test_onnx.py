@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
 from PIL import Image
+from typer.testing import CliRunner
 
+import promptfed
+from promptfed.cli.main import app
 from promptfed.client_service.serving.prediction import OneImage
 from promptfed.export import onnx_graph
 from promptfed.export.adapted_model import AdaptedModel
 from promptfed.export.onnx_graph import write_onnx
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.data import open_source
-from promptfed.shared.methods.core import patch_texts
+from promptfed.shared.methods import METHODS, fedotp
 from tests.support import exports
 from tests.support.adapted import NAMES, adapted
 from tests.support.equality import assert_values
+from tests.support.own_images import SHAPES, write_folder
 
 
 def pictures() -> list[Image.Image]:
@@ -58,11 +65,6 @@ def expect_same_answers(model: AdaptedModel, folder: Path) -> None:
     assert_values(torch.from_numpy(session.run(None, {"pixels": pixels[:1]})[0]), wanted[:1])
 
 
-@pytest.mark.parametrize("name", ["promptfl", "plan", "fedcocoop"])
-def test_logits_are_those_of_python(name: str, tmp_path: Path) -> None:
-    expect_same_answers(adapted(exports.backbone(), name), tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "hyper", "text"),
     [("pfedpg", {"m": 2}, "classifies with what each client keeps to itself"), ("coop", {"m": 4}, "shares nothing")],
@@ -75,7 +77,7 @@ def test_a_method_without_a_graph_is_refused(name: str, hyper: dict, text: str, 
 
 
 def test_steps_that_depend_on_the_image_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch_texts, "into_graph", lambda: False)  # as of a method that does not think of graphs
+    monkeypatch.setattr(fedotp, "into_graph", lambda: False)  # as of a method that does not think of graphs
     with pytest.raises(CommandError, match="takes other steps from image to image"):
         write_onnx(adapted(exports.backbone(), "fedotp"), NAMES, exports.backbone(), tmp_path / "model.onnx")
 
@@ -87,3 +89,48 @@ def test_a_graph_that_answers_differently_is_not_written(tmp_path: Path, monkeyp
     with pytest.raises(CommandError, match="differ from Python's by"):
         write_onnx(adapted(exports.backbone(), "promptfl"), NAMES, exports.backbone(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
+
+
+CLIENTS_OWN = ("coop", "fedbabu", "fedrep", "pfedpg", "singleset_full", "singleset_vpt")
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("fast_pt", {"mixture": "soft"}), ("fedclip", {"features": "normalized"}), ("fedvpt", {"m": 3}),
+    ("fedapt", {"mixture": "hard"}), ("fedapt", {"t": 1.0}), ("fedotp", {"transport": "balanced"}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "hyper"), [*((name, {}) for name in METHODS if name not in CLIENTS_OWN), *VARIANTS])
+def test_logits_are_those_of_python(name: str, hyper: dict[str, Any], tmp_path: Path) -> None:
+    expect_same_answers(adapted(exports.backbone(), name, **hyper), tmp_path)
+
+
+@pytest.mark.parametrize("name", CLIENTS_OWN)
+def test_others_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="ask a client's own service"):
+        write_onnx(adapted(exports.backbone(), name), NAMES, exports.backbone(), tmp_path / "model.onnx")
+
+
+def test_prompts_are_in_the_graph_and_texts_are_constants(tmp_path: Path) -> None:
+    sizes = {}
+    for name in ("zero_shot", "promptfl", "fedvpt"):
+        write_onnx(adapted(exports.backbone(), name), NAMES, exports.backbone(), tmp_path / f"{name}.onnx")
+        graph = onnx.load(tmp_path / f"{name}.onnx").graph
+        assert [value.name for value in (*graph.input, *graph.output)] == ["pixels", "logits"]
+        assert graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+        sizes[name] = (tmp_path / f"{name}.onnx").stat().st_size
+    assert sizes["promptfl"] < 1.1 * sizes["zero_shot"]  # no text tower
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {name: f"folder:{write_folder(tmp_path / name, seed=seed, each=4)}" for seed, name in enumerate(("a", "b"))}
+    result = promptfed.run(
+        {"name": "promptfl", "m": 2}, data, rounds=1, class_names=list(SHAPES), backbone=exports.backbone()
+    )
+    result.export(tmp_path / "export")
+    arguments = ["onnx", str(tmp_path / "export"), "--out"]
+    done = CliRunner().invoke(app, [*arguments, str(tmp_path / "model.onnx"), "--json"])
+    assert done.exit_code == 0, done.output
+    card = json.loads((tmp_path / "export" / "card.json").read_text())
+    assert json.loads(done.stdout)["state"] == card["hashes"]["state"]
+    assert "ends in .onnx" in CliRunner().invoke(app, [*arguments, str(tmp_path / "model")]).stderr
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert "promptfed[onnx]" in CliRunner().invoke(app, [*arguments, str(tmp_path / "other.onnx")]).stderr

@@ -31,9 +31,8 @@ from promptfed.sdk.client import (
     Exit,
     Request,
 )
-from promptfed.sdk.progress import Snapshot
+from promptfed.sdk.progress import Snapshot, metrics_of, open_tracker, record, track
 from promptfed.sdk.result import FederationList, FederationResult, FederationSummary
-from promptfed.sdk.trackers import metrics_of, open_tracker, record, track
 from promptfed.shared.api.api_schemas import BackboneView, ClientCounts, FederationView, Health
 from promptfed.shared.api.report_schemas import RoundReport
 from promptfed.shared.service.net import TOLD

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from open_clip.model import _build_vision_tower
 
 from promptfed.shared.clip import BackboneError, FeatureCache, shape_of
-from promptfed.shared.clip.building import seeded
 from promptfed.shared.clip.caches import PatchCache
+from promptfed.shared.clip.loading import seeded
 from promptfed.shared.clip.towers.copies import vision_tower
 from promptfed.shared.clip.towers.vision import attend_from_everywhere, prompted_tower, refusal_of
 from tests.shared.clip.conftest import VISION_TRANSFORMERS, Noise, assert_image_weights_equal, noise

@@ -16,7 +16,7 @@ import pytest
 import torch
 from open_clip.model import CLIP, _build_text_tower
 
-from promptfed.shared.clip.building import seeded
+from promptfed.shared.clip.loading import seeded
 from promptfed.shared.clip.towers.dense import DenseEncoder
 from promptfed.shared.clip.towers.hub_text import text_tower_of
 from promptfed.shared.clip.towers.prefix import PrefixEncoder

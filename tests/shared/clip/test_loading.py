@@ -36,12 +36,12 @@ from torch.testing import assert_close
 from benchmarks import backbone
 from benchmarks.backbone import encode_short, learning_rate, loss_of, normalise, pretrain, save_weights
 from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, caches, load_backbone, shape_of
+from promptfed.shared.clip.backbone import Halves
 from promptfed.shared.clip.caches import BATCH, DEVICE_BATCH, agreeing_slots
-from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
-from promptfed.shared.clip.preprocessing import Halves
-from promptfed.shared.clip.timm_towers import VisualBackbone
+from promptfed.shared.clip.loading import VisualBackbone
 from promptfed.shared.clip.tiny import MODEL, register, weights_path
 from promptfed.shared.clip.towers.text import TextTower
+from promptfed.shared.clip.weights import config_digest, weights_fingerprint
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data import readers as data_readers
 from promptfed.shared.data.classes import SYMBOLS

@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of, weights
-from promptfed.shared.clip.sizes import shape_by_name
 from promptfed.shared.clip.towers.text import LowRank
-from promptfed.shared.clip.weights import known_as
+from promptfed.shared.clip.weights import known_as, shape_by_name
 from tests.shared.clip.conftest import CLASS_NAMES, assert_image_weights_equal, assert_text_weights_equal, noise
 from tests.shared.clip.test_loading import KINDS, entry
 from tests.support.equality import assert_values

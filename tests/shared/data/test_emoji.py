@@ -14,8 +14,17 @@ import torch
 from promptfed.shared import messages
 from promptfed.shared.data import DataError, Source, open_source
 from promptfed.shared.data.emoji import source as store
-from promptfed.shared.data.emoji.source import FILE, POOLS, domain_of, splits
-from promptfed.shared.data.emoji.styles import COMMON, RARE, SIZE, STYLES, UNREAD_FAMILIES
+from promptfed.shared.data.emoji.source import (
+    COMMON,
+    FILE,
+    POOLS,
+    RARE,
+    SIZE,
+    STYLES,
+    UNREAD_FAMILIES,
+    domain_of,
+    splits,
+)
 
 PERMISSIVE = {"MIT", "Apache-2.0", "OFL-1.1"}
 

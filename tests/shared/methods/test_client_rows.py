@@ -17,7 +17,7 @@ from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.client_rows import ClientRowsMethod
 from promptfed.shared.methods.core.interface import ClientContext, ClientInfo, ClientUpdate, MethodError, ServerContext
 from promptfed.shared.methods.pfedmoap import Gate, PFedMoAP, PFedMoAPHyper
-from promptfed.shared.methods.promptfl_amp import PromptFLAMP, mixing_weights
+from promptfed.shared.methods.promptfl import PromptFLAMP, mixing_weights
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors

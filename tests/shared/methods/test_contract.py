@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from promptfed.client_service.training.payloads import check_payload, known_sizes
-from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.shared import methods

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import fedapt, make_method

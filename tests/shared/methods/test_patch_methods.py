@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import ClientContext, HasVariants, MethodError, ServerContext
-from promptfed.shared.methods.core.patch_texts import PatchTextLogits, balanced, unbalanced
-from promptfed.shared.methods.fedotp import FedOTP
+from promptfed.shared.methods.fedotp import FedOTP, PatchTextLogits, balanced, unbalanced
 from promptfed.shared.methods.promptfl import LOCAL
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,11 @@ from promptfed.shared.messages import Task
 from promptfed.shared.methods import describe, make_method
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT, LinearHead
-from promptfed.shared.methods.core.interface import check_admission
+from promptfed.shared.methods.core.interface import ClientInfo, ClientUpdate, ServerContext, check_admission
 from promptfed.shared.methods.core.training import batches
 from promptfed.shared.methods.pfedpg import ADAPTED, BASIS, DESCRIPTORS, PFedPG
 from promptfed.shared.seeds import generator
-from promptfed.shared.spec.spec import BackboneShape
+from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import TorchDraws, check, decode, encode, state_hash
 from tests.shared.methods.conftest import NAMES
@@ -44,9 +45,45 @@ from tests.support.agreed import agreed, asked
 from tests.support.equality import assert_values
 from tests.support.fake_coordinator import FakeCoordinator, made_up_source
 from tests.support.literal_pfedpg import PROMPTS, Server
-from tests.support.small_pfedpg import SHAPE, method_of, noise, roster, start, step
 from tests.support.terms import training_terms
 from tests.support.textless import MODEL, textless_backbone
+
+SHAPE = BackboneShape(d_v=24, d_e=16, vision_layers=2, patch_size=8)
+
+
+def method_of(**hyper: Any) -> PFedPG:
+    """The method with five tokens and narrow networks."""
+    made = make_method({"name": "pfedpg", "m": 5, "inner_width": 12, "hidden": 7} | hyper)
+    assert isinstance(made, PFedPG)
+    return made
+
+
+def roster(*names: str, **changes: Any) -> ServerContext:
+    """What the server half is handed for trainers of these names."""
+    clients = tuple(ClientInfo(name, "trainer", 10, NAMES) for name in sorted(names))
+    return replace(ServerContext(TrainingSpec(), SHAPE, None, clients, seed=3, rounds=4), **changes)
+
+
+def start(method: PFedPG, context: ServerContext) -> Tensors:
+    """The state before the first round."""
+    return method.initial_state(context, TorchDraws().manual_seed(1))
+
+
+def noise(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Normal numbers of standard deviation ``scale``."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def step(method: PFedPG, state: Tensors, deltas: Mapping[str, Tensor], context: ServerContext) -> Tensors:
+    """The state after a round in which each client changed its prompt ``(m, d_v)`` by its delta."""
+    [phase] = method.phases(1, 1)
+    updates = [ClientUpdate(name, 0.25, {"delta": delta}) for name, delta in sorted(deltas.items())]
+
+    def no_mean(updates: Any) -> Tensors:
+        raise AssertionError("pfedpg takes no mean")
+
+    return method.aggregate(state, phase, iter(updates), no_mean, context)
+
 
 KINDS = ("attention", "mlp", "adain", "basis")
 

@@ -1,4 +1,7 @@
-"""Differentially private training: the mechanism against itself written out, and what refuses to be protected."""
+"""Differentially private training: the mechanism against itself written out, and what refuses to be protected.
+
+The lower bound on ε is what guessing canaries in one run shows (Steinke, Nasr, Jagielski, 2023).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from scipy import stats
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import METHODS, make_method, promptfolio
+from promptfed.shared.methods import METHODS, make_method, promptfl
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import training
 from promptfed.shared.methods.core.interface import HasVariants, Protection, UnprotectedError
@@ -27,7 +31,37 @@ from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit, Make, wide_step
 from tests.support import literal, literal_private
 from tests.support.equality import assert_moved_equally
-from tests.support.one_run import one_run_bound
+
+MOST_EPSILON = 50.0
+
+
+def one_run_bound(guesses: int, right: int, canaries: int, delta: float, chance: float = 0.05) -> float:
+    """The largest ε that ``right`` of ``guesses`` rule out, if each of ``canaries`` took part by a fair coin.
+
+    Steinke et al., 2023, Theorem 5.2: under (ε, δ) at least v right have probability f(v) + 2mδ·max_i (f(v − i) −
+    f(v))/i at most, f(v) = P[Bin(r, e^ε/(1 + e^ε)) ≥ v].
+    """
+    if guesses == 0 or _one_run_chance(0.0, guesses, right, canaries, delta) > chance:
+        return 0.0
+    low, high = 0.0, MOST_EPSILON
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        if _one_run_chance(middle, guesses, right, canaries, delta) <= chance:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _one_run_chance(epsilon: float, guesses: int, right: int, canaries: int, delta: float) -> float:
+    sure = 1 / (1 + math.exp(-epsilon))
+    at_least = stats.binom.sf(right - 1, guesses, sure)
+    if right == 0 or delta == 0:
+        return float(at_least)
+    steps = np.arange(1, right + 1)
+    more = (stats.binom.sf(right - 1 - steps, guesses, sure) - at_least) / steps
+    return float(at_least + 2 * canaries * delta * more.max())
+
 
 M = 4
 
@@ -380,7 +414,7 @@ def per_loss(context: pf.ClientContext) -> literal.Loss:
 
 
 def literally(tried: PrivateContextMethod, context: pf.ClientContext) -> literal.Loss:
-    if isinstance(tried, promptfolio.PromptFolio):
+    if isinstance(tried, promptfl.PromptFolio):
         return folio_loss(context, tried.hyper.theta)
     return per_loss(context)
 
@@ -427,7 +461,7 @@ def test_gradients_and_loss_equal_the_equations_at_77_tokens(
 def test_the_mixture_is_not_normalised_again() -> None:
     text = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     image = torch.tensor([0.6, 0.8])
-    assert float(image @ promptfolio.mixed(text, 0.2)[0]) == pytest.approx(0.64)
+    assert float(image @ promptfl.mixed(text, 0.2)[0]) == pytest.approx(0.64)
 
 
 def test_both_forms_of_the_mixtures_logits_agree(backbone: Backbone, make_context: Make) -> None:

@@ -15,8 +15,7 @@ from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.interface import ClientContext, Method, Protection
 from promptfed.shared.methods.core.training import PrivateGradients
 from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier, Towers, VisualHyper
-from promptfed.shared.methods.fedpr import FedPR, projection
-from promptfed.shared.methods.fedvpt import PROMPTS
+from promptfed.shared.methods.fedvpt import PROMPTS, FedPR, projection
 from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import TorchDraws

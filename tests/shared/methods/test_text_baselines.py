@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import fedcocoop, make_method
 from promptfed.shared.methods.core import toolkit as pf

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.coordinator.operations.federations import resolve
 from promptfed.coordinator.problems import InvalidSpec
 from promptfed.experiments.simulation.simulation import simulate
@@ -21,9 +21,9 @@ from promptfed.shared.methods import METHODS, check_fits, make_method, resolve_s
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead, head_start
 from promptfed.shared.methods.core.interface import Protection, check_admission
-from promptfed.shared.methods.fedmaple import FedMaple
-from promptfed.shared.methods.fedrod import log_shares
-from promptfed.shared.methods.perfedavg import step
+from promptfed.shared.methods.fedavg import step
+from promptfed.shared.methods.fedcocoop import FedMaple
+from promptfed.shared.methods.fedrep import log_shares
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors

@@ -16,10 +16,9 @@ from torch.nn import functional as F
 
 from promptfed.client_service.serving.prediction import OneImage
 from promptfed.client_service.training.data import TRAIN, ClientData
-from promptfed.coordinator.aggregation.rules import ServerOptimizer, fresh_moments, moment_tensors
-from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.aggregation.rules import ServerOptimizer, fresh_moments, moment_tensors, weighted_mean
 from promptfed.shared.clip import Backbone, FeatureCache, shape_of
-from promptfed.shared.clip.sizes import shape_by_name
+from promptfed.shared.clip.weights import shape_by_name
 from promptfed.shared.data import open_source
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core import generalization

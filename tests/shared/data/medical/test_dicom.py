@@ -30,7 +30,7 @@ from promptfed.shared.data import readers as reading
 from promptfed.shared.data.image_files import image_digest
 from promptfed.shared.data.medical import opening
 from promptfed.shared.data.medical.dicom import pixels, windowed
-from promptfed.shared.data.medical.index import Shown
+from promptfed.shared.data.medical.opening import Shown
 from promptfed.shared.data.medical.phantoms import dataset, scan, write_patients
 from promptfed.shared.data.partition import grouped
 from promptfed.shared.data.readers import Answer, Readers, Request, readers

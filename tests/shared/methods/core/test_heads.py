@@ -12,7 +12,7 @@ from torch import Tensor
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods.core import heads
 from promptfed.shared.methods.core.interface import MethodError
-from promptfed.shared.methods.core.patch_texts import average, balanced, unbalanced
+from promptfed.shared.methods.fedotp import average, balanced, unbalanced
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import generator
 from tests.shared.methods.conftest import NAMES, MadeUpSplit, Make

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, load_backbone
 from promptfed.shared.data import open_source
 from promptfed.shared.messages import Domain

@@ -1,14 +1,47 @@
-"""Log lines of a service: one JSON object per record for programs, one line of plain text for people."""
+"""A service as a process: its command line, where every setting is an option, and its log lines."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from pydantic_settings import BaseSettings, CliSettingsSource
 
 from promptfed.shared.plain_text import plain
+
+
+class SettingsHelp(argparse.RawDescriptionHelpFormatter):
+    """Leaves out pydantic's remark on a default if there is none, or if the description names it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        for remark in (" (default: null)", " (default: False)", " (default: [])"):
+            text = text.removesuffix(remark)
+        return text.removesuffix(" (required)") if "default:" in text else text
+
+
+def given_settings(
+    settings: type[BaseSettings], program: str, arguments: list[str] | None = None, epilog: str | None = None
+) -> dict[str, Any]:
+    """The settings that ``arguments`` (default: the process's) give, by name; ``--help`` and errors end the process.
+
+    ``epilog``: the end of the help.
+    """
+    source: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
+        settings,
+        cli_prog_name=program,
+        cli_implicit_flags=True,
+        cli_kebab_case=True,
+        formatter_class=SettingsHelp,
+    )
+    source.root_parser.epilog = epilog
+    source.env_ignore_empty = False  # An option without a value is given, unlike an empty variable.
+    return source(args=True if arguments is None else arguments)()
+
 
 ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
