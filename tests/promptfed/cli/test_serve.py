@@ -99,7 +99,7 @@ def test_what_is_no_batch_is_refused(
 
 def test_the_page_is_there_and_a_token_guards_the_rest(ask: Ask, images: list[Path]) -> None:
     http = ask("secret")
-    assert "What is in this image?" in http.get("/").text
+    assert "What is in these images?" in http.get("/").text
     assert http.get("/healthz").status_code == 200
     assert http.get("/status").status_code == batch(http, [b""]).status_code == 401
     http.headers["Authorization"] = "Bearer secret"
