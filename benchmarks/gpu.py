@@ -382,27 +382,25 @@ bare tower reaches 917 (fp32, batches of 32). A federation of two rounds with 12
 
 ## What the runs after it showed
 
-The tables above are of 2026-11-27, of six calls on H200s, with changes between them; the last case of a kind counts.
-Seconds of a step count the recording of its task's CUDA graph. Those of 1,000 classes are of 200 steps, of a later call
-than its plain loops. Distances and features are of calls of our own script with the functions of this one.
+The tables are of 2026-11-27, of six calls on H200s, with changes between them; the last case of a kind counts. Seconds
+of a step count the recording of its task's CUDA graph. Those of 1,000 classes are of 200 steps, of a later call than
+its plain loops. Distances and features are of a script of our own with this one's functions.
 
 - All 37 methods run whole on ViT-B/16. Of the 27 with a state that were run on the CPU too, 16 differ from it by at
   most 1e-5 of a tensor's largest entry, and 22 by at most 6e-4. pFedPG, FedTaskRes, FedLoRA and FedPR differ by 2e-3
   to 8e-3, and the adapter of fedclipadapter by 0.27; on a CPU alone it moves by 5e-4 if features are changed by 3e-7.
-  A cause was found: image features were computed with convolutions in TF32, torch's default, before the first task
-  had set the spec's precision. They follow the spec now, which was not measured again.
+  A cause was found: features were computed with convolutions in TF32, torch's default, before the first task had set
+  the spec's precision. They follow the spec now, which was not measured again.
 - At first no step was replayed: the seed of the attention's dropout, which nothing sets or reads without dropout,
-  differed from step to step. With it left out, a step of PromptFL with 100 classes fell from 21 to 6 ms (8.5 with its
+  differed from step to step. Without it a step of PromptFL with 100 classes fell from 21 to 6 ms (8.5 with its
   recording); the faster plain loop takes 55. PLAN's 77 ms are kernels of float32; its plain loop takes 86.
-- Features came at 112 pictures a second: the processes that read images began by importing pydicom, which was not
-  installed, and one process read all of them. Without that they come at 994 a second in float32, 0.91 of the bare
-  tower, and at 2,024 in bf16, 0.48 of it. 16 cores decode and scale 3,800 a second, and the pipeline without a tower
-  took 2,490. Pixels have gone straight into their batch since, which was not measured there.
-- Half the time of a federation whose messages are large went into hashing files that had been hashed a moment before:
-  FedAvg's of two rounds took 36 s. The coordinator reads a file again only once it was written to.
-- A federation of PromptFL of two rounds and 12 images takes 1.1 s in a warm process; the first run's took 9 s. With
-  `promptfed launch --gpus 1`, two clients, an unseen site and three rounds on the embedded backbone take 38 s, of which
-  most are the starts of four processes.
+- Features came at 112 pictures a second: the processes that read images imported pydicom, which was not installed, and
+  one process read all of them. Mended, they come at 994 a second in float32, 0.91 of the bare tower, and at 2,024 in
+  bf16, 0.48 of it. 16 cores decode and scale 3,800 a second; the pipeline without a tower took 2,490. Pixels go
+  straight into their batch since then.
+- Half the time of a federation with large messages went into hashing files that had just been hashed: FedAvg's two
+  rounds took 36 s. The coordinator reads a file again only once it was written to.
+- A federation of PromptFL of two rounds and 12 images takes 1.1 s in a warm process; the first run's took 9 s.
 - A hundred clients take 1.025 of one client's device memory. With one or two steps for each task the device is busy for
   4 % of the rounds; with 80 steps, each an epoch, for 43 %, since losses are read after each epoch and each task warms
   up and records anew. 60 % was not reached.
