@@ -1,0 +1,88 @@
+"""From an empty coordinator to a picture that the downloaded archive classifies, all of it on pages in a browser."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from playwright.sync_api import expect
+
+from promptfed.cli.scoring import model_of_export
+from promptfed.client_service.serving.api import create_export_app
+from promptfed.export.adapted_model import predictor_of
+from tests.support import exports
+from tests.support.client_processes import served
+from tests.support.coordinators import InThread
+from tests.support.own_images import SHAPES, picture, write_folder
+from tests.support.waiting import PATIENCE
+from tests.web.conftest import PATIENCE as MILLISECONDS
+from tests.web.conftest import Visit
+
+expect.set_options(timeout=MILLISECONDS)
+
+SITES = ("filled", "outline")
+
+
+def test_from_an_empty_coordinator_to_a_classified_picture(
+    coordinator: InThread, visited: Visit, tmp_path: Path
+) -> None:
+    """An operator needs six fields and four clicks until it runs, each site one line, and who uses it a picture."""
+    page = visited.page
+    page.set_viewport_size({"width": 1280, "height": 900})
+    visited.open()
+    visited.sign_in()
+    page.get_by_role("link", name="New federation").click()
+    page.get_by_label("Name", exact=True).fill("shapes")
+    page.get_by_label("What is to be told apart").fill(", ".join(sorted(SHAPES[:3])))
+    page.get_by_label("How many sites").fill("2")
+    page.get_by_label("Rounds", exact=True).fill("2")
+    page.get_by_role("button", name="Create", exact=True).click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("shapes")
+    start = page.get_by_role("button", name="Start", exact=True)
+    expect(start).to_be_disabled()
+    for number, site in enumerate(SITES, 1):
+        page.get_by_label(f"Name of site {number}").fill(site)
+    page.get_by_role("button", name="Create 2 invitations").click()
+
+    clients = []
+    for seed, site in enumerate(SITES):
+        data = write_folder(tmp_path / site, dict.fromkeys(SHAPES[:3], 6), domain=site, seed=seed)
+        invitation = page.get_by_label(f"Invitation for {site}, shown only now").input_value()
+        line = [sys.executable, "-m", "promptfed", "join", invitation, "--yes", "--data", f"folder:{data}"]
+        with (tmp_path / f"{site}.log").open("w") as log:
+            line += ["--name", site, "--state-dir", str(tmp_path / f"{site}-state")]
+            clients.append(subprocess.Popen(line, stdout=log, stderr=log))
+    try:
+        expect(start).to_be_enabled()
+        start.click()
+        download = page.get_by_role("button", name="Download the result", exact=True)
+        download.wait_for()
+        expect(page.get_by_role("region", name="Result", exact=True)).to_contain_text("Gain of 2 sites")
+        assert [client.wait(PATIENCE) for client in clients] == [0, 0]
+    finally:
+        for client in clients:
+            client.kill()
+    with page.expect_download() as waiting:
+        download.click()
+    archive = tmp_path / waiting.value.suggested_filename
+    waiting.value.save_as(archive)
+    assert visited.violations() == visited.wrong == []
+
+    image = tmp_path / "picture.png"
+    picture("circle", 1).save(image)
+    model, names = model_of_export(archive)
+    predictor = predictor_of(model.serve(exports.backbone(), names))
+    with served(
+        create_export_app(
+            {"name": "shapes", "role": "export", "federation": "shapes", "stage": "serving"},
+            predictor,
+            None,
+            "127.0.0.1",
+        )
+    ) as url:
+        page.goto(url)
+        page.locator("#ask").wait_for(state="visible")
+        page.locator("#file").set_input_files(image)
+        expect(page.locator(".picture .verdict")).to_have_text(re.compile("|".join(SHAPES[:3])))
