@@ -34,6 +34,7 @@ def test_from_an_empty_coordinator_to_a_classified_picture(
     visited.open()
     visited.sign_in()
     page.get_by_role("link", name="New federation").click()
+    expect(page.get_by_text("Proposed: the most accurate")).to_be_visible()
     page.get_by_label("Name", exact=True).fill("shapes")
     page.get_by_label("What is to be told apart").fill(", ".join(sorted(SHAPES[:3])))
     page.get_by_label("How many sites").fill("2")

@@ -76,7 +76,7 @@ export class Create {
 
   async begin() {
     this.heading.focus();
-    await this.acts.run(async () => {
+    this.proposing = this.acts.run(async () => {
       const { methods } = await this.api.once("/v1/methods");
       this.methods = new Map(methods.map((one) => [one.name, one]));
       const grouped = new Set(Object.values(GROUPS).flat());
@@ -86,6 +86,7 @@ export class Create {
       if (this.from !== null) await this.#takeOver(await this.api.get(`/v1/federations/${this.from}`));
       await this.#propose();
     });
+    await this.proposing;
   }
 
   /** The settings of another federation, which this one begins with. */
@@ -123,7 +124,7 @@ export class Create {
   #changed(target) {
     if (target.id === "method") this.picked = target.value;
     if (target.name === "goal") this.picked = this.continues ? this.picked : null;
-    if (["goal", "privacy", "class_names"].includes(target.name) || target.id === "method") this.acts.run(() => this.#propose());
+    if (["goal", "privacy", "class_names"].includes(target.name) || target.id === "method") this.proposing = this.acts.run(() => this.#propose());
     else if (["backbone", "spec-backbone.model", "spec-backbone.pretrained", "spec-training.optimizer"].includes(target.id)) this.#offerRate();
   }
 
@@ -205,6 +206,7 @@ export class Create {
 
   async #send(event, dry) {
     event.preventDefault();
+    await this.proposing; // the method of what was typed last
     say(this.told, "");
     for (const path of this.wrongs.keys()) this.#mark(path, "");
     await this.acts.run(async () => {
