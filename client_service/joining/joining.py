@@ -314,6 +314,7 @@ class Joining:
         backbone = await self._backbone(offer)
         agreement.pin(backbone.fingerprint)
         work = self._work(offer, backbone, agreement, privacy, SiteRules(policy, asked))
+        use_precision(backbone.device, info.training.tf32)  # texts and images are kept for tasks, which compute alike
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
         signing = identity_of(self.state) if info.secure_aggregation is not None else None
@@ -440,12 +441,8 @@ class Joining:
         return known, None
 
     def _check_texts(self, work: TaskWork, method: Method, info: EnrolmentInfo) -> None:
-        """Check that every class name, with the method's own tokens, fits into the text tower.
-
-        It computes first of all, and sets how: texts and images are kept for the tasks, which compute alike.
-        """
+        """Check that every class name, with the method's own tokens, fits into the text tower."""
         torch.set_num_threads(self.settings.threads)
-        use_precision(work.backbone.device, info.training.tf32)
         data = work.data
         spaces = [(label_space(method, info, data.class_names), data.template)]
         spaces += [(test.class_names, test.template) for test in data.tests.values()]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +23,7 @@ from promptfed.runtime.processes import Site
 from promptfed.sdk import operations
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.client import DEFAULT_URL, URL_VARIABLE, CommandError, Coordinator, Exit, open_coordinator
-from promptfed.sdk.progress import Snapshot, Watcher, follow
+from promptfed.sdk.progress import Snapshot, follow
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source
 from promptfed.shared.data.registry import SharedSources
@@ -78,20 +79,28 @@ def run(
     resolved = resolve({"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named})
     file = Path(backbone_file) if backbone_file is not None else None
     model = backbone or open_backbone(resolved.backbone, allow_backbone=allow_backbone, device=device, file=file)
-    watched = sys.stderr.isatty() or "ipykernel" in sys.modules if progress is None else progress
     options: dict[str, Any] = {"pool": pool, "backbone": model, "sources": sources}
     options |= {"folder": Path(folder) if folder is not None else None}
-    with tqdm(total=resolved.rounds, unit="round", disable=not watched) as bar:
+    with _shown(progress, resolved.rounds) as show:
+        result = simulate(resolved, sites, progress=show, **options)
+    return Result(result, model, allow_backbone)
+
+
+@contextmanager
+def _shown(progress: bool | None, rounds: int | None = None) -> Iterator[Callable[[Snapshot], None]]:
+    """What shows each snapshot on a bar of rounds. With ``rounds``, the bar is full once the block has ended."""
+    watched = sys.stderr.isatty() or "ipykernel" in sys.modules if progress is None else progress
+    with tqdm(total=rounds, unit="round", disable=not watched) as bar:
 
         def show(snapshot: Snapshot) -> None:
+            bar.total = snapshot.rounds
             bar.set_postfix_str(snapshot.describe(), refresh=False)
-            done = snapshot.rounds if snapshot.state == "finished" else max(0, snapshot.round - 1)
-            bar.update(done - bar.n)
+            bar.update((snapshot.rounds if snapshot.state == "finished" else max(0, snapshot.round - 1)) - bar.n)
             bar.refresh()
 
-        result = simulate(resolved, sites, progress=show, **options)
-        bar.update(resolved.rounds - bar.n)  # the last ones may be too quick to be told of
-    return Result(result, model, allow_backbone)
+        yield show
+        if rounds is not None:  # the last ones may be too quick to be told of
+            bar.update(rounds - bar.n)
 
 
 def _named(method: Methodlike) -> RawSpec:
@@ -257,11 +266,10 @@ class Federation:
             if end is not None and time.monotonic() > end:
                 raise CommandError(f"the federation has not finished in {seconds:g} s", Exit.FAILED)
 
-        quiet = not (sys.stderr.isatty() if progress is None else progress)
-        with Watcher(quiet=quiet) as watcher:
+        with _shown(progress) as show:
             snapshot: Snapshot | None = None
             for snapshot in follow(self._api, self.id, look):
-                watcher.show(snapshot)
+                show(snapshot)
         if snapshot is None or snapshot.state != "finished":
             state = snapshot.describe() if snapshot is not None else "unknown"
             raise CommandError(f"the federation is {state}", Exit.FEDERATION_ENDED_BADLY)

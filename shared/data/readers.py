@@ -90,6 +90,8 @@ class _Child:
         if not line or not whole:
             self.close()
             return Answer(f"reading it takes more than {SECONDS:.0f} s") if late.is_set() else None
+        if into is not None and body is not into and "error" not in told:
+            return Answer(f"{count:,} bytes of pixels came where {len(into):,} were asked for")
         return _answer(told, body)
 
     def _running(self) -> subprocess.Popen[bytes]:

@@ -6,7 +6,7 @@ const MOST = 100_000; // clients of an entry
 export function readRun(text) {
   const whole = text.trim().startsWith("{") ? fromJson(text) : fromYaml(text);
   if (whole === null || typeof whole !== "object" || Array.isArray(whole)) throw new Error("This is no run file: it has to begin with settings, such as “name: styles”.");
-  const { clients = [], clock: _, ...spec } = whole;
+  const { clients = [], ...spec } = whole;
   const sites = [clients].flat().flatMap((one, at) => {
     const named = (index) => String(one.name ?? (one.count ? "client-{index}" : `client-${at}`)).replaceAll("{index}", index).replaceAll("{count}", one.count);
     return Array.from({ length: Math.min(one.count ?? 1, MOST) }, (_, index) => ({ name: named(index), role: one.role ?? "trainer" }));
