@@ -38,6 +38,8 @@ from promptfed.shared.api.api_schemas import (
     FederationPage,
     FederationView,
     MintedToken,
+    RunContent,
+    RunText,
     SuppliedState,
     TokenPage,
     TokenRequest,
@@ -81,6 +83,12 @@ def create(
     response.headers["Location"] = f"/v1/federations/{federation.id}"
     with registry.database.read() as session:
         return _view(session, registry, federation)
+
+
+@router.post("/run-file", responses=deps.for_callers(problems.InvalidSpec))
+def read_run_file(_: IsOperator, asked: RunText) -> RunContent:
+    """Read a run file in YAML or JSON. Nothing is created."""
+    return RunContent(content=federations.read_run(asked.text))
 
 
 def _view(

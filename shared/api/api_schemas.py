@@ -200,6 +200,18 @@ class DryRun(BaseModel):
     spec: FederationSpec
 
 
+class RunText(BaseModel):
+    """The text of a run file."""
+
+    text: Annotated[str, Field(max_length=200_000)]
+
+
+class RunContent(BaseModel):
+    """What a run file holds: the spec's fields, and ``clients`` where it lists them."""
+
+    content: dict[str, Any]
+
+
 class SuppliedState(BaseModel):
     """A supplied initial state."""
 

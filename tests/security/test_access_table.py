@@ -33,6 +33,7 @@ ROLES = ("viewer", "operator", "admin")  # each role includes the rights of the 
 #: What every route in its place gets to read, so that it is the token alone for which it is refused.
 BODIES: dict[str, Any] = {
     "POST /v1/federations": spec(name="another"),
+    "POST /v1/federations/run-file": {"text": "name: eyes"},
     "POST .../clients": enrolment("newcomer"),
     "PUT .../tasks/{task_id}/evaluation": {"splits": {"test": {"accuracy": 0.5, "num_samples": 1}}},
     "POST .../tasks/{task_id}/failure": {"type": "broken", "detail": "no reason"},

@@ -2,7 +2,7 @@
 
 import { Acts, announce, field, fill, h, mark } from "./dom.js";
 import { readRun } from "./runfile.js";
-import { inNames } from "./words.js";
+import { inNames, spoken } from "./words.js";
 
 const STEPS = [["Describe it", "what is to be told apart, by how many sites"], ["Invite the sites", "each joins with an invitation of its own"], ["Start, and take the result", "with the gain of every site beside it"]];
 
@@ -45,13 +45,13 @@ export class Start {
   #make() {
     return this.acts.run(async () => {
       try {
-        const { spec, sites } = readRun(this.text.value);
+        const { spec, sites } = await readRun(this.api, this.text.value);
         const view = await this.api.post("/v1/federations", this.stem ? { name: this.stem, ...spec } : spec);
         announce(`${view.name} is created`);
         this.hooks.created(view, sites);
       } catch (error) {
-        if (error.status && !error.errors?.length) throw error; // of the coordinator, and not of the file
-        mark(this.text, this.wrong, error.errors?.length ? inNames(error.errors) : error.message);
+        if (error.status !== 422) throw error; // not of the file
+        mark(this.text, this.wrong, error.errors.length ? inNames(error.errors) : spoken(error.message));
         this.text.focus();
       }
     });

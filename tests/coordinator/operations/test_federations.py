@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from promptfed.shared.seeds import initial_draws, sampling_order
 from promptfed.shared.tensors.torch_tensors import decode, encode, state_hash
 from promptfed.testing.clients import DEADLINE, FINGERPRINT, SHAPE, bearer, content_digest, drive, spec, trained
+from tests import ROOT
 from tests.support.coordinators import InThread, Make
 from tests.support.open_phases import answer_all, completed, enrolled, launched, supply
 from tests.support.waiting import wait_for
@@ -318,3 +320,31 @@ def test_the_secret_of_the_draw_is_known_after_a_restart(coordinator_with: Make)
     first.stop()
     after = coordinator_with().registry.get(federation)
     assert (after.rules.draw, after.draw_secret) == (before.draw_secret, before.draw_secret)
+
+
+def test_every_run_file_of_the_repository_is_read_as_the_commands_read_it(coordinator: InThread) -> None:
+    folders = ("examples", "promptfed")
+    texts = [path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.yaml")]
+    assert len(texts) > 50
+    for text in [*texts, '{"name": "eyes", "rounds": 3}']:
+        if isinstance(wanted := yaml.safe_load(text), dict):
+            assert coordinator.post("/v1/federations/run-file", {"text": text}, status=200)["content"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: [1", "the file ends within a list"),
+        ("a: 1\na: 2", "line 2: a is given twice"),
+        ("a: &x [1]\nb: *x", "write out what an alias"),
+        ("a: 2026-11-27", "write numbers, texts, lists and mappings"),
+        ("a: 2026-99-99", "write numbers, texts, lists and mappings"),
+        ("a: .inf", "write numbers, texts, lists and mappings"),
+        ("a: !!python/object:os.system x", "a tag is not allowed"),
+        ("- a", "this is no run file"),
+        ("", "this is no run file"),
+        ("[" * 5000 + "]" * 5000, "nested too deeply"),
+    ],
+)
+def test_a_text_that_is_no_run_file_is_refused(coordinator: InThread, text: str, told: str) -> None:
+    assert told in coordinator.post("/v1/federations/run-file", {"text": text}, status=422)["detail"]
