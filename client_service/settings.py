@@ -163,10 +163,13 @@ class Settings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _who_and_where(cls, given: Any) -> Any:
-        """Fill in a name and a state folder if they were not given."""
+        """Fill in a name, a role and a state folder if they were not given; ``invited`` has those of an invitation."""
         if not isinstance(given, dict):
             return given
-        name = given.get("name") or _own_name(given.get("state_dir"))
+        invited = given.get("invited") or {}
+        given = {key: value for key, value in given.items() if key != "invited"}
+        name = given.get("name") or _own_name(given.get("state_dir"), invited.get("name"))
+        role = {"role": invited["role"]} if invited.get("role") and not given.get("role") else {}
         coordinator, federation = str(given.get("coordinator")), str(given.get("federation"))
         folder = given.get("state_dir") or _own_folder(coordinator, federation, str(name))
         unasked = given.get("withdraw") or given.get("fingerprint") or given.get("sent")
@@ -175,7 +178,7 @@ class Settings(BaseSettings):
             # The record lies in the state folder: nobody is asked.
             unread |= {"coordinator": given.get("coordinator") or "http://127.0.0.1"}
             unread |= {"federation": given.get("federation") or "none"}
-        return {**given, "name": name, "state_dir": folder, **unread}
+        return {**given, "name": name, "state_dir": folder, **role, **unread}
 
     @field_validator("test")
     @classmethod
@@ -252,12 +255,15 @@ def ledger_path(dataset: str) -> Path:
     return Path(base).expanduser() / "promptfed" / "ledger" / f"{dataset}.jsonl"
 
 
-def _own_name(state_dir: Any) -> str:
-    """As the state folder knows it, so that a container with another host name is the same client; else the host's."""
+def _own_name(state_dir: Any, invited: str | None) -> str:
+    """As the state folder knows it, so that a container with another host name is the same client.
+
+    Else the name in the invitation, or the host's.
+    """
     try:
         return str(json.loads((Path(state_dir) / "identity.json").read_text())["name"])
     except (OSError, ValueError, KeyError, TypeError):
-        return _safe(socket.gethostname().partition(".")[0])
+        return invited or _safe(socket.gethostname().partition(".")[0])
 
 
 def _own_folder(coordinator: str, federation: str, name: str) -> Path:

@@ -43,9 +43,9 @@ def accept(text: str, given: dict[str, Any]) -> Settings:
     """
     try:
         invitation = decode(text)
-        settings = make_settings(
-            **{**given, "coordinator": invitation.coordinator, "federation": invitation.federation}
-        )
+        brought = {"coordinator": invitation.coordinator, "federation": invitation.federation}
+        proposed = {"name": invitation.client, "role": invitation.role}
+        settings = make_settings(**{**given, **brought, "invited": proposed})
         if not _has_enrolled(settings.state_dir):
             invitation.check_time(datetime.now(UTC))
     except InvitationError as error:
@@ -53,14 +53,14 @@ def accept(text: str, given: dict[str, Any]) -> Settings:
     folder = settings.state_dir
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        brought = {
+        secrets = {
             "ca_file": settings.ca_file or _authority(invitation, settings),
             "enrolment_token_file": folder / TOKEN,
         }
         write_whole(folder / TOKEN, f"{invitation.token}\n".encode(), mode=0o600)
     except OSError as error:
         raise ClientError(Exit.STATE, f"the state folder {folder} cannot be used: {why(error)}") from None
-    return settings.model_copy(update=brought)
+    return settings.model_copy(update=secrets)
 
 
 def _has_enrolled(folder: Path) -> bool:

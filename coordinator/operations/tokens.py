@@ -81,16 +81,19 @@ def mint(
     )
     if request.address is None:
         return minted
-    return minted.model_copy(update={"invitation": _invitation(federation, request.address, minted, authority)})
+    return minted.model_copy(update={"invitation": _invitation(federation, request, minted, authority)})
 
 
-def _invitation(federation: Federation, address: str, minted: MintedToken, authority: str | None) -> str:
+def _invitation(federation: Federation, request: TokenRequest, minted: MintedToken, authority: str | None) -> str:
+    address = request.address or ""
     invitation = Invitation(
         coordinator=address,
         federation=federation.name,
         token=minted.token,
         expires_at=minted.expires_at,
         authority=authority if address.startswith("https://") else None,
+        client=(request.client or request.name) if request.uses == 1 else None,
+        role=request.role,
     )
     return invitation.encoded()
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from promptfed.shared.canonical import canonical_json, parse_json
+from promptfed.shared.messages import Role
+from promptfed.shared.service.reasons import NAME_PATTERN
 
 VERSION = 1
 MOST_CHARACTERS = 8192
@@ -25,6 +27,7 @@ class Invitation(BaseModel):
     """An enrolment token and where it is good.
 
     ``authority`` is the SHA-256 of the DER certificate that vouches for the coordinator, where it serves TLS itself.
+    ``client`` and ``role`` are what the client is called and does, unless its owner says otherwise.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,6 +38,8 @@ class Invitation(BaseModel):
     token: Annotated[str, Field(max_length=200)]
     expires_at: AwareDatetime
     authority: Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$")] = None
+    client: Annotated[str | None, Field(pattern=NAME_PATTERN)] = None
+    role: Role | None = None
 
     def encoded(self) -> str:
         """The invitation as base64url JSON without padding; `decode` reads it."""

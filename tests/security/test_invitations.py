@@ -78,7 +78,8 @@ def test_who_is_invited_trusts_the_own_certificate(tmp_path: Path, monkeypatch: 
         monkeypatch.setenv(CA_VARIABLE, str(cert))
         with Coordinator(server.url, (tmp_path / "data" / "operator.token").read_text().strip()) as api:
             api.run(operations.create(spec(name="pets")))
-            minted = api.send(operations.mint_token("pets", address=server.url)).view
+            asked = {"name": "ward-3", "role": "evaluator", "address": server.url}
+            minted = api.send(operations.mint_token("pets", **asked)).view
         assert minted.invitation is not None
         invited = decode(minted.invitation)
         assert invited.authority == certificate_hash(cert.read_text())
@@ -86,6 +87,11 @@ def test_who_is_invited_trusts_the_own_certificate(tmp_path: Path, monkeypatch: 
         state = tmp_path / "state"
         settings = accept(minted.invitation, {"data": "symbols:sketch", "state_dir": state})
         assert settings.ca_file == state / AUTHORITY
+        assert (settings.name, settings.role) == ("ward-3", "evaluator")
+        own = accept(
+            minted.invitation, {"data": "symbols:sketch", "state_dir": state, "name": "eyes", "role": "trainer"}
+        )
+        assert (own.name, own.role) == ("eyes", "trainer"), "what the owner says counts"
         assert settings.enrolment_token_file.stat().st_mode & 0o777 == 0o600
 
         async def ask() -> EnrolmentInfo:

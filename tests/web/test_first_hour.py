@@ -53,10 +53,11 @@ def test_from_an_empty_coordinator_to_a_classified_picture(
         invitation = page.get_by_label(f"Invitation for {site}, shown only now").input_value()
         line = [sys.executable, "-m", "promptfed", "join", invitation, "--yes", "--data", f"folder:{data}"]
         with (tmp_path / f"{site}.log").open("w") as log:
-            line += ["--name", site, "--state-dir", str(tmp_path / f"{site}-state")]
+            line += ["--state-dir", str(tmp_path / f"{site}-state")]
             clients.append(subprocess.Popen(line, stdout=log, stderr=log))
     try:
         expect(start).to_be_enabled()
+        assert {client["name"] for client in coordinator.get("shapes/clients")["clients"]} == set(SITES)
         start.click()
         download = page.get_by_role("button", name="Download the result", exact=True)
         download.wait_for()
