@@ -233,7 +233,7 @@ def forms(page: Page, server: InThread) -> Iterator[str]:
     yield "list"
     page.get_by_label("Run file, in YAML or JSON").fill("rounds: [")
     page.get_by_role("button", name="Create from it").click()
-    page.get_by_text("Line 1 is not understood").wait_for()
+    page.get_by_text("the file ends within a list").wait_for()
     yield "list-run-file-refused"
     page.get_by_label("Search federations").fill("no such one")
     page.get_by_text("No federation is like that.").wait_for()

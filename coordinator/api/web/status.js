@@ -25,7 +25,7 @@ export class Status {
     this.reason = h("p", { class: "reason", hidden: true });
     this.why = h("p", { class: "remark", id: "why", hidden: true });
     this.buttons = Object.fromEntries(Object.keys(VERBS).map((verb) => [verb, this.#button(verb)]));
-    this.links = { onward: h("a", { class: "button" }, "Continue from it"), again: h("a", { class: "button primary" }, "New with these settings"), compare: h("a", { class: "button" }, "Compare") };
+    this.links = { onward: h("a", { class: "button" }, "Continue from it"), again: h("a", { class: "button" }, "New with these settings"), compare: h("a", { class: "button" }, "Compare") };
     const { cancel, delete: remove, ...forward } = this.buttons;
     this.acts = new Acts(failed, Object.values(forward), this.links.again, this.links.onward, this.links.compare, cancel, remove);
     this.acts.element.append(this.why);
@@ -79,7 +79,8 @@ export class Status {
       button.disabled = button.hidden || (verb === "start" && missing !== null);
     }
     this.buttons.start.setAttribute("aria-describedby", "why");
-    const links = { onward: [state === "finished" && hash !== null, `#/continue/${id}`], again: [state === "failed" || state === "cancelled", `#/new/${id}`], compare: [ENDED.includes(state), `#/compare/${id}`] };
+    const links = { onward: [state === "finished" && hash !== null, `#/continue/${id}`], again: [ENDED.includes(state), `#/new/${id}`], compare: [ENDED.includes(state), `#/compare/${id}`] };
+    this.links.again.classList.toggle("primary", state === "cancelled" || state === "failed");
     for (const [name, [there, address]] of Object.entries(links)) {
       this.links[name].hidden = !there;
       this.links[name].setAttribute("href", address);
