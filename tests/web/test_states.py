@@ -286,7 +286,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
     made.stop()
 
 
-@pytest.mark.parametrize("width", [1280, 420])
+@pytest.mark.parametrize("width", [1400, 420])
 def test_an_empty_coordinator_says_what_it_is_for(browser: Browser, coordinator: InThread, width: int) -> None:
     made = visit(browser, coordinator, viewport={"width": width, "height": 900})
     made.open()
