@@ -273,14 +273,14 @@ def _safe(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:64] or "client"
 
 
-def make_settings(kind: type[Settings] | None = None, **given: Any) -> Settings:
-    """Settings (of ``kind``, where it is given) of ``given`` over the environment and the defaults.
+def make_settings(**given: Any) -> Settings:
+    """Settings of ``given`` over the environment and the defaults.
 
     Raises:
         ClientError: USAGE, with every offence in one line.
     """
     try:
-        return (kind or Settings)(**given)
+        return Settings(**given)
     except ValidationError as error:
         raise ClientError(Exit.USAGE, one_line(error)) from None
 

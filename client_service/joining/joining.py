@@ -189,17 +189,11 @@ def enrol_request(declared: Declared, secret: str, backbone: Backbone, identity:
     """
     try:
         request = EnrolRequest(
-            name=declared.name,
-            secret=secret,
-            role=declared.role,
-            num_samples=declared.num_samples,
+            **{name: value for name, value in vars(declared).items() if name not in ("class_names", "fingerprint")},
             class_names=list(declared.class_names),
-            domain=declared.domain,
+            secret=secret,
             backbone_fingerprint=backbone.fingerprint,
             backbone_shape=shape_of(backbone),
-            device=declared.device,
-            release=declared.release,
-            system=declared.system,
         )
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
@@ -296,8 +290,9 @@ class Joining:
         self.coordinator.may_move = partial(expect_origin, policy)
         keep_known(self.coordinator.book, self.state)
         token = self.parts.enrolment_token or enrolment_token(settings, identity)
-        self.info, token = await self._offer(token, identity)
+        self.info, token = await self._info(token, identity)
         info = self.info
+        check_protocol(info)
         source, tests = split_by(info, source, tests, settings.role)
         identity = self.state.bind(identity, info.federation_id)
         self.coordinator.federation = info.federation_id
@@ -411,12 +406,6 @@ class Joining:
             raise ClientError(Exit.BACKBONE, str(error)) from None
         self.monitor.status.backbone, self.monitor.status.device = backbone.fingerprint, str(backbone.device)
         return backbone
-
-    async def _offer(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
-        """As `_info`, of a protocol that this client speaks."""
-        info, token = await self._info(token, identity)
-        check_protocol(info)
-        return info, token
 
     async def _info(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
         """What the coordinator says of the federation, or said when this client enrolled; the token if it is valid."""

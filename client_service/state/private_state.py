@@ -186,11 +186,7 @@ class PrivateState:
 
     def enrolment(self) -> EnrolmentInfo | None:
         """What the coordinator said when the client enrolled."""
-        raw = self._read_json("enrolment.json")
-        try:
-            return None if raw is None else EnrolmentInfo.model_validate(raw)
-        except ValidationError:
-            raise self.damaged("enrolment.json") from None
+        return self.read_as("enrolment.json", EnrolmentInfo)
 
     # Private tensors
 
@@ -302,7 +298,7 @@ class PrivateState:
 
     def serving(self) -> Serving | None:
         """What `save_serving` kept."""
-        raw = self._read_json("serving.json")
+        raw = self.read_as("serving.json", dict[str, Any])
         if raw is None:
             return None
         try:
@@ -310,7 +306,7 @@ class PrivateState:
             path = self.folder / raw["payload"]
             payload = path if path.stat().st_size >= LARGE else path.read_bytes()
             return Serving(raw["round"], raw["phase"], config, payload)
-        except (OSError, ValueError, KeyError, TypeError):
+        except UNREADABLE:
             raise self.damaged("serving.json") from None
 
     def record_refusal(self, refusal: dict[str, Any]) -> None:
@@ -378,14 +374,6 @@ class PrivateState:
         self._disk.write(draft, content)
         self._disk.move(draft, self.folder / name)
         self._disk.sync_folder(self.folder)
-
-    def _read_json(self, name: str) -> Any:
-        try:
-            return json.loads((self.folder / name).read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError):
-            raise self.damaged(name) from None
 
     def damaged(self, name: str) -> ClientError:
         """The error that ends a client whose file ``name`` cannot be understood."""
