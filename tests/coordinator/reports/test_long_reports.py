@@ -12,20 +12,20 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import event, select
+from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.engine import retention, scheduler
 from promptfed.coordinator.reports import rounds
 from promptfed.coordinator.store.database import DatabaseAway
-from promptfed.coordinator.store.tables import Base, BlobRow, FederationRow, PhaseRow, StateRow, TaskRow
+from promptfed.coordinator.store.tables import BlobRow
 from promptfed.shared.api.api_schemas import MetricList
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
 from promptfed.testing.clients import ScriptedClient
 from tests.support.coordinators import InThread, Make
 from tests.support.many_rows import played
 from tests.support.open_phases import enrolled
-from tests.support.past_rounds import OF_TASKS, add_past_rounds, url_of
+from tests.support.past_rounds import add_past_rounds, url_of
 from tests.support.waiting import wait_for
 
 ROUNDS, MANY = 3, 450
@@ -206,55 +206,6 @@ def settled(coordinator: InThread, id: str) -> None:
 def tables_of(coordinator: InThread) -> str:
     """The URL of its tables."""
     return url_of(coordinator.settings.data_dir, coordinator.settings.url())
-
-
-def shape(session: Session, id: str) -> Counter[Any]:
-    """Rows by table, by how many rounds ago it was, by the columns that have a value, and by flags."""
-    last = session.get_one(FederationRow, id).round
-    flags = ("kind", "step", "status", "counted", "stored", "payload_stored", "origin", "number")
-    counted: Counter[Any] = Counter()
-
-    def count(kind: type[Base], round: int, row: Any) -> None:
-        values = {column.name: getattr(row, column.name) for column in kind.__table__.columns}
-        told = tuple((name, values[name]) for name in flags if name in values)
-        there = tuple(name for name, value in values.items() if value is not None)
-        counted[kind.__tablename__, last - round, told, there] += 1
-
-    for phase in session.scalars(select(PhaseRow).where(PhaseRow.federation_id == id)):
-        count(PhaseRow, phase.round, phase)
-        for task in session.scalars(select(TaskRow).where(TaskRow.phase_id == phase.id)):
-            count(TaskRow, phase.round, task)
-            for kind in OF_TASKS:
-                row = session.get(kind, task.id)
-                if row is not None:
-                    count(kind, phase.round, row)
-    for state in session.scalars(select(StateRow).where(StateRow.federation_id == id)):
-        count(StateRow, state.round, state)
-    return counted
-
-
-@pytest.mark.both_databases
-@pytest.mark.parametrize("keep", ["all", "last_round"])
-def test_added_rounds_are_like_rounds_that_were_played(coordinator_with: Make, keep: str) -> None:
-    first = coordinator_with()
-    played, _ = begun(first, keep, 7)
-    with first.registry.database.read() as session:
-        expected, blobs = shape(session, played), len(first.registry.blobs.all())
-    first.delete(played)
-    id, clients = begun(first, keep, 3)
-    first.stop()
-    add_past_rounds(tables_of(first), id, 4)
-    second = coordinator_with()
-    settled(second, id)
-    with second.registry.database.read() as session:
-        assert shape(session, id) == expected
-    assert len(second.registry.blobs.all()) == blobs
-    assert second.get(id)["round"] == 8
-    for client in clients:
-        client.http = second.http
-    answered(second, id, clients)
-    settled(second, id)
-    assert [report["round"] for report in second.get(f"{id}/rounds")["rounds"]] == list(range(10))
 
 
 @contextmanager
