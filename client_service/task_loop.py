@@ -391,7 +391,7 @@ class TaskLoop:
     def _record(self, refused: Refused, task_id: str, round: int) -> None:
         at = datetime.now(UTC).isoformat(timespec="seconds")
         facts = {"task_id": task_id, "round": round, "status": refused.status, "kind": refused.kind, "at": at}
-        self.state.record_refusal(facts | {"detail": refused.detail})
+        self.state.write_as("last-refusal.json", facts | {"detail": refused.detail})
         event = "discarded" if refused.kind == "phase-closed" else "refused"
         self.monitor.tell(event, round=round, status=refused.status, kind=refused.kind, detail=refused.detail)
 

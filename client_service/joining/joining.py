@@ -29,7 +29,7 @@ from promptfed.client_service.privacy.protection import SiteProtection, own_ledg
 from promptfed.client_service.privacy.secure import identity_of
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
-from promptfed.client_service.state.private_state import Identity, PrivateState, keep_known
+from promptfed.client_service.state.private_state import ENROLMENT, Identity, PrivateState, keep_known
 from promptfed.client_service.training.data import (
     TEST,
     TRAIN,
@@ -421,7 +421,7 @@ class Joining:
                     raise
                 log.info("the enrolment token is no longer valid: going on with this client's own secret")
             else:
-                self.state.save_enrolment(info)
+                self.state.write_as(ENROLMENT, info)
                 return info, token
         if known is None:
             text = f"the state folder {self.state.folder} does not hold all that the federation trains by"

@@ -88,6 +88,7 @@ class Serving:
     payload: bytes | Path
 
 
+ENROLMENT = "enrolment.json"
 PENDING = "pending"
 ANSWERED = "answered"
 COMMITTED = "committed.safetensors"
@@ -180,13 +181,9 @@ class PrivateState:
         self.write_as("identity.json", identity)
         return identity
 
-    def save_enrolment(self, info: EnrolmentInfo) -> None:
-        """Keep what the coordinator said, for a restart with an enrolment token that has expired."""
-        self.write_as("enrolment.json", info)
-
     def enrolment(self) -> EnrolmentInfo | None:
-        """What the coordinator said when the client enrolled."""
-        return self.read_as("enrolment.json", EnrolmentInfo)
+        """What the coordinator said when the client enrolled: a restart may come with a token that has expired."""
+        return self.read_as(ENROLMENT, EnrolmentInfo)
 
     # Private tensors
 
@@ -236,10 +233,8 @@ class PrivateState:
             return None
         try:
             return _update_in(self._pending)
-        except _Changed:
-            raise self.damaged("pending/update.safetensors") from None
         except UNREADABLE:
-            raise self.damaged("pending") from None
+            raise self.damaged(PENDING) from None
 
     def commit(self) -> None:
         """The coordinator has the pending update: its private tensors become the committed ones."""
@@ -309,10 +304,6 @@ class PrivateState:
         except UNREADABLE:
             raise self.damaged("serving.json") from None
 
-    def record_refusal(self, refusal: dict[str, Any]) -> None:
-        """Keep the last refusal."""
-        self.write_file("last-refusal.json", json.dumps(refusal).encode())
-
     def write_note(self, name: str, text: str) -> None:
         """A file of text, such as the address of the client's API for other programs."""
         self.write_file(name, text.encode())
@@ -381,17 +372,13 @@ class PrivateState:
         return ClientError(Exit.STATE, text)
 
 
-class _Changed(ValueError):
-    """The bytes of an update are not those that were written."""
-
-
 def _update_in(folder: Path) -> Pending:
-    """The update that lies in a folder. Raises _Changed, or one of UNREADABLE."""
+    """The update that lies in a folder. Raises one of UNREADABLE, also where its bytes have changed."""
     about = json.loads((folder / "about.json").read_bytes())
     path = folder / "update.safetensors"
     digest = sha256_of(path)
     if digest != about["sha256"]:
-        raise _Changed
+        raise ValueError("it has changed")
     return Pending(about["task_id"], about["round"], about["phase"], Body(path, path.stat().st_size, digest))
 
 
