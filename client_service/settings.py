@@ -65,9 +65,6 @@ class Settings(BaseSettings):
     )
     role: Annotated[Role, Field(description="trainer, or evaluator (test data only)")] = "trainer"
     device: Annotated[str, Field(description="auto, cpu, cuda or cuda:N")] = "auto"
-    threads: Annotated[
-        int, Field(ge=1, le=256, description="torch threads until the first task; tasks bring the spec's number")
-    ] = 1
     allow_backbone: Annotated[
         list[str],
         Field(

@@ -311,7 +311,7 @@ class Joining:
         work = self._work(offer, backbone, agreement, privacy, SiteRules(policy, asked))
         use_precision(backbone.device, info.training.tf32)  # texts and images are kept for tasks, which compute alike
         await self.compute.run(lambda: self._check_texts(work, method, info))
-        await self.compute.run(lambda: self._warm(work, method))
+        await self.compute.run(lambda: self._warm(work, method, info))
         signing = identity_of(self.state) if info.secure_aggregation is not None else None
         declared = replace(declared, device=describe_device(backbone.device))
         request = enrol_request(declared, identity.secret, backbone, signing)
@@ -431,7 +431,7 @@ class Joining:
 
     def _check_texts(self, work: TaskWork, method: Method, info: EnrolmentInfo) -> None:
         """Check that every class name, with the method's own tokens, fits into the text tower."""
-        torch.set_num_threads(self.settings.threads)
+        torch.set_num_threads(info.training.threads)
         data = work.data
         spaces = [(label_space(method, info, data.class_names), data.template)]
         spaces += [(test.class_names, test.template) for test in data.tests.values()]
@@ -443,9 +443,9 @@ class Joining:
         except BackboneError as error:
             raise ClientError(Exit.BAD_INPUT, str(error)) from None
 
-    def _warm(self, work: TaskWork, method: Method) -> None:
+    def _warm(self, work: TaskWork, method: Method, info: EnrolmentInfo) -> None:
         """Compute image features now: no deadline runs yet, and an image that cannot be read is found."""
-        torch.set_num_threads(self.settings.threads)
+        torch.set_num_threads(info.training.threads)  # which the bits of features depend on
         if not method.needs.cached_features:
             return
         watched = self.parts.consent is not None
