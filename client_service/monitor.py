@@ -108,7 +108,7 @@ class Monitor:
             status.last_error = str(facts.get("detail"))
         self._events.labels(event).inc()
         text = " ".join(f"{key}={_short(value)}" for key, value in facts.items() if value is not None)
-        warned = event in ("refused", "failed", "other_payload", "again")
+        warned = event in ("refused", "failed", "again")
         level = logging.WARNING if warned else logging.INFO
         log.log(level, "%s %s", event, text, extra={"event": event, "facts": facts})
         self.record(event, facts)
@@ -153,7 +153,6 @@ def sentence(event: str, facts: Mapping[str, Any]) -> str | None:
         "evaluated": _evaluated,
         "again": _again,
         "sent_again": _sent_again,
-        "other_payload": _other_payload,
         "met": _met,
         "ended": _ended,
     }.get(event)
@@ -182,11 +181,6 @@ def _evaluated(facts: Mapping[str, Any]) -> str:
         return f"{_round(facts)} evaluated"
     beside = f" (zero-shot {template:.1%})" if template is not None else ""
     return f"{_round(facts)} accuracy {accuracy:.1%}{beside}"
-
-
-def _other_payload(facts: Mapping[str, Any]) -> str:
-    common = f"others got {facts['common']}" if facts["common"] else "it does not say that all got the same"
-    return f"{_round(facts)} {facts['phase']}: the coordinator gave this client {facts['payload']}; {common}"
 
 
 def _met(facts: Mapping[str, Any]) -> str:

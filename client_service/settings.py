@@ -65,9 +65,6 @@ class Settings(BaseSettings):
     )
     role: Annotated[Role, Field(description="trainer, or evaluator (test data only)")] = "trainer"
     device: Annotated[str, Field(description="auto, cpu, cuda or cuda:N")] = "auto"
-    threads: Annotated[
-        int, Field(ge=1, le=256, description="torch threads until the first task; tasks bring the spec's number")
-    ] = 1
     allow_backbone: Annotated[
         list[str],
         Field(
@@ -279,14 +276,14 @@ def _safe(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:64] or "client"
 
 
-def make_settings(kind: type[Settings] | None = None, **given: Any) -> Settings:
-    """Settings (of ``kind``, where it is given) of ``given`` over the environment and the defaults.
+def make_settings(**given: Any) -> Settings:
+    """Settings of ``given`` over the environment and the defaults.
 
     Raises:
         ClientError: USAGE, with every offence in one line.
     """
     try:
-        return (kind or Settings)(**given)
+        return Settings(**given)
     except ValidationError as error:
         raise ClientError(Exit.USAGE, one_line(error)) from None
 

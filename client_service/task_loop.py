@@ -32,7 +32,6 @@ from promptfed.shared.api.api_schemas import SpendList
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.data import DataError
 from promptfed.shared.messages import FailureRequest, Task
-from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.secagg.member import Limits
@@ -84,41 +83,21 @@ async def _watch(
         else:
             if current is not None and current.task_id != task.task_id:
                 gone.set()
-            elif current is not None:  # a coordinator before 0.3.0, which does not hold the question back
-                pause = WATCH_SECONDS
         await asyncio.sleep(max(0.0, pause - (time.monotonic() - asked)))
 
 
 log = logging.getLogger("promptfed.client")
 
 
-@dataclass
-class Inquiries:
-    """One client's questions. It asks only what its budget needs."""
-
-    coordinator: CoordinatorClient
-    work: TaskWork
-    compute: Compute
-    _spends_told: bool = True  # by this coordinator; older ones know no such resource
-
-    async def expect_whole_ledger(self) -> None:
-        """Raise ClientError (LEDGER) if the ledger is an old copy, which lacks spends of this client."""
-        protection = self.work.protection
-        if protection is None or protection.ledger.path is None:
-            return
-        # What this folder itself has seen comes first: a coordinator may say that it has had nothing.
-        await self.compute.run(lambda: expect_head(protection.ledger, self.work.state))
-        if not self._spends_told:
-            return
-        try:
-            told = await self.coordinator.ask(SpendList, "spends")
-        except Refused as refused:
-            if refused.status != 404:
-                raise
-            self._spends_told = False
-            log.info("this coordinator does not tell what it has had: whether the ledger is an old copy is not known")
-            return
-        await self.compute.run(lambda: protection.ledger.expect_whole(told))
+async def expect_whole_ledger(coordinator: CoordinatorClient, work: TaskWork, compute: Compute) -> None:
+    """Raise ClientError (LEDGER) if the ledger is an old copy, which lacks spends of this client."""
+    protection = work.protection
+    if protection is None or protection.ledger.path is None:
+        return
+    # What this folder itself has seen comes first: a coordinator may say that it has had nothing.
+    await compute.run(lambda: expect_head(protection.ledger, work.state))
+    told = await coordinator.ask(SpendList, "spends")
+    await compute.run(lambda: protection.ledger.expect_whole(told))
 
 
 POLL_SECONDS = 15  # less than the 20 s after which many proxies end a connection on which nothing passes
@@ -144,7 +123,7 @@ class TaskLoop:
     def __post_init__(self) -> None:
         self.state, self.agreement = self.work.state, self.work.agreement
         self._watched = partial(watched, self.coordinator, self.compute, progress=self._progress)
-        self._inquiries = Inquiries(self.coordinator, self.work, self.compute)
+        self._expect_whole_ledger = partial(expect_whole_ledger, self.coordinator, self.work, self.compute)
         terms = self.agreement.consent.terms
         self._secure = None
         if terms.secure_aggregation is not None:
@@ -157,7 +136,7 @@ class TaskLoop:
         Raises:
             Refused: 410 when the federation has ended, 401 or 403 when this client is no longer part of it.
         """
-        await self._inquiries.expect_whole_ledger()
+        await self._expect_whole_ledger()
         await self._send_pending()
         await self._send_unsent()
         while True:
@@ -181,7 +160,7 @@ class TaskLoop:
         try:
             self.work.expect_policy(task)
             self.agreement.expect(task)
-            await self._inquiries.expect_whole_ledger()
+            await self._expect_whole_ledger()
             payload = await self.coordinator.payload(task, self.state.folder / PAYLOADS)
             if self._secure is not None:
                 secure = self._secure
@@ -189,7 +168,6 @@ class TaskLoop:
             if self._secure is not None and task.kind != "evaluate":
                 await self._exchange(self._secure, task, payload)
                 return
-            self._compare(task)
             await (self._train if task.kind == "train" else self._evaluate)(task, payload)
         except Refused as refused:
             self._note(refused, task)
@@ -222,7 +200,6 @@ class TaskLoop:
         """Answer a step of a secure sum. The answer is on the disk before it is sent."""
         secure.expect(task)
         if task.kind == "train" and not secure.is_trained(task):
-            self._compare(task)
             trained = await self._watched(task, partial(self.work.trained, task, payload))
             with unexplained(self.work.hides_failures):
                 await self.compute.run(lambda: secure.keep(task, decode_place(payload)[0], trained))
@@ -378,16 +355,6 @@ class TaskLoop:
             self.monitor.tell("sent_again", **_facts(task), bytes=answered.update.size)
             await asyncio.sleep(SHORTEST_POLL)
 
-    def _compare(self, task: Task) -> None:
-        """Tell the owner if this client was given other tensors than the others, though the method has one payload.
-
-        What the coordinator says of the others is its word; owners who trust it less compare the digests in their logs
-        and in the round's report.
-        """
-        own, common = task.payload.sha256, task.common_payload
-        if own != common and make_method(task.config.method).one_payload:
-            self.monitor.tell("other_payload", **_facts(task), payload=own, common=common)
-
     def _note_sending(self, task: Task) -> None:
         """Count the answer before it is sent; tell the owner if a round is answered again."""
         if self.agreement.goes_back(task):
@@ -424,7 +391,7 @@ class TaskLoop:
     def _record(self, refused: Refused, task_id: str, round: int) -> None:
         at = datetime.now(UTC).isoformat(timespec="seconds")
         facts = {"task_id": task_id, "round": round, "status": refused.status, "kind": refused.kind, "at": at}
-        self.state.record_refusal(facts | {"detail": refused.detail})
+        self.state.write_as("last-refusal.json", facts | {"detail": refused.detail})
         event = "discarded" if refused.kind == "phase-closed" else "refused"
         self.monitor.tell(event, round=round, status=refused.status, kind=refused.kind, detail=refused.detail)
 

@@ -168,7 +168,6 @@ class Task(Message):
     epoch: Annotated[str, Field(max_length=100)] = ""  # of the coordinator's process: another one after a restart
     secure: Annotated[SecurePart | None, left_out()] = None
     selected: Annotated[int | None, left_out(ge=0, le=100_000, description="the round whose state is tested")] = None
-    common_payload: Digest | None = None  # of all payloads of this phase, where they are the same; none: not told
 
 
 class PrivacyEvent(Message):

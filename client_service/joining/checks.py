@@ -17,11 +17,6 @@ from promptfed.client_service.settings import DEVICE_PATTERN
 from promptfed.shared.data import DataError, Source, Split
 from promptfed.shared.data.partition import class_counts
 from promptfed.shared.plain_text import alike_text, counted
-from promptfed.shared.service.net import (
-    HOW_TO_RAISE,
-    connections_of,
-    open_files,
-)
 
 Verdict = Literal["pass", "warn", "fail"]
 
@@ -29,7 +24,6 @@ CLOCK_SECONDS = 30.0  # that two clocks may differ: TLS certificates and reports
 FREE_BYTES = 1 << 30  # for features and a state; weights that open_clip downloads want more
 SAMPLE_IMAGES = 64  # of each split that are decoded: all are, before anything is sent, where features are kept
 FEW_IMAGES = 4  # of a class
-USUAL_FILES = 4096  # below which a coordinator's thousands of clients do not fit
 
 
 @dataclass(frozen=True)
@@ -100,13 +94,6 @@ def _writable(folder: Path) -> bool:
             return True
     except OSError:
         return False
-
-
-def check_files() -> Check:
-    """How many clients a coordinator on this machine could serve with the open files that a process may have."""
-    files = open_files()
-    text = f"a process may open {files:,}: enough for a coordinator with {connections_of(files):,} clients"
-    return Check("files", "warn", text, HOW_TO_RAISE) if files < USUAL_FILES else Check("files", "pass", text)
 
 
 def check_clock(seconds: float | None) -> Check:

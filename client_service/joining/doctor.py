@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.http.bodies import SentLog
@@ -27,7 +26,6 @@ from promptfed.client_service.joining.checks import (
     check_data,
     check_device,
     check_disk,
-    check_files,
     check_versions,
 )
 from promptfed.client_service.joining.disclosure import Disclosure, disclose
@@ -63,22 +61,9 @@ NETWORK_ADVICE = "check the address, the port and --ca-file, or name a proxy wit
 NOBODY = "0" * 64  # in the place of a secret: none is made for a look
 NEEDED = {"coordinator": "http://localhost", "federation": "none", "data": "none"}  # for what is not looked at
 
+ALONE = {"_env_prefix": "PROMPTFED_NOTHING_"}  # nothing of the environment
+
 Result = TypeVar("Result")
-
-
-class _Given(Settings):
-    """Settings from the arguments alone, without those in the environment."""
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
 
 
 @dataclass
@@ -106,11 +91,11 @@ class Examination:
         # Any text at all: one that names no device is a line of its own, by `check_device`.
         device = {"device": given.pop("device", "auto")}
         try:
-            settings, trouble = make_settings(_Given, **NEEDED | given), None
+            settings, trouble = make_settings(**ALONE | NEEDED | given), None
         except ClientError as error:
             # An address that is none, or plain HTTP to elsewhere: all but the coordinator is looked at.
             trouble = error
-            settings = make_settings(_Given, **given | NEEDED | {"data": given.get("data", NEEDED["data"])})
+            settings = make_settings(**ALONE | given | NEEDED | {"data": given.get("data", NEEDED["data"])})
         return cls(settings.model_copy(update=device), folder, backbone, missing, trouble)
 
     @property
@@ -120,7 +105,7 @@ class Examination:
 
     def run(self) -> None:
         """Look at everything."""
-        self.checks += [check_versions(), check_device(self.settings.device), check_disk(self.folder), check_files()]
+        self.checks += [check_versions(), check_device(self.settings.device), check_disk(self.folder)]
         source = self._source()
         path = self.settings.policy_file
         read = None if path is None else self._try("policy", lambda: read_policy(path))

@@ -29,7 +29,7 @@ from promptfed.client_service.privacy.protection import SiteProtection, own_ledg
 from promptfed.client_service.privacy.secure import identity_of
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
-from promptfed.client_service.state.private_state import Identity, PrivateState, keep_known
+from promptfed.client_service.state.private_state import ENROLMENT, Identity, PrivateState, keep_known
 from promptfed.client_service.training.data import (
     TEST,
     TRAIN,
@@ -189,17 +189,11 @@ def enrol_request(declared: Declared, secret: str, backbone: Backbone, identity:
     """
     try:
         request = EnrolRequest(
-            name=declared.name,
-            secret=secret,
-            role=declared.role,
-            num_samples=declared.num_samples,
+            **{name: value for name, value in vars(declared).items() if name not in ("class_names", "fingerprint")},
             class_names=list(declared.class_names),
-            domain=declared.domain,
+            secret=secret,
             backbone_fingerprint=backbone.fingerprint,
             backbone_shape=shape_of(backbone),
-            device=declared.device,
-            release=declared.release,
-            system=declared.system,
         )
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
@@ -296,8 +290,9 @@ class Joining:
         self.coordinator.may_move = partial(expect_origin, policy)
         keep_known(self.coordinator.book, self.state)
         token = self.parts.enrolment_token or enrolment_token(settings, identity)
-        self.info, token = await self._offer(token, identity)
+        self.info, token = await self._info(token, identity)
         info = self.info
+        check_protocol(info)
         source, tests = split_by(info, source, tests, settings.role)
         identity = self.state.bind(identity, info.federation_id)
         self.coordinator.federation = info.federation_id
@@ -316,7 +311,7 @@ class Joining:
         work = self._work(offer, backbone, agreement, privacy, SiteRules(policy, asked))
         use_precision(backbone.device, info.training.tf32)  # texts and images are kept for tasks, which compute alike
         await self.compute.run(lambda: self._check_texts(work, method, info))
-        await self.compute.run(lambda: self._warm(work, method))
+        await self.compute.run(lambda: self._warm(work, method, info))
         signing = identity_of(self.state) if info.secure_aggregation is not None else None
         declared = replace(declared, device=describe_device(backbone.device))
         request = enrol_request(declared, identity.secret, backbone, signing)
@@ -412,12 +407,6 @@ class Joining:
         self.monitor.status.backbone, self.monitor.status.device = backbone.fingerprint, str(backbone.device)
         return backbone
 
-    async def _offer(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
-        """As `_info`, of a protocol that this client speaks."""
-        info, token = await self._info(token, identity)
-        check_protocol(info)
-        return info, token
-
     async def _info(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
         """What the coordinator says of the federation, or said when this client enrolled; the token if it is valid."""
         known = self.state.enrolment() if identity.client_id is not None else None
@@ -432,7 +421,7 @@ class Joining:
                     raise
                 log.info("the enrolment token is no longer valid: going on with this client's own secret")
             else:
-                self.state.save_enrolment(info)
+                self.state.write_as(ENROLMENT, info)
                 return info, token
         if known is None:
             text = f"the state folder {self.state.folder} does not hold all that the federation trains by"
@@ -442,7 +431,7 @@ class Joining:
 
     def _check_texts(self, work: TaskWork, method: Method, info: EnrolmentInfo) -> None:
         """Check that every class name, with the method's own tokens, fits into the text tower."""
-        torch.set_num_threads(self.settings.threads)
+        torch.set_num_threads(info.training.threads)
         data = work.data
         spaces = [(label_space(method, info, data.class_names), data.template)]
         spaces += [(test.class_names, test.template) for test in data.tests.values()]
@@ -454,9 +443,9 @@ class Joining:
         except BackboneError as error:
             raise ClientError(Exit.BAD_INPUT, str(error)) from None
 
-    def _warm(self, work: TaskWork, method: Method) -> None:
+    def _warm(self, work: TaskWork, method: Method, info: EnrolmentInfo) -> None:
         """Compute image features now: no deadline runs yet, and an image that cannot be read is found."""
-        torch.set_num_threads(self.settings.threads)
+        torch.set_num_threads(info.training.threads)  # which the bits of features depend on
         if not method.needs.cached_features:
             return
         watched = self.parts.consent is not None

@@ -88,6 +88,7 @@ class Serving:
     payload: bytes | Path
 
 
+ENROLMENT = "enrolment.json"
 PENDING = "pending"
 ANSWERED = "answered"
 COMMITTED = "committed.safetensors"
@@ -180,17 +181,9 @@ class PrivateState:
         self.write_as("identity.json", identity)
         return identity
 
-    def save_enrolment(self, info: EnrolmentInfo) -> None:
-        """Keep what the coordinator said, for a restart with an enrolment token that has expired."""
-        self.write_as("enrolment.json", info)
-
     def enrolment(self) -> EnrolmentInfo | None:
-        """What the coordinator said when the client enrolled."""
-        raw = self._read_json("enrolment.json")
-        try:
-            return None if raw is None else EnrolmentInfo.model_validate(raw)
-        except ValidationError:
-            raise self.damaged("enrolment.json") from None
+        """What the coordinator said when the client enrolled: a restart may come with a token that has expired."""
+        return self.read_as(ENROLMENT, EnrolmentInfo)
 
     # Private tensors
 
@@ -240,10 +233,8 @@ class PrivateState:
             return None
         try:
             return _update_in(self._pending)
-        except _Changed:
-            raise self.damaged("pending/update.safetensors") from None
         except UNREADABLE:
-            raise self.damaged("pending") from None
+            raise self.damaged(PENDING) from None
 
     def commit(self) -> None:
         """The coordinator has the pending update: its private tensors become the committed ones."""
@@ -302,7 +293,7 @@ class PrivateState:
 
     def serving(self) -> Serving | None:
         """What `save_serving` kept."""
-        raw = self._read_json("serving.json")
+        raw = self.read_as("serving.json", dict[str, Any])
         if raw is None:
             return None
         try:
@@ -310,12 +301,8 @@ class PrivateState:
             path = self.folder / raw["payload"]
             payload = path if path.stat().st_size >= LARGE else path.read_bytes()
             return Serving(raw["round"], raw["phase"], config, payload)
-        except (OSError, ValueError, KeyError, TypeError):
+        except UNREADABLE:
             raise self.damaged("serving.json") from None
-
-    def record_refusal(self, refusal: dict[str, Any]) -> None:
-        """Keep the last refusal."""
-        self.write_file("last-refusal.json", json.dumps(refusal).encode())
 
     def write_note(self, name: str, text: str) -> None:
         """A file of text, such as the address of the client's API for other programs."""
@@ -379,31 +366,19 @@ class PrivateState:
         self._disk.move(draft, self.folder / name)
         self._disk.sync_folder(self.folder)
 
-    def _read_json(self, name: str) -> Any:
-        try:
-            return json.loads((self.folder / name).read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError):
-            raise self.damaged(name) from None
-
     def damaged(self, name: str) -> ClientError:
         """The error that ends a client whose file ``name`` cannot be understood."""
         text = f"{self.folder / name} is damaged: restore it, or enrol anew with another --state-dir and --name"
         return ClientError(Exit.STATE, text)
 
 
-class _Changed(ValueError):
-    """The bytes of an update are not those that were written."""
-
-
 def _update_in(folder: Path) -> Pending:
-    """The update that lies in a folder. Raises _Changed, or one of UNREADABLE."""
+    """The update that lies in a folder. Raises one of UNREADABLE, also where its bytes have changed."""
     about = json.loads((folder / "about.json").read_bytes())
     path = folder / "update.safetensors"
     digest = sha256_of(path)
     if digest != about["sha256"]:
-        raise _Changed
+        raise ValueError("it has changed")
     return Pending(about["task_id"], about["round"], about["phase"], Body(path, path.stat().st_size, digest))
 
 

@@ -239,11 +239,6 @@ def forgotten(federation: Federation, state: Arrays, client: str, context: Serve
     return after
 
 
-def rule_of(federation: Federation, before: Mapping[str, Array]) -> Rule:
-    """The rule of a phase; ``before``: the state that it began with."""
-    return Rule(federation.spec.aggregation, before)
-
-
 def after_phase(
     federation: Federation,
     state: Arrays,

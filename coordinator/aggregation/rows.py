@@ -112,21 +112,13 @@ class Rows:
             combined[columns] = make(values)
         return combined
 
-    def distances_to(self, point: Any | None, clipped: bool = False) -> Any:
-        """``(K,)`` L2 distances of the rows to ``point (D,)``; None: to zero."""
+    def distances_to(self, point: Any | None) -> Any:
+        """``(K,)`` L2 distances of the rows as they were sent to ``point (D,)``; None: to zero."""
         squares = self.zeros(self.count)
-        for columns, values in self.blocks(clipped):
+        for columns, values in self.blocks(clipped=False):
             away = values if point is None else values - point[columns]
             squares += (away * away).sum(1)
         return self.xp.sqrt(squares)
-
-    def products_at(self, point: Any) -> Any:
-        """``(K, K)`` products of the rows, as seen from ``point (D,)``."""
-        products = self.zeros(self.count, self.count)
-        for columns, values in self.blocks():
-            seen = values - point[columns]
-            products += seen @ seen.T
-        return products
 
     def tensors(self, point: Any) -> Values:
         """``point (D,)`` as tensors of the updates' shapes, float32, with the base added."""

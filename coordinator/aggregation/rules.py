@@ -5,7 +5,6 @@ Of every update the rule says what it made of it. Optimizers: FedAvgM, FedAdagra
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from promptfed.shared.methods.core.checks import LARGE
 from promptfed.shared.methods.core.interface import ClientUpdate, Combine, Method
 from promptfed.shared.spec.sections import AggregationSpec, ServerOptimizerSpec, capped
 from promptfed.shared.tensors import SERVER, Arrays, Room, TensorSpec, chunks, size_of
-from promptfed.shared.tensors.arrays import argsort, double, in_namespace, namespace, single, solve, take_along
+from promptfed.shared.tensors.arrays import argsort, double, in_namespace, namespace, single, take_along
 
 
 def weighted_mean(updates: Iterable[ClientUpdate], room: Room = np.empty) -> Values:
@@ -71,13 +70,7 @@ def _mean_by_update(updates: Iterable[ClientUpdate]) -> Values:
     return {name: single(total) for name, total in sorted(sums.items())}
 
 
-log = logging.getLogger("promptfed.coordinator")
-
 ROUNDING = 1e-9  # of sums of weights, and of a share times a number
-GRADIENT = 1e-9  # length of the geometric median's gradient, of at most 1, at which it is found
-PLAIN_STEPS = 10  # of Weiszfeld's, before Newton's are tried
-MOST_STEPS = 1000
-HALVINGS = 12  # of one of Newton's steps, before Weiszfeld's is taken
 
 
 @dataclass(frozen=True)
@@ -220,95 +213,12 @@ def _krum_scores(rows: Rows, spec: AggregationSpec) -> Any:
     return take_along(squares, argsort(squares, 1)[:, :nearest], 1).sum(1)
 
 
-def geometric_median(rows: Rows, weights: Any, spec: AggregationSpec) -> Combined:
-    """The point that minimises Σ w_i·‖x_i − y‖ over whole updates (RFA: Pillutla et al., 2022), to convergence.
-
-    Weiszfeld's algorithm as Vardi and Zhang (2000) mend it: where it comes upon an update, that update is the answer or
-    is left again. Every update that was the nearest one is tried itself, since steps towards it would become ever
-    shorter. After the first steps Newton's are taken where they shorten the gradient: Weiszfeld's become tiny where
-    updates lie in clusters or far apart. Found where the gradient (a mean of unit vectors) is shorter than 1e-9, which
-    puts Σ w_i·‖x_i − y‖ within 1e-9 times the distance to the minimum of its least value. Updates that all lie within
-    1e-4 of a straight line, as no prompts of more than two clients do, may need more than the steps there are: the log
-    then tells the gradient.
-    """
-    point = rows.row(int(rows.distances_to(rows.sum(weights), clipped=True).argmin()))
-    tried: set[int] = set()
-    for number in range(MOST_STEPS):
-        distances = rows.distances_to(point, clipped=True)
-        nearest = int(distances.argmin())
-        if nearest not in tried and distances[nearest] > 0:
-            candidate = rows.row(nearest)
-            step = _weiszfeld(rows, weights, candidate, rows.distances_to(candidate, clipped=True))
-            if step.is_minimum:
-                return candidate, step.influence
-        tried.add(nearest)
-        step = _weiszfeld(rows, weights, point, distances)
-        if step.is_minimum:
-            return point, step.influence
-        nearer = _newton(rows, weights, point, distances, step.gradient) if number >= PLAIN_STEPS else None
-        point = step.point if nearer is None else nearer
-    log.warning("the geometric median was not found in %d steps: its gradient is %.1e", MOST_STEPS, step.gradient)
-    return point, step.influence
-
-
-@dataclass(frozen=True)
-class _Step:
-    """From a point of the Weiszfeld algorithm to the next."""
-
-    point: Any
-    influence: Any
-    gradient: float
-    is_minimum: bool
-
-
-def _weiszfeld(rows: Rows, weights: Any, point: Any, distances: Any) -> _Step:
-    here = distances == 0
-    own = float(weights[here].sum())
-    pulls = rows.xp.where(here, 0.0, weights / rows.xp.where(here, 1.0, distances))
-    total = float(pulls.sum())
-    if total == 0:
-        return _Step(point, weights, 0.0, True)  # All that weigh anything are the same.
-    target = rows.sum(pulls) / total
-    gradient = total * float(rows.xp.linalg.norm(target - point))
-    held = min(1.0, own / gradient) if gradient > 0 else 1.0
-    minimum = gradient <= own + GRADIENT
-    influence = rows.xp.where(here, weights, 0.0) / own if own > 0 and minimum else pulls / total
-    return _Step(target + held * (point - target), influence, gradient, minimum)
-
-
-def _newton(rows: Rows, weights: Any, point: Any, distances: Any, gradient: float) -> Any | None:
-    """Newton's step from ``point``, halved until it shortens the gradient; None where it does not.
-
-    With u_i the unit vectors to the rows and c_i = w_i/d_i, the gradient is −Σ w_i·u_i and the Hessian
-    (Σ c_i)·I − Σ c_i·u_i·u_iᵀ. The step lies in the span of the u_i: its coefficients β solve the K equations
-    ((Σ c_i)·I − diag(c)·U·Uᵀ)·β = w.
-    """
-    if float(distances.min()) == 0:
-        return None
-    pulls = weights / distances
-    cosines = rows.products_at(point) / distances[:, None] / distances
-    matrix = pulls.sum() * rows.xp.eye(rows.count, dtype=rows.xp.float64) - pulls[:, None] * cosines
-    solved = solve(matrix, weights)
-    if solved is None or not rows.xp.isfinite(solved / distances).all():
-        return None
-    along = solved / distances
-    direction = rows.sum(along) - along.sum() * point
-    for halving in range(HALVINGS):
-        length = 0.5**halving
-        tried = point + length * direction
-        there = _weiszfeld(rows, weights, tried, rows.distances_to(tried, clipped=True))
-        if there.is_minimum or there.gradient < (1 - length / 4) * gradient:
-            return tried
-    return None
-
-
 RULES: dict[str, Callable[[Rows, Any, AggregationSpec], Combined]] = {
     "mean": mean,
     "median": median,
     "trimmed_mean": trimmed_mean,
     "krum": krum,
     "multi_krum": multi_krum,
-    "geometric_median": geometric_median,
 }
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, status
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
+from pydantic import BaseModel
 from sqlalchemy import select
 
 from promptfed.coordinator import problems
@@ -36,7 +37,6 @@ from promptfed.coordinator.http.bodies import BlobFile
 from promptfed.coordinator.operations import verification
 from promptfed.coordinator.reports import federations, rounds
 from promptfed.coordinator.reports.exports import check_card, known_of
-from promptfed.coordinator.reports.rounds import json_pieces
 from promptfed.coordinator.store.database import DatabaseAway
 from promptfed.coordinator.store.tables import EventRow
 from promptfed.shared.api.api_schemas import (
@@ -67,7 +67,7 @@ TENSOR_TYPES = (TENSORS_TYPE, "application/vnd.safetensors", "application/*", "*
 CARD_BODY = deps.body("application/json", {"type": "object"}, "`card.json`, byte for byte as the export holds it")
 
 
-def streamed(pieces: Iterator[bytes], media_type: str = "application/json") -> Response:
+def streamed(pieces: Iterator[bytes], media_type: str) -> Response:
     """An answer that is sent while it is made. An error before its first bytes is still answered as a problem."""
     begun = bytearray()
     for piece in pieces:
@@ -87,13 +87,18 @@ def _gathered(begun: bytearray, pieces: Iterator[bytes]) -> Iterator[bytes]:
     yield bytes(begun)
 
 
+def _json(report: BaseModel) -> Response:
+    # As it is: the framework would check a report of thousands of updates once more.
+    return Response(report.model_dump_json(), media_type="application/json")
+
+
 @router.get("/rounds", response_model=RoundPage, responses=deps.for_callers())
 def list_rounds(registry: RegistryOf, federation: Informed, limit: Limit = 100, after: After = None) -> Response:
     """Reports of all rounds so far, from round 0 on. A page has fewer than ``limit`` rounds if many clients answer."""
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
         numbers, following = rounds.numbers_of_page(session, federation.id, limit, after)
-    return streamed(rounds.page(registry.database, federation, numbers, following))
+    return _json(rounds.page(registry.database, federation, numbers, following))
 
 
 @router.get("/rounds/{round}", response_model=RoundReport, responses=deps.for_callers())
@@ -106,7 +111,7 @@ def get_round(registry: RegistryOf, federation: Informed, round: Round) -> Respo
                 f"round {round} has not begun; {federation.name} is in round {federation.run.round}"
             )
         report = rounds.round_report(session, federation, round)
-    return streamed(json_pieces(report))
+    return _json(report)
 
 
 @router.get("/remarks", responses=deps.for_callers())
@@ -197,7 +202,7 @@ def get_metrics(
         numbers, following = rounds.numbers_of_page(session, federation.id, limit, after)
     if format == "csv":
         return streamed(rounds.as_csv(registry.database, federation, numbers), "text/csv; charset=utf-8")
-    return streamed(rounds.as_json(registry.database, federation, numbers, following))
+    return streamed(rounds.as_json(registry.database, federation, numbers, following), "application/json")
 
 
 async def _body(request: Request, _: Operated) -> bytes:

@@ -162,7 +162,6 @@ def _message(registry: Registry, federation: Federation, task: OpenTask) -> str:
             "sha256": task.payload_sha256,
         },
         "epoch": registry.epoch,
-        "common_payload": federation.common_payload,
     }
     if task.phase == FINAL:
         with registry.database.read() as session:

@@ -128,7 +128,6 @@ class Federation:
     """One federation after a commit. Each commit replaces the whole object, so that readers see a consistent state.
 
     ``starting``: its initial state is being computed for the enrolled clients; meanwhile no client can enrol.
-    ``common_payload``: the digest of the open stage's payloads, if all are the same.
     ``sampling_key``: the secret of Poisson sampling, never disclosed.
     ``named``: the different classes that clients have named, which have ``named_bytes`` of text.
     """
@@ -149,7 +148,6 @@ class Federation:
     tasks: dict[str, OpenTask] = field(default_factory=dict)
     tokens: dict[str, EnrolmentToken] = field(default_factory=dict)  # by digest
     deadline: str | None = None
-    common_payload: str | None = None
     starting: bool = False
     named: frozenset[str] = frozenset()
     named_bytes: int = 0

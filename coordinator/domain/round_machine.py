@@ -115,7 +115,7 @@ class NotEnoughTrainers(Exception):
 
 
 class Machine:
-    """Any number of steps from a run: as repeated calls of ``step``, without copying all asks in each.
+    """Any number of steps from a run, without copying all asks in each.
 
     ``run`` is the run as it has become. One that was read before a later ``advance`` is not to be used any more: both
     share the open stage's asks. The run that the machine was made of stays as it is.
@@ -128,9 +128,12 @@ class Machine:
         self._asks: dict[str, AskStatus] | None = None  # our own copy of the open stage's
 
     def advance(self, event: run_state.Event) -> tuple[run_state.Fact, ...]:
-        """One step; returns the facts to store.
+        """The run after ``event``; returns the facts to store.
 
-        Raises as ``step`` does; after any other error use a new machine.
+        Raises:
+            WrongMoment: the event does not fit the run's state; nothing has changed.
+            NotEnoughTrainers: a start with fewer trainers than the rules need.
+            Others: use a new machine.
         """
         self.facts = []
         self._take(event)
@@ -439,15 +442,3 @@ class Machine:
     def _expect(self, state: FederationState) -> None:
         if self.run.state != state:
             raise WrongMoment(self.run.state)
-
-
-def step(rules: Rules, run: Run, event: run_state.Event) -> tuple[Run, tuple[run_state.Fact, ...]]:
-    """The run after ``event``, and the facts to store.
-
-    Raises:
-        WrongMoment: the event does not fit the run's state; nothing has changed.
-        NotEnoughTrainers: a start with fewer trainers than the rules need.
-    """
-    machine = Machine(rules, run)
-    new_facts = machine.advance(event)
-    return machine.run, new_facts

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +21,7 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation import global_state, rows
 from promptfed.coordinator.aggregation.global_state import Given, call, given
-from promptfed.coordinator.aggregation.rules import Judged
+from promptfed.coordinator.aggregation.rules import Judged, Rule
 from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import SAME_CLASSES, Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
@@ -103,7 +104,7 @@ def compute(registry: Registry, federation: Federation, state: Arrays, phase_id:
     phase = federation.method_phase(run.round, run.step)
     if federation.spec.privacy.protects_clients:
         return _computed_with_noise(registry, federation, state, phase_id, phase, given)
-    context, rule = federation.context(), global_state.rule_of(federation, state)
+    context, rule = federation.context(), Rule(federation.spec.aggregation, state)
     payload = lru_cache(maxsize=8)(lambda sha256: registry.blobs.tensors(sha256)[0])  # of most, the same
     with room(registry.blobs) as rule.room:
         stored = global_state.stored_updates(registry.blobs, given.updates)
@@ -388,13 +389,7 @@ def _with_payloads(
     registry: Registry, held: Held, federation: Federation, state: Arrays, tasks: list[OpenTask]
 ) -> dict[str, OpenTask]:
     """The tasks with their payloads, which are stored, by id. ``state``: the method's part."""
-    with registry.metrics.job_seconds.labels("payloads").time():
-        return _made_payloads(registry, held, federation, state, tasks)
-
-
-def _made_payloads(
-    registry: Registry, held: Held, federation: Federation, state: Arrays, tasks: list[OpenTask]
-) -> dict[str, OpenTask]:
+    begun = time.perf_counter()
     context = federation.context()
     made: dict[str, OpenTask] = {}
     last: tuple[tuple[object, ...], Arrays, Stored] | None = None
@@ -414,6 +409,7 @@ def _made_payloads(
                 registry.blobs.remember(held, stored.digest)
             last = stage, tensors, stored
         made[task.id] = replace(task, payload_sha256=last[2].digest, payload_bytes=last[2].size)
+    registry.metrics.job_seconds.labels("payloads").observe(time.perf_counter() - begun)
     return made
 
 
@@ -428,21 +424,7 @@ def _serve(change: Change, made: dict[str, OpenTask]) -> None:
     change.batch.serve(payloads)
     change.wake.update(task.client for task in made.values())
     tasks = {name: made.get(task.id, task) for name, task in change.federation.tasks.items()}
-    digests: set[str | None] = {digest for digest, _ in payloads.values()}
-    stage = change.federation.run.stage
-    if stage is not None and len(made) < len(stage.asks):
-        change.flush()
-        digests = _payload_digests(change)
-    common = digests.pop() if len(digests) == 1 else None  # for clients to compare
-    change.federation = replace(change.federation, tasks=tasks, common_payload=common)
-
-
-def _payload_digests(change: Change) -> set[str | None]:
-    """The digests of the payloads of the open stage's tasks; two are enough."""
-    run = change.federation.run
-    here = (PhaseRow.round == run.round, PhaseRow.step == run.step, TaskRow.payload_sha256.is_not(None))
-    query = queries.tasks_with_phases(change.federation.id).with_only_columns(TaskRow.payload_sha256).where(*here)
-    return set(change.session.scalars(query.distinct().limit(2)))
+    change.federation = replace(change.federation, tasks=tasks)
 
 
 def _served_state(registry: Registry, session: Session, federation: Federation) -> Arrays:

@@ -51,7 +51,7 @@ class Change:
         """Step the round machine and write down what follows.
 
         Raises:
-            WrongMoment, NotEnoughTrainers: see ``round_machine.step``; nothing is written then.
+            WrongMoment, NotEnoughTrainers: see ``Machine.advance``; nothing is written then.
         """
         before = self.federation.run
         if self._machine is None or self._machine.run is not before:

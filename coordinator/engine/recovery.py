@@ -109,7 +109,6 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         tasks={task.client: open_task(task, phase) for task, phase in open_ if task.status == "open"},
         tokens={token.digest: token_of(token) for token in tokens},
         deadline=stage_row.deadline if stage_row is not None and is_open else None,
-        common_payload=_common_payload(tasks),
     )
     loaded = loaded.drawing_with(row.draw_secret).sampling_with(row.sampling_key, row.budget_rounds).recounted()
     return _at_rest(loaded) if loaded.unreadable else loaded
@@ -184,12 +183,6 @@ def client_of(row: ClientRow) -> Client:
 def _latest_tasks(session: Session, stage: PhaseRow) -> dict[str, TaskRow]:
     rows = session.scalars(select(TaskRow).where(TaskRow.phase_id == stage.id).order_by(TaskRow.number))
     return {task.client: task for task in rows}
-
-
-def _common_payload(tasks: dict[str, TaskRow]) -> str | None:
-    """As ``jobs`` determines it when payloads are made."""
-    digests = {task.payload_sha256 for task in tasks.values()} - {None}
-    return digests.pop() if len(digests) == 1 else None
 
 
 def _stage(row: PhaseRow | None, tasks: dict[str, TaskRow], now: float) -> Stage | None:

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from concurrent.futures import ThreadPoolExecutor
 
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
@@ -44,10 +44,9 @@ class Sharing:
         self._wanted: list[str] = []
         self._given: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._work = threading.Event()
-        self._to_read: queue.PriorityQueue[tuple[int, int, str]] = queue.PriorityQueue()
-        self._numbers = count()
+        self._readers = ThreadPoolExecutor(READERS, "sharing")
         self._warned = ""
-        loops: list[Callable[[], None]] = [self._renew_all, self._take_all, *[self._read_all] * READERS]
+        loops: list[Callable[[], None]] = [self._renew_all, self._take_all]
         if objects is not None:
             loops.append(self._look_at_objects)
         self._threads = [threading.Thread(target=loop, name=f"sharing{loop.__name__}", daemon=True) for loop in loops]
@@ -64,11 +63,10 @@ class Sharing:
         """Release all leases. The registry must not change anything any more."""
         self._ended.set()
         self._work.set()
-        for _ in range(READERS):
-            self._to_read.put((-1, next(self._numbers), ""))
         for thread in self._threads:
             if thread.is_alive():
                 await asyncio.to_thread(thread.join)
+        await asyncio.to_thread(self._readers.shutdown, cancel_futures=True)
         try:
             await asyncio.to_thread(self._leases.release)
         except SQLAlchemyError as error:
@@ -144,38 +142,33 @@ class Sharing:
         except FAILURES as error:
             self._give_up(taken, error)
             return
-        for rank, id in due:
-            self._to_read.put((rank, next(self._numbers), id))
+        for id in due:
+            self._readers.submit(self._read, id)
         if taken:
             log.info("%d federations are taken over, %d of them to go on with", len(taken), len(due))
 
-    def _due(self, ids: Sequence[str]) -> list[tuple[int, str]]:
-        """The federations that have to be in memory since something may be due, running ones first (rank 0)."""
+    def _due(self, ids: Sequence[str]) -> list[str]:
+        """The federations that have to be in memory since something may be due, running ones first."""
         spec = FederationRow.spec
         query = select(FederationRow.id, FederationRow.state, spec["start"].as_string(), spec["retention"].as_string())
         with self._registry.database.read() as session:
             rows = session.execute(query.where(FederationRow.id.in_(ids))).all() if ids else []
-        due = []
-        for id, state, start, retention in rows:
-            if state == "running":
-                due.append((0, id))
-            elif (
-                state in ("paused", DELETING)
-                or (state == "enrolling" and start == "when_ready")
-                or (state in ENDED and retention == "last_round")  # what it did not keep may still be there
-            ):
-                due.append((1, id))
-        return due
+        running = [id for id, state, _, _ in rows if state == "running"]
+        return running + [
+            id
+            for id, state, start, retention in rows
+            if state in ("paused", DELETING)
+            or (state == "enrolling" and start == "when_ready")
+            or (state in ENDED and retention == "last_round")  # what it did not keep may still be there
+        ]
 
-    def _read_all(self) -> None:
-        while not self._ended.is_set():
-            _, _, id = self._to_read.get()
-            if self._ended.is_set() or self._registry.database.away is not None:
-                continue
-            try:
-                self._registry.take_up(id)
-            except Exception as error:  # a method's own code may raise anything, and the others wait for this thread
-                self._give_up([id], error)
+    def _read(self, id: str) -> None:
+        if self._ended.is_set() or self._registry.database.away is not None:
+            return
+        try:
+            self._registry.take_up(id)
+        except Exception as error:  # a method's own code may raise anything
+            self._give_up([id], error)
 
     def _give_up(self, ids: Iterable[str], error: Exception) -> None:
         for id in ids:

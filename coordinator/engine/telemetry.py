@@ -209,7 +209,6 @@ class Metrics:
         self.rounds = self._counter("rounds_completed", "Rounds that are over")
         self.phases = self._counter("phases_completed", "Phases and evaluations completed")
         self.moves = self._counter("federation_moves", "Changes of a federation's state", "state")
-        self.counted = self._counter("answers_counted", "Answers that counted when their phase closed")
         self.bytes_up = self._counter("update_bytes", "Bytes of accepted updates")
         self.bytes_down = self._counter("payload_bytes", "Bytes of payloads served")
         self.private = self._counter(
@@ -220,10 +219,6 @@ class Metrics:
         self.uploads = Gauge("promptfed_uploads", "Uploads under way", registry=self.registry)
         self.job_seconds = self._histogram("work_seconds", "Tensor work by kind", "kind")
         self.stages = self._histogram("phase_seconds", "From a phase's opening to its committed state, by kind", "kind")
-        self.secure = self._counter(
-            "secure_steps", "Tasks of secure sums by step and how they ended", "step", "outcome"
-        )
-        self.secure_seconds = self._histogram("secure_seconds", "From a secure sum's step to the next, by step", "step")
         self.receiving = self._histogram("update_seconds", "From the head of an update's request to its answer")
         self._begin_at_zero()
 
@@ -244,23 +239,14 @@ class Metrics:
         self.rounds.inc(max(0, _rounds_over(change.federation.run) - _rounds_over(before)))
         for kind, seconds in change.completed:
             self.stages.labels(kind).observe(seconds)
-            if self._is_step(change, kind):
-                self.secure_seconds.labels(kind).observe(seconds)
         for fact in change.recorded:
             match fact:
                 case run_state.Settled(_, status):
                     self.answers.labels(status).inc()
-                    if before.stage is not None and self._is_step(change, before.stage.kind):
-                        self.secure.labels(before.stage.kind, status).inc()
-                case run_state.Closed(counted, _):
-                    self.counted.inc(len(counted))
                 case run_state.Completed():
                     self.phases.inc()
                 case run_state.Moved(state, _):
                     self.moves.labels(state).inc()
-
-    def _is_step(self, change: Change, kind: str) -> bool:
-        return change.federation.spec.secure_aggregation is not None and kind != "evaluate"
 
     def refused(self, kind: str, of_update: bool) -> None:
         """Count a refusal by its kind; one of an update counts as a verdict on it too."""

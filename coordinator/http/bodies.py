@@ -6,8 +6,6 @@ import asyncio
 import base64
 import binascii
 import hashlib
-import mmap
-import os
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -341,9 +339,7 @@ def _schemes(dependant: Dependant) -> Iterator[str]:
         yield from _schemes(inner)
 
 
-BY_PATH = "http.response.pathsend"
 _FROM = re.compile(r"bytes=(\d{1,15})-")
-PART = 256 << 10  # bytes that are handed over at once; the next ones once the connection takes more
 
 
 def first_byte(asked: str | None) -> int:
@@ -353,29 +349,6 @@ def first_byte(asked: str | None) -> int:
 
 
 class BlobFile(FileResponse):
-    """A file as the body of an answer."""
+    """A file as the body of an answer, read a megabyte at a time."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
-
-        async def send_mapped(message: Message) -> None:
-            if message["type"] == BY_PATH:
-                await _send_mapped(Path(message["path"]), send)
-            else:
-                await send(message)
-
-        extensions = {**scope.get("extensions", {}), BY_PATH: {}}
-        await super().__call__({**scope, "extensions": extensions}, receive, send_mapped)
-
-
-async def _send_mapped(path: Path, send: Send) -> None:
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        # Nothing closes it: parts of it may wait in the connection's buffer, and with the last of them it is gone.
-        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
-    if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_WILLNEED"):
-        mapped.madvise(mmap.MADV_WILLNEED)
-    whole = memoryview(mapped)
-    for begin in range(0, max(size, 1), PART):
-        more = begin + PART < size
-        await send({"type": "http.response.body", "body": whole[begin : begin + PART], "more_body": more})
+    chunk_size = CHUNK

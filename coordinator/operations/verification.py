@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -109,41 +109,33 @@ def _states(session: Session, blobs: Blobs) -> Iterator[str]:
     query = select(FederationRow.name, StateRow.round, StateRow.sha256, StateRow.bytes, StateRow.state_hash)
     joined = query.join(FederationRow, FederationRow.id == StateRow.federation_id).where(StateRow.stored)
     for row in _rows(session, joined.order_by(StateRow.id)):
-        blob = f"the state of round {row.round} of {row.name} ({row.sha256})"
-        why = _why_not(blobs, row.sha256, row.bytes)
-        if why is None and _state_hash(blobs, row.sha256) != row.state_hash:
-            why = f"is another state than the recorded {row.state_hash}"
-        if why is not None:
-            yield f"{blob} {why}"
+        blob = f"the state of round {row.round} of {row.name}"
+        damage = list(_damage(blobs, blob, row.sha256, row.bytes))
+        if not damage and _state_hash(blobs, row.sha256) != row.state_hash:
+            damage = [f"{blob} ({row.sha256}) is another state than the recorded {row.state_hash}"]
+        yield from damage
 
 
 def _updates(session: Session, blobs: Blobs) -> Iterator[str]:
-    query = select(
-        FederationRow.name, TaskRow.client, PhaseRow.round, PhaseRow.name.label("phase"), UpdateRow.sha256,
-        UpdateRow.bytes,
-    )  # fmt: skip
-    joined = (
-        query.join(TaskRow, TaskRow.id == UpdateRow.task_id)
-        .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
-        .join(FederationRow, FederationRow.id == TaskRow.federation_id)
-        .where(UpdateRow.stored)
-    )
+    query = _of_tasks(TaskRow.client, UpdateRow.sha256, UpdateRow.bytes)
+    joined = query.join(UpdateRow, UpdateRow.task_id == TaskRow.id).where(UpdateRow.stored)
     for row in _rows(session, joined.order_by(TaskRow.phase_id, TaskRow.client)):
         blob = f"the update of {row.client!r} in round {row.round} ({row.phase}) of {row.name}"
         yield from _damage(blobs, blob, row.sha256, row.bytes)
 
 
 def _payloads(session: Session, blobs: Blobs) -> Iterator[str]:
-    columns = (FederationRow.name, PhaseRow.round, PhaseRow.name.label("phase"))
-    query = select(*columns, TaskRow.payload_sha256, TaskRow.payload_bytes).distinct()
-    joined = (
-        query.join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
-        .join(FederationRow, FederationRow.id == TaskRow.federation_id)
-        .where(TaskRow.payload_stored, TaskRow.payload_sha256.is_not(None))
-    )
-    for row in _rows(session, joined):
+    query = _of_tasks(TaskRow.payload_sha256, TaskRow.payload_bytes).distinct()
+    for row in _rows(session, query.where(TaskRow.payload_stored, TaskRow.payload_sha256.is_not(None))):
         blob = f"the payload of round {row.round} ({row.phase}) of {row.name}"
         yield from _damage(blobs, blob, row.payload_sha256, row.payload_bytes)
+
+
+def _of_tasks(*columns: Any) -> Select[*tuple[Any, ...]]:
+    """These columns of all tasks, with the names of their federation and phase, and the round."""
+    told = (FederationRow.name, PhaseRow.round, PhaseRow.name.label("phase"))
+    query = select(*told, *columns).select_from(TaskRow).join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
+    return query.join(FederationRow, FederationRow.id == TaskRow.federation_id)
 
 
 def _supplied(session: Session, blobs: Blobs) -> Iterator[str]:
@@ -187,19 +179,14 @@ def _rows(session: Session, query: Select[*tuple[Any, ...]]) -> Iterator[Row[Any
 
 def _damage(blobs: Blobs, name: str, digest: str, size: int | None = None) -> Iterator[str]:
     """A line if the blob is damaged."""
-    why = _why_not(blobs, digest, size)
-    if why is not None:
-        yield f"{name} ({digest}) {why}"
-
-
-def _why_not(blobs: Blobs, digest: str, size: int | None = None) -> str | None:
-    """What is wrong with a blob; None if it is intact."""
     try:
         place = blobs.places([digest])[0]
     except DamagedBlob as error:
-        return error.why
+        yield f"{name} ({digest}) {error.why}"
+        return
     stored = len(place) if isinstance(place, bytes) else place.stat().st_size
-    return f"has {stored} bytes instead of the recorded {size}" if size not in (None, stored) else None
+    if size not in (None, stored):
+        yield f"{name} ({digest}) has {stored} bytes instead of the recorded {size}"
 
 
 def _state_hash(blobs: Blobs, digest: str) -> str | None:
@@ -210,20 +197,18 @@ def _state_hash(blobs: Blobs, digest: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class CommittedStep:
-    """One committed state, the state before it, and the clients that it knew.
+class Step:
+    """How a committed state was made of the one ``before`` it, whose clients were those of ``roster``.
 
-    ``given``: the counted updates. ``terms``: the terms of its noise.
+    ``names``: who joined, or was forgotten. ``given``: the counted updates. ``terms``: those of its noise.
     """
 
-    origin: str
     state: StateRow
     before: StateRow | None
-    roster: tuple[str, ...]
-    newcomers: tuple[str, ...]
-    step: int = 0
+    roster: list[str]
+    names: list[str]
+    number: int = 0
     given: Given = NOTHING
-    forgotten: str | None = None
     total: SumRow | None = None
     terms: NoiseTerms | None = None
 
@@ -240,10 +225,29 @@ def replay(registry: Registry, federation: Federation, round: int) -> list[Repla
             f"round {round} is not over: {federation.name} is in round {run.round}; wait, or name an earlier one"
         )
     with registry.database.read() as session:
-        steps = steps_of(session, federation, round)
-    if any(step.given.gone for step in steps):
-        raise _gone(federation, round)
+        steps = _steps(session, federation, round)
     return [_again(registry, federation, step) for step in steps]
+
+
+def _steps(session: Session, federation: Federation, round: int) -> list[Step]:
+    """The steps that led to the states of a round. Raises UpdatesGone if any tensors of them are no longer kept."""
+    rows = list(session.scalars(queries.states(federation.id).where(StateRow.round == round)))
+    if not rows:
+        return []
+    before = queries.last_state(session, federation.id, StateRow.round <= round, StateRow.id < rows[0].id)
+    joined = _names(session, federation, ("initial", "join"), "clients-joined")
+    names = joined | _names(session, federation, (FORGOTTEN,), "client-forgotten")
+    steps = []
+    for row in rows:
+        roster = [name for id, newcomers in joined.items() if id < row.id for name in newcomers]
+        step = Step(row, before, roster, names.get(row.id, []))
+        if row.phase_id is not None:
+            step = _of_phase(session, federation, step, session.get_one(PhaseRow, row.phase_id))
+        if not row.stored or (before is not None and not before.stored) or step.given.gone:
+            raise _gone(federation, round)
+        steps.append(step)
+        before = row
+    return steps
 
 
 def _gone(federation: Federation, round: int) -> UpdatesGone:
@@ -251,113 +255,51 @@ def _gone(federation: Federation, round: int) -> UpdatesGone:
     return UpdatesGone(f"tensors of round {round} are no longer kept ({why})")
 
 
-def steps_of(session: Session, federation: Federation, round: int) -> list[CommittedStep]:
-    """The steps that led to the states of a round. Raises UpdatesGone if a state is no longer kept."""
-    rows = list(session.scalars(queries.states(federation.id).where(StateRow.round == round)))
-    if not rows:
-        return []
-    before = queries.last_state(session, federation.id, StateRow.round <= round, StateRow.id < rows[0].id)
-    newcomers, forgotten = joined_by_state(session, federation), _forgotten(session, federation)
-    steps = []
-    for row in rows:
-        if not row.stored or (before is not None and not before.stored):
-            raise _gone(federation, round)
-        steps.append(_with_noise(session, federation, _step(session, federation, row, before, newcomers, forgotten)))
-        before = row
-    return steps
+def _of_phase(session: Session, federation: Federation, step: Step, phase: PhaseRow) -> Step:
+    """The step with what its phase was given. Raises UpdatesGone if the key of its noise is deleted."""
+    terms = None
+    if federation.spec.privacy.protects_clients:
+        if phase.noise_key is None:
+            raise _gone(federation, phase.round)
+        terms = sums.terms_of(federation, phase)
+    counted, total = given(session, federation, phase.id), session.get(SumRow, phase.id)
+    return replace(step, number=phase.step, given=counted, total=total, terms=terms)
 
 
-def _with_noise(session: Session, federation: Federation, step: CommittedStep) -> CommittedStep:
-    """The step with the terms of its noise at level ``client``. Raises UpdatesGone if the noise key is deleted."""
-    if not federation.spec.privacy.protects_clients or step.state.phase_id is None:
-        return step
-    phase = session.get_one(PhaseRow, step.state.phase_id)
-    if phase.noise_key is None:
-        raise _gone(federation, step.state.round)
-    return replace(step, terms=sums.terms_of(federation, phase))
-
-
-def joined_by_state(session: Session, federation: Federation) -> dict[int, list[str]]:
-    """The clients that joined, by the id of the state that includes them."""
-    made = _made_without_phase(session, federation, ("initial", "join"), "clients-joined")
-    return {id: list(data["clients"]) for id, data in made}
-
-
-def _forgotten(session: Session, federation: Federation) -> dict[int, str]:
-    """The client that was forgotten, by the id of the state without it."""
-    made = _made_without_phase(session, federation, (FORGOTTEN,), "client-forgotten")
-    return {id: str(data["client"]) for id, data in made}
-
-
-def _made_without_phase(
-    session: Session, federation: Federation, origins: tuple[str, ...], kind: str
-) -> Iterable[tuple[int, dict[str, Any]]]:
-    """Ids of the states with these origins, each with the data of its event of this ``kind``."""
+def _names(session: Session, federation: Federation, origins: tuple[str, ...], kind: str) -> dict[int, list[str]]:
+    """By id of the states with these origins: the clients of its event of this ``kind``."""
     made = queries.states(federation.id).where(StateRow.origin.in_(origins), StateRow.phase_id.is_(None))
     told = select(EventRow.data).where(EventRow.federation_id == federation.id, EventRow.kind == kind)
-    ids = (state.id for state in session.scalars(made))
-    return zip(ids, session.scalars(told.order_by(EventRow.id)), strict=False)
+    pairs = zip(session.scalars(made), session.scalars(told.order_by(EventRow.id)), strict=False)
+    return {state.id: data["clients"] if "clients" in data else [data["client"]] for state, data in pairs}
 
 
-def _step(
-    session: Session,
-    federation: Federation,
-    row: StateRow,
-    before: StateRow | None,
-    newcomers: Mapping[int, list[str]],
-    forgotten: Mapping[int, str],
-) -> CommittedStep:
-    roster = [name for id, names in newcomers.items() if id < row.id for name in names]
-    if row.id in forgotten:
-        return CommittedStep(row.origin, row, before, tuple(roster), (), forgotten=forgotten[row.id])
-    if row.phase_id is None:
-        return CommittedStep(row.origin, row, before, tuple(roster), tuple(newcomers[row.id]))
-    phase = session.get_one(PhaseRow, row.phase_id)
-    counted, total = given(session, federation, row.phase_id), session.get(SumRow, row.phase_id)
-    return CommittedStep(row.origin, row, before, tuple(roster), (), phase.step, counted, total=total)
-
-
-def _again(registry: Registry, federation: Federation, step: CommittedStep) -> ReplayedState:
-    before = _stored(registry, step.before) if step.before is not None else {}
-    rule = global_state.rule_of(federation, before)
-    replayed_hash = state_hash(computed(registry, federation, step, before, step.given.updates, rule))
+def _again(registry: Registry, federation: Federation, step: Step) -> ReplayedState:
+    recorded = step.state.state_hash
+    before = registry.blobs.tensors(step.before.sha256)[0] if step.before is not None else {}
+    replayed = state_hash(_computed(registry, federation, step, before))
     intact = step.before is None or state_hash(before) == step.before.state_hash
-    intact = intact and state_hash(_stored(registry, step.state)) == step.state.state_hash
-    return ReplayedState(
-        origin=step.origin,
-        state_hash=step.state.state_hash,
-        replayed_hash=replayed_hash,
-        same=intact and replayed_hash == step.state.state_hash,
-    )
+    intact = intact and _state_hash(registry.blobs, step.state.sha256) == recorded
+    same = intact and replayed == recorded
+    return ReplayedState(origin=step.state.origin, state_hash=recorded, replayed_hash=replayed, same=same)
 
 
-def computed(
-    registry: Registry,
-    federation: Federation,
-    step: CommittedStep,
-    before: Arrays,
-    updates: Sequence[global_state.Counted],
-    rule: Rule,
-) -> Arrays:
+def _computed(registry: Registry, federation: Federation, step: Step, before: Arrays) -> Arrays:
     """Compute the state after a step from the state ``before`` it. Raises DamagedBlob."""
-    context = federation.context([*step.roster, *step.newcomers])
     if step.before is None:
-        return global_state.initial_state(registry.blobs, federation, context)
-    if step.forgotten is not None:
-        return global_state.forgotten(federation, before, step.forgotten, context)
-    if step.newcomers:
-        return global_state.joined(federation, before, step.roster, step.newcomers)
-    phase = federation.method_phase(step.state.round, step.step)
+        return global_state.initial_state(registry.blobs, federation, federation.context(step.names))
+    context = federation.context(step.roster)
+    if step.state.origin == FORGOTTEN:
+        return global_state.forgotten(federation, before, step.names[0], context)
+    if step.state.phase_id is None:
+        return global_state.joined(federation, before, step.roster, step.names)
+    phase = federation.method_phase(step.state.round, step.number)
+    updates = global_state.stored_updates(registry.blobs, step.given.updates)
     if step.terms is not None:
-        stream = global_state.stored_updates(registry.blobs, updates)
-        return sums.noised(federation, before, phase, stream, step.terms, context).after
+        return sums.noised(federation, before, phase, updates, step.terms, context).after
     if step.total is not None:
         total = np.frombuffer(step.total.body, dtype="<i8").astype(np.int64)
         return sums.state_after(federation, before, phase, total, step.total.weight, context)[0]
+    rule = Rule(federation.spec.aggregation, before)
     with room(registry.blobs) as rule.room:
-        stored = global_state.stored_updates(registry.blobs, updates)
-        return global_state.after_phase(federation, before, phase, stored, rule, context)[0]
-
-
-def _stored(registry: Registry, row: StateRow) -> Arrays:
-    return registry.blobs.tensors(row.sha256)[0]
+        return global_state.after_phase(federation, before, phase, updates, rule, context)[0]

@@ -39,7 +39,7 @@ from promptfed.shared.api.api_schemas import (
 from promptfed.shared.messages import ENDED, PrivacyEvent, SpendReport
 from promptfed.shared.methods.core.checks import costs, drowned, noised_phases
 from promptfed.shared.methods.core.interface import MethodError
-from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION, Drowned, training_event
+from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION, Drowned
 
 
 def federation_view(session: Session, federation: Federation) -> schemas.FederationView:
@@ -163,7 +163,8 @@ def _of_updates(session: Session, federation: Federation, client: Client) -> Ite
             spent = spent_privacy(row.metrics or {})
             if spent is not None:
                 release = row.sent.removeprefix("sha256:") if table is UpdateRow else None
-                event = _event(federation, client, row.metrics)
+                q, z, count = (row.metrics[f"privacy_{name}"] for name in ("q", "z", "count"))
+                event = PrivacyEvent(mechanism="gaussian", q=q, z=z, count=round(count))
                 yield _spend(row, spent, [event], release, split="train")
 
 
@@ -179,15 +180,6 @@ def spent_in(
         if cost is not None and phases.get(client) == phase:
             spent[client] = (round, cost)
     return spent
-
-
-def _event(federation: Federation, client: Client, metrics: dict[str, Any]) -> PrivacyEvent:
-    z, training = metrics["privacy_z"], federation.spec.training
-    if "privacy_q" in metrics:
-        q, count = metrics["privacy_q"], round(metrics["privacy_count"])
-        return PrivacyEvent(mechanism="gaussian", q=q, z=z, count=count)
-    event = training_event(client.num_samples, training.batch_size, training.epochs, z)  # stored before it was kept
-    return PrivacyEvent.model_validate(event.as_json())
 
 
 def _of_evaluations(session: Session, federation: Federation, client: Client) -> Iterator[SpendView]:

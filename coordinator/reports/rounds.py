@@ -10,7 +10,6 @@ from itertools import chain, islice
 from statistics import fmean
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
 from pydantic_core import to_json
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session, defer
@@ -42,7 +41,6 @@ from promptfed.shared.plain_text import csv_cell
 from promptfed.shared.spec.sections import FINAL
 
 AT_ONCE = 200  # rows of one piece, which take a millisecond or two in which no other thread runs
-FEW = 8  # items of a list whose items may be long themselves
 
 T = TypeVar("T")
 
@@ -52,51 +50,6 @@ def batches(rows: Iterable[T]) -> Iterator[list[T]]:
     rest = iter(rows)
     while some := list(islice(rest, AT_ONCE)):
         yield some
-
-
-def json_pieces(value: Any) -> Iterator[bytes]:
-    """The JSON of a model, or of a part of one."""
-    if isinstance(value, BaseModel):
-        yield from _members(_told(value))
-    elif isinstance(value, dict) and len(value) > AT_ONCE:
-        yield from listed((to_json(dict(some))[1:-1] for some in batches(value.items())), b"{", b"}")
-    elif isinstance(value, list) and len(value) > AT_ONCE:
-        yield from listed((to_json(some)[1:-1] for some in batches(value)), b"[", b"]")
-    elif isinstance(value, list) and len(value) <= FEW and any(isinstance(item, BaseModel) for item in value):
-        yield from separated(map(json_pieces, value), b"[", b"]")
-    else:
-        yield to_json(value)
-
-
-def _told(model: BaseModel) -> Iterator[tuple[str, Any]]:
-    """The fields of ``model`` that its JSON includes."""
-    for name, field in type(model).model_fields.items():
-        value = getattr(model, name)
-        if field.exclude_if is None or not field.exclude_if(value):
-            yield name, value
-
-
-def _members(members: Iterator[tuple[str, Any]]) -> Iterator[bytes]:
-    def member(name: str, value: Any) -> Iterator[bytes]:
-        yield to_json(name) + b":"
-        yield from json_pieces(value)
-
-    yield from separated((member(name, value) for name, value in members), b"{", b"}")
-
-
-def separated(parts: Iterable[Iterator[bytes]], begin: bytes, end: bytes) -> Iterator[bytes]:
-    """``parts`` separated by commas, between ``begin`` and ``end``."""
-    before = begin
-    for part in parts:
-        yield before
-        yield from part
-        before = b","
-    yield end if before == b"," else begin + end
-
-
-def listed(parts: Iterable[bytes], begin: bytes, end: bytes) -> Iterator[bytes]:
-    """The same for parts of one piece each."""
-    return separated((iter((part,)) for part in parts), begin, end)
 
 
 def attempts(federation: Federation, stages: Sequence[PhaseRow]) -> list[list[PhaseRow]]:
@@ -256,17 +209,15 @@ def numbers_of_page(session: Session, id: str, limit: int | None, after: str | N
     return numbers, None
 
 
-def page(database: Database, federation: Federation, numbers: list[int], following: str | None) -> Iterator[bytes]:
-    """A ``RoundPage`` as JSON. Rounds are read one after the other, each in its own transaction."""
-
-    def report(number: int) -> Iterator[bytes]:
+def page(
+    database: Database, federation: Federation, numbers: list[int], following: str | None
+) -> report_schemas.RoundPage:
+    """The reports of these rounds, each read in a transaction of its own."""
+    reports = []
+    for number in numbers:
         with database.read() as session:
-            read = round_report(session, federation, number)
-        yield from json_pieces(read)
-
-    yield b'{"rounds":'
-    yield from separated(map(report, numbers), b"[", b"]")
-    yield b',"next":' + to_json(following) + b"}"
+            reports.append(round_report(session, federation, number))
+    return report_schemas.RoundPage(rounds=reports, next=following)
 
 
 def round_report(session: Session, federation: Federation, round: int) -> report_schemas.RoundReport:
@@ -542,9 +493,11 @@ def as_json(
     database: Database, federation: Federation, rounds: Sequence[int], following: str | None = None
 ) -> Iterator[bytes]:
     """A ``MetricList`` of these rounds, in pieces."""
-    numbers = batches(_numbers(database, federation, rounds))
-    some = (to_json([dict(zip(FIELDS, number, strict=True)) for number in batch])[1:-1] for batch in numbers)
-    return chain([b'{"metrics":'], listed(some, b"[", b"]"), [b',"next":' + to_json(following) + b"}"])
+    before = b'{"metrics":['
+    for some in batches(_numbers(database, federation, rounds)):
+        yield before + to_json([dict(zip(FIELDS, number, strict=True)) for number in some])[1:-1]
+        before = b","
+    yield (b"" if before == b"," else before) + b'],"next":' + to_json(following) + b"}"
 
 
 def as_csv(database: Database, federation: Federation, rounds: Sequence[int]) -> Iterator[bytes]:

@@ -235,8 +235,7 @@ AGAIN_SECONDS = 0.5  # after a first failure
 WRITE_SECONDS = 30.0  # between two writes while everything works
 FAILURES = 2  # in a row that are a loss
 PATIENCE_SECONDS = 3.0  # from the loss until federations are given away: others may have lost the same store
-TRIAL_SECONDS = 5.0  # that the store must work after a loss; doubled if it is lost again soon
-MOST_TRIAL_SECONDS = 300.0
+TRIAL_SECONDS = 15.0  # that the store must work after a loss
 
 
 class ObjectsWatch:
@@ -249,7 +248,6 @@ class ObjectsWatch:
         self.lost: str | None = None
         self._bucket = bucket
         self._failures = 0
-        self._trial = 0.0
         self._lost_at = float("-inf")
         self._works_since = self._written = time.monotonic()
 
@@ -276,10 +274,7 @@ class ObjectsWatch:
         self._failures += 1
         if self._failures != FAILURES:
             return
-        now = time.monotonic()
-        lost_lately = now - self._lost_at < MOST_TRIAL_SECONDS
-        self._trial = min(2 * self._trial, MOST_TRIAL_SECONDS) if lost_lately else TRIAL_SECONDS
-        self._lost_at = now
+        self._lost_at = time.monotonic()
         self.lost = "the object store does not answer"
         log.error("%s", why)
 
@@ -287,6 +282,6 @@ class ObjectsWatch:
         now = time.monotonic()
         if self._failures:
             self._failures, self._works_since = 0, now
-        if self.lost is not None and now - self._works_since >= self._trial:
+        if self.lost is not None and now - self._works_since >= TRIAL_SECONDS:
             self.lost = None
             log.info("the object store answers again")

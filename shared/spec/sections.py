@@ -75,7 +75,7 @@ class ParticipationSpec(Section):
         return max(1, ceil_fraction(self.quorum, self.min_clients))
 
 
-Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
+Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"]
 TOLERANT: tuple[Rule, ...] = ("trimmed_mean", "krum", "multi_krum")  # rules that have to be told how much may be bad
 TOLERATE = 0.2
 CAPPED_FROM = 5  # clients: of fewer, one may well have most of the images

@@ -71,17 +71,6 @@ def take_along(array: Any, indices: Any, axis: int) -> Any:
     return torch.take_along_dim(array, indices, dim=axis)
 
 
-def solve(matrix: Any, values: Any) -> Any | None:
-    """x of ``matrix (K, K)`` · x = ``values (K,)``; None if the matrix is singular."""
-    if namespace(matrix) is not np:
-        solved, failed = torch.linalg.solve_ex(matrix, values)
-        return None if failed else solved
-    try:
-        return np.linalg.solve(matrix, values)
-    except np.linalg.LinAlgError:
-        return None
-
-
 def cholesky(matrix: Any) -> Any | None:
     """The lower Cholesky factor of ``matrix (K, K)``; None if it is not positive definite."""
     if namespace(matrix) is not np:

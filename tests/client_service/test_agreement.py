@@ -304,22 +304,6 @@ def test_a_log_line_is_one_line_of_plain_text() -> None:
     assert formatter.format(record) == r"refused: \x1b[2Jgone\x0aenrolled as x"
 
 
-def test_the_owner_is_told_where_others_were_given_something_else(make: Make) -> None:
-    other = "sha256:" + "e" * 64
-
-    def lie(task: dict[str, Any]) -> dict[str, Any]:
-        return task | {"common_payload": other if task["round"] == 1 else None}
-
-    told: list[Any] = []
-    coordinator = make.coordinator(rounds=2, garble=lie)
-    worker = make.worker(coordinator, hook=lambda event, facts: told.append(facts) if "other" in event else None)
-    assert asyncio.run(worker.run()) is Exit.OK
-    assert [one["common"] for one in told] == [None, other, None, None]
-    honest = make.coordinator(rounds=0)
-    asyncio.run(make.worker(honest, hook=lambda event, facts: told.append(facts) if "other" in event else None).run())
-    assert len(told) == 4
-
-
 def test_rounds_are_answered_again_for_a_restored_coordinator_but_not_for_ever(make: Make) -> None:
     coordinator = make.coordinator(rounds=2)
     events: list[str] = []

@@ -344,8 +344,8 @@ def test_what_is_no_address_is_refused(tmp_path: Path, address: str) -> None:
 
 def test_settings_name_every_offence_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ClientError) as refusal:
-        settings_for(tmp_path, name="no spaces", device="tpu", threads=0)
-    assert [part.split(":")[0] for part in str(refusal.value).split("; ")] == ["--name", "--device", "--threads"]
+        settings_for(tmp_path, name="no spaces", device="tpu", max_epsilon=0)
+    assert [part.split(":")[0] for part in str(refusal.value).split("; ")] == ["--name", "--device", "--max-epsilon"]
 
 
 def test_the_environment_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,7 @@ def test_a_damaged_update_is_never_sent(tmp_path: Path) -> None:
     state = PrivateState(tmp_path)
     state.write_pending(b"update", vector(1.0), ROUND_1)
     (tmp_path / "pending" / "update.safetensors").write_bytes(b"updatE")
-    with pytest.raises(ClientError, match=r"pending/update.safetensors is damaged"):
+    with pytest.raises(ClientError, match="pending is damaged"):
         state.pending()
 
 

@@ -9,7 +9,6 @@ import logging
 import os
 import pty
 import re
-import resource
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,6 @@ from promptfed.client_service.joining.checks import (
     check_data,
     check_device,
     check_disk,
-    check_files,
 )
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.disclosure import EACH, Declared, Disclosure, disclose
@@ -67,7 +65,6 @@ NOT_AGREED_TO = {
     "deadline": "how long the coordinator waits",
     "seconds_left": "how long the coordinator waits",
     "payload": "changes with every round; it is checked against the phase's tensors, and against the site's policy",
-    "common_payload": "the coordinator's word on what others were given; the owner is told",
     "epoch": "tells a restarted coordinator; the number of steps back is bounded",
     "secure": "the attempt at a sum; a client checks it in its own part of the protocol",
     "config.backbone.shape": "the sizes are those of the weights that are loaded",
@@ -775,16 +772,6 @@ def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_disk(tmp_path / "not" / "yet").verdict == "pass"
     (tmp_path / "file").write_text("")
     assert check_disk(tmp_path / "file" / "below").verdict == "fail"
-
-
-@pytest.mark.parametrize(("hard", "clients", "verdict"), [(1024, "624", "warn"), (20_000, "19,600", "pass")])
-def test_limit_on_open_files_is_named(monkeypatch: pytest.MonkeyPatch, hard: int, clients: str, verdict: str) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, hard))
-    check = check_files()
-    assert (check.verdict, check.text) == (
-        verdict, f"a process may open {hard:,}: enough for a coordinator with {clients} clients",
-    )  # fmt: skip
-    assert (check.advice is not None and "ulimit -n" in check.advice) is (verdict == "warn")
 
 
 def test_names_that_look_alike_are_a_warning(source: Source) -> None:

@@ -353,7 +353,7 @@ def test_features_are_those_of_the_specs_number_of_threads(make: Make, tmp_path:
         asyncio.run(make.worker(coordinator, features=Watched(tmp_path / "features")).run())
     finally:
         torch.set_num_threads(1)
-    assert threads == [1, 1, 2]  # train and test before enrolment, test again for the evaluation
+    assert set(threads) == {2}
 
 
 def test_a_worker_that_was_stopped_before_it_ran_does_nothing(make: Make) -> None:

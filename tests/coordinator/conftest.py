@@ -36,6 +36,7 @@ def without_deadline(live: Federation) -> dict[str, Any]:
     """What of a federation must be the same after a restart."""
     stage = replace(live.run.stage, deadline=0.0) if live.run.stage is not None else None
     kept = ("fingerprint", "shape", "supplied_state", "clients", "by_secret", "tasks", "tokens", "deadline")
+    kept += ("draw_secret", "sampling_key")
     return {"run": replace(live.run, stage=stage), **{name: getattr(live, name) for name in kept}}
 
 

@@ -13,10 +13,9 @@ from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.interface import Phase
 from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import DEADLINE, ScriptedClient, update_body
 from tests.support.coordinators import InThread
-from tests.support.open_phases import answer_all, answer_next, prompts, refusal, supply
+from tests.support.open_phases import answer_all, answer_next, prompts, refusal
 from tests.support.two_phase import TwoPhase
 from tests.support.waiting import wait_for
 
@@ -86,22 +85,6 @@ def test_one_domain_does_not_start(coordinator: InThread) -> None:
     assert prompts(coordinator, federation)["domains"].tolist() == keys("b", "a")
 
 
-def test_merged_clients_make_one_prompt_of_their_domain(coordinator: InThread) -> None:
-    federation = federation_of(coordinator, method={"merge_domains": True}, rounds=1)
-    clients = enrol(coordinator, federation, "a", "b")
-    clients += coordinator.enrol(federation, "twin", domain=domain("a"), num_samples=30)
-    coordinator.post(f"{federation}/start")
-    for client, task in zip(clients, coordinator.training(clients), strict=True):
-        assert answer(client, task).status_code == 201
-    for by, client in enumerate(clients):
-        assert answer(client, coordinator.task(client), float(by)).status_code == 201
-    coordinator.task(clients[0])
-    found = prompts(coordinator, federation)
-    assert found["listed_domains"].tolist() == keys("b", "a")
-    assert torch.equal(found["domain_prompts"][0], torch.ones(4, 8))
-    assert torch.allclose(found["domain_prompts"][1], torch.full((4, 8), (10 * 0.0 + 30 * 2.0) / 40))
-
-
 def test_a_late_domain_gets_its_row_when_a_round_opens(coordinator: InThread) -> None:
     federation = federation_of(coordinator, rounds=2)
     clients = enrol(coordinator, federation, "a", "b")
@@ -168,38 +151,6 @@ def test_every_trainer_is_asked_for_its_prompt(coordinator: InThread, leap: Call
     final = clients[0].payload(task)
     assert final["listed_domains"].tolist() == keys("b", "a")
     assert final["domains"].tolist() == keys("c", "b", "a")
-
-
-def test_a_start_of_words_gets_its_rows_at_the_start(coordinator: InThread) -> None:
-    federation = federation_of(coordinator, method={"context_init": "a photo of a"})
-    nobody = torch.zeros(0, dtype=torch.int64)
-    none = {"global_prompt": torch.ones(4, 8), "classifier_weight": torch.zeros(0, 8), "domains": nobody}
-    none |= {"classifier_bias": torch.zeros(0), "domain_prompts": torch.zeros(0, 4, 8), "listed_domains": nobody}
-    assert supply(coordinator, federation, encode(none)).is_success
-    clients = enrol(coordinator, federation, "a", "b")
-    coordinator.post(f"{federation}/start")
-    down = clients[0].payload(coordinator.task(clients[0]))
-    assert torch.equal(down["global_prompt"], torch.ones(4, 8))
-    assert down["domains"].tolist() == keys("b", "a")
-    assert torch.equal(down["classifier_weight"], torch.zeros(2, 8))
-
-
-def test_a_supplied_state_that_is_none_is_refused(coordinator: InThread) -> None:
-    federation = federation_of(coordinator)
-    enrol(coordinator, federation, "a", "b")
-
-    def put(tensors: Tensors) -> tuple[int, str]:
-        return refusal(supply(coordinator, federation, encode(tensors)))[:2]
-
-    whole = {"global_prompt": torch.ones(4, 8), "classifier_weight": torch.zeros(2, 8)}
-    whole |= {"classifier_bias": torch.zeros(2), "domains": torch.tensor(keys("a", "c"))}
-    whole |= {"domain_prompts": torch.zeros(1, 4, 8), "listed_domains": torch.tensor(keys("a"))}
-    assert put({"global_prompt": torch.ones(4, 8)}) == (422, "missing-tensor")
-    assert put(whole | {"classifier_weight": torch.zeros(8)}) == (422, "wrong-shape")
-    assert put(whole | {"classifier_bias": torch.zeros(3)}) == (422, "wrong-shape")
-    assert put(whole | {"classifier_weight": torch.zeros(2, 7)}) == (422, "wrong-shape")
-    assert put(whole | {"domains": torch.zeros(2)}) == (422, "wrong-dtype")
-    assert supply(coordinator, federation, encode(whole)).is_success
 
 
 # Rounds of two phases with payloads per client: what PLAN and pFedPG need of the coordinator.

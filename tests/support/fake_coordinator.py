@@ -62,7 +62,7 @@ class FakeCoordinator:
     poll_seconds: float = 0.05  # that a question for a task is held while it is paused
     epoch: str = "first"  # of the coordinator's process
     closed_phases: set[int] = field(default_factory=set)  # rounds whose updates come too late
-    spends: list[dict[str, Any]] | None = None  # that it tells of; None: it knows no such resource
+    spends: list[dict[str, Any]] = field(default_factory=list)  # that it tells of
     alter: Callable[[Request], Response | None] = lambda request: None  # an answer instead of the true one
     garble: Callable[[dict[str, Any]], dict[str, Any]] = lambda task: task
 
@@ -108,7 +108,7 @@ class FakeCoordinator:
             "task_id": self.task_id, "kind": kind, "round": round, "phase": kind,
             "deadline": datetime.now(UTC) + timedelta(seconds=60), "seconds_left": 60,
             "payload": {"url": path, "bytes": len(body), "sha256": "sha256:" + hashlib.sha256(body).hexdigest()},
-            "config": config, "epoch": self.epoch, "common_payload": "sha256:" + hashlib.sha256(body).hexdigest(),
+            "config": config, "epoch": self.epoch,
         })  # fmt: skip
         return self.garble(task.model_dump(mode="json"))
 
@@ -168,8 +168,6 @@ class FakeCoordinator:
 
         @app.get(base + "/spends")
         async def spends(request: Request) -> Response:
-            if self.spends is None:
-                return problem(404, "not-found", "no such resource")
             told = {"federation_id": FEDERATION, "client": "hospital-a", "spends": self.spends}
             return self._refuse(request) or JSONResponse(told)
 

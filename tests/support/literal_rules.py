@@ -57,11 +57,6 @@ def multi_krum(vectors: list[Vector], faulty: int) -> Vector:
     return [fsum(vectors[i][d] for i in best) / len(best) for d in range(len(vectors[0]))]
 
 
-def cost_of(point: Vector, vectors: list[Vector], weights: list[float]) -> float:
-    """Σ w·‖v − point‖, what the geometric median minimises."""
-    return fsum(weight * dist(vector, point) for vector, weight in zip(vectors, weights, strict=True))
-
-
 def clip(vector: Vector, most: float) -> Vector:
     """v · min(1, most/‖v‖)."""
     length = sqrt(fsum(x * x for x in vector))

@@ -146,7 +146,6 @@ def _settings(setup: SimulationSetup, site: Site, url: str, federation: str) -> 
             data=site.data,
             test=[],
             state_dir=setup.folder / f"client-{site.name}",
-            threads=setup.threads,
             max_epsilon=1000.0,  # no real budget: a simulation may use any
             give_up_after=setup.patience,
         )

@@ -358,10 +358,9 @@ LARGEST = 1 << 31  # bytes of an update
 HEADER = 1 << 20  # beside the tensors of an update: names, metadata
 BYTES_PER_SECOND = 1 << 20  # the slowest line that is reckoned with
 LARGE = 16 << 20  # bytes from which tensors are worked on in files
-MOST_SORTED = 1 << 28  # numbers of all updates together that are sorted, or gone through a thousand times
-MOST_IN_MEMORY = 1 << 24  # numbers of one update of which several vectors are held in float64
+MOST_SORTED = 1 << 28  # numbers of all updates together that are sorted
 NOISY = 10.0  # times the usual limit of changes, where clients add noise
-SORTING = ("median", "trimmed_mean", "geometric_median")
+SORTING = ("median", "trimmed_mean")
 
 
 def exchanged(method: Method, context: ServerContext) -> tuple[int, int]:
@@ -423,8 +422,7 @@ def check_sizes(spec: FederationSpec, method: Method, context: ServerContext, cl
             f"{spec.participation.deadline_seconds:g}: raise it, for the training as well"
         )
     rule = spec.aggregation.rule
-    held = rule == "geometric_median" and up // 4 > MOST_IN_MEMORY
-    if held or (rule in SORTING and clients * up // 4 > MOST_SORTED):
+    if rule in SORTING and clients * up // 4 > MOST_SORTED:
         raise MethodError(
             f"the rule {rule} goes through all numbers of all updates many times, and {clients} updates of {up // 4:,} "
             "are too many for it: take krum, multi_krum or clip_norm"

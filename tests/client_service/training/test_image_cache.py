@@ -141,17 +141,6 @@ def test_a_fork_reads_with_threads_of_its_own() -> None:
     assert fork.exitcode == 0
 
 
-def test_held_images_need_no_thread() -> None:
-    image, threads = torch.ones(3, 2, 2), []
-
-    def read(row: int) -> Tensor:
-        threads.append(threading.get_ident())
-        return image
-
-    ReadAhead(read, lambda row: image).take([4, 5])
-    assert threads == [threading.get_ident()] * 2
-
-
 # Torch's settings belong to tasks: on a GPU the kernels and the precision that a spec asks for, and no longer.
 
 

@@ -23,7 +23,7 @@ from promptfed.shared.spec.sections import AggregationSpec, shares
 from promptfed.shared.tensors import CHUNK, Tensors
 from tests.support import literal_rules as literal
 
-ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
+ROBUST = ("median", "trimmed_mean", "krum", "multi_krum")
 
 
 SHAPES = {"b": (3, 2), "a": (4,)}
@@ -110,67 +110,6 @@ def test_krum_takes_the_update_with_the_nearest_neighbours(count: int, tolerate:
     assert [one.verdict for one in several.judged.values()].count("counted") == count - faulty - 2
 
 
-@cases
-@pytest.mark.parametrize("weighted", [False, True])
-def test_no_point_near_or_far_is_nearer_to_all_than_the_geometric_median(seed: int, count: int, weighted: bool) -> None:
-    vectors, weights = some(seed, count), some_weights(seed, count) if weighted else [1 / count] * count
-    found = flat(rule_of(rule="geometric_median")(updates_of(vectors, weights)))
-    least = literal.cost_of(found, vectors, weights)
-    draws = random.Random(seed)
-    for step in (1.0, 0.1, 1e-2, 1e-3):
-        for _ in range(50):
-            other = [x + step * draws.gauss(0, 1) for x in found]
-            assert literal.cost_of(other, vectors, weights) >= least - 1e-6
-    assert all(literal.cost_of(vector, vectors, weights) >= least - 1e-6 for vector in vectors)
-
-
-@pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize("kind", ["scales", "clusters", "far"])
-def test_a_geometric_median_is_found_anywhere(seed: int, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Where Weiszfeld's steps alone become tiny: 12 orders of magnitude, two even clusters, one far away."""
-    draws = torch.Generator().manual_seed(seed)
-    count = 2 * int(torch.randint(2, 12, (1,), generator=draws))
-    X = torch.randn(count, 10, generator=draws)
-    if kind == "scales":
-        X *= 10 ** (torch.rand(count, 1, generator=draws) * 12 - 6)
-    elif kind == "clusters":
-        X = 1e-3 * X + 5 * (torch.arange(count) % 2)[:, None]
-    else:
-        X = 1e-5 * X + 1e5 * (torch.arange(count) == 0)[:, None]
-    w = torch.full((count,), 1 / count, dtype=torch.float64)
-    y, influence = rules.geometric_median(Rows(updates_of(X.tolist()), {}, None), w, AggregationSpec())
-    assert "was not found" not in caplog.text
-    # The rows' tensors are in order of name, as the vectors are.
-    distances = (X.double() - y).norm(dim=1)
-    there = distances == 0
-    pull = ((w / distances.where(~there, torch.ones(()).double()))[:, None] * (X.double() - y))[~there].sum(0)
-    assert float(pull.norm()) <= float(w[there].sum()) + 1e-9, "no direction in which the sum would fall"
-    assert float(influence.sum()) == pytest.approx(1)
-    assert torch.allclose(influence @ X.double(), y, rtol=1e-6, atol=1e-6 * float(X.abs().max()))
-
-
-def test_the_geometric_median_of_known_figures() -> None:
-    def point(*places: tuple[float, float], weights: list[float] | None = None) -> list[float]:
-        weights = weights or [1 / len(places)] * len(places)
-        pairs = enumerate(zip(places, weights, strict=True))
-        given = [ClientUpdate(str(i), w, {"x": torch.tensor(p)}) for i, (p, w) in pairs]
-        return [float(x) for x in rule_of(rule="geometric_median")(given)["x"]]
-
-    # Of a convex quadrilateral, where the diagonals cross; of one with a point inside, that point (Fagnano).
-    assert point((0, 0), (4, 4), (3, 0), (0, 3)) == pytest.approx([1.5, 1.5], abs=1e-6)
-    assert point((0, 0), (10, 0), (0, 10), (2, 1)) == pytest.approx([2, 1], abs=1e-6)
-    # An equilateral triangle's centre; a corner of 120° or more is the point itself.
-    assert point((0, 0), (1, 0), (0.5, sqrt(3) / 2)) == pytest.approx([0.5, sqrt(3) / 6], abs=1e-6)
-    assert point((-10, 1), (0, 0), (10, 1)) == pytest.approx([0, 0], abs=1e-6)
-    # The Fermat point of a right isosceles triangle with legs 1 lies (3 − √3)/6 from both.
-    assert point((0, 0), (1, 0), (0, 1)) == pytest.approx([(3 - sqrt(3)) / 6] * 2, abs=1e-6)
-    # Half of the weight or more in one point holds it there.
-    assert point((0, 0), (9, 1), (1, 9), weights=[0.5, 0.25, 0.25]) == pytest.approx([0, 0], abs=1e-6)
-    assert point((1, 1), (1, 1), (1, 1), (7, 8)) == [1, 1]
-    assert point((0, 0), (0, 0)) == [0, 0]
-    assert point((0, 0), (1, 0), (2, 0)) == [1, 0]
-
-
 @pytest.mark.parametrize("rule", ["mean", *ROBUST])
 @pytest.mark.parametrize("most", [0.5, 2.0, "median", 1e9])
 def test_clipping_shortens_updates_from_where_their_clients_began(rule: str, most: float | str) -> None:
@@ -226,17 +165,15 @@ def test_as_many_bad_updates_as_are_tolerated_cannot_lead_away(rule: str, attack
     draws = torch.Generator().manual_seed(1)
     good = 1 + 0.1 * torch.randn(20, 60, generator=draws)
     centre, spread = good.mean(0), float((good - good.mean(0)).norm(dim=1).max())
-    # krum and its like 6 of 20, at the ends of the names and among them; the medians 9 of 20.
-    several = rule in ("median", "geometric_median")
-    bad = set(range(9)) if several else {0, 3, 7, 11, 18, 19}
-    given = {} if several else {"tolerate": 0.3}
+    # krum and its like 6 of 20, at the ends of the names and among them; the median 9 of 20.
+    bad = set(range(9)) if rule == "median" else {0, 3, 7, 11, 18, 19}
+    given = {} if rule == "median" else {"tolerate": 0.3}
     poison = attacks()[attack]
     sent = torch.stack([poison(row, i) if i in bad else row for i, row in enumerate(good)])
     updates = [ClientUpdate(f"c{i:02d}", 1 / 20, {"x": row}) for i, row in enumerate(sent)]
     found = rule_of(rule=rule, **given)
     away = float((found(iter(updates))["x"] - centre).norm())
-    # Pillutla et al. bound the geometric median's way by 2(1 − α)/(1 − 2α) times the good ones' spread, α = 0.45 here.
-    assert away <= (11 if rule == "geometric_median" else 3) * spread
+    assert away <= 3 * spread
     assert float((weighted_mean(iter(updates))["x"] - centre).norm()) > 20 * spread
     influence = {name: one.influence for name, one in found.judged.items()}
     assert sum(influence.values()) == pytest.approx(1)
@@ -244,15 +181,14 @@ def test_as_many_bad_updates_as_are_tolerated_cannot_lead_away(rule: str, attack
     assert set(farthest) == {f"c{i:02d}" for i in bad}, "the distances tell who was bad"
 
 
-@pytest.mark.parametrize("rule", ["median", "geometric_median"])
-def test_more_than_half_lead_wherever_they_like(rule: str) -> None:
+def test_more_than_half_lead_wherever_they_like() -> None:
     """The breakdown point: one update more, and any rule that treats all alike is lost."""
     sent = torch.cat([torch.zeros(9, 5), torch.full((11, 5), 1e6)])
     updates = [ClientUpdate(str(i), 1 / 20, {"x": row}) for i, row in enumerate(sent)]
-    assert float(rule_of(rule=rule)(updates)["x"].min()) == pytest.approx(1e6)
+    assert float(rule_of(rule="median")(updates)["x"].min()) == pytest.approx(1e6)
 
 
-@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "geometric_median"])
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
 def test_it_is_the_weight_of_the_bad_that_counts(rule: str) -> None:
     sent = torch.cat([torch.ones(4, 5), torch.full((6, 5), 1e6)])
     weights = [0.23, 0.23, 0.23, 0.23] + [0.08 / 6] * 6
@@ -277,25 +213,19 @@ def at(rule: str, rows: list[list[float]], order: list[int] | None = None) -> li
     return found
 
 
-@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "geometric_median"])
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(rows=vectors_of_3, data=st.data())
 def test_order_shift_and_scale_carry_over(rule: str, rows: list[list[float]], data: st.DataObject) -> None:
     found = at(rule, rows)
     close = {"rel": 1e-4, "abs": 2e-3}
     shuffled = data.draw(st.permutations(range(len(rows))))
-    if rule != "geometric_median" or not collinear(rows):  # there whole segments are minimal
-        assert at(rule, rows, shuffled) == pytest.approx(found, **close)
-        assert at(rule, [[x + 7 for x in row] for row in rows]) == pytest.approx([x + 7 for x in found], **close)
-        assert at(rule, [[x * -3 for x in row] for row in rows]) == pytest.approx([x * -3 for x in found], **close)
+    assert at(rule, rows, shuffled) == pytest.approx(found, **close)
+    assert at(rule, [[x + 7 for x in row] for row in rows]) == pytest.approx([x + 7 for x in found], **close)
+    assert at(rule, [[x * -3 for x in row] for row in rows]) == pytest.approx([x * -3 for x in found], **close)
     for axis, column in enumerate(zip(*rows, strict=True)):
         assert min(column) - 1e-3 <= found[axis] <= max(column) + 1e-3
     assert at(rule, [rows[0]] * 5) == pytest.approx(rows[0], **close)
-
-
-def collinear(rows: list[list[float]]) -> bool:
-    moved = torch.tensor(rows, dtype=torch.float64)
-    return int(torch.linalg.matrix_rank(moved - moved.mean(0), rtol=1e-3)) < 2
 
 
 @pytest.mark.parametrize("rule", ["krum", "multi_krum"])
@@ -306,14 +236,6 @@ def test_krum_s_choice_does_not_hang_on_order_shift_or_scale(rule: str, seed: in
     assert at(rule, rows, shuffled) == pytest.approx(at(rule, rows), abs=1e-5)
     wanted = [2 - 3 * x for x in at(rule, rows)]
     assert at(rule, [[2 - 3 * x for x in row] for row in rows]) == pytest.approx(wanted, abs=1e-4)
-
-
-def test_the_geometric_median_turns_with_its_updates_and_the_median_need_not() -> None:
-    rows = torch.tensor(some(4, 9, 6))
-    turn = torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(0))).Q
-    turned = (rows @ turn).tolist()
-    wanted = (torch.tensor(at("geometric_median", rows.tolist())) @ turn).tolist()
-    assert at("geometric_median", turned) == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("rule", ["mean", *ROBUST])
@@ -364,7 +286,7 @@ def test_multi_krum_weighs_what_it_has_chosen_and_keeps_the_cap() -> None:
     is_close(aggregate, mixed)
 
 
-@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "geometric_median"])
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
 def test_influence_falls_with_distance_where_nobody_is_shut_out(rule: str) -> None:
     vectors = [[0.01 * i * (-1) ** i] * 10 for i in range(9)] + [[50.0] * 10]
     found = rule_of(rule=rule)

@@ -19,7 +19,6 @@ from promptfed.coordinator.domain.round_machine import (
     NotEnoughTrainers,
     WrongMoment,
     poisson_sample,
-    step,
     steps_of,
 )
 from promptfed.coordinator.domain.run_state import (
@@ -79,7 +78,9 @@ class Play:
     def send(self, event: Event) -> list[Fact]:
         if self._machine.run != self.run or self._machine.rules is not self.rules:  # a test has changed it
             self._machine = Machine(self.rules, self.run)
-        self.run, facts = step(self.rules, self.run, event)
+        fresh = Machine(self.rules, self.run)
+        facts = fresh.advance(event)
+        self.run = fresh.run
         assert self._machine.advance(event) == facts
         assert self._machine.run == self.run
         self.facts += facts

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 import types
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -21,7 +19,6 @@ from promptfed.coordinator.engine.committer import Committer, RegistryClosed
 from promptfed.coordinator.engine.recorder import Change, Changes
 from promptfed.coordinator.operations import enrolment as clients_operations
 from promptfed.coordinator.operations import submissions
-from promptfed.coordinator.store.database import Database
 from promptfed.shared.methods.core.interface import ServerContext
 from promptfed.testing.clients import ScriptedClient, drive, update_body
 from tests.faults.test_full_disk import full_tables
@@ -139,39 +136,6 @@ def test_a_full_disk_refuses_a_whole_group_and_stores_nothing_of_it(coordinator:
     assert stored_rows(coordinator.registry, federation) == before
     assert send_all(clients, tasks, bodies) == [(201, "")] * 4
     coordinator.until(federation, phase="evaluation")
-
-
-def test_small_blobs_are_rows_now(coordinator: InThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One federation whose first round was kept in files, as by an earlier version."""
-    with monkeypatch.context() as patch:
-        patch.setattr("promptfed.coordinator.store.blobs.SMALL_BYTES", -1)
-        federation, clients, tasks = open_first_phase(coordinator, "a", "b", rounds=2, retention="all")
-        assert send_all(clients, tasks, updates_of(clients, tasks)) == [(201, "")] * 2
-        coordinator.until(federation, phase="evaluation")
-    blobs = coordinator.registry.blobs
-    files = set(blobs.files())
-    assert files == set(blobs.all())
-    drive(clients)
-    assert coordinator.get(federation)["state"] == "finished"
-    assert set(blobs.files()) == files, "what came later are rows"
-    assert len(blobs.all()) > len(files)
-    for round in (1, 2):
-        replayed = coordinator.post(f"{federation}/rounds/{round}/replay", json={})
-        assert all(state["same"] for state in replayed["states"]), "both are read"
-    coordinator.delete(federation)
-    assert blobs.all() == []
-
-
-def test_a_read_of_many_asks_once(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    federation, clients, tasks = open_first_phase(coordinator, *NAMES, rounds=1)
-    send_all(clients, tasks, updates_of(clients, tasks))
-    coordinator.until(federation, phase="evaluation")
-    blobs, reads = coordinator.registry.blobs, []
-    read = Database.read
-    monkeypatch.setattr(Database, "read", lambda self: (reads.append(threading.get_ident()), read(self))[1])
-    places = blobs.places(blobs.all())
-    assert reads.count(threading.get_ident()) == 2, "one for the digests, one for all contents"
-    assert all(isinstance(place, bytes) for place in places)
 
 
 class Noted:

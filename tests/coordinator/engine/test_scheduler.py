@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -14,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
 from promptfed.coordinator.aggregation import global_state
@@ -256,20 +252,6 @@ def test_tokens_that_expired_between_two_runs_are_marked_at_the_start(
     assert answers(second, federation, *tokens) == [401, 401]
 
 
-def test_marks_are_written_once(coordinator_with: Make, set_clock: SetClock, beat: Beat) -> None:
-    coordinator = coordinator_with()
-    federation = coordinator.create()
-    coordinator.token(federation, hours=1)
-    operator(coordinator, "anna", 1)
-    set_clock(2)
-    written: list[str] = []
-    engine = coordinator.registry.database.backend.writer
-    event.listen(engine, "before_cursor_execute", lambda *given: written.append(given[2].split()[1]))
-    for _ in range(3):
-        beat(coordinator)
-    assert [table for table in written if table.endswith("_tokens")] == ["operator_tokens", "enrolment_tokens"]
-
-
 def test_a_new_token_is_written_where_the_one_in_the_file_has_once_expired(
     coordinator_with: Make, set_clock: SetClock, beat: Beat, tmp_path: Path
 ) -> None:
@@ -291,30 +273,6 @@ def test_a_new_token_is_written_where_the_one_in_the_file_has_once_expired(
 
 
 # Threads that hold memory at the same time, as many as there are requests under way; glibc then tells its heaps.
-THREADS = """
-import ctypes, threading
-from promptfed.shared.machine import share_heaps
-share_heaps()
-together = threading.Barrier(12)
-def hold():
-    kept = [bytearray(2_000) for _ in range(100)]
-    together.wait()
-threads = [threading.Thread(target=hold) for _ in range(12)]
-for one in threads: one.start()
-for one in threads: one.join()
-ctypes.CDLL(None).malloc_stats()
-"""
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_stats"), reason="glibc's allocator: run with glibc")
-@pytest.mark.parametrize(("variable", "most"), [(None, 2), ("1", 1)])
-def test_threads_share_heaps(variable: str | None, most: int) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "MALLOC_ARENA_MAX"}
-    environment |= {} if variable is None else {"MALLOC_ARENA_MAX": variable}
-    options = {"capture_output": True, "text": True, "timeout": PATIENCE, "check": True}
-    done = subprocess.run([sys.executable, "-c", THREADS], env=environment, **options)
-    heaps = sum(line.startswith("Arena ") for line in done.stderr.splitlines())
-    assert heaps == most, done.stderr
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's allocator: run with glibc")

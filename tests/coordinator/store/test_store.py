@@ -294,21 +294,17 @@ def test_one_failure_is_no_loss_and_a_lost_store_is_noticed_and_given_up_in_time
     assert clock.now - lost_at < 7
 
 
-def test_a_store_that_comes_and_goes_is_trusted_later_each_time(clock: Clock) -> None:
+def test_a_store_that_is_back_is_trusted_after_a_while(clock: Clock) -> None:
     bucket = Bucket()
     watch = ObjectsWatch(bucket)
-    trials = []
-    for _ in range(3):
-        bucket.broken = True
-        looks(watch, clock, 5)
-        bucket.broken, back = False, clock.now
-        assert watch.lost is not None
-        while watch.lost is not None:
-            looks(watch, clock, 0.1)
-            assert not watch.gives_away
-        trials.append(clock.now - back)
-    assert 5 <= trials[0] < 8
-    assert trials[0] < trials[1] < trials[2]
+    bucket.broken = True
+    looks(watch, clock, 5)
+    bucket.broken, back = False, clock.now
+    assert watch.lost is not None
+    while watch.lost is not None:
+        looks(watch, clock, 0.1)
+        assert not watch.gives_away
+    assert 15 <= clock.now - back < 18
 
 
 def test_a_write_that_failed_is_followed_by_a_probe_that_writes(clock: Clock) -> None:

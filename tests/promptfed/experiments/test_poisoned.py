@@ -45,7 +45,6 @@ SITES = [Site(f"site-{number}", DATA.format(number)) for number in range(CLIENTS
 RULES: dict[str, dict[str, Any]] = {
     "mean": {}, "mean, clipped": {"clip_norm": "median"}, "median": {"rule": "median"},
     "trimmed_mean": {"rule": "trimmed_mean"}, "krum": {"rule": "krum"}, "multi_krum": {"rule": "multi_krum"},
-    "geometric_median": {"rule": "geometric_median"},
 }  # fmt: skip
 SQUARE = 2  # side of the chessboard's squares, in pixels; its own side is half of the image's
 BOOST = 2.0  # factor by which a malicious client with a backdoor multiplies its step
