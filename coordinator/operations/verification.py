@@ -356,7 +356,7 @@ def computed(
         return sums.state_after(federation, before, phase, total, step.total.weight, context)[0]
     with room(registry.blobs) as rule.room:
         stored = global_state.stored_updates(registry.blobs, updates)
-        return global_state.after_phase(federation, before, phase, stored, rule, context)[0]
+        return global_state.after_phase(federation, before, phase, stored, rule, context)
 
 
 def _stored(registry: Registry, row: StateRow) -> Arrays:
