@@ -24,17 +24,16 @@ if TYPE_CHECKING:
 
 Tower = Literal["visual", "text"]
 VISUAL, TEXT = "visual", "text"
+MATRICES = 3  # of query, key and value
 
 
 class FedLoRAHyper(VisualHyper):
     """Where changes of low rank are, and how large they are."""
 
     r: int = pf.option(2, "rank of each change", ge=1, le=256)
-    alpha: float = pf.option(1.0, "α of the factor γ before B·A", gt=0, le=1000)
-    scaling: Literal["root", "rank"] = pf.option(
-        "root", "γ = α/√r, as CLIP-LoRA's released code has it, or α/r, as LoRA"
+    alpha: float = pf.option(
+        1.0, "α of the factor γ = α/√r before B·A, as CLIP-LoRA's released code has it", gt=0, le=1000
     )
-    matrices: Literal["qkv", "qkvo"] = pf.option("qkv", "which matrices of attention: query, key, value (and output)")
     blocks: Literal["all", "last_k"] = pf.option("all", "which blocks of a tower")
     k: int = pf.option(1, "last_k: how many blocks, counted from the last", ge=1, le=256)
     towers: Literal["both", "visual", "text"] = pf.option("both", "which towers are adapted")
@@ -91,7 +90,7 @@ class FedLoRA(pf.Method):
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """Sizes of both towers' factors."""
-        shape, dims = context.shape, {"r": self.hyper.r, "q": len(self.hyper.matrices)}
+        shape, dims = context.shape, {"r": self.hyper.r, "q": MATRICES}
         for tower, width, layers in (
             (VISUAL, shape.d_v, shape.vision_layers),
             (TEXT, shape.d_t, shape.text_layers),
@@ -167,7 +166,7 @@ class _Adapted:
     def __init__(self, hyper: FedLoRAHyper, context: pf.ClientContext, factors: Tensors):
         self._hyper, self._context, self._factors = hyper, context, factors
         self._backbone: Backbone = context.backbone
-        self._gamma = hyper.alpha / (math.sqrt(hyper.r) if hyper.scaling == "root" else hyper.r)
+        self._gamma = hyper.alpha / math.sqrt(hyper.r)
         self._visual = self._backbone.vision_tower() if _a(VISUAL).name in factors else None
         self._text = self._backbone.text_tower() if _a(TEXT).name in factors else None
         if self._text is not None:
@@ -218,9 +217,7 @@ class _Adapted:
         for number, low in self._low_rank(which, len(holder.transformer.resblocks), None, 0).items():
             place, change = f"transformer.resblocks.{number}.attn.", low.change()
             attention = holder.transformer.resblocks[number].attn
-            weights[f"{place}in_proj_weight"] = attention.in_proj_weight.float() + change[:3].flatten(0, 1)
-            if len(change) > 3:
-                weights[f"{place}out_proj.weight"] = attention.out_proj.weight.float() + change[3]
+            weights[f"{place}in_proj_weight"] = attention.in_proj_weight.float() + change.flatten(0, 1)
         return weights
 
     def merged_tower(self) -> PlainTower:

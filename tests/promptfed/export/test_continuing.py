@@ -225,7 +225,7 @@ def moved(method: dict[str, Any], backbone: Backbone) -> Tensors:
     {"name": "fedprox", "trainable": "last_k", "k": 2},
     {"name": "fedavg", "trainable": "biases"},
     {"name": "fedlora"},
-    {"name": "fedlora", "matrices": "qkvo", "towers": "visual"},
+    {"name": "fedlora", "towers": "visual"},
     {"name": "fedlora", "towers": "text", "blocks": "last_k"},
 ])  # fmt: skip
 def test_checkpoint_s_model_has_federation_s_logits(backbone: Backbone, method: dict[str, Any], tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rounds": 300, "optimizer": "adam", "rate": 5e-5, "epochs": 1, "batch_size": 32, "weight_decay": 0.2},
         {},
     ),
-    "fedclipadapter": (ADAM, {"sides": "image", "reduction": 4, "alpha": 0.2}),
+    "fedclipadapter": (ADAM, {"reduction": 4, "alpha": 0.2}),
     "fedmaple": (VPT | {"rate": 0.0035}, {"m": 8, "depth": None}),
     "fedotp": ({"rounds": 10, "epochs": 5, "batch_size": 32, "rate": 0.001}, {"m": 16} | FEDOTP),
     "fedpgp": (
