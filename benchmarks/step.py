@@ -110,9 +110,6 @@ class KeptBatch:
     def patches(self, indices: Tensor) -> Tensor:
         return self.cache.rows(self.backbone, self.source, (indices % len(self.classes)).tolist())
 
-    def block_rows(self, indices: Tensor, start: int) -> Tensor:
-        raise NotImplementedError("no method of this benchmark trains blocks of the image tower")
-
 
 @dataclass
 class PlainBatch(KeptBatch):
@@ -226,7 +223,7 @@ RATE_OF_COMPARISON = 1000.0  # one step changes weights by the gradient times th
 RATE_OF_STANDING = 1e-30
 MOST_DEVIATION = 1e-4
 EXPERTS = 9  # other clients' contexts, pFedMoAP's default
-# Options with which a step is that of the method's paper. pFedPrompt's memory is part of its loss only on request.
+# Options with which a step is that of the method's paper.
 OPTIONS: dict[str, dict[str, Any]] = {
     "promptfl": {},
     "fedpgp": {},
@@ -235,8 +232,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "promptfolio": {},
     "pfedmoap": {"gate_learning_rate": 1000.0},
     "promptfl_per": {},
+    "pfedprompt": {},
     "promptfl_amp": {},
-    "pfedprompt": {"train_with_memory": True},
 }
 # Methods that run the image tower in each step: their operations are counted beside those of open_clip's own towers.
 IMAGES = ("fedvpt", "fedvpt_deep", "plan", "fedavg")

@@ -14,7 +14,6 @@ from PIL import Image
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.clip.caches import rows_before
 from promptfed.shared.data.image_files import IMAGE_FORMATS
 from promptfed.shared.data.pixels import UNREADABLE, Unfaithful, in_rgb
 from promptfed.shared.methods import MULTI_LABEL, TASK
@@ -83,10 +82,6 @@ class OneImage:
     def patches(self, indices: Tensor) -> Tensor:
         """``(B, M, d_e)``, rounded as those of training images are."""
         return self._backbone.encode_patches(self._pixels[indices]).half().float()
-
-    def block_rows(self, indices: Tensor, start: int) -> Tensor:
-        """``(B, S, d_v)``, rounded as those of training images are."""
-        return rows_before(self._backbone, self._pixels[indices], start).half().float()
 
 
 class Predictor:

@@ -20,7 +20,7 @@ from promptfed.shared.clip.caches import CacheCost, ImageSplit
 from promptfed.shared.data import DataError, ImageDomain, Source, Split, open_source, partition
 from promptfed.shared.data.source import in_words
 from promptfed.shared.messages import Role
-from promptfed.shared.methods.core.interface import Method, MethodError
+from promptfed.shared.methods.core.interface import Method
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.plain_text import look_alikes
 from promptfed.shared.spec.training_terms import TrainingTerms
@@ -41,12 +41,10 @@ class LocalSplit:
         images: Callable[[Tensor], Tensor],
         raw_features: Callable[[], Tensor],
         patches: Callable[[Tensor], Tensor],
-        block_rows: Callable[[Tensor, int], Tensor] | None = None,
         soon: Callable[[Tensor], None] = lambda rows: None,
     ):
         self.labels = labels
         self.soon = soon  # told which images (B,) the next step reads
-        self._block_rows = block_rows
         self._features = features
         self._raw_features = raw_features
         self._images = images
@@ -70,12 +68,6 @@ class LocalSplit:
     def patches(self, indices: Tensor) -> Tensor:
         """``(B, M, d_e)`` float32, L2-normalised, on the backbone's device."""
         return self._patches(indices)
-
-    def block_rows(self, indices: Tensor, start: int) -> Tensor:
-        """``(B, S, d_v)`` float32 before block ``start`` of the frozen image tower, on the backbone's device."""
-        if self._block_rows is None:
-            raise MethodError("these images change from step to step: no rows of them are kept (cache_blocks)")
-        return self._block_rows(indices, start)
 
 
 @dataclass(frozen=True)
@@ -134,7 +126,6 @@ class ClientData:
             lambda rows: self._sent(ahead.take(rows.tolist())),
             lambda: self.features(which, raw=True),
             lambda rows: self._patches(self._splits[which], rows),
-            lambda rows, start: self._block_rows(self._splits[which], rows, start),
             lambda rows: ahead.begin(rows.tolist()),
         )
 
@@ -229,10 +220,6 @@ class ClientData:
 
     def _patches(self, split: ImageSplit, rows: Tensor) -> Tensor:
         return sent_to(self._cache.patches.rows(self._backbone, split, rows.tolist()), self._backbone.device)
-
-    def _block_rows(self, split: ImageSplit, rows: Tensor, start: int) -> Tensor:
-        rows_before = self._cache.blocks(start).rows(self._backbone, split, rows.tolist())
-        return sent_to(rows_before, self._backbone.device)
 
     def _image(self, split: Split, row: int) -> Tensor:
         """What `_sent` takes of an image: on a CPU its numbers, which no step makes again, elsewhere its pixels."""

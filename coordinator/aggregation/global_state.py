@@ -26,8 +26,6 @@ from promptfed.shared.methods.core.interface import (
     ClientUpdate,
     ForgetsClients,
     GrowsWithClients,
-    Measured,
-    MeasuresUpdates,
     Method,
     MethodError,
     NeedsBackbone,
@@ -246,20 +244,15 @@ def after_phase(
     updates: Iterable[ClientUpdate],
     rule: Rule,
     context: ServerContext,
-) -> tuple[Arrays, Measured]:
-    """The state after ``phase`` of these updates, and what the method measures of them.
+) -> Arrays:
+    """The state after ``phase`` of these updates.
 
     ``rule`` makes them one where the method takes their mean. The spec's server optimizer takes its step on what the
     rule gives.
     """
     optimizer = ServerOptimizer(federation.spec.aggregation.server, state)
     given = method_part(state), phase, updates, Combined(rule, optimizer), context
-    measured = Measured()
-    if isinstance(federation.method, MeasuresUpdates):
-        made, measured = call(federation, "aggregate_measured", *given)
-    else:
-        made = call(federation, "aggregate", *given)
-    return _whole(federation, state, made, optimizer, context), measured
+    return _whole(federation, state, call(federation, "aggregate", *given), optimizer, context)
 
 
 def common_payload(federation: Federation, state: Arrays, phase: Phase, context: ServerContext) -> Arrays:

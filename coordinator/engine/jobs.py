@@ -109,10 +109,8 @@ def compute(registry: Registry, federation: Federation, state: Arrays, phase_id:
     with room(registry.blobs) as rule.room:
         stored = global_state.stored_updates(registry.blobs, given.updates)
         measured = rows.measured(stored, lambda client: payload(given.payloads[client]), changed)
-        after, told = global_state.after_phase(federation, state, phase, measured, rule, context)
-    measures = _measured(federation, state, phase, after, context)
-    measures = Measured(measures.phase | told.phase, measures.clients | told.clients)
-    report = {**_finite(measures), "changes": _finite_numbers(changed)}
+        after = global_state.after_phase(federation, state, phase, measured, rule, context)
+    report = {**_finite(_measured(federation, state, phase, after, context)), "changes": _finite_numbers(changed)}
     return Computed(after, report, rule.judged, [client for client, _, _ in given.updates])
 
 

@@ -302,4 +302,4 @@ def _computed(registry: Registry, federation: Federation, step: Step, before: Ar
         return sums.state_after(federation, before, phase, total, step.total.weight, context)[0]
     rule = Rule(federation.spec.aggregation, before)
     with room(registry.blobs) as rule.room:
-        return global_state.after_phase(federation, before, phase, updates, rule, context)[0]
+        return global_state.after_phase(federation, before, phase, updates, rule, context)

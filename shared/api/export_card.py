@@ -138,9 +138,27 @@ def classes_of(federation: FederationView) -> tuple[list[str] | None, str | None
     return federation.class_names, TRAINER_NAMES if federation.class_names else None
 
 
+OF_TOWERS = {"checkpoint": None, "transport": "float32", "cache_blocks": False, "private": "none", "hessian": False}
+GONE: dict[str, dict[str, Any]] = {
+    "fedapt": {"adaptive": True, "mixture": "soft"},
+    "fedbabu": {"finetune": "all"},
+    "fedclipadapter": {"sides": "image", "beta": 0.2},
+    "fedlora": {"aggregation": "average", "scaling": "root", "matrices": "qkv"},
+    "fedotp": {"transport": "unbalanced", "pooled_weight": 0.0},
+    "fedrep": {"refit_epochs": 0},
+    "pfedmoap": {"selection": "nearest", "similarity": "dot"},
+    "pfedprompt": {"memory": "labels", "kappa": None, "query": "pooled", "train_with_memory": False},
+    "promptfl_amp": {"similarity": "distance"},
+}
+"""Options of promptfed 0.3.0 that are gone, with the values at which a method is today's."""
+
+
 def _of_today(method: dict[str, Any]) -> dict[str, Any]:
     """The method without what promptfed 0.3.0 wrote there and nothing reads now."""
-    return {key: value for key, value in method.items() if key != "statistics"}
+    gone = OF_TOWERS | GONE.get(str(method.get("name")), {})
+    kept = {key: value for key, value in method.items() if key not in gone or value != gone[key]}
+    kept.pop("statistics", None)
+    return kept
 
 
 class Facts(BaseModel):

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from promptfed.shared.clip.errors import BackboneError
     from promptfed.shared.clip.loading import load_backbone
     from promptfed.shared.clip.towers.text import ClassPrompts
-    from promptfed.shared.clip.towers.vision import SharedStarts
 
 __all__ = [
     "Backbone",
@@ -21,7 +20,6 @@ __all__ = [
     "ClassPrompts",
     "FeatureCache",
     "ImageSplit",
-    "SharedStarts",
     "Supports",
     "load_backbone",
     "shape_of",
@@ -33,7 +31,6 @@ _MODULES = {
     "ClassPrompts": "towers.text",
     "FeatureCache": "caches",
     "ImageSplit": "caches",
-    "SharedStarts": "towers.vision",
     "Supports": "backbone",
     "load_backbone": "loading",
     "shape_of": "backbone",

@@ -27,7 +27,6 @@ from promptfed.shared.clip.towers.text import (
     tracing,
 )
 from promptfed.shared.clip.towers.text import Path as TextPath
-from promptfed.shared.clip.towers.vision import SharedStarts
 from promptfed.shared.clip.weights import Recent, config_digest, content_key, tokenizer_of, weights_fingerprint
 from promptfed.shared.data.image_files import Cut, middle
 from promptfed.shared.spec.spec import BackboneShape
@@ -103,7 +102,6 @@ class Backbone:
 
     held_images: int | None = None  # whose activations a step holds at once on a device without room for more
     tokenizer_folder: Path | None = None  # with the weights, where the tokenizer may be too
-    starts: SharedStarts | None = None  # of many clients that train with this backbone in one process
 
     def __init__(
         self,

@@ -510,7 +510,7 @@ def _without(wanted: dict[str, int], known: Container[str]) -> dict[str, int]:
     return {digest: index for digest, index in wanted.items() if digest not in known}
 
 
-PATCHES, BLOCKS = "patches", "blocks"  # folders beside that of the pooled features
+PATCHES = "patches"  # the folder beside that of the pooled features
 
 
 class PatchCache(RowCache):
@@ -526,38 +526,10 @@ class PatchCache(RowCache):
         return backbone.encode_patches(images)
 
 
-class BlockCache(RowCache):
-    """Rows `(S, d_v)` of each image before block ``start`` in float16, for methods that change only later blocks.
-
-    An image takes 2·S·d_v bytes: 303 kB with ViT-B/16, 77 kB with ViT-B/32.
-    """
-
-    def __init__(self, root: Path, start: int, *, keep: bool = True, max_bytes: int | None = None) -> None:
-        super().__init__(root, keep=keep, max_bytes=max_bytes)
-        self._start = start
-
-    def about(self) -> dict[str, str]:
-        return {"row": f"before block {self._start}"}
-
-    def shape(self, backbone: Backbone) -> tuple[int, ...]:
-        tower = backbone.vision_tower()
-        return tower.positions, tower.width
-
-    def encode(self, backbone: Backbone, images: Tensor) -> Tensor:
-        return rows_before(backbone, images, self._start)
-
-
-@torch.no_grad()
-def rows_before(backbone: Backbone, images: Tensor, start: int) -> Tensor:
-    """Rows `(B, S, d_v)` of images `(B, 3, H, W)` before block ``start`` of the frozen tower, not rounded."""
-    tower = backbone.vision_tower()
-    return tower.run(tower.rows(backbone.image_input(images)), 0, start)
-
-
 class FeatureCache(RowCache):
-    """Pooled features in float32, normalised and followed by their length `(d_e + 1,)`, and caches of the other kinds.
+    """Pooled features in float32, normalised and followed by their length `(d_e + 1,)`, and the cache of ``patches``.
 
-    ``max_bytes`` bounds the pooled features and, separately, the blocks' rows; ``patches`` have no bound.
+    ``max_bytes`` bounds the pooled features; ``patches`` have no bound.
     """
 
     dtype = torch.float32
@@ -566,14 +538,6 @@ class FeatureCache(RowCache):
     def __init__(self, root: Path, *, max_bytes: int | None = None) -> None:
         super().__init__(root, max_bytes=max_bytes)
         self.patches = PatchCache(self._root / PATCHES)
-        self._blocks = dict[int, BlockCache]()
-
-    def blocks(self, start: int) -> BlockCache:
-        """The cache of the rows before block ``start``, with the same bound."""
-        if start not in self._blocks:
-            root = self._root / BLOCKS
-            self._blocks[start] = BlockCache(root, start, max_bytes=self._max_bytes)
-        return self._blocks[start]
 
     def about(self) -> dict[str, str]:
         return {"row": "normalised, length"}

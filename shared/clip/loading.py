@@ -31,7 +31,6 @@ from promptfed.shared.clip.weights import (
     expect_at_hand,
     expect_permitted,
     expect_permitted_checkpoint,
-    known_as,
     load_into,
     weights_in,
 )
@@ -310,9 +309,9 @@ def load_backbone(
     """Load the frozen backbone `model` of open_clip or timm, as safetensors or with `weights_only`.
 
     Args:
-        model: a name of open_clip's registry, or such a model's name on the Hugging Face hub, which includes its
-            weights; `promptfed-tiny` or `promptfed-emoji`. With `allow_unregistered` also `hf-hub:owner/name` or
-            `local-dir:path`, which include their weights, and `timm:name`, a plain vision transformer without text.
+        model: a name of open_clip's registry; `promptfed-tiny` or `promptfed-emoji`. With `allow_unregistered` also
+            `hf-hub:owner/name` or `local-dir:path`, which include their weights, and `timm:name`, a plain vision
+            transformer without text.
         pretrained: a tag of that model; `embedded`; None or "random" for random weights, always the same; with
             `allow_unregistered` also a checkpoint file.
         weights_file: a file of open_clip, or a folder with one, that replaces a download. A tokenizer in the folder is
@@ -348,7 +347,6 @@ def _load_clip(
     """A model of open_clip."""
     import open_clip
 
-    model, pretrained = known_as(model, pretrained)
     random = pretrained in (None, "random") and own_weights is None
     source: str | None = None
     if own_weights is not None and model.startswith(HUB):

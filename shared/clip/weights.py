@@ -13,7 +13,6 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
@@ -25,41 +24,6 @@ from promptfed.shared.spec.spec import AllowedBackbones, BackboneShape, Backbone
 from promptfed.shared.tensors.lazy import Tensor, torch
 
 REACH_SECONDS = 3.0  # seconds for a first answer of the hub
-# OpenAI's models by transformers' names; open_clip downloads the same weights from another source.
-_OF_OPENAI = {
-    "openai/clip-vit-base-patch32": "ViT-B-32",
-    "openai/clip-vit-base-patch16": "ViT-B-16",
-    "openai/clip-vit-large-patch14": "ViT-L-14",
-    "openai/clip-vit-large-patch14-336": "ViT-L-14-336",
-}
-_UNSAID = (None, "random", "embedded")  # values of `pretrained` in a spec that names no weights
-
-
-def known_as(model: str, pretrained: str | None) -> tuple[str, str | None]:
-    """open_clip's names of a model and its weights, if ``model`` is a name on the hub that open_clip knows."""
-    if "/" not in model or ":" in model:
-        return model, pretrained
-    names = _names_on_the_hub()
-    if model not in names:
-        return model, pretrained
-    name, tag = names[model]
-    if pretrained == "random":
-        return name, pretrained
-    if pretrained not in (*_UNSAID, tag):
-        raise BackboneError(f"The backbone {model!r} brings its own weights, {tag!r}: leave `pretrained` out.")
-    return name, tag
-
-
-@cache
-def _names_on_the_hub() -> dict[str, tuple[str, str]]:
-    from open_clip import get_pretrained_cfg, list_pretrained
-
-    names: dict[str, tuple[str, str]] = {}
-    for model, tag in list_pretrained():
-        where = str(get_pretrained_cfg(model, tag).get("hf_hub", "")).rpartition("/")[0]
-        if where and "quickgelu" not in model:
-            names.setdefault(where, (model, tag))
-    return names | {name: (model, "openai") for name, model in _OF_OPENAI.items()}
 
 
 def expect_at_hand(model: str, tag: str) -> None:
@@ -355,7 +319,7 @@ def shape_by_name(model: str) -> BackboneShape | None:
     import open_clip
 
     tiny.register()
-    config = open_clip.get_model_config(known_as(model, None)[0].replace("/", "-"))
+    config = open_clip.get_model_config(model.replace("/", "-"))
     if config is None:
         return None
     text, vision = config["text_cfg"], config["vision_cfg"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 
-from promptfed.shared.data.options import UNKNOWN, Options, with_classes
+from promptfed.shared.data.options import Options, with_classes
 from promptfed.shared.data.partition import train_test
 from promptfed.shared.data.pixels import UNREADABLE, in_rgb
 from promptfed.shared.data.source import DataError, Source, Split, refuse_special_files
@@ -152,9 +151,8 @@ TESTS = ("test", "validation")
 def open_hugging_face(body: str, options: Options) -> Source:
     """Open the data set ``body``: a name on the hub (with ``config=``), or a folder written by ``save_to_disk``.
 
-    A label is a ClassLabel, or a sequence of them for several labels per image. ``image=`` and ``label=`` name the
-    columns if they are ambiguous, ``train=`` and ``test=`` name the splits.
-    Code in a data set is never run.
+    A label is a ClassLabel. ``image=`` and ``label=`` name the columns if they are ambiguous, ``train=`` and ``test=``
+    the splits. Code in a data set is never run.
     """
     options.check_names(OWN_OPTIONS)
     if not body:
@@ -168,8 +166,7 @@ def open_hugging_face(body: str, options: Options) -> Source:
             raise DataError(f"{options.uri}: has no split {name}; it has {', '.join(splits)}.")
     train = splits[train_name]
     image, label = _columns(train, options)
-    feature = train.features[label]
-    names = tuple(" ".join(name.replace("_", " ").split()) for name in getattr(feature, "feature", feature).names)
+    names = tuple(" ".join(name.replace("_", " ").split()) for name in train.features[label].names)
     first = _dataset_split(train, image, label, names, options)
     if test_name is None:
         rows = train_test(first.labels, options.split_seed, names=names)
@@ -197,8 +194,7 @@ def _load_dataset(body: str, options: Options) -> Any:
 
 def _columns(dataset: Any, options: Options) -> tuple[str, str]:
     """The columns of images and of labels: the named ones, or the only ones of their kind."""
-    # A sequence has its elements' kind: several labels per image.
-    kinds = {name: type(getattr(kind, "feature", kind)).__name__ for name, kind in dataset.features.items()}
+    kinds = {name: type(kind).__name__ for name, kind in dataset.features.items()}
     chosen = []
     for option, kind in (("image", "Image"), ("label", "ClassLabel")):
         fitting = [name for name, own in kinds.items() if own == kind]
@@ -213,12 +209,9 @@ def _columns(dataset: Any, options: Options) -> tuple[str, str]:
 
 def _dataset_split(dataset: Any, image: str, label: str, names: tuple[str, ...], options: Options) -> Split:
     values = dataset[label][:]
-    if any(isinstance(value, list) for value in values):
-        labels = _several(values, names, options)
-    else:
-        labels = torch.tensor(values, dtype=torch.long)
-        if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= len(names)):
-            raise DataError(f"{options.uri}: some images have no label; choose a labelled split with train= and test=.")
+    labels = torch.tensor(values, dtype=torch.long)
+    if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= len(names)):
+        raise DataError(f"{options.uri}: some images have no label; choose a labelled split with train= and test=.")
 
     def read(row: int) -> Image.Image:
         try:
@@ -227,16 +220,3 @@ def _dataset_split(dataset: Any, image: str, label: str, names: tuple[str, ...],
             raise DataError(f"row {row}: column {image} holds no readable image ({why(error)}).") from error
 
     return Split(labels, read)
-
-
-def _several(values: Sequence[Sequence[int] | None], names: tuple[str, ...], options: Options) -> torch.Tensor:
-    """Labels ``(N, C)`` int8 of lists of classes; those of a row without a list are unknown."""
-    labels = torch.zeros(len(values), len(names), dtype=torch.int8)
-    for row, listed in enumerate(values):
-        if listed is None:
-            labels[row] = UNKNOWN
-        elif not all(0 <= label < len(names) for label in listed):
-            raise DataError(f"{options.uri}: row {row} has a label beyond its {len(names)} classes; correct the row.")
-        else:
-            labels[row, list(listed)] = 1
-    return labels

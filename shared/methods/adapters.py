@@ -112,21 +112,14 @@ def relative_rate(context: pf.ClientContext, width: int) -> float:
     return context.training.learning_rate / math.sqrt(width)
 
 
-IMAGE, TEXT = "image", "text"
-
-
 class FedCLIPAdapterHyper(pf.Hyperparameters):
-    """Where adapters are, how wide they are, and how much of a feature they replace."""
+    """How wide the adapter is, and how much of a feature it replaces."""
 
-    sides: Literal["image", "text", "both"] = pf.option("image", "which features have an adapter behind them")
     reduction: int = pf.option(4, "the hidden layer has d_e / reduction units", ge=1, le=1024)
     alpha: float = pf.option(0.2, "α, share of A(I) in an image's feature; 0: zero-shot", ge=0, le=1)
-    beta: float = pf.option(0.2, "β, share of A(T) in a text's feature, on the text side", ge=0, le=1)
 
 
-def adapter_of(side: str) -> tuple[TensorSpec, TensorSpec]:
-    """W₁ and W₂ of a side."""
-    return TensorSpec(f"{side}_w1", ("hidden", "d_e")), TensorSpec(f"{side}_w2", ("d_e", "hidden"))
+BOTTLENECK = TensorSpec("image_w1", ("hidden", "d_e")), TensorSpec("image_w2", ("d_e", "hidden"))
 
 
 def blended(weights: Sequence[Tensor], features: Tensor, share: float) -> Tensor:
@@ -143,7 +136,7 @@ class FedCLIPAdapter(pf.Method):
     """One exchange a round: the adapters down, the trained adapters up; the mean weighted by samples."""
 
     name = "fedclipadapter"
-    summary = "A bottleneck network behind the frozen image or text tower, whose output is blended with the feature."
+    summary = "A bottleneck network behind the frozen image tower, whose output is blended with the feature."
     paper = "Gao et al., CLIP-Adapter: Better Vision-Language Models with Feature Adapters, 2021, made federated"
     several_labels = True
     protects = True
@@ -154,19 +147,14 @@ class FedCLIPAdapter(pf.Method):
         pf.AGGREGATE,
         pf.Disclosed(
             "operator",
-            "features of single images, with an adapter on the image side: its gradients are sums of multiples of "
-            "them, and a coordinator that chooses the adapter can read some out of an update",
+            "features of single images: the adapter's gradients are sums of multiples of them, and a coordinator that "
+            "chooses the adapter can read some out of an update",
         ),
     )
 
-    @property
-    def sides(self) -> tuple[str, ...]:
-        """The sides with adapters."""
-        return (IMAGE, TEXT) if self.hyper.sides == "both" else (self.hyper.sides,)
-
     def state_tensors(self) -> tuple[TensorSpec, ...]:
-        """The adapters."""
-        return tuple(spec for side in self.sides for spec in adapter_of(side))
+        """The adapter."""
+        return BOTTLENECK
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``d_e`` and ``hidden``."""
@@ -178,51 +166,40 @@ class FedCLIPAdapter(pf.Method):
         shapes = {spec.name: spec.resolve(dims) for spec in self.state_tensors()}
         return {name: (draws.uniform(*shape) * 2 - 1) / shape[-1] ** 0.5 for name, shape in shapes.items()}
 
-    def images(self, adapters: Tensors, features: Tensor) -> Tensor:
-        """Image features ``(..., N, d_e)`` behind the adapter, if the image side has one."""
-        return self._behind(IMAGE, adapters, features, self.hyper.alpha)
-
-    def texts(self, adapters: Tensors, text: Tensor) -> Tensor:
-        """Text features ``(..., C, d_e)`` behind the adapter, if the text side has one."""
-        return self._behind(TEXT, adapters, text, self.hyper.beta)
-
-    def _behind(self, side: str, adapters: Tensors, features: Tensor, share: float) -> Tensor:
-        if side not in self.sides:
-            return features
-        return blended([adapters[spec.name] for spec in adapter_of(side)], features, share)
+    def images(self, adapter: Tensors, features: Tensor) -> Tensor:
+        """Image features ``(..., N, d_e)`` behind the adapter."""
+        return blended([adapter[spec.name] for spec in BOTTLENECK], features, self.hyper.alpha)
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
-        """E epochs of the adapters on the cross-entropy, each matrix at the rate η/√(its inputs)."""
+        """E epochs of the adapter on the cross-entropy, each matrix at the rate η/√(its inputs)."""
         device, scale = context.backbone.device, context.backbone.logit_scale
-        adapters = pf.leaves(payload, context.backbone)
+        adapter = pf.leaves(payload, context.backbone)
         features, labels = context.train.features(), context.train.labels.to(device)
         text = pf.template_features(context.backbone, context.template, context.class_names)
         loss_of = pf.ClassificationLoss(context)
 
         def loss(indices: Tensor) -> Tensor:
             rows = pf.sent_to(indices, device)
-            logits = scale * self.images(adapters, features[rows]) @ self.texts(adapters, text).T
+            logits = scale * self.images(adapter, features[rows]) @ text.T
             return loss_of(logits, labels[rows])
 
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
-            rows, own = pf.sent_to(indices, device), dict(zip(adapters, copies, strict=True))
+            rows, own = pf.sent_to(indices, device), dict(zip(adapter, copies, strict=True))
             images = self.images(own, features[rows].unsqueeze(1))
-            logits = scale * (images @ self.texts(own, text).mT).squeeze(1)
+            logits = scale * (images @ text.T).squeeze(1)
             return loss_of.each(logits, labels[rows])
 
-        groups = [pf.Group([matrix], relative_rate(context, matrix.shape[-1])) for matrix in adapters.values()]
+        groups = [pf.Group([matrix], relative_rate(context, matrix.shape[-1])) for matrix in adapter.values()]
         final = pf.train(context, [], loss, groups=groups, objective=pf.Objective(units))
-        return pf.TrainResult(adapters, metrics={"loss": final})
+        return pf.TrainResult(adapter, metrics={"loss": final})
 
     @no_grad
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
-        """Cosines of adapted features; with fixed class weights if only texts have an adapter."""
+        """Cosines of adapted features."""
         backbone = context.backbone
-        adapters = {name: tensor.to(backbone.device) for name, tensor in payload.items()}
-        text = self.texts(adapters, pf.template_features(backbone, context.template, context.class_names))
-        if IMAGE not in self.sides:
-            return pf.TextFeatureClassifier(backbone.logit_scale, text)
-        return pf.FeatureClassifier(lambda features: backbone.logit_scale * self.images(adapters, features) @ text.T)
+        adapter = {name: tensor.to(backbone.device) for name, tensor in payload.items()}
+        text = pf.template_features(backbone, context.template, context.class_names)
+        return pf.FeatureClassifier(lambda features: backbone.logit_scale * self.images(adapter, features) @ text.T)
 
 
 Read = Callable[[pf.Split], "Tensor"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.fast_pt.domains import domain_key
@@ -37,8 +37,6 @@ class FedAPTHyper(pf.Hyperparameters):
 
     m: int = pf.option(16, "context vectors of each class", ge=1, le=64)
     class_specific: bool = pf.option(True, "a context for every class, or one for all")
-    adaptive: bool = pf.option(True, "keys are mixed for each image by its domains; false: everybody's is their mean")
-    mixture: Literal["soft", "hard"] = pf.option("soft", "soft: keys mixed by how likely; hard: the likeliest domain's")
     t: float = pf.option(0.01, "temperature of the softmax over standardised scores", gt=0, le=1000)
     query_scale: float = pf.option(10.0, "s, length of the features that the query is trained on", gt=0, le=1000)
 
@@ -78,8 +76,6 @@ class AdaptiveClassifier:
         shares = self.shares_of(features)
         likeliest = shares.argmax(-1)
         logits = self._backbone.logit_scale * torch.einsum("bd,bcd->bc", features, self._texts[likeliest])
-        if self._method.hyper.mixture == "hard":
-            return logits
         at_once = max(1, TEXTS // len(self._prompts))
         if into_graph():  # mixes the keys of every image
             blended = torch.ones_like(likeliest).cumsum(0) - 1
@@ -261,11 +257,9 @@ class FedAPT(pf.Method):
         raise pf.MethodError(f"the federation does not know the domain of {context.client!r}: enrol under another name")
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
-        """Everybody: the keys mixed by each image's domains, or their mean."""
-        keys = payload[KEYS.name]
-        if not self.hyper.adaptive:
-            keys = keys.mean(0, keepdim=True)
-        return AdaptiveClassifier(context, self, self._rows(context, payload[META]), payload[QUERY.name], keys)
+        """Everybody: the keys mixed by each image's domains."""
+        prompt = self._rows(context, payload[META])
+        return AdaptiveClassifier(context, self, prompt, payload[QUERY.name], payload[KEYS.name])
 
     def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
         """``own``: a trainer's data under its own key."""

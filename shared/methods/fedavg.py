@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from promptfed.shared.methods.core import generalization, visual
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.generalization import GAP, OWN_LOSS, ROUND, WEIGHTS, Representation, Subset
 from promptfed.shared.methods.core.heads import Head, LinearHead, head_width
-from promptfed.shared.methods.core.tower import HeadHyper, TowerHyper, TrainedTower, WeightMethod, WeightsHyper
+from promptfed.shared.methods.core.tower import HeadHyper, TowerHyper, TrainedTower, WeightMethod
 from promptfed.shared.methods.core.training import TaskCancelled, batches, group_rate, learning_rate
 from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier
-from promptfed.shared.methods.fedrep import PrivateHeadMethod, Tuning
+from promptfed.shared.methods.fedrep import PrivateHeadMethod
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import CHANGE, Tensors, TensorSpec
 from promptfed.shared.tensors.lazy import F, Tensor, torch
 
 
-class FedAvgHyper(WeightsHyper):
+class FedAvgHyper(HeadHyper):
     """Which weights are trained under which head, and two ways to generalise to domains that nobody has."""
 
     fedsr: bool = pf.option(
@@ -73,8 +74,8 @@ class FedAvg(WeightMethod):
 
     def check(self, spec: pf.FederationSpec) -> None:
         """Also refuses FedSR without a linear head."""
-        if self.hyper.fedsr:
-            generalization.check_options(self.hyper.head, self.hyper.private)
+        if self.hyper.fedsr and not self.is_linear:
+            raise pf.MethodError("fedsr puts a linear head behind a distribution of its own: take head: linear with it")
         super().check(spec)
 
     def travelling(self) -> tuple[TensorSpec, ...]:
@@ -166,7 +167,7 @@ class FedAvg(WeightMethod):
         draws = pf.generator(context.seed, context.round, context.client, "fedsr")
 
         def loss(indices: Tensor) -> Tensor:
-            features = self.features(tower, tower.read(context.train, indices))
+            features = self.features(tower, context.train.images(indices))
             noise = torch.randn(len(indices), self.hyper.d_z, generator=draws).to(device)
             entropy, length, divergence = head.losses(features, labels[pf.sent_to(indices, device)], noise)
             return entropy + self.hyper.length_weight * length + self.hyper.divergence_weight * divergence
@@ -190,14 +191,14 @@ class FedAvg(WeightMethod):
         device, tower = context.backbone.device, self.tower(context, payload, private)
         head = self._representation(context, payload, private).among(context.class_names).on(device)
         noise = generalization.draws_for_images(context.seed, self.hyper.d_z)
-        return ImageClassifier(lambda inputs: head.classified(self.features(tower, inputs), noise), tower.read)
+        return ImageClassifier(lambda images: head.classified(self.features(tower, images), noise))
 
 
 def _without_gap(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name != GAP.name}
 
 
-class FedProxHyper(WeightsHyper):
+class FedProxHyper(HeadHyper):
     """FedAvg's hyperparameters and the weight of the proximal term."""
 
     mu: float = pf.option(0.01, "weight of the proximal term; its paper tries 0.001, 0.01, 0.1 and 1", ge=0, le=1000)
@@ -223,17 +224,31 @@ class FedProx(WeightMethod):
         moving = [tower.leaves[kind] for kind in self.shared_kinds if kind in tower.leaves]
         received = [(leaf, leaf.detach().clone()) for leaf in [*moving, *head.parameters]]
 
-        def term(indices: Tensor, inputs: Tensor, logits: Tensor) -> Tensor:
+        def term(indices: Tensor, images: Tensor, logits: Tensor) -> Tensor:
             distance = torch.stack([(leaf - begun).square().sum() for leaf, begun in received]).sum()
             return self.hyper.mu / 2 * distance
 
         return term
 
 
+class TunedTowerClassifier:
+    """Classifies with a copy that was tuned for it; ``make`` makes the classifier of the copy for a label space."""
+
+    def __init__(self, make: Callable[[pf.ClientContext], pf.Classifier], context: pf.ClientContext):
+        self._make, self._made = make, make(context)
+
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        return self._made.logits(split, indices)
+
+    def among(self, context: pf.ClientContext) -> TunedTowerClassifier:
+        """The same copy over ``context.class_names``."""
+        return TunedTowerClassifier(self._make, context)
+
+
 class FedBABUHyper(TowerHyper):
     """What is trained of the tower, and the fine-tuning before an evaluation."""
 
-    finetune: Literal["all", "head"] = pf.option("all", "what is fine-tuned on the client's own training images")
     finetune_epochs: int = pf.option(
         5, "epochs over the client's training images before an evaluation", ge=1, le=10_000
     )
@@ -255,19 +270,15 @@ class FedBABU(PrivateHeadMethod):
     Hyper = FedBABUHyper
     hyper: FedBABUHyper
 
-    @property
-    def tuning(self) -> Tuning:
-        """The parts to tune: tower and head, or only the head."""
-        return Tuning(self.hyper.finetune, self.hyper.finetune_epochs, self.hyper.finetune_learning_rate)
-
-    def check(self, spec: pf.FederationSpec) -> None:
-        """Also refuses a rate for a tower that is not fine-tuned."""
-        super().check(spec)
-        if self.hyper.finetune == "head" and self.hyper.finetune_learning_rate is not None:
-            raise pf.MethodError(
-                "finetune_learning_rate is the tower's, and finetune: head leaves the tower alone: set "
-                "head_learning_rate instead"
-            )
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
+        """Classifies with the tuned copy, which serves all label spaces of an evaluation."""
+        rate = self.hyper.finetune_learning_rate or context.training.learning_rate
+        own = context.for_tuning(self.hyper.finetune_epochs, rate)
+        with torch.enable_grad():  # evaluations run without gradients
+            tower = self.tower(own, payload, private).trainable()
+            head = self.start_head(own, payload, private).trainable(own.backbone.device)
+            self.fit(own, tower, head)
+        return TunedTowerClassifier(partial(self.classify, tower, head), context)
 
     def start_head(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> LinearHead:
         """The fixed head, equal for all clients with the same number of classes."""
@@ -315,10 +326,9 @@ class SingleSetFull(WeightMethod):
 
 
 BatchLoss = Callable[["Tensor"], "Tensor"]
-DELTA = 1e-3  # of the finite difference
 
 
-class PerFedAvgHyper(WeightsHyper):
+class PerFedAvgHyper(HeadHyper):
     """FedAvg's hyperparameters, the two rates, and how long a client adapts."""
 
     inner_learning_rate: float | None = pf.option(
@@ -329,7 +339,6 @@ class PerFedAvgHyper(WeightsHyper):
         le=1000,
     )
     adapt_steps: int = pf.option(1, "steps of rate α on own training images before a trainer classifies", ge=1, le=1000)
-    hessian: bool = pf.option(False, "the Hessian's product with the gradient as well, by a finite difference")
 
 
 class PerFedAvg(WeightMethod):
@@ -337,9 +346,8 @@ class PerFedAvg(WeightMethod):
 
     A linear head moves at its own rate in both steps.
 
-    Source: Fallah et al., "Personalized Federated Learning with Theoretical Guarantees", NeurIPS 2020 (first order;
-    with ``hessian`` its finite-difference variant). Trainers classify with a copy adapted on own training images,
-    which is not kept; evaluators with the global weights.
+    Source: Fallah et al., "Personalized Federated Learning with Theoretical Guarantees", NeurIPS 2020 (first order).
+    Trainers classify with a copy adapted on own training images, which is not kept; evaluators with the global weights.
     """
 
     name = "perfedavg"
@@ -382,7 +390,7 @@ class PerFedAvg(WeightMethod):
                 if context.cancelled():
                     raise TaskCancelled
                 context.progress((epoch + 2 * len(values) / len(given)) / context.training.epochs)
-                values.append(step(loss, parameters, first, second, alphas, betas, hessian=self.hyper.hessian))
+                values.append(step(loss, parameters, first, second, alphas, betas))
         mean = float(torch.stack(values).double().mean())
         if not math.isfinite(mean):
             raise pf.MethodError(f"the loss is not finite in round {context.round}: lower training.learning_rate")
@@ -419,7 +427,7 @@ class PerFedAvg(WeightMethod):
         labels = context.train.labels.to(context.backbone.device)
 
         def loss(indices: Tensor) -> Tensor:
-            scores = head.logits(self.features(tower, tower.read(context.train, indices)))
+            scores = head.logits(self.features(tower, context.train.images(indices)))
             return F.cross_entropy(scores, labels[pf.sent_to(indices, labels.device)])
 
         return loss
@@ -432,30 +440,15 @@ def step(
     second: Any,
     alphas: Sequence[float],
     betas: Sequence[float],
-    *,
-    hessian: bool,
 ) -> Tensor:
-    """W ← W − β·g with g = ∇L_second(W − α∇L_first(W)), in place; the loss there. Each tensor has its α and β.
-
-    ``hessian``: g − ∇²L_first(W)·αg, its product by the difference of gradients at W ± δ·αg/max α.
-    """
+    """W ← W − β·∇L_second(W − α∇L_first(W)), in place; the loss there. Each tensor has its α and β."""
     begun = [parameter.detach().clone() for parameter in parameters]
-
-    def moved_by(rates: Sequence[float]) -> tuple[Tensor, ...]:
-        """∇L_first at W − rates·g."""
-        _put(parameters, begun)
-        descend(parameters, slopes, rates)
-        return torch.autograd.grad(loss(first), parameters)
-
     descend(parameters, torch.autograd.grad(loss(first), parameters), alphas)
     value = loss(second)
-    slopes = list(torch.autograd.grad(value, parameters))
-    if hessian:
-        most = max(alphas)
-        sizes = [DELTA * alpha / most for alpha in alphas]
-        pairs = zip(slopes, moved_by([-size for size in sizes]), moved_by(sizes), strict=True)
-        slopes = [slope - most * (plus - minus) / (2 * DELTA) for slope, plus, minus in pairs]
-    _put(parameters, begun)
+    slopes = torch.autograd.grad(value, parameters)
+    with torch.no_grad():
+        for parameter, start in zip(parameters, begun, strict=True):
+            parameter.copy_(start)
     descend(parameters, slopes, betas)
     return value.detach()
 
@@ -465,9 +458,3 @@ def descend(parameters: Sequence[Tensor], slopes: Sequence[Tensor], rates: Seque
     with torch.no_grad():
         for parameter, slope, rate in zip(parameters, slopes, rates, strict=True):
             parameter.sub_(slope, alpha=rate)
-
-
-def _put(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.copy_(value)

@@ -7,23 +7,14 @@ a tower, q of their matrices. The template's texts go through the adapted text t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.interface import spoken
-from promptfed.shared.methods.core.visual import (
-    CacheBlocks,
-    ImageClassifier,
-    Towers,
-    VisualHyper,
-    check_kept_blocks,
-    held_at_once,
-)
-from promptfed.shared.seeds import Draws, DrawsOf
-from promptfed.shared.tensors import Tensors, TensorSpec, sum_of_squares
-from promptfed.shared.tensors.arrays import double, namespace, single
+from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper
+from promptfed.shared.seeds import Draws
+from promptfed.shared.tensors import Tensors, TensorSpec
 from promptfed.shared.tensors.lazy import F, Tensor, checkpointing, torch
 
 if TYPE_CHECKING:
@@ -33,36 +24,26 @@ if TYPE_CHECKING:
 
 Tower = Literal["visual", "text"]
 VISUAL, TEXT = "visual", "text"
+MATRICES = 3  # of query, key and value
 
 
 class FedLoRAHyper(VisualHyper):
-    """Where changes of low rank are, how large they are, and how the coordinator makes them one."""
+    """Where changes of low rank are, and how large they are."""
 
     r: int = pf.option(2, "rank of each change", ge=1, le=256)
-    alpha: float = pf.option(1.0, "α of the factor γ before B·A", gt=0, le=1000)
-    scaling: Literal["root", "rank"] = pf.option(
-        "root", "γ = α/√r, as CLIP-LoRA's released code has it, or α/r, as LoRA"
+    alpha: float = pf.option(
+        1.0, "α of the factor γ = α/√r before B·A, as CLIP-LoRA's released code has it", gt=0, le=1000
     )
-    matrices: Literal["qkv", "qkvo"] = pf.option("qkv", "which matrices of attention: query, key, value (and output)")
     blocks: Literal["all", "last_k"] = pf.option("all", "which blocks of a tower")
     k: int = pf.option(1, "last_k: how many blocks, counted from the last", ge=1, le=256)
     towers: Literal["both", "visual", "text"] = pf.option("both", "which towers are adapted")
     dropout: float = pf.option(0.25, "of the input of A in training, a mask of its own for each matrix", ge=0, lt=1)
-    cache_blocks: CacheBlocks = False
-    aggregation: Literal["average", "freeze_a", "alternate", "svd"] = pf.option(
-        "average",
-        "average: of A and of B, which is not the average of B·A (reported); freeze_a: all keep the A "
-        "that they draw, B alone travels; alternate: B in odd rounds, A in even ones; svd: the nearest B·A of rank "
-        "r to the average product. The last three are exact, svd up to its rank",
-    )
 
 
 class FedLoRA(pf.Method):
-    """See the module.
+    """A and B are averaged, which is not the average of B·A.
 
-    Sources: CLIP-LoRA (Zanella & Ben Ayed, CVPRW 2024); FL2oRA (Singha et al., 2025), which averages it over clients;
-    FFA-LoRA (Sun et al., ICLR 2024) for ``freeze_a``. The stack of FLoRA (2024) is not offered: its rank grows with the
-    clients in every round.
+    Sources: CLIP-LoRA (Zanella & Ben Ayed, CVPRW 2024); FL2oRA (Singha et al., 2025), which averages it over clients.
     """
 
     name = "fedlora"
@@ -91,12 +72,6 @@ class FedLoRA(pf.Method):
 
     # Server half
 
-    def check(self, spec: pf.FederationSpec) -> None:
-        """Rows are kept below the first changed block of the image tower alone."""
-        if self.hyper.cache_blocks:
-            below = self.hyper.blocks == "last_k" and VISUAL in self.towers
-            check_kept_blocks(self.name, spec, frozen_below=below, how="take blocks: last_k of the image tower")
-
     def check_backbone(self, shape: pf.BackboneShape) -> None:
         """And towers of the plain kind."""
         super().check_backbone(shape)
@@ -110,21 +85,12 @@ class FedLoRA(pf.Method):
                 )
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
-        """B of each tower, and A unless everybody draws it."""
-        frozen = self.hyper.aggregation == "freeze_a"
-        return tuple(spec for tower in self.towers for spec in ((() if frozen else (_a(tower),)) + (_b(tower),)))
-
-    def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
-        """One exchange a round; with ``alternate`` one of the factors comes up in turn."""
-        down, kind = self.state_tensors(), self.hyper.aggregation
-        up = down
-        if kind == "alternate":
-            up = tuple(spec for spec in down if spec.name.endswith("_b" if round % 2 else "_a"))
-        return (pf.Phase("train", down=down, up=up, mean=kind != "svd"),)
+        """A and B of each tower."""
+        return tuple(spec for tower in self.towers for spec in (_a(tower), _b(tower)))
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """Sizes of both towers' factors."""
-        shape, dims = context.shape, {"r": self.hyper.r, "q": len(self.hyper.matrices)}
+        shape, dims = context.shape, {"r": self.hyper.r, "q": MATRICES}
         for tower, width, layers in (
             (VISUAL, shape.d_v, shape.vision_layers),
             (TEXT, shape.d_t, shape.text_layers),
@@ -146,50 +112,20 @@ class FedLoRA(pf.Method):
 
     def initial_state(self, context: pf.ServerContext, draws: Draws) -> Tensors:
         """A uniform in ±1/√d, one draw for all; B zero, so that nothing is changed."""
-        return _start(context.draws_of, self.state_tensors(), self.dims(context), context.seed)
-
-    def aggregate(
-        self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
-    ) -> Tensors:
-        """By ``aggregation``; whatever did not come up stays."""
-        if self.hyper.aggregation == "svd":
-            given = list(updates)
-            return {
-                name: factor
-                for tower in self.towers
-                for name, factor in best_of_rank(tower, given, self.hyper.r).items()
-            }
-        return super().aggregate(state, phase, updates, combine, context)
-
-    def aggregate_measured(
-        self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
-    ) -> tuple[Tensors, pf.Measured]:
-        """``product_error``: ‖B̄·Ā − mean(B·A)‖/‖mean(B·A)‖ of this phase, where factors are averaged."""
-        if self.hyper.aggregation != "average":
-            return self.aggregate(state, phase, updates, combine, context), pf.Measured()
-        sums: Tensors = {}
-        after = self.aggregate(state, phase, _added(sums, self.towers, updates), combine, context)
-        return after, pf.Measured(phase={"product_error": relative_error(self.towers, after, sums)})
+        made, dims = {}, self.dims(context)
+        for spec in self.state_tensors():
+            shape, own = spec.resolve(dims), context.draws_of(context.seed, "lora", spec.name)
+            if spec.name.endswith("_b"):
+                made[spec.name] = own.xp.zeros(shape, dtype=own.xp.float32)
+            else:
+                made[spec.name] = (own.uniform(*shape) * 2 - 1) / math.sqrt(shape[-1])
+        return made
 
     # Client half
 
-    def factors(self, context: pf.ClientContext, payload: Tensors) -> Tensors:
-        """A and B of each tower, with the A that everybody draws where none travels."""
-        if self.hyper.aggregation != "freeze_a":
-            return {spec.name: payload[spec.name] for spec in self.state_tensors()}
-        drawn: Tensors = {}
-        for tower in self.towers:
-            k, q, width, r = payload[_b(tower).name].shape
-            sizes = {f"k_{tower[0]}": k, "q": q, "r": r, f"d_{tower[0]}": width}
-            drawn |= _start(pf.generator, (_a(tower),), sizes, context.seed)
-        return drawn | {name: payload[name] for name in payload}
-
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
-        """E epochs of CE(τ⁻¹·cos(I, T)) over the factors that come up this round."""
-        [phase] = self.phases(context.round, context.rounds)
-        device, trained = context.backbone.device, {spec.name for spec in phase.up}
-        factors = {name: tensor.to(device).clone() for name, tensor in self.factors(context, payload).items()}
-        leaves = {name: tensor.requires_grad_() for name, tensor in factors.items() if name in trained}
+        """E epochs of CE(τ⁻¹·cos(I, T)) over the factors."""
+        device, factors = context.backbone.device, pf.leaves(payload, context.backbone)
         model = _Adapted(self.hyper, context, factors)
         labels = context.train.labels.to(device)
         steps = iter(range(1 << 62))
@@ -199,28 +135,29 @@ class FedLoRA(pf.Method):
             scores = model.logits(indices, next(steps))
             return loss_of(scores, labels[pf.sent_to(indices, device)])
 
-        final = pf.train(context, list(leaves.values()), loss, reads_images=VISUAL in self.towers)
-        return pf.TrainResult(leaves, {}, {"loss": final})
+        final = pf.train(context, list(factors.values()), loss, reads_images=VISUAL in self.towers)
+        return pf.TrainResult(factors, {}, {"loss": final})
 
     def merged(self, context: pf.ClientContext, payload: Tensors) -> Tensors:
         """W + γ·B·A of each changed W of both towers."""
-        device = context.backbone.device
-        factors = {name: tensor.to(device) for name, tensor in self.factors(context, payload).items()}
-        model, texts = _Adapted(self.hyper, context, factors), "text." * hasattr(context.backbone.model, "text")
+        model, texts = _received(self.hyper, context, payload), "text." * hasattr(context.backbone.model, "text")
         places = {VISUAL: "visual.", TEXT: texts}
         return {places[which] + name: w for which in self.towers for name, w in model.merged(which).items()}
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Classifies with W + γ·B·A in the place of W, texts and images alike."""
-        device = context.backbone.device
-        factors = {name: tensor.to(device) for name, tensor in self.factors(context, payload).items()}
-        model = _Adapted(self.hyper, context, factors)
+        model = _received(self.hyper, context, payload)
         with torch.no_grad():
             text = model.text_features(None)
         if VISUAL not in self.towers:
             return pf.TextFeatureClassifier(context.backbone.logit_scale, text)
         merged, scale = model.merged_tower(), context.backbone.logit_scale
-        return ImageClassifier(lambda inputs: scale * model.image_features(inputs, None, merged) @ text.T, model.read)
+        return ImageClassifier(lambda images: scale * model.image_features(images, None, merged) @ text.T)
+
+
+def _received(hyper: FedLoRAHyper, context: pf.ClientContext, payload: Tensors) -> _Adapted:
+    device = context.backbone.device
+    return _Adapted(hyper, context, {name: tensor.to(device) for name, tensor in payload.items()})
 
 
 class _Adapted:
@@ -229,7 +166,7 @@ class _Adapted:
     def __init__(self, hyper: FedLoRAHyper, context: pf.ClientContext, factors: Tensors):
         self._hyper, self._context, self._factors = hyper, context, factors
         self._backbone: Backbone = context.backbone
-        self._gamma = hyper.alpha / (math.sqrt(hyper.r) if hyper.scaling == "root" else hyper.r)
+        self._gamma = hyper.alpha / math.sqrt(hyper.r)
         self._visual = self._backbone.vision_tower() if _a(VISUAL).name in factors else None
         self._text = self._backbone.text_tower() if _a(TEXT).name in factors else None
         if self._text is not None:
@@ -242,37 +179,24 @@ class _Adapted:
         if self._visual is None:
             images = self._context.train.features()[pf.sent_to(indices, self._backbone.device)]
         else:
-            images = self.image_features(self.read(self._context.train, indices), step)
+            images = self.image_features(self._context.train.images(indices), step)
         return self._backbone.logit_scale * images @ self.text_features(step).T
 
-    @property
-    def _first(self) -> int:
-        """The image tower's first changed block."""
-        assert self._visual is not None
-        return self._visual.layers - len(self._factors[_a(VISUAL).name])
-
-    def read(self, split: pf.Split, indices: Tensor) -> Tensor:
-        """The image tower's inputs at ``indices (B,)``: rows before the first changed block where kept, or images."""
-        return split.block_rows(indices, self._first) if self._hyper.cache_blocks else split.images(indices)
-
-    def image_features(self, inputs: Tensor, step: int | None, merged: PlainTower | None = None) -> Tensor:
-        """``(B, d_e)`` normalised, of inputs as `read` gives them; by the branches, or by a ``merged`` tower."""
-        tower, inputs = merged or self._visual, self._backbone.image_input(inputs)
+    def image_features(self, images: Tensor, step: int | None, merged: PlainTower | None = None) -> Tensor:
+        """``(B, d_e)`` normalised, of images ``(B, 3, H, W)``; by the branches, or by a ``merged`` tower."""
+        tower, images = merged or self._visual, self._backbone.image_input(images)
         assert tower is not None
 
         def encode(part: Tensor, number: int) -> Tensor:
             low_rank = self._low_rank(VISUAL, tower.layers, step, number) if merged is None else {}
             with Towers(self._backbone, self._hyper).image_precision():
-                if self._hyper.cache_blocks:
-                    rows = tower.run(part, self._first, low_rank=low_rank)
-                else:
-                    rows = tower.run(tower.rows(part), low_rank=low_rank)
+                rows = tower.run(tower.rows(part), low_rank=low_rank)
                 return F.normalize(tower.project(tower.pool(rows)).float(), dim=-1)
 
-        size = held_at_once(self._backbone, self._hyper)
+        size = self._backbone.held_images
         if size is None or not torch.is_grad_enabled():
-            return encode(inputs, 0)
-        parts = enumerate(torch.split(inputs, size))
+            return encode(images, 0)
+        parts = enumerate(torch.split(images, size))
         return torch.cat(
             [checkpointing.checkpoint(encode, part, number, use_reentrant=False) for number, part in parts]
         )
@@ -293,9 +217,7 @@ class _Adapted:
         for number, low in self._low_rank(which, len(holder.transformer.resblocks), None, 0).items():
             place, change = f"transformer.resblocks.{number}.attn.", low.change()
             attention = holder.transformer.resblocks[number].attn
-            weights[f"{place}in_proj_weight"] = attention.in_proj_weight.float() + change[:3].flatten(0, 1)
-            if len(change) > 3:
-                weights[f"{place}out_proj.weight"] = attention.out_proj.weight.float() + change[3]
+            weights[f"{place}in_proj_weight"] = attention.in_proj_weight.float() + change.flatten(0, 1)
         return weights
 
     def merged_tower(self) -> PlainTower:
@@ -326,69 +248,3 @@ def _a(tower: str) -> TensorSpec:
 
 def _b(tower: str) -> TensorSpec:
     return TensorSpec(f"{tower}_b", (f"k_{tower[0]}", "q", f"d_{tower[0]}", "r"))
-
-
-def _start(draws_of: DrawsOf, specs: Iterable[TensorSpec], dims: Mapping[str, int], seed: int) -> Tensors:
-    """The factors before any training; the same wherever they are drawn."""
-    made = {}
-    for spec in specs:
-        shape, draws = spec.resolve(dims), draws_of(seed, "lora", spec.name)
-        if spec.name.endswith("_b"):
-            made[spec.name] = draws.xp.zeros(shape, dtype=draws.xp.float32)
-        else:
-            made[spec.name] = (draws.uniform(*shape) * 2 - 1) / math.sqrt(shape[-1])
-    return made
-
-
-def _added(sums: Tensors, towers: Iterable[str], updates: pf.Updates) -> Iterator[pf.ClientUpdate]:
-    """The updates, one by one; on the way the weighted products B·A are added up in ``sums``."""
-    for update in updates:
-        product_sums(sums, towers, update)
-        yield update
-
-
-def product_sums(sums: Tensors, towers: Iterable[str], update: pf.ClientUpdate) -> None:
-    """Adds an update's weighted products ``(k, q, d, d)`` to ``sums``, by tower, matrix by matrix."""
-    for tower in towers:
-        a, b = update.tensors[f"{tower}_a"], update.tensors[f"{tower}_b"]
-        products = update.weight * (single(b) @ single(a))
-        sums[tower] = sums[tower] + products if tower in sums else products
-
-
-def relative_error(towers: Iterable[str], factors: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> float:
-    """‖B·A − sum‖/‖sum‖ over all matrices of both towers; 0 where nothing has changed."""
-    off = length = 0.0
-    for tower in towers:
-        off += sum_of_squares(factors[f"{tower}_b"] @ factors[f"{tower}_a"] - sums[tower])
-        length += sum_of_squares(sums[tower])
-    return (off / length) ** 0.5 if length > 0 else 0.0
-
-
-def best_of_rank(tower: str, updates: Sequence[pf.ClientUpdate], rank: int) -> Tensors:
-    """Factors A and B of ``rank`` whose products are the nearest to the weighted mean of the updates' products.
-
-    The mean is (stacked w·B)(stacked A): after a QR of either its singular vectors are those of a small core. Of each
-    left one the largest entry is positive.
-    """
-    kind_a, kind_b = f"{tower}_a", f"{tower}_b"
-    shape, xp = updates[0].tensors[kind_a].shape, namespace(updates[0].tensors[kind_a])
-    made = {kind: xp.empty(tuple(updates[0].tensors[kind].shape), dtype=xp.float32) for kind in (kind_a, kind_b)}
-    total = sum(update.weight for update in updates)
-    for place in range(shape[0]):
-        for matrix in range(shape[1]):
-            left = xp.concat([double(u.tensors[kind_b][place, matrix]) * (u.weight / total) for u in updates], 1)
-            right = xp.concat([double(u.tensors[kind_a][place, matrix]) for u in updates], 0)
-            made[kind_b][place, matrix], made[kind_a][place, matrix] = _factored(left, right, rank)
-    return made
-
-
-def _factored(left: Any, right: Any, rank: int) -> tuple[Any, Any]:
-    """B ``(d, rank)`` and A ``(rank, d)`` nearest to left·right."""
-    xp = namespace(left)
-    q_left, r_left = xp.linalg.qr(left)
-    q_right, r_right = xp.linalg.qr(right.T)
-    u, sizes, v = xp.linalg.svd(r_left @ r_right.T, full_matrices=False)
-    u, v = q_left @ u[:, :rank], v[:rank] @ q_right.T
-    signs = xp.sign(u[abs(u).argmax(0), range(u.shape[1])])
-    root = xp.sqrt(sizes[:rank])
-    return u * signs * root, v * signs[:, None] * root[:, None]

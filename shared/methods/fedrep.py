@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal
-
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead
-from promptfed.shared.methods.core.tower import TowerHyper, TrainedTower, WeightMethod
+from promptfed.shared.methods.core.tower import TowerHyper, WeightMethod
 from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.lazy import F, Tensor, torch
@@ -21,22 +16,6 @@ class FedRepHyper(TowerHyper):
     head_epochs: int = pf.option(
         10, "E_h, epochs of the head under the received tower, before the tower's", ge=1, le=10_000
     )
-    refit_epochs: int = pf.option(
-        0,
-        "epochs of the client's head under the averaged tower before an evaluation, in a copy that is "
-        "not kept; 0: none",
-        ge=0,
-        le=10_000,
-    )
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Training of a copy before an evaluation: of which part, how long, and the tower's rate (None: the spec's)."""
-
-    trains: Literal["all", "head"]
-    epochs: int
-    rate: float | None = None
 
 
 class PrivateHeadMethod(WeightMethod):
@@ -44,30 +23,6 @@ class PrivateHeadMethod(WeightMethod):
 
     personal = True
     takes_evaluators = False  # a head is made by training only
-
-    @property
-    def tuning(self) -> Tuning | None:
-        """What a client trains for itself before it classifies; None: nothing."""
-        return None
-
-    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
-        """Classifies with the tuned copy, which serves all label spaces of an evaluation."""
-        if self.tuning is None:
-            return super().classifier(context, payload, private)
-        with torch.enable_grad():  # evaluations run without gradients
-            tower, head = self._tuned(context, payload, private, self.tuning)
-        return TunedTowerClassifier(partial(self.classify, tower, head), context)
-
-    def _tuned(
-        self, context: pf.ClientContext, payload: Tensors, private: Tensors, tuning: Tuning
-    ) -> tuple[TrainedTower, LinearHead]:
-        own = context.for_tuning(tuning.epochs, tuning.rate or context.training.learning_rate)
-        tower, begun = self.tower(own, payload, private), self.start_head(own, payload, private)
-        assert isinstance(begun, LinearHead)
-        head = begun.trainable(own.backbone.device)
-        tower = tower.trainable() if tuning.trains == "all" else tower
-        self.fit(own, tower, head, trains=tuning.trains)
-        return tower, head
 
     @property
     def shares_head(self) -> bool:
@@ -81,26 +36,8 @@ class PrivateHeadMethod(WeightMethod):
             raise pf.MethodError(f"{self.name} shares the tower: with trainable: none nothing is left; take another")
 
 
-class TunedTowerClassifier:
-    """Classifies with a copy that was tuned for it; ``make`` makes the classifier of the copy for a label space."""
-
-    def __init__(self, make: Callable[[pf.ClientContext], pf.Classifier], context: pf.ClientContext):
-        self._make, self._made = make, make(context)
-
-    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
-        """``(B, C)`` logits of the images at ``indices (B,)``."""
-        return self._made.logits(split, indices)
-
-    def among(self, context: pf.ClientContext) -> TunedTowerClassifier:
-        """The same copy over ``context.class_names``."""
-        return TunedTowerClassifier(self._make, context)
-
-
 class FedRep(PrivateHeadMethod):
     """First E_h epochs of the head under the received tower, then E epochs of the tower under that head.
-
-    With ``refit_epochs`` the head is trained once more under the averaged tower before it classifies, as in the
-    released code's last round.
 
     Source: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021.
     """
@@ -110,11 +47,6 @@ class FedRep(PrivateHeadMethod):
     paper = "Collins et al., Exploiting Shared Representations (FedRep), 2021"
     Hyper = FedRepHyper
     hyper: FedRepHyper
-
-    @property
-    def tuning(self) -> Tuning | None:
-        """The head, where ``refit_epochs`` says so."""
-        return Tuning("head", self.hyper.refit_epochs) if self.hyper.refit_epochs else None
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """The head, whose features are computed once; then the tower. Two optimizers, in this order."""
@@ -160,7 +92,7 @@ class FedRoD(WeightMethod):
         shares = log_shares(context.train.labels, len(begun.names)).to(device)
 
         def loss(indices: Tensor) -> Tensor:
-            features = self.features(tower, tower.read(context.train, indices))
+            features = self.features(tower, context.train.images(indices))
             wanted = labels[pf.sent_to(indices, device)]
             generic = head.logits(features)
             personal = generic.detach() + own.logits(features.detach())

@@ -8,7 +8,7 @@ width of the gate, ``h`` its heads.
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Any
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import ANSWERED, ROWS, ClientRowsMethod, row_of
@@ -30,9 +30,6 @@ class PFedMoAPHyper(pf.ContextHyper):
     """A learned context, the experts and the gate."""
 
     experts: int = pf.option(9, "K, contexts of other clients that each downloads", ge=0, le=256)
-    selection: Literal["nearest", "random"] = pf.option(
-        "nearest", "the contexts nearest to the client's own, or any, seeded by round and client"
-    )
     local_weight: float = pf.option(0.5, "λ of the own context's logit beside the gate's", ge=0, le=1e3)
     gate_width: int = pf.option(128, "g, at most the joint embedding's width", ge=1, le=4096)
     heads: int = pf.option(8, "h, heads of the gate; must divide its width", ge=1, le=64)
@@ -40,9 +37,6 @@ class PFedMoAPHyper(pf.ContextHyper):
         10.0, "s, which the gate's scores are multiplied by before the softmax", gt=0, le=1e4
     )
     gate_learning_rate: float = pf.option(0.01, "rate of the gate, constant", gt=0, le=1000)
-    similarity: Literal["dot", "cosine"] = pf.option(
-        "dot", "of an image's feature and the gate's output; cosine normalises both"
-    )
 
 
 def pooled(features: Tensor, width: int) -> Tensor:
@@ -86,8 +80,6 @@ class Gate:
     def logits(self, images: Tensor, texts: Tensor) -> Tensor:
         """``(B, C)`` q·(⟨π(f), O⟩ + λ·⟨f, z_own⟩)."""
         feature, mixed = pooled(images, self._width), self.mixed(images, texts)
-        if self._hyper.similarity == "cosine":
-            feature, mixed = F.normalize(feature, dim=-1), F.normalize(mixed, dim=-1)
         score = torch.einsum("bg,bcg->bc", feature, mixed) + self._hyper.local_weight * images @ texts[0].T
         return self._scale * score
 
@@ -150,18 +142,15 @@ class PFedMoAP(ClientRowsMethod):
         if client.role == "trainer" and client.name in names:
             at = row_of(client.name, context)
             if int(state[ANSWERED.name][at]):
-                chosen = self._chosen(state, at, client, context)
+                chosen = self._chosen(state, at, context)
         return {pf.CONTEXT.name: state[pf.CONTEXT.name], EXPERTS.name: state[ROWS.name][chosen]}
 
     def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """The same to be evaluated with as to train from."""
         return (pf.CONTEXT, EXPERTS)
 
-    def _chosen(self, state: Tensors, at: int, client: pf.ClientInfo, context: pf.ServerContext) -> list[int]:
+    def _chosen(self, state: Tensors, at: int, context: pf.ServerContext) -> list[int]:
         others = [row for row in self.usable(state, context) if row != at]
-        if self.hyper.selection == "random":
-            order = context.draws("experts", int(state[ANSWERED.name].max()), client.name).permutation(len(others))
-            return [others[place] for place in order[: self.hyper.experts]]
         distances = in_ties(state[ROWS.name], at)
         # The sort is stable and rows are in order of name.
         return sorted(others, key=lambda row: float(distances[row]))[: self.hyper.experts]

@@ -3,8 +3,8 @@
 PromptFolio is a fixed mixture of the text features of a shared and a private context. Source: Pan et al., "Federated
 Learning from Vision-Language Foundation Models: Theoretical Analysis and Method" (PromptFolio), NeurIPS 2024.
 
-Prompt+AMP: each client gets a mixture of all contexts, weighted by similarity to its own (FedAMP for prompts). Source:
-Huang et al., "Personalized Cross-Silo Federated Learning on Non-IID Data" (FedAMP, HeurFedAMP), AAAI 2021. Notation:
+Prompt+AMP: each client gets a mixture of all contexts, weighted by nearness to its own (FedAMP for prompts). Source:
+Huang et al., "Personalized Cross-Silo Federated Learning on Non-IID Data" (FedAMP), AAAI 2021. Notation:
 w_i the last context of client i as one vector, u_i the mixture that it is sent, ``a`` contexts in all.
 """
 
@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import ROWS, ClientRowsMethod, row_of
 from promptfed.shared.seeds import Draws, initial_draws
 from promptfed.shared.tensors import Tensors, TensorSpec
-from promptfed.shared.tensors.arrays import double, lengths, namespace, single
+from promptfed.shared.tensors.arrays import double, namespace, single
 from promptfed.shared.tensors.lazy import Tensor, torch
 
 
@@ -51,15 +50,8 @@ LOCAL = "local_context"
 MOST_VECTORS = 64  # rows of the common draw; a private context starts with its first rows
 
 
-@dataclass(frozen=True)
-class PairLoss:
-    """The loss of one task, and the metrics reported after training.
-
-    ``of`` takes indices ``(B,)``, the shared context ``(m, d_t)`` and the private one ``(m_l, d_t)``.
-    """
-
-    of: Callable[[Tensor, Tensor, Tensor], Tensor]
-    metrics: Callable[[], dict[str, float]] = dict
+PairLoss = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+"""The loss of one task, of indices ``(B,)``, the shared context ``(m, d_t)`` and the private one ``(m_l, d_t)``."""
 
 
 class PrivateContextMethod(pf.SharedContextMethod):
@@ -104,10 +96,10 @@ class PrivateContextMethod(pf.SharedContextMethod):
         final = pf.train(
             context,
             [shared, local],
-            lambda indices: batch_loss.of(indices, shared, local),
+            lambda indices: batch_loss(indices, shared, local),
             reads_images=self.needs.patch_tokens,
         )
-        return pf.TrainResult({self.shared.name: shared}, {LOCAL: local}, {"loss": final} | batch_loss.metrics())
+        return pf.TrainResult({self.shared.name: shared}, {LOCAL: local}, {"loss": final})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Classifies with both contexts; with the shared one alone if there are no training images."""
@@ -254,7 +246,7 @@ class PromptFLPer(PrivateContextMethod):
         def loss(indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
             return cross_entropy(indices, context.backbone.encode_prompts(torch.cat([shared, local]), prompts))
 
-        return PairLoss(loss)
+        return loss
 
     def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> pf.TextPromptClassifier:
         """Classifies with the whole context."""
@@ -356,7 +348,7 @@ class PromptFolio(PrivateContextMethod):
             text = context.backbone.encode_prompts(torch.stack([shared, local]), prompts)
             return cross_entropy(indices, mixed(text, self.hyper.theta))
 
-        return PairLoss(loss)
+        return loss
 
     def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> pf.TextFeatureClassifier:
         """Logits (1 − θ)·logit^G + θ·logit^L."""
@@ -367,35 +359,26 @@ class PromptFolio(PrivateContextMethod):
 
 
 MESSAGE = TensorSpec("message", ("m", "d_t"))
-COSINE_SIGMA = 10.0
 
 
 class PromptFLAMPHyper(pf.ContextHyper):
     """A learned context, and how much others' count."""
 
-    similarity: Literal["distance", "cosine"] = pf.option(
-        "distance", "FedAMP's weights e^(−‖w_i − w_j‖²/σ)/a, or HeurFedAMP's, in proportion to e^(σ·cos)"
-    )
     sigma: float | None = pf.option(
-        None, "σ; default: the median of the squared distances, or 10 for cosine", gt=0, le=1e6
+        None, "σ of the weights e^(−‖w_i − w_j‖²/σ)/a; default: the median of the squared distances", gt=0, le=1e6
     )
     proximal: float = pf.option(1.0, "weight λ of (λ/2)·‖w − u‖²; stands for the paper's λ/α", ge=0, le=1e6)
 
 
-def mixing_weights(rows: Any, similarity: str, sigma: float | None) -> Any:
+def mixing_weights(rows: Any, sigma: float | None) -> Any:
     """ξ ``(a, a)`` float64 of contexts ``(a, ...)``, each row summing to 1 (Eq. 6.1)."""
     count, xp = len(rows), namespace(rows)
     flat, others = double(rows).reshape(count, -1), 1 - xp.eye(count, dtype=xp.float64)
     if count == 1:
         return xp.ones((1, 1), dtype=xp.float64)
-    if similarity == "cosine":
-        directions = flat / xp.clip(lengths(flat), 1e-300, None)[:, None]
-        powers = xp.exp((sigma or COSINE_SIGMA) * (directions @ directions.T - 1)) * others
-        weights = powers / powers.sum(1)[:, None] * (1 - 1 / count)
-    else:
-        squares = xp.stack([((flat - context) * (flat - context)).sum(1) for context in flat])
-        scale = sigma or median(squares[i, j].item() for i in range(count) for j in range(i))
-        weights = others * (xp.exp(-squares / scale) / count if scale > 0 else 1 / count)
+    squares = xp.stack([((flat - context) * (flat - context)).sum(1) for context in flat])
+    scale = sigma or median(squares[i, j].item() for i in range(count) for j in range(i))
+    weights = others * (xp.exp(-squares / scale) / count if scale > 0 else 1 / count)
     return weights + xp.diag(1 - weights.sum(1))
 
 
@@ -435,7 +418,7 @@ class PromptFLAMP(ClientRowsMethod):
         at = row_of(client.name, context) if any(other.name == client.name for other in context.clients) else None
         if at not in usable:
             return {MESSAGE.name: single(double(rows).mean(0))}
-        weights = mixing_weights(rows, self.hyper.similarity, self.hyper.sigma)[usable.index(at)]
+        weights = mixing_weights(rows, self.hyper.sigma)[usable.index(at)]
         return {MESSAGE.name: single(namespace(rows).einsum("a,amd->md", weights, double(rows)))}
 
     def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from promptfed.shared.tensors.lazy import F, torch
@@ -27,11 +26,6 @@ def copied(array: Any) -> Any:
 def double(array: Any) -> Any:
     """``array`` in float64."""
     return array.astype(np.float64, copy=False) if namespace(array) is np else array.double()
-
-
-def brain_float(array: Any) -> Any:
-    """``array`` in bfloat16."""
-    return array.astype(ml_dtypes.bfloat16) if namespace(array) is np else array.to(torch.bfloat16)
 
 
 def single(array: Any) -> Any:

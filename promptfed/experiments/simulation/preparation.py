@@ -25,7 +25,6 @@ from promptfed.sdk.backbone import described, open_backbone, resolve
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.caches import CacheCost
-from promptfed.shared.clip.weights import known_as
 from promptfed.shared.data import DataError
 from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.methods import method_for
@@ -121,8 +120,7 @@ def simulated_spec(spec: FederationSpec, sites: Sequence[Site]) -> FederationSpe
 
 def expect_backbone(spec: BackboneSpec, backbone: Backbone) -> None:
     """Raise CommandError if ``spec`` names another backbone than the given one."""
-    model, pretrained = known_as(spec.model, spec.pretrained)
-    wanted = (model, None if pretrained == "random" else pretrained, spec.precision)
+    wanted = (spec.model, None if spec.pretrained == "random" else spec.pretrained, spec.precision)
     given = (backbone.model_name, backbone.pretrained, backbone.precision)
     if wanted != given:
         text = f"the spec names the backbone {' '.join(map(str, wanted))}, but {' '.join(map(str, given))} is handed in"

@@ -42,7 +42,7 @@ from promptfed.sdk.output import full_disk, new_folder
 from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
-from promptfed.shared.clip import Backbone, FeatureCache, SharedStarts
+from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT
 from promptfed.shared.metrics import Outcomes
@@ -148,7 +148,7 @@ def simulate(
             latest[outcomes.client, outcomes.split] = outcomes
 
         try:
-            with _starts_shared(backbone), computing_processes(pool, wanted, clients, backbone, cache) as processes:
+            with computing_processes(pool, wanted, clients, backbone, cache) as processes:
                 own = run.secret if run.lasting else None
                 setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes, own)
                 told = progress or (lambda snapshot: None)
@@ -209,22 +209,6 @@ class FullDisk(logging.Handler):
                 task.exception()  # else asyncio would print it
             raise OSError(errno.ENOSPC, "the disk is full")
         return task.result()
-
-
-@contextmanager
-def _starts_shared(backbone: Backbone) -> Iterator[None]:
-    """Clients that start from the same context share one forward pass within the block, on the CPU.
-
-    A GPU's memory is shorter, and its bits may differ from pass to pass.
-    """
-    if backbone.device.type == "cpu" and backbone.starts is None:
-        backbone.starts = SharedStarts()
-        try:
-            yield
-        finally:
-            backbone.starts = None
-    else:
-        yield
 
 
 @contextmanager

@@ -82,16 +82,13 @@ class PlainTower(vision.PromptedTower):
             assert frozen is not None
             held[own] = weights[name].reshape(frozen.shape).to(frozen.dtype)  # type: ignore[assignment]
 
-    def run(
-        self, rows: Tensor, start: int = 0, stop: int | None = None, low_rank: Mapping[int, LowRank] | None = None
-    ) -> Tensor:
-        """Run rows `(B, S, d)` through the blocks from ``start`` up to ``stop`` (default: the last block).
+    def run(self, rows: Tensor, low_rank: Mapping[int, LowRank] | None = None) -> Tensor:
+        """Run rows `(B, S, d)` through the blocks. The last one may return only the rows that are pooled.
 
-        ``low_rank`` is given by block number. The last block may return only the rows that are pooled.
+        ``low_rank`` is given by block number.
         """
         changes = low_rank or {}
-        for number in range(start, self.layers if stop is None else stop):
-            block = self.blocks[number]
+        for number, block in enumerate(self.blocks):
             rows = block(rows, low_rank=changes[number]) if number in changes else block(rows)  # type: ignore[call-arg]
         return rows
 

@@ -158,14 +158,13 @@ def make_class_prompts(
 
 
 QUERIES, KEYS_VALUES, ALL = slice(0, 1), slice(1, 3), slice(0, 3)  # parts of a block's input projection
-OUTPUT = 3  # the place of the output's matrix, behind query, key and value
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """Changes of rank r to one block's attention: W + scale·B·A for query, key, value and, with q = 4, the output.
+    """Changes of rank r to one block's attention: W + scale·B·A for query, key and value.
 
-    ``a (q, r, d)``, ``b (q, d, r)``. With ``dropout`` each matrix has its own mask, drawn from ``draws``.
+    ``a (3, r, d)``, ``b (3, d, r)``. With ``dropout`` each matrix has its own mask, drawn from ``draws``.
     """
 
     a: Tensor
@@ -182,7 +181,7 @@ class LowRank:
         return F.linear(F.linear(rows, self.a[index].to(rows.dtype)), self.b[index].to(rows.dtype)) * self.scale
 
     def change(self) -> Tensor:
-        """`(q, d, d)` scale·B·A, which can be added to the weights if there is no dropout."""
+        """`(3, d, d)` scale·B·A, which can be added to the weights if there is no dropout."""
         return self.scale * (self.b @ self.a)
 
 
@@ -213,12 +212,9 @@ def project(block: Any, normed: Tensor, parts: slice = ALL) -> Tensor:
     return F.linear(normed, weight, bias)
 
 
-def add_branches(block: Any, rows: Tensor, attended: Tensor, low_rank: LowRank | None = None) -> Tensor:
+def add_branches(block: Any, rows: Tensor, attended: Tensor) -> Tensor:
     """The part of the block after attention, `(..., d)`: output projection, then the MLP."""
-    out = block.attn.out_proj(attended)
-    if low_rank is not None and len(low_rank.a) > OUTPUT:
-        out = out + low_rank.branch(OUTPUT, attended)
-    rows = rows + block.ls_1(out)
+    rows = rows + block.ls_1(block.attn.out_proj(attended))
     result: Tensor = rows + block.ls_2(block.mlp(_normed(block.ln_2, rows)))
     return result
 
@@ -247,7 +243,7 @@ def run_block(
         parts = [part + low_rank.branch(index, own) for index, (part, own) in given]
     query, key, value = (_heads(part, block.attn.num_heads) for part in parts)
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=causal)
-    return add_branches(block, kept, attended.transpose(1, 2).flatten(2), low_rank)
+    return add_branches(block, kept, attended.transpose(1, 2).flatten(2))
 
 
 def _normed(norm: Any, rows: Tensor) -> Tensor:

@@ -408,8 +408,8 @@ def check_sizes(spec: FederationSpec, method: Method, context: ServerContext, cl
     down, up = exchanged(method, context)
     if up + HEADER > LARGEST:
         raise MethodError(
-            f"an update would have {up:,} bytes, and {LARGEST:,} is the most: train less (trainable: last_k), send "
-            "transport: bfloat16, or take a smaller backbone"
+            f"an update would have {up:,} bytes, and {LARGEST:,} is the most: train less (trainable: last_k), or "
+            "take a smaller backbone"
         )
     if up > spec.admission.max_bytes != DEFAULT_LIMIT:
         raise MethodError(

@@ -201,18 +201,11 @@ def train_context(context: ClientContext, start: Tensor, penalty: Penalty | None
     learned = leaf(start, backbone)
     prompts, cross_entropy = class_prompts(context, len(start)), BatchCrossEntropy(context)
 
-    starts = backbone.starts  # others start from the same context; after the first step it is this client's own
-
     def encoded(vectors: Tensor) -> Tensor:
         return backbone.encode_prompts(vectors, prompts)
 
     def loss(indices: Tensor) -> Tensor:
-        nonlocal starts
-        if starts is None:
-            text = encoded(learned)
-        else:
-            text = starts.features(learned, prompts, encoded)
-            starts = None
+        text = encoded(learned)
         value = cross_entropy(indices, text)
         return value if penalty is None else value + penalty(learned, text)
 

@@ -118,10 +118,6 @@ class Subset:
         """As of the split."""
         return self._split.patches(self._indices[pf.sent_to(indices, self._indices.device)])
 
-    def block_rows(self, indices: Tensor, start: int) -> Tensor:
-        """As of the split."""
-        return self._split.block_rows(self._indices[pf.sent_to(indices, self._indices.device)], start)
-
 
 DRAWS = 20  # draws of z whose probabilities are averaged in classification
 
@@ -225,11 +221,3 @@ def gaussian_divergence(mean: Tensor, scale: Tensor, other_mean: Tensor, other_s
     ratio = (scale.square() + (mean - other_mean).square()) / (2 * other_scale.square())
     # c may become negative during training; only its square matters.
     return (other_scale.log() - scale.abs().clamp_min(1e-30).log() + ratio - 0.5).sum(1)
-
-
-def check_options(head: str, private: str) -> None:
-    """Raise MethodError if FedSR's head would not use shared features."""
-    if head != "linear":
-        raise pf.MethodError("fedsr puts a linear head behind a distribution of its own: take head: linear with it")
-    if private != "none":
-        raise pf.MethodError("fedsr shares one distribution behind one tower: leave private out")

@@ -50,13 +50,6 @@ class Split(Protocol):
         device.
         """
 
-    def block_rows(self, indices: Tensor, start: int) -> Tensor:
-        """``(B, S, d_v)`` float32 of the images at ``indices (B,)`` before block ``start`` of the frozen image tower.
-
-        They are cached on the client's disk in float16 and returned on the backbone's device. Raises MethodError if
-        images change from step to step.
-        """
-
 
 class Classifier(Protocol):
     """Scores images against class names."""
@@ -723,12 +716,8 @@ def computed(method: Method, name: str) -> Literal["numpy", "torch"]:
 
 def needs_torch_always(method: Method) -> bool:
     """Whether a federation of ``method`` cannot run without torch in the coordinator."""
-    names = ("initial_state", "adopt", "join", "forget", "payload", "aggregate", "aggregate_measured", "measure")
+    names = ("initial_state", "adopt", "join", "forget", "payload", "aggregate", "measure")
     return any(computed(method, name) == "torch" for name in names)
-
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -745,24 +734,6 @@ class MeasuresPhases(Protocol):
 
     def measure(self, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
         """Finite numbers for the report of ``phase``, from the states before and after it."""
-
-
-@runtime_checkable
-class MeasuresUpdates(Protocol):
-    """A method with reported numbers that need the updates, such as FedLoRA's error of averaging factors."""
-
-    def aggregate_measured(
-        self,
-        state: Tensors,
-        phase: Phase,
-        updates: Updates,
-        combine: Combine,
-        context: ServerContext,
-    ) -> tuple[Tensors, Measured]:
-        """The state of `Method.aggregate`, and finite numbers for the report of ``phase``.
-
-        Called only if the coordinator may read each update: not for secure sums, nor if the mean is noised.
-        """
 
 
 @runtime_checkable

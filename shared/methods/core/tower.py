@@ -10,17 +10,9 @@ from promptfed.shared.clip.weights import BLOCK_KINDS
 from promptfed.shared.methods.core import heads, visual
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, HeadRate, LinearHead, TextHead
-from promptfed.shared.methods.core.visual import (
-    CacheBlocks,
-    ImageClassifier,
-    Towers,
-    VisualHyper,
-    check_kept_blocks,
-    held_at_once,
-)
+from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper
 from promptfed.shared.seeds import Draws
 from promptfed.shared.tensors import CHANGE, Tensors, TensorSpec
-from promptfed.shared.tensors.arrays import brain_float
 from promptfed.shared.tensors.lazy import Tensor, checkpointing, torch
 
 if TYPE_CHECKING:
@@ -59,7 +51,7 @@ _LAST = ("ln_post_weight", "ln_post_bias", "proj")
 
 
 class TowerHyper(VisualHyper):
-    """Which weights of the image tower are trained, and how changes travel."""
+    """Which weights of the image tower are trained."""
 
     trainable: Trainable = pf.option(
         "all",
@@ -69,10 +61,6 @@ class TowerHyper(VisualHyper):
     k: int = pf.option(1, "last_k: how many blocks, counted from the last", ge=1, le=256)
     projected: bool = pf.option(False, "the linear head stands on the feature behind the image tower's projection")
     head_learning_rate: HeadRate = None
-    transport: Literal["float32", "bfloat16"] = pf.option(
-        "float32", "how changes travel, both ways; bfloat16: half the bytes, each number to three digits"
-    )
-    cache_blocks: CacheBlocks = False
 
 
 def trained_kinds(trainable: Trainable, projected: bool) -> tuple[str, ...]:
@@ -181,26 +169,21 @@ class TrainedTower:
             weights |= zip(self.tower.named(kind, self.first), parts, strict=True)
         return weights
 
-    def read(self, split: pf.Split, indices: Tensor) -> Tensor:
-        """The tower's inputs at ``indices (B,)``: with ``cache_blocks`` rows before block ``first``, else images."""
-        return split.block_rows(indices, self.first) if self.hyper.cache_blocks else split.images(indices)
-
-    def features(self, inputs: Tensor, *, projected: bool, normalize: bool) -> Tensor:
-        """``(B, d_e)`` of inputs as `read` gives them; ``(B, d_v)`` before the projection unless ``projected``."""
-        tower, inputs = self.tower, self.backbone.image_input(inputs)
+    def features(self, images: Tensor, *, projected: bool, normalize: bool) -> Tensor:
+        """``(B, d_e)`` of images ``(B, 3, H, W)``; ``(B, d_v)`` before the projection unless ``projected``."""
+        tower, images = self.tower, self.backbone.image_input(images)
         tower.put(self.weights())
 
         def encode(part: Tensor) -> Tensor:
             with Towers(self.backbone, self.hyper).image_precision():
-                rows = tower.run(part, self.first) if self.hyper.cache_blocks else tower.run(tower.rows(part))
-                pooled = tower.pool(rows)
+                pooled = tower.pool(tower.run(tower.rows(part)))
                 features = (tower.project(pooled) if projected else pooled).float()
             return torch.nn.functional.normalize(features, dim=-1) if normalize else features
 
-        size = held_at_once(self.backbone, self.hyper)
+        size = self.backbone.held_images
         if size is None or not torch.is_grad_enabled():
-            return encode(inputs)
-        parts = torch.split(inputs, size)
+            return encode(images)
+        parts = torch.split(images, size)
         return torch.cat([checkpointing.checkpoint(encode, part, use_reentrant=False) for part in parts])
 
 
@@ -217,21 +200,13 @@ class HeadHyper(TowerHyper):
     )
 
 
-class WeightsHyper(HeadHyper):
-    """Which weights are trained under which head, and which of them stay with each client."""
-
-    private: Literal["none", "norms"] = pf.option(
-        "none", "norms: each client's layer norms are its own and never sent, FedBN's idea for this tower"
-    )
-
-
 class WeightMethod(pf.Method):
     """Base of the methods whose state is the change Δ of image tower weights, averaged by samples.
 
     Where subclasses share a linear head it stands in the state too. All of a client's numbers are sent as changes.
     """
 
-    Hyper: ClassVar[type[VisualHyper]] = WeightsHyper
+    Hyper: ClassVar[type[VisualHyper]] = HeadHyper
     hyper: TowerHyper
     needs = visual.NEEDS
     defaults = pf.defaults(
@@ -248,8 +223,6 @@ class WeightMethod(pf.Method):
         super().__init__(hyper)
         if self.is_linear:
             self.needs = replace(self.needs, text_tower=False)
-        if self.private_kinds:
-            self.personal = True
 
     @property
     def is_linear(self) -> bool:
@@ -273,16 +246,13 @@ class WeightMethod(pf.Method):
 
     @property
     def private_kinds(self) -> tuple[str, ...]:
-        """The trained kinds that never leave a client."""
-        if getattr(self.hyper, "private", "none") == "none":
-            return ()
-        return tuple(kind for kind in self.kinds if kind in NORMS)
+        """The trained kinds that never leave a client: none, or all of a method that shares nothing."""
+        return ()
 
     @property
     def shared_kinds(self) -> tuple[str, ...]:
         """The trained kinds that are exchanged."""
-        private = self.private_kinds
-        return tuple(kind for kind in self.kinds if kind not in private)
+        return () if self.private_kinds else self.kinds
 
     @property
     def disclosures(self) -> tuple[pf.Disclosed, ...]:
@@ -297,14 +267,9 @@ class WeightMethod(pf.Method):
     def check(self, spec: pf.FederationSpec) -> None:
         """Refuse options that contradict each other, and a shared head without classes."""
         self.check_options(spec)
-        hyper = self.hyper
-        if getattr(hyper, "private", "none") == "norms" and not self.private_kinds:
-            raise pf.MethodError(f"private: norms is for what trains norms: trainable: {hyper.trainable} does not")
-        if not self.state_tensors():
-            raise pf.MethodError("private: norms with trainable: norms leaves nothing to share: take trainable: all")
         if self.shares_head:
             heads.shared_classes(self.name, spec.class_names)
-            if hyper.label_space == "client":
+            if self.hyper.label_space == "client":
                 raise pf.MethodError("a shared linear head is trained over all of its classes: label_space: federation")
 
     def check_options(self, spec: pf.FederationSpec) -> None:
@@ -317,8 +282,6 @@ class WeightMethod(pf.Method):
         heads.check_head_rate(
             self.name, hyper.head_learning_rate, linear=self.is_linear, alone=hyper.trainable == "none"
         )
-        if hyper.cache_blocks:
-            check_kept_blocks(self.name, spec, frozen_below=hyper.trainable == "last_k", how="take trainable: last_k")
         if hyper.trainable == "all" and spec.backbone.precision != "fp32":
             text = f"a backbone in {spec.backbone.precision} cannot hold the small steps that trainable: all takes"
             raise pf.MethodError(f"{text}: take precision fp32, with autocast: bf16 to save memory")
@@ -343,7 +306,7 @@ class WeightMethod(pf.Method):
 
     def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """One exchange per round: Δ down, the client's changes up."""
-        down = self._down()
+        down = self.travelling()
         up = tuple(replace(spec, name=CHANGE + spec.name) for spec in down)
         return (pf.Phase("train", down=down, up=up, mean=bool(up)),)
 
@@ -370,22 +333,6 @@ class WeightMethod(pf.Method):
         if self.shares_head:
             state |= heads.head_start(context.draws_of, context.seed, dims["classes"], dims["d_h"])
         return state
-
-    def payload(
-        self, state: Tensors, phase: pf.Phase | None, client: pf.ClientInfo, context: pf.ServerContext
-    ) -> Tensors:
-        """The state, as it travels."""
-        given = super().payload(state, phase, client, context)
-        if self.hyper.transport == "float32" or not given:
-            return given
-        return {name: brain_float(tensor) for name, tensor in given.items()}
-
-    def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
-        """The same tensors in every phase and evaluation, so that one payload serves both."""
-        return self._down()
-
-    def _down(self) -> tuple[TensorSpec, ...]:
-        return tuple(replace(spec, dtype=self.hyper.transport) for spec in self.travelling())
 
     def aggregate(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
@@ -437,15 +384,15 @@ class WeightMethod(pf.Method):
         rate = None if self.hyper.trainable == "none" else self.hyper.head_learning_rate or heads.HEAD_RATE
         return heads.head_groups(context, parameters, rate)
 
-    def features(self, tower: TrainedTower, inputs: Tensor) -> Tensor:
+    def features(self, tower: TrainedTower, images: Tensor) -> Tensor:
         """The head's input: normalised features ``(B, d_e)``, or pooled features without normalisation."""
-        return tower.features(inputs, projected=self.uses_projection, normalize=not self.is_linear)
+        return tower.features(images, projected=self.uses_projection, normalize=not self.is_linear)
 
     def fixed_features(self, context: pf.ClientContext, tower: TrainedTower) -> Tensor:
         """Features ``(N, d)`` of all training images, computed once if no weight of the tower is trained."""
         with torch.no_grad():
             parts = torch.split(torch.arange(len(context.train)), visual.CHUNK)
-            return torch.cat([self.features(tower, tower.read(context.train, part)) for part in parts])
+            return torch.cat([self.features(tower, context.train.images(part)) for part in parts])
 
     def fit(
         self,
@@ -462,10 +409,10 @@ class WeightMethod(pf.Method):
         groups = self.head_groups(context, head.parameters) if trains != "tower" else ()
         if parameters:
 
-            def logits(inputs: Tensor) -> Tensor:
-                return head.logits(self.features(tower, inputs))
+            def logits(images: Tensor) -> Tensor:
+                return head.logits(self.features(tower, images))
 
-            return visual.train_on_images(context, parameters, logits, extra, groups=groups, read=tower.read)
+            return visual.train_on_images(context, parameters, logits, extra, groups=groups)
         features, labels = self.fixed_features(context, tower), context.train.labels.to(context.backbone.device)
         loss_of = pf.ClassificationLoss(context)
 
@@ -514,7 +461,7 @@ class WeightMethod(pf.Method):
     def classify(self, tower: TrainedTower, head: Head, context: pf.ClientContext) -> ImageClassifier:
         """Classifies among ``context.class_names``."""
         chosen = head.among(context.class_names)
-        return ImageClassifier(lambda inputs: chosen.logits(self.features(tower, inputs)), tower.read)
+        return ImageClassifier(lambda images: chosen.logits(self.features(tower, images)))
 
 
 @runtime_checkable

@@ -10,9 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any, Literal
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, TextHead, head_groups
@@ -27,47 +25,17 @@ CHUNK = 32  # images in one pass where no gradient is kept
 NEEDS = pf.Needs(vision_transformer=True, cached_features=False)
 
 Logits = Callable[["Tensor"], "Tensor"]
-"""Logits ``(B, C)`` of a tower's inputs, as `Read` gives them."""
-Read = Callable[[pf.Split, "Tensor"], "Tensor"]
-"""What a tower is given for the images at indices ``(B,)`` of a split.
-
-The preprocessed images ``(B, 3, H, W)``, or the rows ``(B, S, d_v)`` that are kept before one of its blocks.
-"""
+"""Logits ``(B, C)`` of preprocessed images ``(B, 3, H, W)``."""
 Term = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
-"""A term of the loss, of a batch's indices ``(B,)``, the tower's inputs and logits ``(B, C)``."""
-
-
-def images_of(split: pf.Split, indices: Tensor) -> Tensor:
-    """The preprocessed images themselves: the `Read` of a tower that changes from its first block on."""
-    return split.images(indices)
-
-
-CacheBlocks = Annotated[
-    bool,
-    Field(
-        description="keep on the client's disk, in 16 bits, what each image is before the first block that changes "
-        "(ViT-B/16: 303 kB an image): the frozen blocks below run once an image instead of once a step"
-    ),
-]
+"""A term of the loss, of a batch's indices ``(B,)``, its images ``(B, 3, H, W)`` and logits ``(B, C)``."""
 
 
 class VisualHyper(pf.Hyperparameters):
-    """How the image tower is run; neither option changes what is computed but for rounding."""
+    """How the image tower is run, which changes what is computed by rounding alone."""
 
     autocast: Literal["none", "bf16"] = pf.option(
         "none", "bf16: the image tower computes in bfloat16; texts, prompts, losses and optimizer do not"
     )
-    checkpoint: int | None = pf.option(
-        None,
-        "activation checkpointing: hold the image tower's activations for so many images at once and "
-        "compute the others' again in the backward pass; default: hold all",
-        ge=1,
-    )
-
-
-def held_at_once(backbone: Backbone, hyper: VisualHyper) -> int | None:
-    """For how many images the image tower's activations are held at once: the option's, or what the device can hold."""
-    return min((size for size in (hyper.checkpoint, backbone.held_images) if size is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -87,7 +55,7 @@ class Towers:
             with self.image_precision():
                 return self.backbone.encode_images_prompted(part, prompts, pooled=pooled, normalize=normalize)
 
-        size = held_at_once(self.backbone, self.hyper)
+        size = self.backbone.held_images
         if size is None or not torch.is_grad_enabled():
             return encode(images, prompts)
         parts = torch.split(images, size)
@@ -111,15 +79,15 @@ class Towers:
 
 
 class ImageClassifier:
-    """Scores images by ``logits``, which is handed what ``read`` gives in chunks and without gradients."""
+    """Scores images by ``logits``, which is handed them in chunks and without gradients."""
 
-    def __init__(self, logits: Logits, read: Read = images_of):
-        self._logits, self._read = logits, read
+    def __init__(self, logits: Logits):
+        self._logits = logits
 
     def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         with torch.no_grad():
-            return torch.cat([self._logits(self._read(split, part)) for part in torch.split(indices, CHUNK)])
+            return torch.cat([self._logits(split.images(part)) for part in torch.split(indices, CHUNK)])
 
 
 def prompted_logits(towers: Towers, context: pf.ClientContext, text: Tensor, visual: Tensor) -> Logits:
@@ -138,19 +106,18 @@ def train_on_images(
     term: Term | None = None,
     *,
     groups: Sequence[pf.Group] = (),
-    read: Read = images_of,
 ) -> float:
-    """Minimise CE(logits) + term over ``parameters`` and ``groups`` in place; a batch's inputs are read once.
+    """Minimise CE(logits) + term over ``parameters`` and ``groups`` in place; a batch's images are read once.
 
     Returns the mean loss over the samples of the last epoch. Raises as `promptfed.shared.methods.core.training.train`.
     """
     labels, loss_of = context.train.labels.to(context.backbone.device), pf.ClassificationLoss(context)
 
     def loss(indices: Tensor) -> Tensor:
-        inputs = read(context.train, indices)
-        scores = logits(inputs)
+        images = context.train.images(indices)
+        scores = logits(images)
         value = loss_of(scores, labels[pf.sent_to(indices, labels.device)])
-        return value if term is None else value + term(indices, inputs, scores)
+        return value if term is None else value + term(indices, images, scores)
 
     return pf.train(context, parameters, loss, groups=groups, reads_images=True)
 
@@ -202,17 +169,6 @@ def _depth(depth: int | None, layers: int | None, tower: str) -> int:
     if depth is not None and depth > layers:
         raise pf.MethodError(f"depth = {depth}, but the {tower} has {layers} blocks: lower it, or leave it out for all")
     return layers if depth is None else depth
-
-
-def check_kept_blocks(method: str, spec: pf.FederationSpec, *, frozen_below: bool, how: str) -> None:
-    """Raise MethodError where no block below the changed ones is left, or images change from step to step."""
-    if not frozen_below:
-        raise pf.MethodError(f"{method} changes the first block too, so that no rows can be kept: {how}")
-    if spec.training.augmentation != "none":
-        raise pf.MethodError(
-            "cache_blocks keeps what an image is, and with training.augmentation it is another one in every step: "
-            "leave one of them out"
-        )
 
 
 @dataclass(frozen=True)

@@ -117,10 +117,6 @@ class EmbeddedSplit:
         """Raises MethodError: only embeddings are transferred."""
         raise pf.MethodError("transferred embeddings have no patches")
 
-    def block_rows(self, indices: Tensor, start: int) -> Tensor:
-        """There are none."""
-        raise pf.MethodError("transferred embeddings have no rows")
-
     @staticmethod
     def of(parts: Iterable[tuple[Tensor, Tensor]]) -> EmbeddedSplit:
         """Several embeddings with their labels as one split."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import math
 import multiprocessing
 import signal
 import sqlite3
@@ -51,7 +50,6 @@ from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, tiny
 from promptfed.shared.clip.caches import agreeing_slots
-from promptfed.shared.clip.towers.prefix import PrefixEncoder
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.methods import METHODS, resolve_spec
@@ -159,23 +157,6 @@ def test_a_full_disk_ends_it_in_one_line(
     assert end.value.exit is Exit.BAD_INPUT
     with pytest.raises(CommandError, match="is full: free some space, then give the same command again"):
         simulate(spec(), SITES, backbone=backbone, features=features, folder=tmp_path / "run", lasting=True)
-
-
-def test_the_first_steps_of_a_round_share_a_pass_of_the_text_tower(
-    backbone: Backbone, features: FeatureCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode, passes = PrefixEncoder.encode, []
-
-    def counting(*arguments: Any) -> Any:
-        passes.append(torch.is_grad_enabled())
-        return encode(*arguments)
-
-    monkeypatch.setattr(PrefixEncoder, "encode", counting)
-    found = simulate(spec(), SITES, backbone=backbone, features=features)
-    later = sum(math.ceil(client.num_samples / 4) - 1 for client in found.clients)
-    assert later > 0
-    assert sum(passes) == 2 * (1 + later)
-    assert backbone.starts is None
 
 
 @pytest.mark.parametrize("changes", [

@@ -227,16 +227,6 @@ def test_without_prompt_tokens_it_is_the_ordinary_encoding(small: Any, name: Any
     )
 
 
-def test_pooled_features_lead_to_the_projected_ones(small: Any) -> None:
-    backbone = small("small-vit")
-    images, prompts = noise(2, 3, 32, 32), noise(1, 4, backbone.d_v)
-    pooled = backbone.encode_images_prompted(images, prompts, pooled=True, normalize=False)
-    assert pooled.shape == (2, backbone.d_v)
-    assert_values(
-        pooled @ backbone.model.visual.proj, backbone.encode_images_prompted(images, prompts, normalize=False)
-    )
-
-
 @pytest.mark.parametrize("name", ["small-resnet", "small-timm"])
 def test_other_image_towers_encode_but_take_no_prompts(small: Any, name: Any) -> None:
     backbone = small(name)
@@ -286,11 +276,6 @@ def test_a_transformers_patches(small: Any, name: Any) -> None:
     assert found.shape == (2, 16, 40)
     assert backbone.patch_tokens == shape_of(backbone).patch_tokens == 16
     assert_values(found, wanted)
-
-
-def test_where_a_tower_pools_by_the_mean_before_it_projects_that_is_the_image(small: Any) -> None:
-    backbone, images = small("small-vit"), noise(2, 3, 32, 32)
-    assert not torch.allclose(backbone.encode_patches(images).mean(1), backbone.encode_images(images), atol=0.05)
 
 
 def test_a_resnets_patches(small: Any) -> None:
@@ -355,23 +340,6 @@ def test_the_cost_is_known_before_it_is_paid(small: Any, tmp_path: Any) -> None:
     written = sum(path.stat().st_size for path in tmp_path.glob("*/*.safetensors"))
     assert 40 * 16 * 40 * 2 <= written <= 1.1 * 40 * 16 * 40 * 2
     assert PatchCache(tmp_path / "none", keep=False).cost(backbone, [split]).bytes == 0
-
-
-@pytest.mark.parametrize("accident", ["deleted", "cut", "altered"])
-def test_files_that_are_lost_or_damaged_are_computed_again(small: Any, tmp_path: Any, accident: Any) -> None:
-    backbone, split = small("small-vit"), Noise(6)
-    cache = PatchCache(tmp_path)
-    wanted = cache.rows(backbone, split, range(6))
-    (file,) = tmp_path.glob("*/*.safetensors")
-    content = file.read_bytes()
-    if accident == "deleted":
-        file.unlink()
-        assert torch.equal(cache.rows(backbone, split, range(6)), wanted)
-    else:
-        file.write_bytes(content[:-10] if accident == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
-    fresh = PatchCache(tmp_path)
-    assert torch.equal(fresh.rows(backbone, split, range(6)), wanted)
-    assert fresh.images_computed == (0 if accident == "deleted" else 6)
 
 
 def test_they_stand_beside_the_pooled_features(small: Any, tmp_path: Any) -> None:

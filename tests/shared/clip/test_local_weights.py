@@ -1,4 +1,4 @@
-"""Weights from a file of one's own, names of the hub, and what is said where neither is at hand."""
+"""Weights from a file of one's own, and what is said where neither is at hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of, weights
 from promptfed.shared.clip.towers.text import LowRank
-from promptfed.shared.clip.weights import known_as, shape_by_name
+from promptfed.shared.clip.weights import shape_by_name
 from tests.shared.clip.conftest import CLASS_NAMES, assert_image_weights_equal, assert_text_weights_equal, noise
 from tests.shared.clip.test_loading import KINDS, entry
 from tests.support.equality import assert_values
@@ -84,15 +84,6 @@ def test_files_that_are_no_weights_of_the_model_are_refused(shaken: Backbone, tm
     for model in ("timm:vit_base_patch16_224", "promptfed-tiny", "local-dir:models"):
         with pytest.raises(BackboneError, match="is for models of open_clip"):
             load_backbone(model, None, weights_file=tmp_path / "part.safetensors")
-
-
-def test_names_of_the_hub_are_those_of_open_clip() -> None:
-    assert known_as("openai/clip-vit-base-patch16", "embedded") == ("ViT-B-16", "openai")
-    assert known_as("laion/CLIP-ViT-B-32-laion2B-s34B-b79K", None) == ("ViT-B-32", "laion2b_s34b_b79k")
-    assert known_as("openai/clip-vit-base-patch16", "random") == ("ViT-B-16", "random")
-    assert known_as("ViT-B/16", "openai") == ("ViT-B/16", "openai")
-    with pytest.raises(BackboneError, match="brings its own weights, 'openai'"):
-        known_as("openai/clip-vit-base-patch16", "laion400m_e32")
 
 
 def test_weights_not_in_reach_are_told_soon(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

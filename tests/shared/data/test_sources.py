@@ -862,20 +862,6 @@ def test_wrong_tables_name_line_and_what_to_do(tmp_path: Path, header: str, line
     assert text in refused(table_of_several_labels(tmp_path, header, line) + options)
 
 
-def test_a_hub_data_set_with_lists_of_labels(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="Hugging Face data: pip install '.[hf]'")
-    kinds = datasets.Sequence(datasets.ClassLabel(names=["red_fox", "owl"]))
-    features = datasets.Features({"picture": datasets.Image(), "kinds": kinds})
-    images = [Image.new("RGB", (8, 8), (30 * k,) * 3) for k in range(4)]
-    made = datasets.Dataset.from_dict({"picture": images, "kinds": [[0, 1], [], None, [1]]}, features=features)
-    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "hub"))
-    source = open_source(f"hf:{tmp_path / 'hub'}")
-    assert source.class_names == ("red fox", "owl")
-    assert source.train.labels.tolist()[:2] == [[1, 1], [0, 0]]
-    assert source.train.labels.tolist()[3] == [0, 1]
-    assert source.train.labels.dtype == torch.int8
-
-
 def test_columns_of_subgroups_stay_with_their_images(tmp_path: Path) -> None:
     write_scenes(tmp_path, 24, seed=4)
     scanner = {}

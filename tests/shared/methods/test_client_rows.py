@@ -100,19 +100,6 @@ def test_who_gets_no_experts_and_whose_context_is_none() -> None:
     assert tried.payload(FOUR, None, stranger, replace(context, clients=()))["experts"].shape == (0, 1, 2)
 
 
-def test_random_experts_are_the_rounds_and_the_clients() -> None:
-    names = tuple("abcdefghij")
-    context, tried = roster(*names), moap(m=1, experts=3, selection="random")
-
-    def chosen(name: str, round: int) -> list[float]:
-        state = pool([[float(k), 0.0] for k in range(10)], [round] * 10)
-        return [float(row[0, 0]) for row in tried.payload(state, None, of(context, name), context)["experts"]]
-
-    assert chosen("a", 1) == chosen("a", 1)
-    assert len({tuple(chosen(name, round)) for name in "abc" for round in (1, 2, 3)}) > 6
-    assert all(0.0 not in chosen("a", round) for round in range(1, 9))
-
-
 @pytest.mark.parametrize("kind", [moap, amp])
 def test_rows_come_stay_and_go(kind: Callable[..., ClientRowsMethod]) -> None:
     tried = kind(m=1)
@@ -188,8 +175,6 @@ def literal_logits(
             shares = torch.exp(raw - raw.max()) / torch.exp(raw - raw.max()).sum()
             parts.append(sum(shares[e] * values[e][span] for e in range(len(texts))))
         mixed, feature = linear("output", torch.cat(parts)), pi(image)
-        if hyper.similarity == "cosine":
-            mixed, feature = mixed / mixed.norm(), feature / feature.norm()
         scores.append(torch.dot(feature, mixed) + hyper.local_weight * torch.dot(image, texts[0][c]))
     return scale * torch.stack(scores)
 
@@ -216,7 +201,7 @@ def gated(backbone: Backbone, make_context: Make, **hyper: Any) -> tuple[PFedMoA
     return tried, context, {"context": start_context(backbone), "experts": experts}, gate
 
 
-@pytest.mark.parametrize("options", [{}, {"similarity": "cosine"}, {"local_weight": 0.0, "gate_scaling": 3.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"local_weight": 0.0, "gate_scaling": 3.0}], ids=str)
 def test_training_of_experts_is_the_equations(options: dict[str, Any], backbone: Backbone, make_context: Make) -> None:
     tried, context, payload, gate = gated(backbone, make_context, gate_learning_rate=0.05, **options)
     with torch.no_grad():
@@ -333,7 +318,7 @@ def test_what_pfedmoap_sends_trains_and_says(caplog: pytest.LogCaptureFixture) -
 
 def test_the_mixture_by_hand() -> None:
     rows = torch.tensor([[0.0, 0], [1, 0], [0, 2]])
-    weights = mixing_weights(rows, "distance", 2.0)
+    weights = mixing_weights(rows, 2.0)
     wanted = torch.tensor([0.752711, 0.202177, 0.045112], dtype=torch.float64)
     assert torch.allclose(weights[0], wanted, atol=1e-6)
     assert torch.allclose(weights.sum(1), torch.ones(3, dtype=torch.float64))
@@ -345,27 +330,18 @@ def test_the_mixture_by_hand() -> None:
 
 def test_equal_contexts_mix_to_themselves_and_far_ones_stay_apart() -> None:
     same = torch.ones(4, 3)
-    for kind in ("distance", "cosine"):
-        for sigma in (None, 3.0):
-            weights = mixing_weights(same, kind, sigma)
-            assert torch.allclose(weights, torch.full((4, 4), 0.25, dtype=torch.float64))
-    far = mixing_weights(torch.tensor([[0.0], [100.0], [-100.0]]), "distance", 1.0)
+    for sigma in (None, 3.0):
+        assert torch.allclose(mixing_weights(same, sigma), torch.full((4, 4), 0.25, dtype=torch.float64))
+    far = mixing_weights(torch.tensor([[0.0], [100.0], [-100.0]]), 1.0)
     assert torch.allclose(far, torch.eye(3, dtype=torch.float64))
-    assert mixing_weights(torch.ones(1, 3), "distance", None).tolist() == [[1.0]]
+    assert mixing_weights(torch.ones(1, 3), None).tolist() == [[1.0]]
 
 
 def test_the_default_sigma_is_the_median_of_the_squared_distances() -> None:
     rows = torch.tensor([[0.0], [1], [3]])  # squared distances 1, 9, 4
-    weights = mixing_weights(rows, "distance", None)
+    weights = mixing_weights(rows, None)
     assert float(weights[0, 1]) == pytest.approx(math.exp(-1 / 4) / 3)
     assert float(weights[0, 2]) == pytest.approx(math.exp(-9 / 4) / 3)
-
-
-def test_cosine_weights() -> None:
-    weights = mixing_weights(torch.tensor([[1.0, 0], [1, 1], [-1, 0]]), "cosine", None)
-    first, second = math.exp(10 * 2**-0.5), math.exp(-10)
-    assert float(weights[0, 0]) == pytest.approx(1 / 3)
-    assert float(weights[0, 1]) == pytest.approx(2 / 3 * first / (first + second))
 
 
 def test_who_gets_which_mixture() -> None:

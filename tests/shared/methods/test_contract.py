@@ -50,10 +50,10 @@ FEDPGP = {"label_space": "federation", "context_init": None, "tau_con": 0.5, "pa
 PLAN = {"alpha": 1.0, "zero_shot_reference": True, "text_aggregation": "attention", "visual_aggregation": "attention"}
 
 
-FEDOTP = {"gamma": 0.8, "epsilon": 0.1, "iterations": 100, "threshold": 1e-3, "transport": "unbalanced"}
+FEDOTP = {"gamma": 0.8, "epsilon": 0.1, "iterations": 100, "threshold": 1e-3}
 
 
-PFEDPROMPT = {"memory": "labels", "beta": 5.5, "query": "pooled", "per_class": 16, "train_with_memory": False}
+PFEDPROMPT = {"beta": 5.5, "per_class": 16}
 
 
 SGD = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 5e-4}
@@ -74,7 +74,7 @@ DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rounds": 300, "optimizer": "adam", "rate": 5e-5, "epochs": 1, "batch_size": 32, "weight_decay": 0.2},
         {},
     ),
-    "fedclipadapter": (ADAM, {"sides": "image", "reduction": 4, "alpha": 0.2}),
+    "fedclipadapter": (ADAM, {"reduction": 4, "alpha": 0.2}),
     "fedmaple": (VPT | {"rate": 0.0035}, {"m": 8, "depth": None}),
     "fedotp": ({"rounds": 10, "epochs": 5, "batch_size": 32, "rate": 0.001}, {"m": 16} | FEDOTP),
     "fedpgp": (
@@ -120,7 +120,7 @@ OUT_OF_RANGE: dict[str, list[dict[str, Any]]] = {
     "fedclip": [{"m": 4}],
     "promptfl_ft": [{"finetune_epochs": 0}, {"finetune_learning_rate": 0.0}],
     "fedcocoop": [{"reduction": 0}],
-    "fedotp": [{"epsilon": 0.001}, {"gamma": 0.0}, {"gamma": 1.1}, {"transport": "sliced"}],
+    "fedotp": [{"epsilon": 0.001}, {"gamma": 0.0}, {"gamma": 1.1}],
     "promptfolio": [{"theta": 1.1}],
 }  # fmt: skip
 
@@ -149,7 +149,6 @@ CANNOT_BE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"name": "pfedpg", "generator": "mlp", "inner_width": 8}, {}, "generator mlp has no inner_width"),
     ({"name": "pfedpg", "generator": "basis", "hidden": 50}, {}, "generator basis has no hidden layer"),
     ({"name": "pfedpg", "hidden": 50}, {}, "generator attention has no hidden layer"),
-    ({"name": "pfedprompt", "memory": "labels", "query": "patches"}, {}, "is looked up by the image"),
     ({"name": "promptfl_per", "m": 4, "shared_tokens": 4}, {}, "of m = 4 context vectors 4 would be shared"),
     ({"name": "promptfl_per", "m": 1}, {}, "of m = 1 context vectors 0 would be shared"),
     ({"name": "fedvpt", "projected": True}, {}, "take head: linear with it"),
@@ -163,10 +162,6 @@ CANNOT_BE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"name": "fedavg"} | LINEAR, {}, "list the federation's class_names"),
     ({"name": "fedavg", "label_space": "client"} | LINEAR, CLASSES, "label_space: federation"),
     ({"name": "fedavg"}, {"backbone": {"precision": "bf16"}}, "with autocast"),
-    ({"name": "fedavg", "private": "norms", "trainable": "norms"}, {}, "leaves nothing to share"),
-    ({"name": "fedavg", "private": "norms", "trainable": "none"} | LINEAR, CLASSES, "does not"),
-    ({"name": "fedavg", "cache_blocks": True}, {}, "take trainable: last_k"),
-    ({"name": "fedlora", "cache_blocks": True}, {}, "take blocks: last_k"),
     ({"name": "diprompt", "candidates": ["a photo of a {}"]}, {}, "at least 2"),
     ({"name": "diprompt", "candidates": ["a photo", "a sketch of a {}"]}, {}, "exactly once"),
     ({"name": "diprompt", "candidates": ["{}", "a sketch of a {}"]}, {}, "and words"),
@@ -257,7 +252,7 @@ def test_what_is_shared_is_the_state_and_all_that_travels_and_is_averaged(name: 
 
 TOWERS: list[dict[str, Any]] = [
     {"name": "fedlora", "blocks": "last_k"},
-    {"name": "fedavg", "trainable": "last_k", "transport": "bfloat16"},
+    {"name": "fedavg", "trainable": "last_k"},
     {"name": "fedavg", "head": "linear"},
     {"name": "fedavg", "trainable": "last_k", "weighting": "ga", "head": "linear"},
     {"name": "fedavg", "trainable": "last_k", "head": "linear", "fedsr": True, "d_z": 5},
@@ -285,8 +280,6 @@ def test_a_federation_trains_a_tower(method: dict[str, Any]) -> None:
     assert not any("own" in key for key in found.state)
     assert all(bool(tensor.any()) for name, tensor in found.state.items() if name in ("in_proj_weight", "ln_1_bias"))
     if method["name"] == "fedlora":
-        measured = [phase["measured"]["phase"] for report in found.reports[1:] for phase in report["phases"]]
-        assert all(0 < one["product_error"] < 1 for one in measured)
         assert found.state["visual_b"].shape == (1, 3, 128, 2)
     if "weighting" in method:
         assert float(found.state["ga_weights"].sum()) == pytest.approx(1)

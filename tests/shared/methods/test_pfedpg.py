@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,11 +16,7 @@ from torch.nn import functional as F
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.parts import Parts
-from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import make_settings
-from promptfed.client_service.state.private_state import PrivateState
-from promptfed.client_service.training.data import ClientData
-from promptfed.client_service.training.trainer import TaskWork
 from promptfed.client_service.worker import Worker
 from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.simulation import simulate
@@ -29,7 +24,6 @@ from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError
 from promptfed.shared.clip import Backbone, FeatureCache, shape_of
 from promptfed.shared.data import open_source
-from promptfed.shared.messages import Task
 from promptfed.shared.methods import describe, make_method
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT, LinearHead
@@ -39,9 +33,8 @@ from promptfed.shared.methods.pfedpg import ADAPTED, BASIS, DESCRIPTORS, PFedPG
 from promptfed.shared.seeds import generator
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from promptfed.shared.tensors.torch_tensors import TorchDraws, check, decode, encode, state_hash
+from promptfed.shared.tensors.torch_tensors import TorchDraws, check, decode, state_hash
 from tests.shared.methods.conftest import NAMES
-from tests.support.agreed import agreed, asked
 from tests.support.equality import assert_values
 from tests.support.fake_coordinator import FakeCoordinator, made_up_source
 from tests.support.literal_pfedpg import PROMPTS, Server
@@ -513,11 +506,6 @@ def test_a_federation_on_a_backbone_without_text(wire: Wire, tmp_path: Path) -> 
     assert not heads[0][WEIGHT].equal(heads[1][WEIGHT])
 
 
-def test_the_same_federation_twice_comes_to_the_same_state() -> None:
-    runs = [simulate(spec(backbone=TEXTLESS), SITES, backbone=textless_backbone()) for _ in range(2)]
-    assert runs[0].state_hash == runs[1].state_hash
-
-
 def test_a_federation_on_a_clip_model_has_the_template_beside_it(backbone: Backbone, features: FeatureCache) -> None:
     named = {"model": "promptfed-tiny", "pretrained": "random"}
     found = simulate(spec(rounds=1, backbone=named), SITES, backbone=backbone, features=features)
@@ -545,57 +533,3 @@ def test_a_client_whose_backbone_lacks_what_the_method_needs_says_so_before_it_e
         asyncio.run(worker.run())
     assert error.value.exit is Exit.BACKBONE
     assert coordinator.client is None
-
-
-def task_of_pfedpg_federation(kind: str, round: int, payload: bytes) -> Task:
-    config = spec() | {"backbone": TEXTLESS, "template": "a photo of a {}.", "peers": []}
-    config["training"] = {"epochs": 2, "batch_size": 10, "learning_rate": 0.1}
-    return asked(kind, round, "train" if kind == "train" else "evaluation", payload, config)
-
-
-def picture() -> bytes:
-    content = io.BytesIO()
-    open_source(DATA["anna"]).test.image(3).save(content, "PNG")
-    return content.getvalue()
-
-
-def test_head_and_predictions_outlive_a_restart(features: FeatureCache, tmp_path: Path) -> None:
-    backbone = textless_backbone()
-    payload = encode({"prompts": torch.randn(3, 24, generator=torch.Generator().manual_seed(1)) * 0.1})
-
-    def started() -> TaskWork:
-        data = ClientData(open_source(DATA["anna"]), backbone, features)
-        state = PrivateState(tmp_path)
-        return TaskWork("anna", "trainer", backbone, data, state, Predictor(), agreed(state, {"name": "pfedpg"}))
-
-    work = started()
-    work.evaluate(task_of_pfedpg_federation("evaluate", 0, payload), payload, lambda: False)
-    untrained = work.predictor.predict(picture())
-    work.train(task_of_pfedpg_federation("train", 1, payload), payload, lambda: False)
-    work.state.commit()
-    head = work.state.committed()[0]
-    work.evaluate(task_of_pfedpg_federation("evaluate", 1, payload), payload, lambda: False)
-    told = work.predictor.predict(picture())
-    assert told != untrained, "predictions are made with the trained head"
-    assert [one["zero_shot"] for one in told["classes"]] == [None] * len(NAMES_PFEDPG_FEDERATION)
-    assert {one["name"] for one in told["classes"]} == set(NAMES_PFEDPG_FEDERATION)
-    work.state.close()
-
-    again = started()
-    again.restore_serving(lambda: False)
-    assert again.predictor.predict(picture()) == told
-    assert again.state.committed()[0][WEIGHT].equal(head[WEIGHT])
-    again.train(task_of_pfedpg_federation("train", 2, payload), payload, lambda: False)
-    again.state.close()
-
-    undisturbed = tmp_path / "undisturbed"
-    data = ClientData(open_source(DATA["anna"]), backbone, features)
-    state = PrivateState(undisturbed)
-    other = TaskWork("anna", "trainer", backbone, data, state, Predictor(), agreed(state, {"name": "pfedpg"}))
-    for round in (1, 2):
-        other.train(task_of_pfedpg_federation("train", round, payload), payload, lambda: False)
-        other.state.commit()
-    final, ended = other.state.committed()[0], tmp_path / "pending" / "private.safetensors"
-    kept = decode(ended.read_bytes())[0]
-    assert all(kept[name].equal(final[name]) for name in (WEIGHT, BIAS, ADAPTED)), "training went on from the kept head"
-    other.state.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from promptfed.coordinator.aggregation.rules import weighted_mean
@@ -591,45 +589,21 @@ SPEC: dict[str, Any] = {
 }
 
 
-class CountedImages:
-    """Counts how often each image is decoded."""
-
-    def __init__(self, pixels: np.ndarray):
-        self._read, self._count = reader_of(pixels), len(pixels)
-        self.decoded: Counter[int] = Counter()
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __call__(self, row: int) -> Image.Image:
-        self.decoded[row] += 1
-        return self._read(row)
-
-
-def source_of(client: str, made: list[CountedImages] | None = None) -> Source:
+def source_of(client: str) -> Source:
     draws = np.random.default_rng(len(client) + CLIENTS[client])
 
     def split(count: int) -> Split:
         pixels = draws.integers(0, 256, (count, 16, 16, 3), dtype=np.uint8)
-        images = CountedImages(pixels)
-        if made is not None:
-            made.append(images)
-        return Split(torch.from_numpy(draws.integers(0, len(NAMES), count)), images)
+        return Split(torch.from_numpy(draws.integers(0, len(NAMES), count)), reader_of(pixels))
 
     return Source(client, NAMES, None, "a photo of a {}.", split(CLIENTS[client]), split(4))
 
 
 @pytest.fixture(scope="module")
-def images() -> list[CountedImages]:
-    """What the federation's clients looked at."""
-    return []
-
-
-@pytest.fixture(scope="module")
-def over_http(backbone: Backbone, images: list[CountedImages]) -> FederationResult:
+def over_http(backbone: Backbone) -> FederationResult:
     sources = SharedSources()
     for name in CLIENTS:
-        sources.add(name, source_of(name, images))
+        sources.add(name, source_of(name))
     spec = SPEC | {"backbone": {"model": "small-both", "pretrained": None}}
     return simulate(spec, [Site(name, name) for name in CLIENTS], backbone=backbone, sources=sources)
 
@@ -741,11 +715,3 @@ def test_what_travels(over_http: FederationResult) -> None:
             assert 0 < found / 2 - 4 * numbers < 3000, "the tensors and a header for each client"
         assert [one["weight"] for one in second["counted"]] == [0.5, 0.5], "uniform, whatever the numbers of images"
         assert first["state_hash"] != second["state_hash"] == report["state_hash"]
-
-
-def test_rounds_and_phases_look_at_images_at_hand(over_http: FederationResult, images: list[CountedImages]) -> None:
-    train = [one for one in images if len(one) in CLIENTS.values()]
-    assert [len(one.decoded) for one in train] == [7, 5]
-    # For its digest, for the frozen tower's feature, and for everything that comes after: not once a round or phase.
-    assert {count for one in images for count in one.decoded.values()} == {3}
-    assert over_http.round == ROUNDS

@@ -76,7 +76,7 @@ TEXT = [
     {"name": "fedcocoop", "m": M},
     {"name": "fedclip"},
     {"name": "fedtaskres"},
-    {"name": "fedclipadapter", "sides": "both"},
+    {"name": "fedclipadapter"},
     {"name": "fedtpg", "m": M},
     {"name": "promptfolio", "m": M},
     {"name": "promptfl_per", "m": M},

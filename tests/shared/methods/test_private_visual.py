@@ -170,22 +170,25 @@ class Kept:
         return sum(size for pointer, size in self.sizes.items() if pointer not in mine)
 
 
-def run(backbone: Backbone, images: Tensor, **options: Any) -> tuple[Tensor, Tensor, int]:
+def run(backbone: Backbone, images: Tensor, at_once: int | None = None, **options: Any) -> tuple[Tensor, Tensor, int]:
     """Features of images, the gradient of a weighted sum of them, and what was held for it (without the weights)."""
     prompts = visual.filled({"v": (3, 2, backbone.d_v)}, 1, 0.3)["v"].requires_grad_()
     towers = Towers(backbone, VisualHyper(**options))
+    backbone.held_images = at_once
     with Kept() as kept:
         features = towers.images(images, prompts)
     held = kept.without(prompts, images, *backbone.model.parameters())
     weight = visual.filled({"w": tuple(features.shape)}, 2, 1.0)["w"]
-    return features.detach(), torch.autograd.grad((features * weight).sum(), prompts)[0], held
+    slope = torch.autograd.grad((features * weight).sum(), prompts)[0]
+    backbone.held_images = None
+    return features.detach(), slope, held
 
 
 def test_checkpointing_gives_the_same_gradient_and_holds_less(backbone: Backbone) -> None:
     images = visual.split_of(backbone, 12).pixels
     features, gradient, held = run(backbone, images)
     for size in (1, 5, 12):
-        again, recomputed, fewer = run(backbone, images, checkpoint=size)
+        again, recomputed, fewer = run(backbone, images, size)
         assert_values(again, features)
         assert_gradients(recomputed, gradient)
         assert fewer < held / 20, "only the images and the prompts are held until the backward pass"
@@ -203,7 +206,7 @@ def test_bfloat16_is_close(backbone: Backbone) -> None:
 
 def test_checkpointing_and_bfloat16_together(backbone: Backbone) -> None:
     images = visual.split_of(backbone, 6).pixels
-    once, again = run(backbone, images, autocast="bf16"), run(backbone, images, autocast="bf16", checkpoint=6)
+    once, again = run(backbone, images, autocast="bf16"), run(backbone, images, 6, autocast="bf16")
     assert_values(once[0], again[0])
     assert_gradients(again[1], once[1])
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import fedcocoop, make_method
 from promptfed.shared.methods.core import toolkit as pf
@@ -222,18 +221,6 @@ def test_fedcocoop_memory_is_bounded_by_chunks(backbone: Backbone) -> None:
     assert [len(part) for part in fedcocoop.chunks(backbone, rows[:3], 10_000)] == [1, 1, 1]
 
 
-def test_fedcocoop_may_start_from_words(backbone: Backbone) -> None:
-    method = make_method({"name": "fedcocoop", "m": 6, "context_init": "a photo of a"})
-    state = method.initial_state_with(backbone, server_context(backbone.d_t, backbone.d_e), initial_draws(3))
-    assert torch.equal(state["context"][2:], backbone.embed_words("a photo of a"))
-    assert state["meta_net.narrow.weight"].abs().max() > 0
-
-
-def test_whose_classifiers_are_the_clients_own() -> None:
-    personal = {name: make_method({"name": name}).personal for name in METHODS_HERE}
-    assert personal == dict.fromkeys(METHODS_HERE, False) | {"fedpgp": True, "promptfl_ft": True}
-
-
 @pytest.mark.parametrize("name", METHODS_HERE)
 def test_training_is_reproducible_and_of_client_and_round(name: str, backbone: Backbone, make_context: Make) -> None:
     method = make_method({"name": name, "m": M})
@@ -275,28 +262,6 @@ def test_training_equals_the_equations(name: str, mu: float, backbone: Backbone,
     wanted = literal.training(context, start, proximal_loss(context, start, mu))
     assert_moved_equally(result.update, wanted, start, least=1e-4)
     assert result.private == {}
-
-
-def test_prox_pulls_towards_the_global_context(backbone: Backbone, make_context: Make) -> None:
-    context = make_context(20, epochs=5, batch_size=5, learning_rate=0.05)
-    start = start_context(backbone)
-    distance = {
-        mu: float((make_method({"name": "promptfl_prox", "m": 4, "mu": mu})
-                   .train(context, {"context": start}, {}).update["context"] - start).norm())
-        for mu in (0.0, 5.0)
-    }  # fmt: skip
-    free = make_method({"name": "promptfl", "m": 4}).train(context, {"context": start}, {}).update["context"]
-    assert distance[0.0] == pytest.approx(float((free - start).norm()), rel=1e-5)
-    assert distance[5.0] < 0.8 * distance[0.0]
-
-
-def test_training_is_reproducible_and_changes_with_the_round(backbone: Backbone, make_context: Make) -> None:
-    method, payload = make_method({"name": "promptfl", "m": 4}), {"context": start_context(backbone)}
-    first, again = (method.train(make_context(batch_size=3), payload, {}).update["context"] for _ in range(2))
-    later = method.train(make_context(batch_size=3, round=2), payload, {}).update["context"]
-    assert torch.equal(first, again)
-    assert not torch.equal(first, later)
-    assert torch.equal(payload["context"], start_context(backbone)), "the payload must not be changed in place"
 
 
 def test_coop_keeps_its_context_and_sends_nothing(backbone: Backbone, make_context: Make) -> None:
@@ -344,21 +309,6 @@ def test_zero_shot_scores_the_template(backbone: Backbone, make_context: Make) -
     assert_values(method.classifier(context, {}, {}).logits(context.train, torch.arange(10)), wanted)
     assert method.phases(1, 1) == ()
     assert method.initial_state(server_context(), initial_draws(0)) == {}
-
-
-def test_aggregate_is_the_weighted_mean(backbone: Backbone) -> None:
-    method = make_method({"name": "promptfl", "m": 4})
-    draws = torch.Generator().manual_seed(0)
-    contexts = [torch.randn(4, backbone.d_t, generator=draws) for _ in range(3)]
-    weights = [0.5, 0.3, 0.2]
-    updates = [
-        pf.ClientUpdate(f"c{i}", w, {"context": c}) for i, (w, c) in enumerate(zip(weights, contexts, strict=True))
-    ]
-    phase = method.phases(1, 4)[0]
-    state = method.aggregate({"context": contexts[0]}, phase, iter(updates), weighted_mean, server_context())
-    wanted = sum(w * c.double() for w, c in zip(weights, contexts, strict=True)).float()
-    assert torch.equal(state["context"], wanted)
-    assert state["context"].dtype == torch.float32
 
 
 def test_context_of_words_comes_last(backbone: Backbone) -> None:

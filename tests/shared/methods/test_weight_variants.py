@@ -110,28 +110,6 @@ def test_fedrep_trains_the_head_under_the_received_tower_and_then_the_tower_unde
     assert not later.private["head_weight"].equal(result.private["head_weight"])
 
 
-def test_fedrep_s_head_is_refitted_under_the_averaged_tower_in_a_copy(backbone: Backbone) -> None:
-    options: dict[str, Any] = {"head_epochs": 1, "head_learning_rate": HEAD}
-    plain, refitting = (method_of("fedrep", refit_epochs=epochs, **options) for epochs in (0, 2))
-    context = task(backbone, round=3, schedule="cosine")
-    state = state_of(plain, backbone)
-    private = plain.train(context, state, {}).private
-    assert all(tensor.equal(private[name]) for name, tensor in refitting.train(context, state, {}).private.items())
-    weight, bias = private["head_weight"], private["head_bias"]
-    features = pooled(backbone, state, context.train.pixels)[0].detach()
-    assert_values(plain.classifier(context, state, private).logits(context.train, ROWS), features @ weight.T + bias)
-    for _ in range(2):
-        weight, bias = (tensor.detach().requires_grad_() for tensor in (weight, bias))
-        slopes = torch.autograd.grad(F.cross_entropy(features @ weight.T + bias, context.train.labels), [weight, bias])
-        weight, bias = weight - HEAD * slopes[0], bias - HEAD * slopes[1]  # not scaled by the round's cosine
-    with torch.no_grad():
-        found = refitting.classifier(context, state, private).logits(context.train, ROWS)
-    assert_values(found, (features @ weight.T + bias).detach())
-    others = private | {"head_weight": -private["head_weight"]}
-    again = refitting.classifier(context, state, others).logits(context.train, ROWS)
-    assert not again.equal(found), "another client's head is refitted for itself"
-
-
 def test_fedbabu_s_head_never_changes_and_is_fine_tuned_for_use_alone(backbone: Backbone) -> None:
     method, context = method_of("fedbabu", finetune_epochs=2, head_learning_rate=HEAD), task(backbone)
     state, start = state_of(method, backbone), head_start(generator, 3, 3, 32)
@@ -147,13 +125,6 @@ def test_fedbabu_s_head_never_changes_and_is_fine_tuned_for_use_alone(backbone: 
     assert_values(method.classifier(some, state, {}).logits(context.train, ROWS), logits[:, [2, 0]])
     tuned = F.cross_entropy(logits, context.train.labels)
     assert float(tuned) < float(loss.detach()), "on what it was tuned on"
-    head_only = method_of("fedbabu", finetune="head", finetune_epochs=1, head_learning_rate=HEAD)
-    tuned_head = head_only.classifier(context, state, {})
-    features = pooled(backbone, state, context.train.pixels)[0].detach()
-    weight, bias = (start[name].clone().requires_grad_() for name in ("head_weight", "head_bias"))
-    slopes = torch.autograd.grad(F.cross_entropy(features @ weight.T + bias, context.train.labels), [weight, bias])
-    wanted = features @ (weight - HEAD * slopes[0]).T + bias - HEAD * slopes[1]
-    assert_values(tuned_head.logits(context.train, ROWS), wanted.detach())
 
 
 def test_fedrod_s_balanced_softmax_weighs_by_the_client_s_shares() -> None:
@@ -193,27 +164,23 @@ def test_perfedavg_s_step_on_a_parabola() -> None:
         return lambda t: (w - t).square().sum() / 2
 
     w = torch.tensor([1.0], requires_grad=True)
-    step(half_square(w), [w], 0.0, 1.0, [0.5], [0.1], hessian=False)
+    step(half_square(w), [w], 0.0, 1.0, [0.5], [0.1])
     assert w.item() == pytest.approx(1.05)
-    w = torch.tensor([1.0], requires_grad=True)
-    step(half_square(w), [w], 0.0, 1.0, [0.5], [0.1], hessian=True)
-    assert w.item() == pytest.approx(1.025, abs=1e-4), "the slope's length is (1 - α) of the other's"
 
 
-def test_perfedavg_s_second_order_with_two_rates() -> None:
-    """L_1 = wᵀAw/2, L_2 = wᵀBw/2, α diagonal: g = B(1 − αA)w, and W ← W − β(1 − Aα)g."""
+def test_perfedavg_s_step_with_two_rates() -> None:
+    """L_1 = wᵀAw/2, L_2 = wᵀBw/2, α diagonal: W ← W − βB(1 − αA)w."""
     first, second = torch.tensor([[2.0, 1.0], [1.0, 3.0]]), torch.tensor([[1.0, -0.5], [-0.5, 2.0]])
     w, alphas, betas = torch.tensor([0.7, -0.4]), torch.tensor([0.05, 0.2]), torch.tensor([0.1, 0.3])
-    slope = second @ (w - alphas * (first @ w))
-    wanted = w - betas * (slope - first @ (alphas * slope))
+    wanted = w - betas * (second @ (w - alphas * (first @ w)))
     leaves = [value.clone().requires_grad_() for value in w.split(1)]
 
     def loss(form: Tensor) -> Tensor:
         whole = torch.cat(leaves)
         return whole @ form @ whole / 2
 
-    step(loss, leaves, first, second, alphas.tolist(), betas.tolist(), hessian=True)
-    assert_values(torch.cat(leaves).detach(), wanted, 1e-4)  # of float32 differences at δ = 1e-3
+    step(loss, leaves, first, second, alphas.tolist(), betas.tolist())
+    assert_values(torch.cat(leaves).detach(), wanted)
 
 
 def test_perfedavg_looks_ahead_on_one_batch_and_steps_on_the_next(backbone: Backbone) -> None:

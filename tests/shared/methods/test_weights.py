@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,18 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from promptfed.client_service.serving.prediction import OneImage
-from promptfed.client_service.training.data import TRAIN, ClientData
 from promptfed.coordinator.aggregation.rules import ServerOptimizer, fresh_moments, moment_tensors, weighted_mean
-from promptfed.shared.clip import Backbone, FeatureCache, shape_of
+from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.clip.weights import shape_by_name
-from promptfed.shared.data import open_source
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core import generalization
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.generalization import Subset, adjusted, held_out
 from promptfed.shared.methods.core.heads import HEAD_RATE, head_start
-from promptfed.shared.methods.core.interface import MeasuresUpdates
 from promptfed.shared.methods.core.tower import TrainedTower
 from promptfed.shared.methods.zero_shot import ZeroShot
 from promptfed.shared.seeds import generator, initial_draws
@@ -35,7 +30,7 @@ from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import tensors_of
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal_towers import kind_of, pooled
-from tests.support.visual_clients import NAMES, ImageSplit, client_context, server_context, small_backbone
+from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone
 
 RATE = 0.05
 
@@ -139,7 +134,7 @@ def test_the_proximal_term_holds_what_travels_near_what_was_received(backbone: B
 def test_no_change_is_zero_shot(backbone: Backbone) -> None:
     context, rows = task(backbone), torch.arange(6)
     template = ZeroShot(ZeroShot.Hyper()).classifier(context, {}, {}).logits(context.train, rows)
-    for options in ({}, {"trainable": "last_k"}, {"private": "norms"}, {"checkpoint": 2}):
+    for options in ({}, {"trainable": "last_k"}):
         method = method_of(**options)
         start = start_of(method, backbone)
         assert all(not bool(change.any()) for change in start.values())
@@ -190,24 +185,6 @@ def test_the_last_block_touches_nothing_else(backbone: Backbone) -> None:
         "proj",
     }
     assert all(changed[name] is frozen[name] for name in frozen if name.startswith("transformer.resblocks.1."))
-
-
-def test_norms_of_one_s_own_never_leave(backbone: Backbone) -> None:
-    method, context = method_of(private="norms"), task(backbone)
-    assert method.personal
-    state = state_of(method, backbone)
-    assert not any("ln_" in name for name in state)
-    first = method.train(context, state, {})
-    assert not any("ln_" in name for name in first.update)
-    assert set(first.private) == set(start_of(method_of(trainable="norms"), backbone))
-    second = method.train(replace(context, round=2), state, first.private)
-    assert not second.private["ln_1_weight"].equal(first.private["ln_1_weight"])
-    whole = method_of().train(context, state | {k: torch.zeros_like(v) for k, v in first.private.items()}, {})
-    for kind, own in first.private.items():
-        assert_gradients(own, whole.update["change." + kind])
-    rows = torch.arange(6)
-    logits = [method.classifier(context, state, own).logits(context.train, rows) for own in ({}, first.private)]
-    assert not logits[0].equal(logits[1])
 
 
 @pytest.mark.parametrize("options", [{"trainable": "none"}, {"trainable": "none", "projected": True}, {}])
@@ -262,24 +239,6 @@ def test_how_many_numbers_are_trained() -> None:
     assert numbers(base, trainable="none", head="linear", classes=65) == 49_985
 
 
-def test_changes_may_travel_in_sixteen_bits(backbone: Backbone) -> None:
-    method, plain, context = method_of(transport="bfloat16"), method_of(), task(backbone)
-    state, server = state_of(plain, backbone), server_context(backbone, "a")
-    [phase] = method.phases(1, 4)
-    assert {spec.dtype for spec in (*phase.up, *phase.down)} == {"bfloat16"}
-    assert {spec.dtype for spec in method.state_tensors()} == {"float32"}
-    payload = method.payload(state, phase, server.clients[0], server)
-    assert {tensor.dtype for tensor in payload.values()} == {torch.bfloat16}
-    first = next(iter(payload))
-    state[first] += 1.0  # in place: a payload depends on nothing but what it is made of
-    assert method.payload(state, phase, server.clients[0], server)[first].equal(state[first].bfloat16())
-    state[first] -= 1.0
-    received = {name: tensor.float() for name, tensor in payload.items()}
-    found = method.train(context, payload, {}).update
-    for name, change in plain.train(context, received, {}).update.items():
-        assert found[name].equal(change), "the client computes in float32"
-
-
 def test_a_tower_without_plain_weights_is_refused(backbone: Backbone) -> None:
     shape = shape_of(backbone).model_copy(update={"mlp_width": None})
     with pytest.raises(pf.MethodError, match="plain vision transformer"):
@@ -303,13 +262,9 @@ def changed_copy(backbone: Backbone, factors: Tensors, gamma: float) -> Any:
         for place in range(len(a)):
             attention = blocks[len(blocks) - len(a) + place].attn
             parts = [gamma * b[place, i] @ a[place, i] for i in range(a.shape[1])]
-            weight = attention.in_proj_weight.detach() + torch.cat(parts[:3])
+            weight = attention.in_proj_weight.detach() + torch.cat(parts)
             del attention.in_proj_weight
             attention.in_proj_weight = weight
-            if len(parts) > 3:
-                output = attention.out_proj.weight.detach() + parts[3]
-                del attention.out_proj.weight
-                attention.out_proj.weight = output
     return model
 
 
@@ -322,10 +277,10 @@ def literal_logits(backbone: Backbone, factors: Tensors, pixels: Tensor, gamma: 
 
 LORAS = [
     {},
-    {"matrices": "qkvo", "scaling": "rank", "alpha": 2.0},
+    {"alpha": 2.0},
     {"blocks": "last_k", "k": 1},
     {"towers": "text"},
-    {"towers": "visual", "checkpoint": 2},
+    {"towers": "visual"},
 ]
 
 
@@ -333,7 +288,7 @@ LORAS = [
 def test_training_is_descent_on_open_clip_s_towers_with_changed_attention(backbone: Backbone, options: Any) -> None:
     method, context = lora(**options), task(backbone)
     state = state_of(method, backbone, 0.1)
-    gamma = options.get("alpha", 1.0) / (2 if options.get("scaling") == "rank" else math.sqrt(2))
+    gamma = options.get("alpha", 1.0) / math.sqrt(2)
     found = method.train(context, state, {}).update
     factors = {name: tensor.clone() for name, tensor in state.items()}
     torch.backends.mha.set_fastpath_enabled(False)  # its kernel knows no gradient towards a tensor in a weight's place
@@ -376,103 +331,15 @@ def test_dropout_s_masks_follow_from_the_task(backbone: Backbone) -> None:
     assert all(first[name].equal(again[name]) for name in first)
     without = lora().train(context, state, {}).update
     assert not first["visual_b"].equal(without["visual_b"])
-    parts = [lora(dropout=0.5, checkpoint=size).train(context, state, {}).update for size in (6, 2)]
-    assert_values(parts[0]["visual_b"], first["visual_b"], 1e-6)
-    assert not parts[1]["visual_b"].equal(first["visual_b"]), "each part has masks of its own"
+    backbone.held_images = 2
+    try:
+        parts = method.train(context, state, {}).update
+    finally:
+        backbone.held_images = None
+    assert not parts["visual_b"].equal(first["visual_b"]), "each part has masks of its own"
     rows = torch.arange(6)
     scores = [one.classifier(context, state, {}).logits(context.train, rows) for one in (method, lora())]
     assert scores[0].equal(scores[1]), "evaluations have no dropout"
-
-
-def scalars(a: float, b: float) -> Tensors:
-    return {"text_a": torch.zeros(1, 3, 1, 1) + a, "text_b": torch.zeros(1, 3, 1, 1) + b}
-
-
-def aggregated(backbone: Backbone, kind: str, rounds: int = 1) -> Tensors:
-    """Two clients whose factors are 1, 1 and 3, 3: the mean product is 5."""
-    method = lora(towers="text", r=1, aggregation=kind)
-    server, state = server_context(backbone, "a", "b"), scalars(1.0, 1.0)
-    for number in range(1, rounds + 1):
-        [phase] = method.phases(number, 4)
-        sent = [{spec.name: scalars(x, x)[spec.name] for spec in phase.up} for x in (1.0, 3.0)]
-        counted = [pf.ClientUpdate(name, 0.5, update) for name, update in zip("ab", sent, strict=True)]
-        state = method.aggregate(state, phase, counted, weighted_mean, server)
-    return state
-
-
-def product(state: Tensors) -> float:
-    return float(state["text_b"][0, 0] @ state["text_a"][0, 0])
-
-
-def test_the_average_of_factors_is_not_the_average_of_products(backbone: Backbone) -> None:
-    assert product(aggregated(backbone, "average")) == pytest.approx(4.0)
-    assert product(aggregated(backbone, "svd")) == pytest.approx(5.0)
-    alternating = aggregated(backbone, "alternate")
-    assert product(alternating) == pytest.approx(2.0), "A is common, so the mean of B is exact"
-    assert product(aggregated(backbone, "alternate", 2)) == pytest.approx(4.0)
-    method = lora(towers="text", r=1)
-    [phase] = method.phases(1, 4)
-    counted = [pf.ClientUpdate(name, 0.5, scalars(x, x)) for name, x in (("a", 1.0), ("b", 3.0))]
-    server, before = server_context(backbone, "a", "b"), scalars(1.0, 1.0)
-    assert isinstance(method, MeasuresUpdates)
-    after, measured = method.aggregate_measured(before, phase, iter(counted), weighted_mean, server)
-    assert measured.phase == {"product_error": pytest.approx(0.2)}
-    plain = method.aggregate(before, phase, iter(counted), weighted_mean, server)
-    assert all(after[name].equal(tensor) for name, tensor in plain.items())
-    alone = [pf.ClientUpdate("a", 1.0, scalars(1.0, 1.0))]
-    _, other = method.aggregate_measured(before, phase, alone, weighted_mean, server)
-    assert other.phase == {"product_error": 0.0}, "of these updates alone"
-    exact = lora(towers="text", r=1, aggregation="svd")
-    assert isinstance(exact, MeasuresUpdates)
-    assert exact.aggregate_measured(before, phase, iter(counted), weighted_mean, server)[1].phase == {}
-
-
-def test_a_mean_that_is_known_already_needs_no_update(backbone: Backbone) -> None:
-    """Of a secure sum or a noised mean the coordinator has no update to hand over; FedLoRA's error needed one."""
-    method = lora(towers="text", r=1)
-    [phase] = method.phases(1, 4)
-    mean = scalars(2.0, 3.0)
-    after = method.aggregate(scalars(1.0, 1.0), phase, (), lambda updates: mean, server_context(backbone, "a", "b"))
-    assert all(after[name].equal(tensor) for name, tensor in mean.items())
-
-
-def moved(state: Tensors, seed: int) -> Tensors:
-    draws = torch.Generator().manual_seed(seed)
-    return {name: tensor + 0.1 * torch.randn(tensor.shape, generator=draws) for name, tensor in state.items()}
-
-
-def test_the_nearest_product_of_rank_r(backbone: Backbone) -> None:
-    method, server = lora(aggregation="svd"), server_context(backbone, "a", "b", "c")
-    [phase] = method.phases(1, 4)
-    assert not phase.mean
-    states = [moved(state_of(method, backbone, 0.1), seed) for seed in range(3)]
-    alone = method.aggregate({}, phase, [pf.ClientUpdate("a", 1.0, states[0])], weighted_mean, server)
-    for tower in ("visual", "text"):
-        assert_values(alone[f"{tower}_b"] @ alone[f"{tower}_a"], states[0][f"{tower}_b"] @ states[0][f"{tower}_a"])
-    updates = [
-        pf.ClientUpdate(name, share, state) for name, share, state in zip("abc", (0.5, 0.3, 0.2), states, strict=True)
-    ]
-    found = method.aggregate({}, phase, updates, weighted_mean, server)
-    turned = method.aggregate({}, phase, updates[::-1], weighted_mean, server)
-    mean = sum(
-        (u.weight * u.tensors["text_b"].double() @ u.tensors["text_a"].double() for u in updates), torch.zeros(())
-    )
-    u, sizes, v = torch.linalg.svd(mean)
-    best = u[..., :2] * sizes[..., None, :2] @ v[..., :2, :]
-    assert_values(found["text_b"] @ found["text_a"], best.float())
-    assert_values(turned["text_b"], found["text_b"])
-
-
-def test_a_frozen_a_is_drawn_by_everybody_and_half_travels(backbone: Backbone) -> None:
-    method, context, server = (lora(aggregation="freeze_a"), task(backbone), server_context(backbone, "a"))
-    state = method.initial_state(server, initial_draws(3))
-    assert set(state) == {"visual_b", "text_b"}
-    found = method.train(context, state, {}).update
-    both = lora(aggregation="alternate")
-    whole = both.initial_state(server, initial_draws(3))
-    assert set(both.train(context, whole, {}).update) == {"visual_b", "text_b"}
-    for name, factor in both.train(context, whole, {}).update.items():
-        assert found[name].equal(factor), "the A that is drawn is the one that would have travelled"
 
 
 def test_sizes(backbone: Backbone) -> None:
@@ -492,110 +359,6 @@ def test_sizes(backbone: Backbone) -> None:
 
 
 ROWS = torch.arange(6)
-
-
-LAST = {"trainable": "last_k", "k": 2}
-
-
-METHODS: list[dict[str, Any]] = [
-    {"name": "fedavg", **LAST},
-    {"name": "fedavg", **LAST, "head": "linear", "fedsr": True, "d_z": 4},
-    {"name": "fedavg", **LAST, "weighting": "ga"},
-    {"name": "fedprox", **LAST},
-    {"name": "fedrep", **LAST, "head_epochs": 1},
-    {"name": "fedbabu", **LAST},
-    {"name": "fedrod", **LAST},
-    {"name": "perfedavg", **LAST, "head": "linear"},
-    {"name": "fedlora", "blocks": "last_k", "k": 1, "dropout": 0.0},
-]
-
-
-class Keeping(ImageSplit):
-    """A split that gives rows, and no images."""
-
-    def images(self, indices: Tensor) -> Tensor:
-        raise AssertionError("no image is looked at")
-
-    def block_rows(self, indices: Tensor, start: int) -> Tensor:
-        tower = self.backbone.vision_tower()
-        assert start > 0
-        with torch.no_grad():
-            return tower.run(tower.rows(self.pixels[indices]), 0, start)
-
-
-@pytest.mark.parametrize("given", METHODS, ids=lambda given: given["name"])
-def test_training_and_answers_are_those_of_the_images(backbone: Backbone, given: dict[str, Any]) -> None:
-    state = start_of(make_method(given), backbone)
-    training = {"epochs": 1, "learning_rate": 0.01, "optimizer": "sgd", "batch_size": 3}
-    plain = client_context(backbone, **training)
-    kept = replace(plain, train=Keeping(plain.train.pixels, plain.train.labels, backbone))
-    usual, keeping = make_method(given), make_method(given | {"cache_blocks": True})
-    payload = usual.payload_tensors(usual.phases(1, 4)[0])
-    handed = {spec.name: state[spec.name] for spec in payload}
-    wanted, found = usual.train(plain, handed, {}), keeping.train(kept, handed, {})
-    assert set(found.update) == set(wanted.update)
-    for name, tensor in wanted.update.items():
-        before = handed.get(name, torch.zeros_like(tensor))
-        if float((tensor - before).abs().max()) > 0:
-            assert_gradients(found.update[name] - before, tensor - before)
-    scored = [
-        method.classifier(context, handed, result.private).logits(context.train, ROWS)
-        for method, context, result in ((usual, plain, wanted), (keeping, kept, found))
-    ]
-    assert_values(scored[1], scored[0], 1e-4)
-
-
-def client_data(backbone: Backbone, folder: Path, **bound: int) -> tuple[ClientData, FeatureCache]:
-    source, cache = (
-        open_source("symbols:sketch?topic=weather&per_class=2&test_per_class=1"),
-        FeatureCache(folder, **bound),
-    )
-    return ClientData(source, backbone, cache), cache
-
-
-def test_rows_are_computed_once_and_rounded_before_their_first_use(backbone: Backbone, tmp_path: Path) -> None:
-    data, cache = client_data(backbone, tmp_path)
-    split = data.split(TRAIN, data.class_names)
-    indices = torch.tensor([3, 0, 3])
-    rows = split.block_rows(indices, 2)
-    tower = backbone.vision_tower()
-    plain = tower.run(tower.rows(split.images(indices)), 0, 2)
-    assert_values(rows, plain, 1e-3)
-    assert rows.equal(rows.half().float())
-    assert rows[0].equal(rows[2])
-    assert cache.blocks(2).images_computed == 2
-    split.block_rows(indices, 2)
-    assert cache.blocks(2).images_computed == 2
-    other = split.block_rows(indices, 1)
-    assert cache.blocks(1).images_computed == 2, "rows before another block are others"
-    assert not other.equal(rows)
-    again, fresh = client_data(backbone, tmp_path)
-    assert again.split(TRAIN, data.class_names).block_rows(indices, 2).equal(rows)
-    assert fresh.blocks(2).images_computed == 0, "another process reads them"
-    picture = open_source("symbols:sketch?topic=weather&per_class=2&test_per_class=1").train.image(3)
-    assert_values(OneImage(backbone, picture).block_rows(torch.tensor([0]), 2)[0], rows[0], 1e-3)
-    subset = Subset(split, torch.tensor([3, 0]))
-    assert subset.block_rows(torch.tensor([1]), 2)[0].equal(rows[1])
-
-
-def test_rows_on_the_disk_stay_within_the_bound(backbone: Backbone, tmp_path: Path) -> None:
-    data, _ = client_data(backbone, tmp_path, max_bytes=1000)
-    split = data.split(TRAIN, data.class_names)
-    kept = [split.block_rows(torch.tensor([row]), 2) for row in range(6)]
-    files = list((tmp_path / "blocks").rglob("*.safetensors"))
-    assert 0 < sum(path.stat().st_size for path in files) <= 1000
-    assert 1 <= len(files) < 6
-    assert all(split.block_rows(torch.tensor([row]), 2).equal(rows) for row, rows in enumerate(kept)), "made again"
-
-
-def test_it_is_refused_where_nothing_could_be_kept(backbone: Backbone, tmp_path: Path) -> None:
-    refused = [({"name": "fedavg", **LAST}, {"augmentation": "crop_flip"}, "leave one of them out")]
-    for method, training, text in refused:
-        with pytest.raises(SpecError, match=text):
-            resolve_spec({"name": "x", "method": method | {"cache_blocks": True}, "training": training})
-    data, _ = client_data(backbone, tmp_path)
-    with pytest.raises(pf.MethodError, match="change from step to step"):
-        data.augmented(data.class_names, 1, "x").block_rows(torch.tensor([0]), 2)
 
 
 TOWER, HEAD, DECAY, MOMENTUM, STEPS = 0.001, 0.02, 0.1, 0.9, 2
@@ -712,12 +475,6 @@ def test_the_swept_rate_is_the_default_beside_a_tower(backbone: Backbone) -> Non
         assert_gradients(twice.update[kind], 2 * change)  # alone it has training.learning_rate
 
 
-def test_fedbabu_s_rate_of_fine_tuning_is_the_tower_s() -> None:
-    method = {"name": "fedbabu", "finetune": "head", "finetune_learning_rate": 0.1}
-    with pytest.raises(SpecError, match="set head_learning_rate instead"):
-        resolve_spec({"name": "x", "method": method})
-
-
 def test_a_resolved_spec_with_a_text_head_can_be_read_again() -> None:
     spec = resolve_spec({"name": "x", "method": {"name": "fedavg"}})
     assert resolve_spec(spec.model_dump(mode="json")) == spec
@@ -810,9 +567,8 @@ def test_fedsr_starts_as_its_paper_says_and_needs_a_linear_head(backbone: Backbo
     assert float(own["sr_factor"]) == 1
     assert float(state["sr_mean_weight"].abs().max()) <= 1 / math.sqrt(32)
     assert not state["sr_mean_weight"].equal(state["sr_scale_weight"])
-    for options, text in (({"fedsr": True}, "head: linear"), (FEDSR | {"private": "norms"}, "leave private out")):
-        with pytest.raises(SpecError, match=text):
-            resolve_spec({"name": "x", "method": {"name": "fedavg", **options}, "class_names": list(NAMES)})
+    with pytest.raises(SpecError, match="head: linear"):
+        resolve_spec({"name": "x", "method": {"name": "fedavg", "fedsr": True}, "class_names": list(NAMES)})
 
 
 def roster(*names: str, rounds: int = 10) -> pf.ServerContext:

@@ -12,7 +12,7 @@ from torch import Tensor
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods.core import heads
 from promptfed.shared.methods.core.interface import MethodError
-from promptfed.shared.methods.fedotp import average, balanced, unbalanced
+from promptfed.shared.methods.fedotp import transport_plan
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import generator
 from tests.shared.methods.conftest import NAMES, MadeUpSplit, Make
@@ -137,103 +137,78 @@ def score(plan: Tensor, similarities: Tensor = S) -> float:
     return float((plan * similarities).sum())
 
 
-def literal_plan(
-    similarities: Tensor, mass: float, epsilon: float, pairs: int, capped: bool = True
-) -> list[list[float]]:
+def literal_plan(similarities: Tensor, mass: float, epsilon: float, pairs: int) -> list[list[float]]:
     """K = exp(−C/ε) and scaling vectors, number by number, from v = 1 with u first."""
     patches, prompts = similarities.shape
     kernel = [[math.exp(-(1 - float(similarities[p, n])) / epsilon) for n in range(prompts)] for p in range(patches)]
     u, v = [1.0] * patches, [1.0] * prompts
     for _ in range(pairs):
         for p in range(patches):
-            u[p] = 1 / patches / sum(kernel[p][n] * v[n] for n in range(prompts))
-            u[p] = min(u[p], 1.0) if capped else u[p]
+            u[p] = min(1 / patches / sum(kernel[p][n] * v[n] for n in range(prompts)), 1.0)
         for n in range(prompts):
             v[n] = mass / prompts / sum(kernel[p][n] * u[p] for p in range(patches))
     return [[u[p] * kernel[p][n] * v[n] for n in range(prompts)] for p in range(patches)]
 
 
 def test_the_plan_and_its_score() -> None:
-    plan = unbalanced(S, 0.8, 0.1, iterations=10_000, threshold=1e-12)
+    plan = transport_plan(S, 0.8, 0.1, iterations=10_000, threshold=1e-12)
     wanted = torch.tensor([[0.284456, 0.020860], [0.104646, 0.056705], [0.010898, 0.322435]], dtype=torch.float64)
-    assert torch.allclose(plan.masses, wanted, atol=1e-6)
-    assert score(plan.masses) == pytest.approx(0.248667, abs=1e-6)
-    assert score(unbalanced(S, 0.5, 0.1, iterations=10_000, threshold=1e-12).masses) == pytest.approx(
-        0.157018, abs=1e-6
-    )
-    whole = unbalanced(S, 1.0, 0.1, iterations=10_000, threshold=1e-12)
-    assert score(whole.masses) == pytest.approx(0.290656, abs=1e-6)
-    assert torch.allclose(whole.masses.sum(1), torch.full((3,), 1 / 3, dtype=torch.float64), atol=1e-9)
+    assert torch.allclose(plan, wanted, atol=1e-6)
+    assert score(plan) == pytest.approx(0.248667, abs=1e-6)
+    less, whole = (transport_plan(S, mass, 0.1, iterations=10_000, threshold=1e-12) for mass in (0.5, 1.0))
+    assert score(less) == pytest.approx(0.157018, abs=1e-6)
+    assert score(whole) == pytest.approx(0.290656, abs=1e-6)
+    assert torch.allclose(whole.sum(1), torch.full((3,), 1 / 3, dtype=torch.float64), atol=1e-9)
 
 
 def test_the_default_stop() -> None:
-    plan = unbalanced(S, 0.8, 0.1)
-    assert score(plan.masses) == pytest.approx(0.248715, abs=1e-6)
-    assert int(plan.iterations) == 18
-    assert bool(plan.converged)
-    assert not bool(unbalanced(S, 0.8, 0.1, iterations=17).converged)
+    assert score(transport_plan(S, 0.8, 0.1)) == pytest.approx(0.248715, abs=1e-6)
+    stops = [transport_plan(S, 0.8, 0.1, iterations=count) for count in (17, 18, 19)]
+    assert stops[1].equal(stops[2])
+    assert not stops[0].equal(stops[1])
 
 
 def test_it_is_the_literal_plan() -> None:
     draws = torch.Generator().manual_seed(2)
     given = torch.rand(7, 2, generator=draws, dtype=torch.float64) * 0.3
     for mass, epsilon in ((0.8, 0.1), (0.4, 0.05), (1.0, 0.2)):
-        found = unbalanced(given, mass, epsilon, iterations=400, threshold=0.0).masses
+        found = transport_plan(given, mass, epsilon, iterations=400, threshold=0.0)
         wanted = torch.tensor(literal_plan(given, mass, epsilon, 400), dtype=torch.float64)
         assert float((found - wanted).abs().max()) <= 1e-12
-    found = balanced(given, 0.1, iterations=60, threshold=0.0).masses
-    wanted = torch.tensor(literal_plan(given, 1.0, 0.1, 60, capped=False), dtype=torch.float64)
-    assert float((found - wanted).abs().max()) <= 1e-12
 
 
 def test_columns_sum_exactly_and_rows_stay_under_their_cap() -> None:
     draws = torch.Generator().manual_seed(3)
     given = torch.rand(4, 5, 49, 2, generator=draws)
-    plan = unbalanced(given, 0.8, 0.1, threshold=1e-5, iterations=1000)
-    assert torch.allclose(plan.masses.sum(-2), torch.full((4, 5, 2), 0.4), atol=1e-6)
-    rows = plan.masses.sum(-1)
-    assert float(rows.max()) <= (1 + 1e-4) / 49
-    full = plan.masses.sum(-1)[plan.capped]
-    assert torch.allclose(full, torch.full_like(full, 1 / 49), rtol=1e-3)
-    assert 0 < int(plan.capped.sum()) < plan.capped.numel()
+    plan = transport_plan(given, 0.8, 0.1, threshold=1e-5, iterations=1000)
+    assert torch.allclose(plan.sum(-2), torch.full((4, 5, 2), 0.4), atol=1e-6)
+    assert float(plan.sum(-1).max()) <= (1 + 1e-4) / 49
 
 
-def test_a_shift_changes_nothing_and_mass_one_is_balanced() -> None:
-    first, moved = (unbalanced(given, 0.8, 0.1, iterations=3000, threshold=1e-13).masses for given in (S, S + 0.3))
+def test_a_shift_changes_nothing() -> None:
+    first, moved = (transport_plan(given, 0.8, 0.1, iterations=3000, threshold=1e-13) for given in (S, S + 0.3))
     assert float((first - moved).abs().max()) <= 1e-9
-    whole = unbalanced(S, 1.0, 0.1, iterations=9000, threshold=1e-13).masses
-    classical = balanced(S, 0.1, iterations=9000, threshold=1e-13).masses
-    assert float((whole - classical).abs().max()) <= 1e-9
 
 
-@pytest.mark.parametrize("kind", ["unbalanced", "balanced"])
-def test_a_problem_does_not_depend_on_its_neighbours(kind: str) -> None:
+def test_a_problem_does_not_depend_on_its_neighbours() -> None:
     draws = torch.Generator().manual_seed(4)
     given = torch.rand(7, 3, 20, 2, generator=draws) * torch.tensor([0.05, 1, 0.3, 2, 0.1, 0.7, 0.2]).view(7, 1, 1, 1)
-
-    def plan(part: Tensor) -> Tensor:
-        return (unbalanced(part, 0.8, 0.05) if kind == "unbalanced" else balanced(part, 0.05)).masses
-
-    together = plan(given)
+    together = transport_plan(given, 0.8, 0.05)
     for image in range(7):
-        assert float((plan(given[image : image + 1])[0] - together[image]).abs().max()) <= 1e-6
+        alone = transport_plan(given[image : image + 1], 0.8, 0.05)[0]
+        assert float((alone - together[image]).abs().max()) <= 1e-6
 
 
 def test_small_entropy_stays_finite_in_float32() -> None:
     draws = torch.Generator().manual_seed(5)
     for spread in (0.3, 2.0):
         given = (torch.rand(3, 196, 2, generator=draws) - 0.5) * spread
-        for plan in (unbalanced(given, 0.8, 0.01), balanced(given, 0.01)):
-            assert bool(torch.isfinite(plan.masses).all())
-        assert torch.allclose(unbalanced(given, 0.8, 0.01).masses.sum((-2, -1)), torch.full((3,), 0.8), atol=1e-4)
+        plan = transport_plan(given, 0.8, 0.01)
+        assert bool(torch.isfinite(plan).all())
+        assert torch.allclose(plan.sum((-2, -1)), torch.full((3,), 0.8), atol=1e-4)
 
 
 def test_one_prompt_gets_all_of_the_mass() -> None:
-    plan = unbalanced(S[:, :1], 0.8, 0.1, iterations=5000, threshold=1e-12)
-    assert float(plan.masses.sum()) == pytest.approx(0.8, abs=1e-12)
-    assert float(plan.masses.max()) <= 1 / 3 + 1e-9
-
-
-def test_the_average() -> None:
-    assert score(average(S).masses) == pytest.approx(float(S.mean()))
-    assert not bool(average(S).capped.any())
+    plan = transport_plan(S[:, :1], 0.8, 0.1, iterations=5000, threshold=1e-12)
+    assert float(plan.sum()) == pytest.approx(0.8, abs=1e-12)
+    assert float(plan.max()) <= 1 / 3 + 1e-9

@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from promptfed.client_service.serving.prediction import Predictor
-from promptfed.client_service.state.private_state import PrivateState
-from promptfed.client_service.training.data import ClientData
-from promptfed.client_service.training.trainer import TaskWork
 from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import open_source
-from promptfed.shared.messages import Domain, Peer, Task
+from promptfed.shared.messages import Domain
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface import ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.fast_pt.domains import domain_key
@@ -35,7 +31,6 @@ from promptfed.shared.tensors.torch_tensors import decode, encode
 from tests.shared.methods.conftest import NAMES, MadeUpSplit
 from tests.support import literal, literal_fast_pt
 from tests.support import small_fast_pt as small
-from tests.support.agreed import agreed, asked
 from tests.support.equality import assert_values
 
 SGD: dict[str, Any] = {"batch_size": 4, "momentum": 0.9, "weight_decay": 5e-4}
@@ -567,75 +562,3 @@ def test_reports_hold_the_transfer_and_both_classifiers(backbone: Backbone, feat
     assert all(set(one["splits"]) == {"test", "test@global"} for one in evaluations.values())
     before = found.reports[1]["evaluation"]["clients"]
     assert set(before["unseen"]["splits"]) == {"test"}
-
-
-def peers(*domains: tuple[str, str, str]) -> list[Peer]:
-    return [
-        Peer.model_validate({"name": name, "role": role, "domain": {"name": name, "description": text}})
-        for name, role, text in domains
-    ]
-
-
-def blank_payload(backbone: Backbone, known: list[Peer]) -> bytes:
-    """A global state of zeros with a row for each trainer, as an evaluation brings it."""
-    domains = [peer.domain for peer in known if peer.role == "trainer" and peer.domain]
-    return encode(
-        {
-            "global_prompt": torch.zeros(2, backbone.d_t), "classifier_weight": torch.zeros(len(domains), backbone.d_e),
-            "classifier_bias": torch.zeros(len(domains)),
-            "domains": torch.tensor([domain_key(domain.description) for domain in domains]),
-            "domain_prompts": torch.zeros(0, 2, backbone.d_t), "listed_domains": torch.zeros(0, dtype=torch.int64),
-        }
-    )  # fmt: skip
-
-
-def for_training(payload: bytes) -> bytes:
-    """Of an evaluation's payload, what the phase ``global`` brings."""
-    state, _ = decode(payload)
-    return encode({name: tensor for name, tensor in state.items() if name not in ("domain_prompts", "listed_domains")})
-
-
-def task(kind: str, round: int, known: list[Peer], payload: bytes) -> Task:
-    """What the coordinator would ask of a client that knows these peers."""
-    config = spec() | {"backbone": {}, "template": "a photo of a {}.", "rounds": 4, "peers": known}
-    config["training"] = {"epochs": 1, "batch_size": 10}
-    return asked(kind, round, "global" if kind == "train" else "evaluation", payload, config)
-
-
-def started(backbone: Backbone, features: FeatureCache, folder: Path) -> TaskWork:
-    """Anna's client as it starts on what the folder holds."""
-    data = ClientData(open_source(DATA["anna"]), backbone, features)
-    state = PrivateState(folder)
-    return TaskWork("anna", "trainer", backbone, data, state, Predictor(), agreed(state, {"name": "fast_pt"}))
-
-
-def test_transforms_outlive_a_restart_and_a_newcomer_adds_its_own(
-    backbone: Backbone, features: FeatureCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained = small.count_transforms(monkeypatch)
-    anna = ("anna", "trainer", "a sketch of a {}")
-    everybody = [anna, ("bert", "trainer", "a neon sign of a {}"), ("unseen", "evaluator", "a chalk drawing of a {}")]
-    known = peers(*everybody)
-    payload = blank_payload(backbone, known)
-    brought = for_training(payload)
-
-    work = started(backbone, features, tmp_path)
-    work.evaluate(task("evaluate", 0, known, payload), payload, lambda: False)
-    assert trained == ["bert"], "before the first round, with the first task that tells of the peers"
-    work.state.close()
-    work = started(backbone, features, tmp_path)
-    metrics = work.train(task("train", 1, known, brought), brought, lambda: False)
-    assert trained == ["bert"]
-    assert "mst_alignment_after[bert]" in metrics
-    work.state.commit()
-    work.state.close()
-    work = started(backbone, features, tmp_path)
-    late = peers(*everybody, ("cleo", "trainer", "a mosaic of a {}"))
-    metrics = work.train(task("train", 2, late, brought), brought, lambda: False)
-    assert trained == ["bert", "cleo"]
-    assert "mst_alignment_after[cleo]" in metrics
-    assert "mst_alignment_after[bert]" not in metrics
-    pending = work.state.pending()
-    assert pending is not None
-    assert set(decode(pending.update.read())[0]) == {"global_prompt", "classifier_weight", "classifier_bias"}
-    work.state.close()
