@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean, harmonic_mean, pstdev
 from typing import Any, ClassVar
@@ -26,12 +26,9 @@ UNSEEN_DOMAIN = "{target}"  # in data: the domain that is left out, for sources 
 class Setting:
     """A bench's data and their division over clients. Each of ``domains`` replaces ``{domain}`` in ``data``.
 
-    ``target_images``: an unseen domain is tested on its ``test`` split or on ``all`` its images. ``test_images``: of
-    sources that draw them, ``redrawn`` for every seed, so that a spread over seeds includes their sampling, or the
-    ``same``. ``out_of_client``: each client's classifier is also tested on the other clients' test images.
-    ``class_names``: domains have the ``same`` classes, or use the ``union`` or the ``intersection`` of theirs.
-    ``domain_words``: a description of the images by domain. ``swap_prompts``: each client is also tested with the
-    others' prompts and its own head.
+    ``target_images``: an unseen domain is tested on its ``test`` split or on ``all`` its images.
+    ``class_names``: domains have the ``same`` classes, or use the ``union`` or the ``intersection`` of theirs. Sources
+    that draw their test images draw others for every seed, so that a spread over seeds includes their sampling.
     """
 
     data: tuple[str, ...]
@@ -45,15 +42,11 @@ class Setting:
     validation: float | None = None
     curve: tuple[int, ...] = (1, 2, 4, 8, 16)
     target_images: str = "test"
-    test_images: str = "redrawn"
-    out_of_client: bool = False
-    swap_prompts: bool = False
     class_names: str = "same"
-    domain_words: Mapping[str, str] = field(default_factory=dict)
 
     def uri(self, data: str, seed: int, **options: Any) -> str:
         """``data`` with the setting's options for this seed and ``options`` (None: left out)."""
-        redrawn = self.test_images == "redrawn" and data.partition(":")[0] in REDRAWN and self.validation is None
+        redrawn = data.partition(":")[0] in REDRAWN and self.validation is None
         common = {
             "shots": self.shots,
             "validation": self.validation,
@@ -177,23 +170,18 @@ def _cut_to(common: tuple[str, ...], needed: bool) -> LabelSpace:
 
 DOMAIN = "{domain}"
 TARGET = "target"
-ELSEWHERE = "of-"  # before a client's name: its test images as a test set of another client
 Pick = Callable[[Accuracy], float | None]
-_TRAINING = frozenset({"shots", "validation", "test_images"})
-_DOMAINS = frozenset({"domains", "class_names", "domain_words"})
+_TRAINING = frozenset({"shots", "validation"})
+_DOMAINS = frozenset({"domains", "class_names"})
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One federation of a protocol: its name within the seed, its additions to the spec, and its clients.
-
-    ``swap_prompts``: each client is also tested with the others' prompts and its own head.
-    """
+    """One federation of a protocol: its name within the seed, its additions to the spec, and its clients."""
 
     name: str
     spec: Mapping[str, Any]
     sites: tuple[Site, ...]
-    swap_prompts: bool = False
 
 
 class Protocol(ABC):
@@ -302,7 +290,6 @@ class LeaveOneDomainOut(Protocol):
                 f"{self.name} needs one --data with {DOMAIN} in it, as 'symbols:{DOMAIN}', and at least two --domains"
             )
             raise CommandError(text, Exit.BAD_INPUT)
-        _check_words(setting)
         trials = []
         for target in self._targets(setting):
             uris = uris_beside(target, setting)
@@ -310,7 +297,7 @@ class LeaveOneDomainOut(Protocol):
             unseen = setting.unseen(space.cut(uris[target]), seed)
             tests = {TARGET: unseen} if personal else {}
             sites = [
-                _site(domain, setting.uri(space.cut(uri), seed), setting, tests)
+                Site(_client(domain), setting.uri(space.cut(uri), seed), tests=tests)
                 for domain, uri in uris.items()
                 if domain != target
             ]
@@ -344,16 +331,12 @@ class Personalisation(Protocol):
 
     def used(self, setting: Setting) -> frozenset[str]:
         """Fields of training, and domains or a partition."""
-        return (
-            _TRAINING
-            | {"out_of_client", "swap_prompts"}
-            | (_DOMAINS if any(DOMAIN in data for data in setting.data) else _partition(setting))
-        )
+        return _TRAINING | (_DOMAINS if any(DOMAIN in data for data in setting.data) else _partition(setting))
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """The domains if each has a client; the mean, standard deviation and minimum over the clients."""
         domains = map(_client, setting.domains) if DOMAIN in setting.data[0] else ()  # as clients declare them
-        return (*domains, "mean", "sd of clients", "worst client", *(("elsewhere",) if setting.out_of_client else ()))
+        return (*domains, "mean", "sd of clients", "worst client")
 
     def trials(self, setting: Setting, seed: int, personal: bool) -> list[Trial]:
         """One federation."""
@@ -363,7 +346,6 @@ class Personalisation(Protocol):
         if DOMAIN in data:
             if not setting.domains:
                 raise CommandError(f"{data} needs --domains", Exit.BAD_INPUT)
-            _check_words(setting)
             space = label_space(setting.class_names, setting.domains[0], setting.domain_uris())
             uris = {domain: setting.uri(space.cut(uri), seed) for domain, uri in setting.domain_uris().items()}
         else:
@@ -374,12 +356,8 @@ class Personalisation(Protocol):
                 for k in range(setting.clients)
             }
             space = LabelSpace(names_of(data))
-        tests: dict[str, dict[str, str]] = {name: {} for name in uris}
-        if setting.out_of_client:
-            for name in uris:
-                tests[name] = {ELSEWHERE + _client(other): uri for other, uri in uris.items() if other != name}
-        sites = tuple(_site(name, uri, setting, tests[name]) for name, uri in uris.items())
-        return [Trial("all", {"class_names": list(space.names)}, sites, setting.swap_prompts and personal)]
+        sites = tuple(Site(_client(name), uri) for name, uri in uris.items())
+        return [Trial("all", {"class_names": list(space.names)}, sites)]
 
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
         """Statistics over the clients, with equal weights."""
@@ -388,11 +366,7 @@ class Personalisation(Protocol):
         by_domain = {accuracy.domain: _mean([accuracy], pick, "test") for accuracy in tested if accuracy.domain}
         if len(by_domain) < len(tested):  # several clients share a domain: it is no column
             by_domain = {}
-        spread = {"mean": fmean(values), "sd of clients": pstdev(values), "worst client": min(values)}
-        others = [v for row in by_trial["all"] if row.split.startswith(ELSEWHERE) and (v := pick(row)) is not None]
-        if others:
-            spread["elsewhere"] = fmean(others)
-        return {**by_domain, **spread}
+        return {**by_domain, "mean": fmean(values), "sd of clients": pstdev(values), "worst client": min(values)}
 
 
 class MultiLabel(Personalisation):
@@ -519,17 +493,6 @@ def _client(name: str) -> str:
 
 def _names(uri: str) -> list[str]:
     return list(names_of(uri))
-
-
-def _site(name: str, uri: str, setting: Setting, tests: Mapping[str, str], client: str | None = None) -> Site:
-    """The client of the domain ``name``, with the domain's description."""
-    return Site(client or _client(name), uri, tests=tests, domain=setting.domain_words.get(name))
-
-
-def _check_words(setting: Setting) -> None:
-    unknown = sorted(set(setting.domain_words) - set(setting.domains))
-    if unknown:
-        raise CommandError(f"--domain-words describe {unknown[0]}, which is not one of the domains", Exit.BAD_INPUT)
 
 
 def _values(rows: Iterable[Accuracy], pick: Pick, split: str) -> list[float]:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from promptfed.experiments.bench.entries import BenchEntry, RawSpec
 from promptfed.experiments.bench.protocols import Protocol, Setting, Trial, forget_names
-from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
+from promptfed.experiments.simulation.simulation import simulate
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy, FederationResult
@@ -160,12 +160,7 @@ class Job:
     @property
     def key(self) -> str:
         """The name of the result, which depends only on the spec and the sites."""
-        # Words for a domain came later: sites without any keep the key that they had.
-        sites = [
-            {key: value for key, value in asdict(site).items() if (key, value) != ("domain", None)}
-            for site in self.trial.sites
-        ]
-        text = canonical_json([FORMAT, self.spec, sites, *(["swapped"] if self.trial.swap_prompts else [])])
+        text = canonical_json([FORMAT, self.spec, [asdict(site) for site in self.trial.sites]])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
@@ -183,8 +178,7 @@ class Job:
 class Bench:
     """Everything that a bench is to run.
 
-    ``base`` is the part of the spec that all entries share. ``steps``, if given, are the optimizer steps of a client in
-    all rounds, and replace the number of rounds. ``evaluations`` are those after the first round's start.
+    ``base`` is the part of the spec that all entries share. ``evaluations`` are those after the first round's start.
     """
 
     protocol: Protocol
@@ -193,7 +187,6 @@ class Bench:
     seeds: Sequence[int]
     base: Mapping[str, Any] = field(default_factory=dict)
     m: int | None = None
-    steps: int | None = None
     evaluations: int = 1
 
     @property
@@ -208,26 +201,21 @@ class Bench:
             CommandError: a spec cannot be run, or data cannot be opened.
         """
         forget_names()
-        jobs, sources = [], SharedSources()
+        jobs = []
         for seed in self.seeds:
             for entry in self.entries:
                 for trial in self.protocol.trials(self.setting, seed, entry.personal):
                     if sum(site.role == "trainer" for site in trial.sites) >= entry.least_clients:
-                        jobs.append(Job(entry, seed, trial, self._spec(entry, seed, trial, sources)))
+                        jobs.append(Job(entry, seed, trial, self._spec(entry, seed, trial)))
         return jobs
 
-    def _spec(self, entry: BenchEntry, seed: int, trial: Trial, sources: SharedSources) -> RawSpec:
+    def _spec(self, entry: BenchEntry, seed: int, trial: Trial) -> RawSpec:
         """The entry's spec. Defaults of a bench: each data set's own template, all clients asked, ``evaluations``."""
         added = {name: value for name, value in trial.spec.items() if value is not None}
         raw = entry.spec(merged({"name": "bench", "template": None, "seed": seed} | added, dict(self.base)), self.m)
-        resolved = resolve(raw)
-        rounds = resolved.rounds
-        if self.steps is not None:
-            rounds = math.ceil(self.steps / steps_in_a_phase(resolved.training, trial, sources))
-            raw["rounds"] = rounds
         trainers = sum(site.role == "trainer" for site in trial.sites)
         everybody = {} if raw.get("participation") else {"participation": {"min_clients": trainers}}
-        return merged({"evaluation": {"every": math.ceil(rounds / self.evaluations)}, **everybody}, raw)
+        return merged({"evaluation": {"every": math.ceil(resolve(raw).rounds / self.evaluations)}, **everybody}, raw)
 
 
 Progress = Callable[[int, int, Job], None]
@@ -296,7 +284,6 @@ class Runner:
                 backbone=self._backbone(job),
                 features=self.out / "features",
                 sources=self._sources,
-                options=SimulationOptions(swap_prompts=job.trial.swap_prompts),
             )
         except CommandError as error:
             raise CommandError(f"{job.title}: {error}", error.exit) from None

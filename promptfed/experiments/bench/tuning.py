@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from promptfed.experiments.bench.plots import Floats, paired_bootstrap
 from promptfed.experiments.bench.protocols import with_options
 from promptfed.experiments.bench.runner import costs
 from promptfed.experiments.simulation.simulation import simulate
@@ -31,6 +31,7 @@ from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, merged
 OF_A_METHOD = ("optimizer", "learning_rate", "momentum", "weight_decay", "schedule")
 """Training settings of a run file that suit its own method; another method has its defaults."""
 
+Floats = NDArray[np.float64]
 Answers = Mapping[tuple[str, str], Floats]  # whether each image was classified rightly, by client and list of images
 
 
@@ -287,6 +288,7 @@ AUTO = (
 """Those that gain most in the sweep of defaults for their time; but for the last, images pass the tower once."""
 LAST = 4  # candidates of the last rung
 MOST_RATE = 1000.0  # that a spec may hold
+DRAWS = 10_000  # of the bootstrap
 
 Done = dict[Candidate, list[Trial]]
 Progress = Callable[[str], None]
@@ -404,8 +406,39 @@ def gain(trials: Sequence[Trial], others: Sequence[Answers]) -> Gain | None:
     differences = [right - other[key] for trial, other in pairs for key, right in trial.right.items() if key in other]
     if not differences:
         return None
-    low, high, _ = paired_bootstrap(differences)
+    low, high = paired_bootstrap(differences)
     return Gain(float(np.concatenate(differences).mean()), low, high)
+
+
+def paired_bootstrap(differences: Sequence[Floats], seed: int = 0, draws: int = DRAWS) -> tuple[float, float]:
+    """The 95 % interval of the mean difference of pairs.
+
+    ``differences`` has one array ``(N,)`` for each list of pictures. Pictures are resampled within their list, so every
+    draw has the same number of pictures of each list.
+    """
+    rng = np.random.default_rng(seed)
+    sums = np.zeros(draws)
+    for rows in differences:
+        for start in range(0, draws, 500):
+            size = min(500, draws - start)
+            sums[start : start + size] += rows[rng.integers(len(rows), size=(size, len(rows)))].sum(axis=1)
+    low, high = np.quantile(sums / sum(each.size for each in differences), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def rates_of(text: str) -> tuple[float, ...]:
+    """The rates of a text such as ``0.001,0.01`` in ascending order.
+
+    Raises:
+        CommandError: the text does not hold different rates above 0.
+    """
+    try:
+        rates = tuple(sorted(float(part) for part in text.split(",")))
+    except ValueError:
+        rates = ()
+    if not rates or len(set(rates)) < len(rates) or not all(0 < rate < math.inf for rate in rates):
+        raise CommandError(f"--rates {text!r}: write different rates above 0 separated by commas", Exit.BAD_INPUT)
+    return rates
 
 
 def _scores(trials: Done) -> dict[Candidate, float]:

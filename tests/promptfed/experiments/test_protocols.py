@@ -131,16 +131,15 @@ def test_the_target_can_be_tested_on_all_its_images() -> None:
 
 
 def test_test_images_are_drawn_again_for_every_seed() -> None:
-    def digests(seed: int, split: str, **changes: str) -> list[str]:
+    def digests(seed: int, split: str) -> list[str]:
         data = "symbols:sketch?topic=weather&per_class=2&test_per_class=2"
-        images = getattr(open_source(replace(Setting((data,)), **changes).uri(data, seed)), split)
+        images = getattr(open_source(Setting((data,)).uri(data, seed)), split)
         return [images.digest(k) for k in range(len(images))]
 
     assert not set(digests(0, "test")) & set(digests(1, "test"))
     assert not set(digests(1, "test")) & set(digests(2, "test"))
     assert not set(digests(1, "test")) & set(digests(1, "train"))
     assert digests(1, "train") == digests(0, "train")
-    assert digests(1, "test", test_images="same") == digests(0, "test")
     assert "test_seed" not in Setting(("digits",)).uri("digits", 3)
 
 
@@ -299,17 +298,6 @@ def test_the_unseen_domain_of_a_folder_keeps_to_its_test_split_unless_told_other
     for images, expected in (("test", 2), ("all", 8)):
         referee = lodo.trials(replace(setting, target_images=images), 0, False)[0].sites[-1]
         assert len(open_source(referee.data, referee.role).test) == expected
-
-
-def test_words_for_domains_reach_the_clients(tmp_path: Path) -> None:
-    setting = replace(THREE, domain_words={"neon": "a neon sign of a {}"})
-    for protocol in ("leave-one-domain-out", "personalisation"):
-        words = {
-            site.name: site.domain for trial in PROTOCOLS[protocol].trials(setting, 0, True) for site in trial.sites
-        }
-        assert words == {domain: setting.domain_words.get(domain) for domain in THREE.domains}
-    with pytest.raises(CommandError, match="describe oil, which is not one of the domains"):
-        PROTOCOLS["personalisation"].trials(replace(THREE, domain_words={"oil": "oil"}), 0, True)
 
 
 def test_keys_of_the_spec_change_the_spec_and_others_the_method() -> None:

@@ -43,7 +43,7 @@ from promptfed.experiments.bench.presets import SEEDS, embedded_presets
 from promptfed.experiments.bench.runner import commit, provenance
 from promptfed.experiments.simulation import simulation
 from promptfed.experiments.simulation.preparation import PATIENCE_SECONDS, SimulationSetup, open_site
-from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
+from promptfed.experiments.simulation.simulation import simulate
 from promptfed.experiments.simulation.workers import _exit, run_workers
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError, Exit
@@ -185,13 +185,10 @@ def test_the_first_steps_of_a_round_share_a_pass_of_the_text_tower(
     {"training": {"threads": 2}},
 ], ids=["shared", "personal", "protected", "two threads each"])  # fmt: skip
 def test_two_at_once_come_to_same_result(changes: dict[str, Any], backbone: Backbone, features: FeatureCache) -> None:
-    """Also each answer on a test image, with other clients' prompts too, and what clients tell of their training."""
-    options: dict[str, Any] = {
-        "backbone": backbone,
-        "features": features,
-        "options": SimulationOptions(swap_prompts=True),
-    }
-    one, two = (simulate(spec(rounds=1, **changes), SITES, pool=pool, **options) for pool in (1, 2))
+    """Also each answer on a test image, and what clients tell of their training."""
+    one, two = (
+        simulate(spec(rounds=1, **changes), SITES, pool=pool, backbone=backbone, features=features) for pool in (1, 2)
+    )
     assert one.state_hash == two.state_hash
     assert one.outcomes == two.outcomes
     assert bool(one.outcomes) is ("privacy" not in changes)
