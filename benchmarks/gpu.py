@@ -166,9 +166,9 @@ class PlainLoop:
         self._scaler.update()
 
 
-def _step_task(backbone: Backbone, name: str, classes: int, folder: Path) -> Task:
+def step_task(backbone: Backbone, name: str, classes: int) -> Task:
     """A task on one batch whose features and pixels are on the device."""
-    task = make_task(backbone, "promptfl", classes, BATCH, folder)
+    task = make_task(backbone, "promptfl", classes, BATCH)
     kept = task.kept
     task.kept = replace(kept, encoded=kept.encoded.to(backbone.device), pixels=kept.pixels.to(backbone.device))
     if name == "plan":  # without the global prediction, which no plain loop has
@@ -193,15 +193,14 @@ def beside(backbones: Mapping[Precision, Backbone], name: str, classes: int, cou
             found[f"{way}, MiB"] = torch.cuda.max_memory_allocated() >> 20
 
     for precision, backbone in backbones.items():
-        with tempfile.TemporaryDirectory() as folder:
-            task = _step_task(backbone, name, classes, Path(folder))
-            kept = replace(task.kept, steps=counts[0])
-            ours = "ours" if precision == "fp32" else f"ours {precision}"
-            measured(ours, lambda: task.train(kept, NO_RATE, backbone), counts[0], backbone.device)  # noqa: B023
-            for way, autocast in {"plain": False, "plain fp16": True}.items():
-                if precision == "fp32" and (not autocast or backbone.device.type == "cuda"):
-                    loop = PlainLoop(task, PROMPTS[name], name == "plan", autocast)
-                    measured(way, partial(loop.steps, counts[1]), counts[1], backbone.device)
+        task = step_task(backbone, name, classes)
+        kept = replace(task.kept, steps=counts[0])
+        ours = "ours" if precision == "fp32" else f"ours {precision}"
+        measured(ours, partial(task.train, kept, NO_RATE, backbone), counts[0], backbone.device)
+        for way, autocast in {"plain": False, "plain fp16": True}.items():
+            if precision == "fp32" and (not autocast or backbone.device.type == "cuda"):
+                loop = PlainLoop(task, PROMPTS[name], name == "plan", autocast)
+                measured(way, partial(loop.steps, counts[1]), counts[1], backbone.device)
     found["ratio"] = round(found["ours, s"] / found["plain, s"], 3)
     if "plain fp16, s" in found and "ours bf16, s" in found:
         found["ratio of 16 bits"] = round(found["ours bf16, s"] / found["plain fp16, s"], 3)
