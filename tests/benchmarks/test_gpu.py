@@ -76,8 +76,8 @@ def test_all_parts_end_within_ten_minutes() -> None:
 
 
 def test_the_page_is_made_of_the_numbers() -> None:
-    wanted = gpu.page(gpu.read(gpu.NUMBERS))
-    assert gpu.PAGE.read_text() == wanted, "python -m benchmarks.gpu --page"
+    text = gpu.PAGE.read_text()
+    assert gpu.page(gpu.read(gpu.NUMBERS), text) == text, "python -m benchmarks.gpu --page"
 
 
 def test_the_page_shows_a_method_beside_its_run_on_the_cpu() -> None:
@@ -87,7 +87,11 @@ def test_the_page_shows_a_method_beside_its_run_on_the_cpu() -> None:
         "ViT-L-14 plan": {"failed": "OutOfMemoryError: full"},
     }
     parts = {"methods": methods, "twice": {"ViT-B-16 plan": {"state_hashes": ["sha256:" + "a" * 64], "same": True}}}
-    shown = gpu.page({"about": {"device": "X", "torch": "2"}, "smoke": False, "seconds": 9.0, "parts": parts})
+    numbers = {"about": {"device": "X", "torch": "2"}, "smoke": False, "seconds": 9.0, "parts": parts}
+    shown = gpu.page(numbers, f"# Title\n{gpu.BEGIN}old\n{gpu.END}## After\n")
+    assert shown.startswith(f"# Title\n{gpu.BEGIN}Device: X")
+    assert shown.endswith(f"\n{gpu.END}## After\n")
+    assert "old" not in shown
     assert "| ViT-B-16 plan | 0.0123 | 900 | 4.5 | 3e-06 |  |" in shown
     assert "| ViT-L-14 plan |  |  |  |  | OutOfMemoryError: full |" in shown
     assert "| ViT-B-16 plan | True | sha256:aaaaaaaaaaaa... |" in shown
