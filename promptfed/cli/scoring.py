@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from pydantic import BaseModel
 from rich.markup import escape
@@ -334,8 +333,7 @@ def show_presences(figures: PresenceFigures, uri: str, as_json: bool) -> None:
     show_subgroups(figures.subgroups)
 
 
-SCORE_FILE, CONFUSION_FILE, PICTURE = "score.json", "confusion.csv", "confusion.png"
-_NAMED = 40  # classes, beyond which a picture has no room for their names
+SCORE_FILE, CONFUSION_FILE = "score.json", "confusion.csv"
 
 
 def run_score(
@@ -375,12 +373,11 @@ def run_score(
         matrix = confusion(split.labels, predicted, len(names))
         write_file(folder / SCORE_FILE, (figures.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
         write_file(folder / CONFUSION_FILE, _csv(matrix, names).encode())
-        _draw(matrix, names).savefig(folder / PICTURE, dpi=150, bbox_inches="tight")
     if as_json:
         print_json(figures.model_dump(exclude_none=True))
         return
     _show(figures, uri)
-    say(f"Wrote {SCORE_FILE}, {CONFUSION_FILE} and {PICTURE} in {out}.")
+    say(f"Wrote {SCORE_FILE} and {CONFUSION_FILE} in {out}.")
 
 
 def _expect_known(classes: Sequence[str], names: Sequence[str], uri: str) -> None:
@@ -488,28 +485,8 @@ def confusion(labels: Tensor, predicted: Tensor, classes: int) -> NDArray[np.int
 
 
 def _csv(matrix: NDArray[np.int64], names: Sequence[str]) -> str:
-    import csv
-    import io
-
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["class", *map(csv_cell, names)])
     writer.writerows([csv_cell(name), *row.tolist()] for name, row in zip(names, matrix, strict=True))
     return text.getvalue()
-
-
-def _draw(matrix: NDArray[np.int64], names: Sequence[str]) -> Figure:
-    """A picture of the confusion matrix, each row as shares of its class's images."""
-    side = max(3.2, min(12.0, 0.22 * len(names) + 1.6))
-    figure = Figure(figsize=(side, side))
-    axes = figure.add_subplot()
-    shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
-    shown = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    axes.set_xlabel("taken for")
-    axes.set_ylabel("class")
-    if len(names) <= _NAMED:
-        shown_names = [plain(name) for name in names]
-        axes.set_xticks(range(len(names)), shown_names, rotation=90, fontsize=7, parse_math=False)  # a $ is no formula
-        axes.set_yticks(range(len(names)), shown_names, fontsize=7, parse_math=False)
-    figure.colorbar(shown, ax=axes, fraction=0.046, label="share of the class's images")
-    return figure

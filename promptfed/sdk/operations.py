@@ -168,6 +168,14 @@ def rounds_after(federation: str, last: int) -> Operation[list[RoundSummary]]:
     return [report for page in pages for report in page.view.rounds if report.ended_at is not None]
 
 
+def reports_after(federation: str, last: int) -> Operation[list[report_schemas.RoundReport]]:
+    """Reports of the rounds after round ``last`` (-1: from round 0), also of one that goes on."""
+    after = str(last) if last >= 0 else None
+    path = f"{FEDERATIONS}/{federation}/rounds"
+    pages = yield from _pages(path, report_schemas.RoundPage, after, ROUNDS_AT_ONCE)
+    return [report for page in pages for report in page.view.rounds]
+
+
 def get_rounds(federation: str, after: str | None = None) -> Request[report_schemas.RoundPage]:
     """A page of reports of the rounds after ``after``."""
     return Request(

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from promptfed.sdk.client import CommandError, Coordinator, Exit
-from promptfed.sdk.operations import get_federation, get_rounds, get_summary
+from promptfed.sdk.operations import get_federation, get_summary, reports_after
 from promptfed.sdk.output import messages, percent, table
 from promptfed.sdk.result import Accuracy, FederationResult, FederationSummary, RoundSummary
 from promptfed.shared.api.api_schemas import FederationView
@@ -41,10 +41,6 @@ class Pace:
         self._seconds: list[float] = []
         self._seen = clock()
         self.last = -1
-
-    def add(self, report: RoundSummary) -> None:
-        """Count a finished round."""
-        self.count(report.round, report.seconds)
 
     def count(self, round: int, seconds: float | None) -> None:
         """Count a finished round and its time, if it is known. Round 0 trains nothing, so its time does not count."""
@@ -183,15 +179,15 @@ class Watcher:
         if not self._quiet:
             messages.print(escape(plain(text)), highlight=False, soft_wrap=True)
 
-    def show(self, snapshot: Snapshot, remark: str = "") -> None:
-        """Show the state of the federation, followed by ``remark``, by default the remaining time."""
-        remark = remark or self._left(snapshot)
+    def show(self, snapshot: Snapshot) -> None:
+        """Show the state of the federation, followed by the remaining time."""
+        left = self._left(snapshot)
         done = snapshot.rounds if snapshot.state == "finished" else max(0, snapshot.round - 1)
         self._progress.update(self._task, completed=done, total=snapshot.rounds)
         key = (snapshot.state, snapshot.round, snapshot.phase)
         if not self._plain or key != self._last:  # a log file gets one line for each phase, not for each answer
             where = f"round {snapshot.round}, " if snapshot.state == "running" else ""
-            self.say(where + snapshot.describe() + (f"; {remark}" if remark else ""))
+            self.say(where + snapshot.describe() + (f"; {left}" if left else ""))
         self._last = key
 
     def _left(self, snapshot: Snapshot) -> str:
@@ -315,23 +311,13 @@ def track(
     """Follow a federation and write each finished round; ``progress`` receives changes and the last written round."""
     view, last = api.send(get_federation(federation)).view, -1
     for snapshot in follow(api, federation):
-        for report in _rounds_after(api, federation, last):
+        for report in api.run(reports_after(federation, last)):
             if snapshot.state in ENDED or report.ended_at is not None:
                 for write in trackers:
                     write(view, report)
                 last = report.round
         progress(snapshot, last)
     return snapshot
-
-
-def _rounds_after(api: Coordinator, federation: str, last: int) -> Iterator[RoundReport]:
-    after = str(last) if last >= 0 else None
-    while True:
-        page = api.send(get_rounds(federation, after)).view
-        yield from page.rounds
-        after = page.next
-        if after is None:
-            return
 
 
 def metrics_of(report: RoundReport) -> dict[str, float]:

@@ -73,10 +73,6 @@ def tune(
     seeds: Annotated[str, typer.Option(help="of the last candidates: how many, or which, by commas")] = "12,13,14,15",
     validation: Annotated[float, typer.Option(help="share of the training images that is held out")] = 0.25,
     seconds: Annotated[float, typer.Option(min=1, help="time for the search")] = 300,
-    most_bytes: Annotated[
-        float | None,
-        typer.Option("--bytes", min=1, help="bytes that one client may send and receive in all rounds; default: any"),
-    ] = None,
     pool: Pool = 1,
     device: Device = "cpu",
     as_json: Json = False,
@@ -90,7 +86,6 @@ def tune(
         None if rates is None else rates_of(rates),
         _seeds(seeds),
         seconds,
-        most_bytes,
     )
     expect_new(out)
     for name in plan.methods:

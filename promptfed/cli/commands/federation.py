@@ -13,7 +13,7 @@ from promptfed.cli.common import AllowBackbone, Api, Federation, Json, Key, Roun
 from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.output import console, percent, print_json, read_federation, say, size, table, tell, write_file
-from promptfed.sdk.progress import Pace, Snapshot, Watcher, describe_round, duration, follow, result_table
+from promptfed.sdk.progress import Snapshot, Watcher, describe_round, follow, result_table
 from promptfed.sdk.result import CentralPrivacySummary, FederationSummary, RoundSummary
 from promptfed.shared.api.api_schemas import ClientPrivacy, FederationView
 from promptfed.shared.messages import ENDED
@@ -127,17 +127,15 @@ def watch(federation: Federation, api: Api, as_json: Json = False) -> None:
 
 def _watch(api: Coordinator, federation: str, quiet: bool) -> None:
     """Show each round once it is over, and meanwhile what happens and how long the rest takes."""
-    pace: Pace | None = None
+    last = -1
     with Watcher(quiet=quiet) as watcher:
         for snapshot in follow(api, federation):
-            pace = pace or Pace(snapshot.rounds)
             newest = snapshot.round if snapshot.over else snapshot.round - 1
-            if not quiet and newest > pace.last:  # a report has megabytes with a thousand clients: once a round
-                for report in api.run(operations.rounds_after(federation, pace.last)):
-                    pace.add(report)
+            if not quiet and newest > last:  # a report has megabytes with a thousand clients: once a round
+                for report in api.run(operations.rounds_after(federation, last)):
+                    last = report.round
                     watcher.note(describe_round(report))
-            left = pace.left()
-            watcher.show(snapshot, f"about {duration(left)} left" if left is not None and not snapshot.over else "")
+            watcher.show(snapshot)
 
 
 def _steer(api: Coordinator, federation: str, verb: operations.Verb, as_json: bool) -> None:

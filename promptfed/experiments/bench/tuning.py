@@ -165,38 +165,21 @@ class Trials:
 
 
 def _trial(candidate: Candidate, result: FederationResult, seconds: float) -> Trial:
-    if result.federation.spec.task == "multi_label":
-        return _trial_of_several(candidate, result, seconds)
-    right: dict[str, dict[tuple[str, str], Floats]] = {"test": {}, f"test@{ZERO_SHOT}": {}}
-    own = [outcomes for outcomes in result.outcomes if outcomes.split in right]
+    price = costs(result.reports)
+    bytes_round = price["bytes_up"] + price["bytes_down"]
+    if result.federation.spec.task == "multi_label":  # each client's mean average precision is paired, as one number
+        told = [one for one in result.accuracies(result.round) if one.split == "test"]
+        precision = {(one.client, ""): np.array([one.accuracy]) for one in told}
+        zero_shot = {(one.client, ""): np.array([one.zero_shot]) for one in told if one.zero_shot is not None}
+        return Trial(candidate, result.round, precision, zero_shot, (), seconds, bytes_round)
+    answers: dict[str, dict[tuple[str, str], Floats]] = {"test": {}, f"test@{ZERO_SHOT}": {}}
+    own = [outcomes for outcomes in result.outcomes if outcomes.split in answers]
     for outcomes in own:
-        answers = np.equal(outcomes.labels, outcomes.predicted).astype(float)
-        right[outcomes.split][outcomes.client, outcomes.images] = answers
-    price = costs(result.reports)
-    return Trial(
-        candidate,
-        result.round,
-        right["test"],
-        right[f"test@{ZERO_SHOT}"],
-        tuple(outcomes.confidence for outcomes in own if outcomes.split == "test"),
-        seconds,
-        price["bytes_up"] + price["bytes_down"],
-    )
-
-
-def _trial_of_several(candidate: Candidate, result: FederationResult, seconds: float) -> Trial:
-    """With several labels per image the mean average precision of each client is paired, as one number."""
-    own = [told for told in result.accuracies(result.round) if told.split == "test"]
-    price = costs(result.reports)
-    return Trial(
-        candidate,
-        result.round,
-        {(told.client, ""): np.array([told.accuracy]) for told in own},
-        {(told.client, ""): np.array([told.zero_shot]) for told in own if told.zero_shot is not None},
-        (),
-        seconds,
-        price["bytes_up"] + price["bytes_down"],
-    )
+        hits = np.equal(outcomes.labels, outcomes.predicted).astype(float)
+        answers[outcomes.split][outcomes.client, outcomes.images] = hits
+    confidences = tuple(outcomes.confidence for outcomes in own if outcomes.split == "test")
+    right, template = answers.values()
+    return Trial(candidate, result.round, right, template, confidences, seconds, bytes_round)
 
 
 def has_diverged(error: CommandError) -> bool:
@@ -311,14 +294,13 @@ class Plan:
     """What may be tried: ``rates`` for every method (None: four decades around its default), under ``seeds``.
 
     A trial's seed draws the images that it holds out; four in a row hold out each quarter once. ``seconds`` limit the
-    search; ``bytes`` are those that one client may send and receive in all rounds of the chosen federation.
+    search.
     """
 
     methods: tuple[str, ...] = ()
     rates: tuple[float, ...] | None = None
     seeds: tuple[int, ...] = (12, 13, 14, 15)
     seconds: float = 300.0
-    bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -514,7 +496,7 @@ class _Race:
                 trials[0].rounds,
                 scores[candidate],
                 sum(trial.seconds for trial in trials),
-                self._bytes(trials[0]),
+                trials[0].bytes_round * self._runs.spec(candidate.method).rounds,
             )
             for candidate, trials in self.reached.items()
         ]
@@ -562,7 +544,7 @@ class _Race:
         return done
 
     def _try(self, candidate: Candidate, rounds: int, seeds: Sequence[int]) -> list[Trial]:
-        """The trials by seed; none for a method that cannot run, needs too many bytes, or has no learning rate."""
+        """The trials by seed; none for a method that cannot run or has no learning rate."""
         trials = []
         for seed in seeds:
             began = self._clock()
@@ -574,10 +556,6 @@ class _Race:
                 self.refused[candidate.method] = str(error)
                 return []
             self._took[candidate.method] = (self._clock() - began) / trials[-1].rounds
-        size, most = self._bytes(trials[0]), self._plan.bytes
-        if most is not None and size > most:
-            self.refused[candidate.method] = f"a client would send and receive {size:,.0f} bytes in all rounds"
-            return trials if candidate == self.default else []
         for other, before in self.reached.items():
             same = other.method == candidate.method and other.rate != candidate.rate
             if same and before[0].confidences == trials[0].confidences != ():
@@ -589,7 +567,3 @@ class _Race:
         if candidate == self.default or candidate in self.reached:
             return candidate.method in self.refused and candidate != self.default
         return candidate.method in self.refused or candidate.method in self.without_rate
-
-    def _bytes(self, trial: Trial) -> float:
-        """Bytes of a client in all rounds, both ways."""
-        return trial.bytes_round * self._runs.spec(trial.candidate.method).rounds

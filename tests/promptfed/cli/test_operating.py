@@ -240,17 +240,17 @@ def report(round: int, seconds: float | None, **more: Any) -> RoundSummary:
 def test_the_rest_takes_as_long_as_the_newest_rounds_took() -> None:
     now = 100.0
     pace = Pace(10, clock=lambda: now)
-    pace.add(report(0, 60.0))
+    pace.count(0, 60.0)
     assert pace.left() is None  # the first evaluation is no round
-    pace.add(report(1, 50.0))
+    pace.count(1, 50.0)
     for round in range(2, 7):
-        pace.add(report(round, 10.0))
+        pace.count(round, 10.0)
     assert pace.left() == 40.0  # four more, as the newest five: the slow first round no longer counts
     now += 7
     assert pace.left() == 33.0
     now += 100
     assert pace.left() == 30.0  # the open round is late; three more are to come
-    pace.add(report(10, 10.0))
+    pace.count(10, 10.0)
     assert pace.left() is None
 
 

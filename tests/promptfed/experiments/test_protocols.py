@@ -376,7 +376,6 @@ class Given:
 
     best: dict[str, float]
     peaks: dict[str, float]
-    bytes_round: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     ran: list[tuple[Candidate, int, int]] = field(default_factory=list)
     default: FederationSpec = field(
@@ -395,10 +394,7 @@ class Given:
         peak = self.peaks.get(candidate.method)
         off = abs(math.log10(candidate.rate / peak)) if peak else 0.0
         share = self.best[candidate.method] - off / 10
-        return Trial(
-            candidate, rounds, right(share), right(0.3), ((share,),), rounds,
-            self.bytes_round.get(candidate.method, 100),
-        )  # fmt: skip
+        return Trial(candidate, rounds, right(share), right(0.3), ((share,),), rounds, 100.0)
 
     def clock(self) -> float:
         return self.seconds
@@ -462,17 +458,6 @@ def test_the_best_of_a_first_rung_without_time_for_more_is_still_tried_to_the_en
     assert chosen.winner == Candidate("fedclip", 5e-3)
     assert {candidate for candidate, rounds, _ in runs.ran if rounds == 8} == {chosen.winner, chosen.default}
     assert chosen.untried > 0
-
-
-def test_a_method_that_sends_too_much_is_left_out() -> None:
-    methods = {"promptfl": 0.5, "fedclip": 0.8, "fedtaskres": 0.6}
-    runs = Given(methods, {"promptfl": 0.1, "fedclip": 1e-3, "fedtaskres": 0.1}, {"fedclip": 1000})
-    chosen = choose(runs, Plan(tuple(methods), seconds=1e6, bytes=7999), clock=runs.clock)
-    assert chosen.winner.method == "fedtaskres"
-    assert "8,000 bytes" in chosen.refused["fedclip"]
-    over = Given(methods, {"promptfl": 0.1, "fedclip": 1e-3, "fedtaskres": 0.1}, {"promptfl": 1000})
-    over.best["promptfl"] = 0.9
-    assert choose(over, Plan(tuple(methods), seconds=1e6, bytes=7999), clock=over.clock).winner.method == "fedclip"
 
 
 def test_a_method_without_a_rate_is_tried_once_in_a_rung() -> None:
