@@ -287,7 +287,7 @@ async def _follow(progress: ProgressCallback, api: AsyncCoordinator, federation:
     """
     last = None
     while True:
-        snapshot = Snapshot.of((await api.send(operations.get_summary(federation))).view)
+        snapshot = Snapshot.of((await api.send(operations.get_federation(federation))).view)
         if snapshot != last:
             progress(snapshot)
             last = snapshot
