@@ -14,7 +14,7 @@ import open_clip
 import pytest
 import torch
 
-from benchmarks import coordinator_load, gpu, players, step
+from benchmarks import coordinator_load, gpu, step
 from benchmarks import step as benchmark
 from benchmarks.flower import beside
 from benchmarks.gpu import with_words
@@ -264,7 +264,7 @@ def test_the_table_tells_the_median_of_repeats() -> None:
 
 
 def test_rounds_are_timed_each_and_all_together() -> None:
-    record = players.Record(spans=[(1, 0.0, 2.0), (1, 0.5, 3.0), (2, 5.0, 6.0), (2, 5.5, 7.0)])
+    record = coordinator_load.Record(spans=[(1, 0.0, 2.0), (1, 0.5, 3.0), (2, 5.0, 6.0), (2, 5.5, 7.0)])
     assert (record.seconds(), record.whole_seconds()) == (5.0, 7.0)
 
 

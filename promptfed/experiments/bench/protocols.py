@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean, harmonic_mean, pstdev
 from typing import Any, ClassVar
-from urllib.parse import quote
 
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError, Exit
@@ -27,7 +26,7 @@ class Setting:
     """A bench's data and their division over clients. Each of ``domains`` replaces ``{domain}`` in ``data``.
 
     ``target_images``: an unseen domain is tested on its ``test`` split or on ``all`` its images.
-    ``class_names``: domains have the ``same`` classes, or use the ``union`` or the ``intersection`` of theirs. Sources
+    ``class_names``: domains have the ``same`` classes, or use the ``union`` of theirs. Sources
     that draw their test images draw others for every seed, so that a spread over seeds includes their sampling.
     """
 
@@ -67,18 +66,13 @@ class Setting:
         return {domain: self.data[0].replace("{domain}", domain) for domain in self.domains}
 
 
-def without_options(uri: str, dropped: Callable[[str], bool]) -> str:
-    """A data URI without the options ``name=value`` for which ``dropped`` is true."""
-    address, _, query = uri.partition("?")
-    parts = [part for part in query.split("&") if part and not dropped(part)]
-    return f"{address}?{'&'.join(parts)}" if parts else address
-
-
 def with_target(uri: str, target: str | None) -> str:
     """``uri`` with ``{target}`` replaced; if ``target`` is None, without the options that hold it."""
     if target is not None:
         return uri.replace(UNSEEN_DOMAIN, target)
-    return without_options(uri, lambda option: UNSEEN_DOMAIN in option)
+    address, _, query = uri.partition("?")
+    parts = [part for part in query.split("&") if part and UNSEEN_DOMAIN not in part]
+    return f"{address}?{'&'.join(parts)}" if parts else address
 
 
 def with_options(uri: str, options: Mapping[str, Any]) -> str:
@@ -92,8 +86,8 @@ def with_options(uri: str, options: Mapping[str, Any]) -> str:
 
 _SHOWN = 5  # classes of one data set that an error lists
 _WAYS = (
-    "give --class-names union to tell all classes apart everywhere, or --class-names intersection to leave out those "
-    "that some lack; or name those to keep in the data URI, only=NAME,NAME"
+    "give --class-names union to tell all classes apart everywhere, or name those to keep in the data URI, "
+    "only=NAME,NAME"
 )
 
 
@@ -115,37 +109,20 @@ def forget_names() -> None:
     names_of.cache_clear()
 
 
-@dataclass(frozen=True)
-class LabelSpace:
-    """Class names, and the value of ``only=`` that cuts every data set to them (empty if none has others)."""
+def label_space(kind: str, first: str, uris: Mapping[str, str]) -> list[str]:
+    """The class names of the data sets ``uris`` (by name).
 
-    names: tuple[str, ...]
-    only: str = ""
-
-    def cut(self, uri: str) -> str:
-        """``uri`` with these classes only."""
-        if not self.only:
-            return uri
-        return with_options(without_options(uri, lambda option: option.startswith("only=")), {"only": self.only})
-
-
-def label_space(kind: str, first: str, uris: Mapping[str, str]) -> LabelSpace:
-    """The label space of the data sets ``uris`` (by name).
-
-    ``kind`` is ``same`` (the classes of the data set ``first``; no other data set may have more), ``union`` (all
-    classes, those of ``first`` in front) or ``intersection`` (the common classes, in the order of ``first``).
+    ``kind`` is ``same`` (the classes of the data set ``first``; no other data set may have more) or ``union`` (all
+    classes, those of ``first`` in front).
 
     Raises:
-        CommandError: with ``same``, data sets have classes that ``first`` lacks (the text names all); with
-            ``intersection``, fewer than two classes are common; or data cannot be used.
+        CommandError: with ``same``, data sets have classes that ``first`` lacks (the text names all); or data cannot be
+            used.
     """
     spaces = {name: names_of(uri) for name, uri in uris.items()}
     own = spaces[first]
     if kind == "union":
-        return LabelSpace(tuple(dict.fromkeys([*own, *(name for names in spaces.values() for name in names)])))
-    if kind == "intersection":
-        common = tuple(name for name in own if all(name in names for names in spaces.values()))
-        return _cut_to(common, any(len(names) > len(common) for names in spaces.values()))
+        return list(dict.fromkeys([*own, *(name for names in spaces.values() for name in names)]))
     problems = []
     for name, names in spaces.items():
         more = [class_name for class_name in names if class_name not in own]
@@ -154,18 +131,7 @@ def label_space(kind: str, first: str, uris: Mapping[str, str]) -> LabelSpace:
             problems.append(f"{name} has classes that {first} lacks ({shown})")
     if problems:
         raise CommandError(f"{'; '.join(problems)}: {_WAYS}", Exit.BAD_INPUT)
-    return LabelSpace(own)
-
-
-def _cut_to(common: tuple[str, ...], needed: bool) -> LabelSpace:
-    if len(common) < 2:
-        text = f"the data sets have {len(common)} class{'es' * (len(common) != 1)} in common, and two are needed"
-        raise CommandError(f"{text}: give --class-names union", Exit.BAD_INPUT)
-    with_comma = [name for name in common if "," in name]
-    if needed and with_comma:
-        text = f"the class {with_comma[0]!r} has a comma in its name, which only= cannot write: rename it"
-        raise CommandError(text, Exit.BAD_INPUT)
-    return LabelSpace(common, quote(",".join(common), safe=",") if needed else "")
+    return list(own)
 
 
 DOMAIN = "{domain}"
@@ -293,16 +259,16 @@ class LeaveOneDomainOut(Protocol):
         trials = []
         for target in self._targets(setting):
             uris = uris_beside(target, setting)
-            space = label_space(setting.class_names, target, uris)
-            unseen = setting.unseen(space.cut(uris[target]), seed)
+            names = label_space(setting.class_names, target, uris)
+            unseen = setting.unseen(uris[target], seed)
             tests = {TARGET: unseen} if personal else {}
             sites = [
-                Site(_client(domain), setting.uri(space.cut(uri), seed), tests=tests)
+                Site(_client(domain), setting.uri(uri, seed), tests=tests)
                 for domain, uri in uris.items()
                 if domain != target
             ]
             referees = [] if personal else [Site(_client(f"{TARGET}-{target}"), unseen, role="evaluator")]
-            trials.append(Trial(target, {"class_names": list(space.names)}, (*sites, *referees)))
+            trials.append(Trial(target, {"class_names": names}, (*sites, *referees)))
         return trials
 
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
@@ -346,8 +312,8 @@ class Personalisation(Protocol):
         if DOMAIN in data:
             if not setting.domains:
                 raise CommandError(f"{data} needs --domains", Exit.BAD_INPUT)
-            space = label_space(setting.class_names, setting.domains[0], setting.domain_uris())
-            uris = {domain: setting.uri(space.cut(uri), seed) for domain, uri in setting.domain_uris().items()}
+            names = label_space(setting.class_names, setting.domains[0], setting.domain_uris())
+            uris = {domain: setting.uri(uri, seed) for domain, uri in setting.domain_uris().items()}
         else:
             alpha = setting.alpha if setting.partition == "dirichlet" else None
             options = {"partition": setting.partition, "alpha": alpha, "clients": setting.clients}
@@ -355,9 +321,9 @@ class Personalisation(Protocol):
                 f"client{k:03}": setting.uri(data, seed, **options, partition_seed=seed, client=k)
                 for k in range(setting.clients)
             }
-            space = LabelSpace(names_of(data))
+            names = _names(data)
         sites = tuple(Site(_client(name), uri) for name, uri in uris.items())
-        return [Trial("all", {"class_names": list(space.names)}, sites)]
+        return [Trial("all", {"class_names": names}, sites)]
 
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
         """Statistics over the clients, with equal weights."""

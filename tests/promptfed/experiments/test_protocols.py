@@ -267,7 +267,7 @@ def test_domains_with_other_classes_are_all_told_before_anything_is_computed(tmp
         assert part in text
 
 
-def test_domains_are_told_apart_over_the_union_or_the_intersection(tmp_path: Path) -> None:
+def test_domains_are_told_apart_over_the_union(tmp_path: Path) -> None:
     setting = domain_folders(
         tmp_path, {"a": ("circle", "bar"), "b": ("circle", "bar", "cross"), "c": ("bar", "circle")}
     )
@@ -279,17 +279,6 @@ def test_domains_are_told_apart_over_the_union_or_the_intersection(tmp_path: Pat
         ["bar", "circle", "cross"],
     ]
     assert all("only=" not in site.data for trial in union for site in trial.sites)
-    shared = lodo.trials(replace(setting, class_names="intersection"), 0, True)
-    assert [trial.spec["class_names"] for trial in shared] == [["bar", "circle"]] * 3
-    for trial in shared:
-        for site in trial.sites:
-            assert open_source(site.data).class_names == ("bar", "circle")
-            assert open_source(site.tests["target"]).class_names == ("bar", "circle")
-    one = domain_folders(tmp_path / "one", {"a": ("circle", "bar"), "b": ("cross", "bar")})
-    with pytest.raises(CommandError, match="have 1 class in common"):
-        lodo.trials(replace(one, class_names="intersection"), 0, False)
-    [trial] = PROTOCOLS["personalisation"].trials(replace(setting, class_names="intersection"), 0, True)
-    assert trial.spec["class_names"] == ["bar", "circle"]
 
 
 def test_the_unseen_domain_of_a_folder_keeps_to_its_test_split_unless_told_otherwise(tmp_path: Path) -> None:
