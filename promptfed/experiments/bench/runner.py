@@ -38,12 +38,9 @@ VARIANT = "@"  # between the name of a test set and that of a further classifier
 
 
 class BenchRun(BaseModel):
-    """One federation: its entry, its clients' accuracies, its costs (of a client and round), and its provenance.
+    """One federation: its entry, its clients' accuracies, its costs (of a client and round), and its provenance."""
 
-    Files of earlier versions may lack fields that have a default, and may hold more fields.
-    """
-
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     label: str
     seed: int
@@ -53,7 +50,6 @@ class BenchRun(BaseModel):
     accuracies: list[Accuracy]
     rounds: int
     costs: dict[str, float]
-    measured: list[JsonObject] = []
     wall_seconds: float
     setup_seconds: float
     state_hash: str = ""
@@ -97,8 +93,6 @@ PACKAGES = ("promptfed", "torch", "open_clip_torch", "timm", "numpy", "pillow", 
 
 class ResultProvenance(BaseModel):
     """Versions of packages, and the machine without its owner's name or folders."""
-
-    model_config = ConfigDict(extra="allow")
 
     python: str
     packages: dict[str, str]
@@ -316,7 +310,6 @@ class Runner:
             accuracies=simulated.accuracies(),
             rounds=simulated.round,
             costs=costs(simulated.reports) | {"steps": steps},
-            measured=measured(simulated.reports),
             wall_seconds=round(simulated.wall_seconds, 3),
             setup_seconds=round(simulated.setup_seconds, 3),
             state_hash=simulated.state_hash,
@@ -366,13 +359,3 @@ def costs(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "seconds": fmean(per_client(metric("train_seconds"))),
         "trained": median(per_client(metric("trained_parameters"))),
     }
-
-
-def measured(reports: Sequence[Mapping[str, Any]]) -> list[JsonObject]:
-    """The method's measurements at the coordinator by phase, such as PLAN's attention shares."""
-    return [
-        {"round": report["round"], "phase": phase["phase"], **phase["measured"]}
-        for report in reports
-        for phase in report["phases"]
-        if any(phase["measured"].values())
-    ]

@@ -18,7 +18,7 @@ from promptfed.experiments.bench import runner as bench_module
 from promptfed.experiments.bench.entries import parse_entries
 from promptfed.experiments.bench.folder import BENCH_FILE, claim
 from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
-from promptfed.experiments.bench.runner import Bench, BenchRun, Runner, costs, data_hash, measured, read_run, write_json
+from promptfed.experiments.bench.runner import Bench, BenchRun, Runner, costs, data_hash, read_run
 from promptfed.experiments.bench.tables import TableRow, cell, markdown, rows_of, scores_of
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy
@@ -232,20 +232,6 @@ def test_novel_classes_are_never_those_that_the_uri_trains_on(tmp_path: Path) ->
         make_bench("base-to-novel", "coop", Setting((DATA + "&classes=base",)), "0", None, None, None)
 
 
-def test_a_run_of_another_version_is_kept_as_it_is(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """What it does not hold is not added, what it holds besides stays."""
-    path = next((finished[0] / "runs").glob("*.json"))
-    write_json(tmp_path / "again.json", read_run(path))
-    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
-    content = json.loads(path.read_text())
-    del content["measured"], content["provenance"]["python"]
-    content["colour"] = "red"
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    (tmp_path / "other.json").write_text(text)
-    write_json(tmp_path / "again.json", read_run(tmp_path / "other.json"))
-    assert (tmp_path / "again.json").read_text() == text
-
-
 @pytest.mark.parametrize("content", ["{}", "[]", "{"])
 def test_a_file_that_is_no_result_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "run.json"
@@ -347,13 +333,6 @@ def test_the_hash_of_the_data_is_of_names_labels_and_pixels_of_both_splits() -> 
     hashes = {name: data_hash({"a": one}) for name, one in fewer.items()}
     assert len({data_hash({"a": whole}), data_hash({"b": whole}), *hashes.values()}) == 6
     assert data_hash({"a": open_source(DATA)}) == data_hash({"a": whole})
-
-
-def test_what_methods_measure_is_kept_by_round_and_phase() -> None:
-    nothing, shares = {"phase": {}, "clients": {}}, {"phase": {"spread": 0.1}, "clients": {"a": {"gamma": 0.6}}}
-    phases = [{"phase": "prompts", "measured": nothing}, {"phase": "aggregators", "measured": shares}]
-    reports = [{"round": 0, "phases": []}, {"round": 1, "phases": phases}]
-    assert measured(reports) == [{"round": 1, "phase": "aggregators", **shares}]
 
 
 def test_on_a_gpu_it_finds_what_it_finds_on_the_cpu(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
