@@ -326,10 +326,7 @@ def show_presences(figures: PresenceFigures, uri: str, as_json: bool) -> None:
         return
     row = ["mean average precision", percent(figures.zero_shot), percent(figures.mean_average_precision)]
     console.print(table(f"{counted(figures.images, 'image')} of {uri}", ["", "zero-shot", "adapted"], [row]))
-    rows = [
-        [one.name, str(one.positives), *(interval_text(getattr(one, key)) for key in POOLED)] for one in figures.classes
-    ]
-    console.print(table("Each class, 95 % intervals", ["class", "images", *POOLED.values()], rows))
+    console.print(_class_table("Each class, 95 % intervals", figures.classes))
     show_subgroups(figures.subgroups)
 
 
@@ -399,13 +396,13 @@ def _show(figures: ScoreFigures, uri: str) -> None:
     rows = [[title, *(_cell(scored, key) for scored in (figures.zero_shot, figures))] for key, title in FIGURES.items()]
     console.print(table(f"{counted(figures.images, 'image')} of {uri}", ["", "zero-shot", "adapted"], rows))
     if len(figures.classes) <= SHOWN:
-        console.print(_class_table(figures.classes))
+        console.print(_class_table("Each class against the rest, 95 % intervals", figures.classes))
     show_subgroups(figures.subgroups)
 
 
-def _class_table(classes: Sequence[ClassFigures]) -> Table:
+def _class_table(title: str, classes: Sequence[ClassFigures]) -> Table:
     rows = [[one.name, str(one.positives), *(interval_text(getattr(one, key)) for key in POOLED)] for one in classes]
-    return table("Each class against the rest, 95 % intervals", ["class", "images", *POOLED.values()], rows)
+    return table(title, ["class", "images", *POOLED.values()], rows)
 
 
 FIGURES = {
