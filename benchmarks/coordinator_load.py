@@ -29,14 +29,15 @@ import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from benchmarks.flower import beside
-from benchmarks.flower.beside import ROUNDS
+from benchmarks.flower.beside import ROUNDS, SHAPES
 from benchmarks.harness import (
     allow_many_connections,
     coordinator,
@@ -47,7 +48,9 @@ from benchmarks.harness import (
     table,
     write,
 )
-from benchmarks.players import SHAPES, Connection, Operator, Player, Record, operator_of
+from promptfed.shared.spec.section import PROTOCOL, VERSION
+from promptfed.testing.clients import content_digest, enrolment, secret_of
+from tests.support.coordinators import CoordinatorProcess
 from tests.support.postgres import PostgresServer
 
 CASES = ((32, 10), (32, 100), (32, 1000), (5120, 10), (5120, 100))
@@ -55,25 +58,210 @@ ENROLLING = 100  # clients that enrol at once
 WHOLE_SECONDS = 300.0
 
 
-class LoadClient(Player):
-    """A player that waits for tasks on its own connection."""
+FEDERATION = "load"
+PATH = f"/v1/federations/{FEDERATION}"
+EVALUATION = {"splits": {"test": {"accuracy": 0.5, "num_samples": 10}}}
+
+
+class Connection:
+    """A keep-alive HTTP/1.1 connection. It uses no HTTP library, whose CPU time would disturb the measurement."""
+
+    def __init__(self, port: int):
+        self._port = port
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(
+        self, token: str, verb: str, path: str, body: bytes = b"", **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of the answer to a request with this bearer token."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 16)
+        reader, writer = self._streams
+        lines = [
+            f"{verb} {path} HTTP/1.1",
+            "Host: 127.0.0.1",
+            f"Authorization: Bearer {token}",
+            f"{PROTOCOL}: {VERSION}",
+        ]
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        lines += [f"Content-Length: {len(body)}", "", ""]
+        writer.write("\r\n".join(lines).encode() + body)  # one system call, as in gRPC clients
+        await writer.drain()
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        received = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+        if received.get("transfer-encoding") == "chunked":
+            return int(head[0].split()[1]), received, await read_chunks(reader)
+        content = await reader.readexactly(int(received.get("content-length", 0)))
+        return int(head[0].split()[1]), received, content
+
+    async def expect(self, wanted: int, token: str, verb: str, path: str, body: object = None) -> bytes:
+        """Send ``body`` as JSON; the answer's body. SystemExit for another status than ``wanted``."""
+        headers = {"Content_Type": "application/json"} if body is not None else {}
+        sent = json.dumps(body).encode() if body is not None else b""
+        status, _, content = await self.ask(token, verb, path, sent, **headers)
+        if status != wanted:
+            raise SystemExit(f"{verb} {path} is answered {status}: {content[:500]!r}")
+        return content
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another one."""
+        if self._streams is not None:
+            self._streams[1].close()
+        self._streams = None
+
+
+async def read_chunks(reader: asyncio.StreamReader) -> bytes:
+    """The body of an answer with chunked transfer encoding."""
+    chunks = []
+    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+        chunks.append((await reader.readexactly(size + 2))[:-2])
+    await reader.readuntil(b"\r\n")
+    return b"".join(chunks)
+
+
+@dataclass
+class Record:
+    """What all players of a run have measured.
+
+    ``spans``: round, time of the task and time of the 201 of each update. ``accepted``: seconds from the first byte of
+    an update to its 201. ``too_many``: number of answers 503 to an update.
+    """
+
+    spans: list[tuple[int, float, float]] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)
+    too_many: int = 0
+
+    def rounds(self) -> dict[int, list[tuple[float, float]]]:
+        """Times of the task and of the 201 of each update, by round."""
+        spans: dict[int, list[tuple[float, float]]] = {}
+        for number, begun, ended in self.spans:
+            spans.setdefault(number, []).append((begun, ended))
+        return spans
+
+    def seconds(self) -> float:
+        """Seconds of all rounds, each from its first task to its last 201."""
+        return sum(max(end for _, end in spans) - min(begin for begin, _ in spans) for spans in self.rounds().values())
+
+    def whole_seconds(self) -> float:
+        """Seconds from the first round's first task to the last round's last 201."""
+        return max(ended for _, _, ended in self.spans) - min(begun for _, begun, _ in self.spans)
+
+
+class LoadClient:
+    """A client that waits for tasks on its own connection. Its updates have the shape ``SHAPES[kilobytes]``."""
 
     def __init__(self, port: int, number: int, kilobytes: int, record: Record):
-        super().__init__("load", number, kilobytes, record)
-        self.http = Connection(port)
+        self.name, self.record, self._shape = f"client-{number:05}", record, SHAPES[kilobytes]
+        self.http, self._secret, self._change = Connection(port), secret_of(self.name), change_of(kilobytes)
+
+    async def enrol(self, http: Connection, token: str) -> None:
+        body = enrolment(self.name, backbone_shape={"d_t": self._shape[1], "d_e": 8})
+        await http.expect(201, token, "POST", f"{PATH}/clients", body)
 
     async def work(self) -> None:
         """Answer tasks until the federation has ended."""
         while (task := await self.next_task()) is not None:
-            await self.answer(self.http, task)
+            await self.answer(task)
         self.http.close()
 
     async def next_task(self) -> dict[str, Any] | None:
         """The next task; None once the federation has ended."""
         while True:
-            status, task = await self.poll(self.http, 30)
+            status, _, body = await self.http.ask(self._secret, "GET", f"{PATH}/task?wait=30")
+            if status not in (200, 204, 410):
+                raise SystemExit(f"a poll is answered {status}: {body[:500]!r}")
             if status != 204:
-                return task if status == 200 else None
+                return dict(json.loads(body)) if status == 200 else None
+
+    async def answer(self, task: dict[str, Any]) -> None:
+        """Fetch the payload, and send the update or the evaluation."""
+        begun, path = time.perf_counter(), f"{PATH}/tasks/{task['task_id']}"
+        payload = await self.http.expect(200, self._secret, "GET", f"{path}/payload")
+        if len(payload) != task["payload"]["bytes"]:
+            raise SystemExit("a payload is cut off")
+        if task["kind"] == "train":
+            ended = await self._send(f"{path}/update", task, payload)
+            self.record.spans.append((task["round"], begun, ended))
+        else:
+            await self.http.expect(201, self._secret, "PUT", f"{path}/evaluation", EVALUATION)
+
+    async def _send(self, path: str, task: dict[str, Any], payload: bytes) -> float:
+        """Send the update until it is accepted; the time of the 201."""
+        update = self._update(task, payload)
+        digest = content_digest(update)
+        while True:
+            begun = time.perf_counter()
+            status, headers, body = await self.http.ask(self._secret, "PUT", path, update, Content_Digest=digest)
+            if status == 201:
+                ended = time.perf_counter()
+                self.record.accepted.append(ended - begun)
+                return ended
+            if status != 503:
+                raise SystemExit(f"an update is answered {status}: {body[:500]!r}")
+            self.record.too_many += 1
+            await asyncio.sleep(float(headers["retry-after"]))
+
+    def _update(self, task: dict[str, Any], payload: bytes) -> bytes:
+        # The same change from whatever was received: from a fixed place, late ones would swing ever further.
+        content = (self._change + np.frombuffer(payload[-self._change.nbytes :], np.float32)).tobytes()
+        about = {"metrics": {"loss": 0.5}, "payload_sha256": task["payload"]["sha256"], "task_id": task["task_id"]}
+        tensor = {"dtype": "F32", "shape": self._shape, "data_offsets": [0, len(content)]}
+        header = json.dumps({"__metadata__": {"promptfed": json.dumps(about)}, "context": tensor}).encode()
+        header += b" " * (-len(header) % 8)
+        return len(header).to_bytes(8, "little") + header + content
+
+
+@cache
+def change_of(kilobytes: int) -> np.ndarray:
+    """The change of every update of this size."""
+    change: np.ndarray = 1e-3 * np.random.default_rng(0).standard_normal(SHAPES[kilobytes], dtype=np.float32)
+    return change.reshape(-1)
+
+
+@dataclass
+class Operator:
+    """The operator of one federation, with its own connection."""
+
+    port: int
+    token: str
+
+    def __post_init__(self) -> None:
+        self._http = Connection(self.port)
+
+    async def create(self, kilobytes: int, clients: int) -> str:
+        """Create the federation; its enrolment token. It evaluates only before and after all rounds."""
+        spec = {
+            "name": FEDERATION,
+            "method": {"name": "promptfl", "m": SHAPES[kilobytes][0]},
+            "rounds": ROUNDS[clients],
+            "participation": {"min_clients": clients, "deadline_seconds": 600},
+            "evaluation": {"every": ROUNDS[clients]},
+            "retention": "last_round",
+        }
+        await self._http.expect(201, self.token, "POST", "/v1/federations", spec)
+        return str((await self._json(201, "POST", "/enrolment-tokens", {"uses": clients}))["token"])
+
+    async def start(self) -> None:
+        self._http.close()  # it may be idle for longer than the coordinator keeps a connection
+        await self._json(200, "POST", "/start")
+
+    async def check_finished(self) -> None:
+        """SystemExit unless the federation has finished."""
+        self._http.close()
+        state = (await self._json(200, "GET", ""))["state"]
+        self._http.close()
+        if state != "finished":
+            raise SystemExit(f"the federation is {state}")
+
+    async def _json(self, wanted: int, verb: str, path: str, body: object = None) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(await self._http.expect(wanted, self.token, verb, PATH + path, body))
+        return content
+
+
+def operator_of(process: CoordinatorProcess) -> Operator:
+    """The operator at this coordinator."""
+    token = process.operator["Authorization"].removeprefix("Bearer ")
+    return Operator(int(process.url.rsplit(":", 1)[1]), token)
 
 
 async def play(
@@ -120,7 +308,7 @@ def measure(options: Sequence[str], size: int, count: int) -> dict[str, Any]:
             cpu.append(cpu_seconds_of(process.pid))
 
         async def burst() -> float:
-            token = await operator.create(size, count, ROUNDS[count], deadline=600, retention="last_round")
+            token = await operator.create(size, count)
             clients = [LoadClient(operator.port, number, size, record) for number in range(count)]
             enrolling, _ = await play(operator, token, clients, WHOLE_SECONDS, note_cpu)
             await note_cpu()

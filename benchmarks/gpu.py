@@ -166,9 +166,9 @@ class PlainLoop:
         self._scaler.update()
 
 
-def _step_task(backbone: Backbone, name: str, classes: int, folder: Path) -> Task:
+def step_task(backbone: Backbone, name: str, classes: int) -> Task:
     """A task on one batch whose features and pixels are on the device."""
-    task = make_task(backbone, "promptfl", classes, BATCH, folder)
+    task = make_task(backbone, "promptfl", classes, BATCH)
     kept = task.kept
     task.kept = replace(kept, encoded=kept.encoded.to(backbone.device), pixels=kept.pixels.to(backbone.device))
     if name == "plan":  # without the global prediction, which no plain loop has
@@ -193,15 +193,14 @@ def beside(backbones: Mapping[Precision, Backbone], name: str, classes: int, cou
             found[f"{way}, MiB"] = torch.cuda.max_memory_allocated() >> 20
 
     for precision, backbone in backbones.items():
-        with tempfile.TemporaryDirectory() as folder:
-            task = _step_task(backbone, name, classes, Path(folder))
-            kept = replace(task.kept, steps=counts[0])
-            ours = "ours" if precision == "fp32" else f"ours {precision}"
-            measured(ours, lambda: task.train(kept, NO_RATE, backbone), counts[0], backbone.device)  # noqa: B023
-            for way, autocast in {"plain": False, "plain fp16": True}.items():
-                if precision == "fp32" and (not autocast or backbone.device.type == "cuda"):
-                    loop = PlainLoop(task, PROMPTS[name], name == "plan", autocast)
-                    measured(way, partial(loop.steps, counts[1]), counts[1], backbone.device)
+        task = step_task(backbone, name, classes)
+        kept = replace(task.kept, steps=counts[0])
+        ours = "ours" if precision == "fp32" else f"ours {precision}"
+        measured(ours, partial(task.train, kept, NO_RATE, backbone), counts[0], backbone.device)
+        for way, autocast in {"plain": False, "plain fp16": True}.items():
+            if precision == "fp32" and (not autocast or backbone.device.type == "cuda"):
+                loop = PlainLoop(task, PROMPTS[name], name == "plan", autocast)
+                measured(way, partial(loop.steps, counts[1]), counts[1], backbone.device)
     found["ratio"] = round(found["ours, s"] / found["plain, s"], 3)
     if "plain fp16, s" in found and "ours bf16, s" in found:
         found["ratio of 16 bits"] = round(found["ours bf16, s"] / found["plain fp16, s"], 3)
@@ -360,67 +359,22 @@ def conducted(
 
 PAGE = DOCS / "results" / "gpu.md"
 NUMBERS = PAGE.with_suffix(".jsonl")
-HEAD = """# On a GPU
-
-What a GPU changes, measured by one command of at most ten minutes. It needs promptfed and this repository, no network
-and no weights: those of ViT-B/16, L/14 and SigLIP SO400M are drawn at random, since neither time nor memory depends on
-their values.
-
-```
-python -m benchmarks.gpu                        # or --parts methods steps: each case is kept as soon as it is measured
-python -m benchmarks.gpu --page
-```
-"""
-FIRST = """
-## The first run
-
-On 2026-11-26, on one H100 (80 GB, 16 CPU cores, torch 2.11), of commit 7368013d.
-
-No method ran: memory that shares itself, an expanded picture, was pinned. With a copy before the pinning, a step took
-98 ms, of which 8.6 were kernels, where a plain loop took 24 to 43. Features came at 229 pictures a second, where the
-bare tower reaches 917 (fp32, batches of 32). A federation of two rounds with 12 images took 9 s.
-
-## What the runs after it showed
-
-The tables are of 2026-11-27, of six calls on H200s, with changes between them; the last case of a kind counts. Seconds
-of a step count the recording of its task's CUDA graph. Those of 1,000 classes are of 200 steps, of a later call than
-its plain loops. Distances and features are of a script of our own with this one's functions.
-
-- All 37 methods run whole on ViT-B/16. Of the 27 with a state that were run on the CPU too, 16 differ from it by at
-  most 1e-5 of a tensor's largest entry, and 22 by at most 6e-4. pFedPG, FedTaskRes, FedLoRA and FedPR differ by 2e-3
-  to 8e-3, and the adapter of fedclipadapter by 0.27; on a CPU alone it moves by 5e-4 if features are changed by 3e-7.
-  A cause was found: features were computed with convolutions in TF32, torch's default, before the first task had set
-  the spec's precision. They follow the spec now, which was not measured again.
-- At first no step was replayed: the seed of the attention's dropout, which nothing sets or reads without dropout,
-  differed from step to step. Without it a step of PromptFL with 100 classes fell from 21 to 6 ms (8.5 with its
-  recording); the faster plain loop takes 55. PLAN's 77 ms are kernels of float32; its plain loop takes 86.
-- Features came at 112 pictures a second: the processes that read images imported pydicom, which was not installed, and
-  one process read all of them. Mended, they come at 994 a second in float32, 0.91 of the bare tower, and at 2,024 in
-  bf16, 0.48 of it. 16 cores decode and scale 3,800 a second; the pipeline without a tower took 2,490. Pixels go
-  straight into their batch since then.
-- Half the time of a federation with large messages went into hashing files that had just been hashed: FedAvg's two
-  rounds took 36 s. The coordinator reads a file again only once it was written to.
-- A federation of PromptFL of two rounds and 12 images takes 1.1 s in a warm process; the first run's took 9 s.
-- A hundred clients take 1.025 of one client's device memory. With one or two steps for each task the device is busy for
-  4 % of the rounds; with 80 steps, each an epoch, for 43 %, since losses are read after each epoch and each task warms
-  up and records anew. 60 % was not reached.
-- A device too small for a batch of 256 images could not compute features. Such a batch is computed in halves now, which
-  has not been tried on a GPU.
-"""
+BEGIN, END = "<!-- tables -->\n", "<!-- end of the tables -->\n"
 Case = Mapping[str, Any]
 
 
-def page(numbers: Mapping[str, Any]) -> str:
-    """The whole page."""
+def page(numbers: Mapping[str, Any], text: str) -> str:
+    """The page ``text`` with the tables of the numbers between its two marks."""
     about = numbers["about"]
-    lines = [HEAD, f"Device: {about['device']}, torch {about['torch']}; {numbers['seconds']:.0f} s in all.", ""]
+    lines = [f"Device: {about['device']}, torch {about['torch']}; {numbers['seconds']:.0f} s in all.", ""]
     if numbers["smoke"]:
         lines += ["This was a smoke run on the embedded backbone: it shows that all parts run, and nothing else.", ""]
     parts = numbers["parts"]
     lines += ["## Methods", "", _methods(parts.get("methods", {})), ""]
     for title, name in TITLES.items():
         lines += [f"## {title}", "", _cases(parts.get(name, {})), ""]
-    return "\n".join(lines) + FIRST
+    before, _, after = text.partition(BEGIN)
+    return before + BEGIN + "\n".join(lines) + "\n" + END + after.partition(END)[2]
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -865,7 +819,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--model", help="run one part with this backbone, in this process")
     options = command.parse_args(arguments)
     if options.page:
-        PAGE.write_text(page(read(options.out)))
+        PAGE.write_text(page(read(options.out), PAGE.read_text()))
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here: --device cpu --smoke shows that all parts run", file=sys.stderr)

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.players import SHAPES
-
 CLIENTS = {"flower": "own-clients", "flower_lean": "lean-clients"}
 """The kinds of Flower clients, by the name of their cases in the results: see ``benchmarks/flower/server.py``."""
 ROUNDS = {10: 20, 100: 5, 1000: 2}
+SHAPES = {1: (1, 256), 32: (16, 512), 5120: (64, 20480)}  # KB: m and d_t of the float32 context that every update holds
 MOST_KILOBYTES = 32  # only small updates are compared
 MOST_OWN_CLIENTS = 100  # a thousand in one process did not end two rounds within five minutes
 WANTED = "flwr>=1.41,<1.43"

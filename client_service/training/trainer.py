@@ -193,7 +193,6 @@ class TaskWork:
         self.evaluation = Evaluation(self.data, self.name, self.record, self.agreement.figures)
         self._told = False  # what augmentation costs
         self._kept_back: set[str] = set()
-        self.evaluated: Serving | None = None  # the last evaluation's payload
         self.progress: float | None = None  # the part of the present task's steps that is done
 
     @property
@@ -297,7 +296,6 @@ class TaskWork:
             keep_round(self.state, task.round) if task.selected is None else select_round(self.state, task.selected)
         serving = Serving(task.round if task.selected is None else task.selected, task.phase, task.config, payload)
         served, parts = self._serve(serving, cancelled)
-        self.evaluated = serving
         if self.predictor is not None:
             self.state.save_serving(serving)
         if self.withholds:
@@ -377,10 +375,6 @@ class TaskWork:
         serving = self.state.serving() if self.predictor is not None else None
         if serving is not None:
             self._serve(serving, cancelled)
-
-    def served(self) -> ServedParts | None:
-        """What the last evaluation's classifier was made of; None before the first one."""
-        return None if self.evaluated is None else self._serve(self.evaluated, lambda: False)[1]
 
     def _serve(self, serving: Serving, cancelled: Cancelled) -> tuple[Served, ServedParts]:
         method, context = self._context(serving.config, serving.round, serving.phase, cancelled)

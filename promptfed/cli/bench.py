@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from string import ascii_lowercase
 
 from pydantic import BaseModel
 from rich.markup import escape
@@ -18,44 +15,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from promptfed.cli.bench_options import BenchOptions
 from promptfed.cli.common import refuse
 from promptfed.experiments.bench.entries import RawSpec, parse_entries
-from promptfed.experiments.bench.folder import (
-    SHARE,
-    Grid,
-    Swept,
-    claim,
-    left,
-    rates_of,
-    results_csv,
-    resumed,
-    sweep,
-    sweep_table,
-)
+from promptfed.experiments.bench.folder import claim
 from promptfed.experiments.bench.plots import draw
 from promptfed.experiments.bench.presets import REDUCED_SEEDS, SEEDS, embedded_presets, preset_names, read_preset
 from promptfed.experiments.bench.protocols import KNOWN, Setting
 from promptfed.experiments.bench.runner import Bench, BenchRun, Job, ResultProvenance, Runner, provenance, write_json
 from promptfed.experiments.bench.tables import (
-    Matrix,
+    COSTS,
     Measures,
     TableRow,
     cells,
     interleaved,
     markdown,
-    matrices_of,
-    matrix_table,
     measures_of,
     measures_table,
     rows_of,
 )
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import console, messages, note, print_json, read_spec, say, table, whole_numbers, write_file
-from promptfed.sdk.progress import duration
-from promptfed.sdk.result import Accuracy
-from promptfed.shared.api.report_schemas import Reached, falling, movement, near_chance, noise_of, rising
+from promptfed.shared.api.report_schemas import near_chance
 from promptfed.shared.spec.spec import AllowedBackbones
-
-LONG_LABEL, LONG_HEADER = 16, 14  # characters, beyond which a narrow table has an alias
-_BORDERS = 3  # columns of the terminal that a cell takes beside its text
 
 
 def run_shown(bench: Bench, runner: Runner) -> list[BenchRun]:
@@ -71,134 +50,37 @@ def run_shown(bench: Bench, runner: Runner) -> list[BenchRun]:
     )
     jobs = bench.jobs()
     claim(runner.out, bench)
-    resuming = resumed(jobs, runner)
-    if resuming is not None:
-        note(resuming)
-    time_left = _TimeLeft(jobs, runner)
+    finished = sum(runner.path(job).exists() for job in jobs)
+    if finished:
+        note(f"{finished} of {len(jobs)} federations are done in {runner.out}")
     with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
         bar = progress.add_task("", total=None)
 
         def show(done: int, total: int, job: Job) -> None:
             progress.update(bar, completed=done, total=total, description=escape(job.title))
             if not messages.is_terminal:
-                text = f"{done + 1} of {total}: {job.title}"
-                note(text + time_left.remark(done))
+                note(f"{done + 1} of {total}: {job.title}")
 
         return runner.run_all(jobs, show)
 
 
-class _TimeLeft:
-    """The time that the rest takes, computed only now and then, since it reads all finished runs."""
-
-    def __init__(self, jobs: Sequence[Job], runner: Runner) -> None:
-        self._jobs, self._runner, self._next = jobs, runner, 0.0
-
-    def remark(self, done: int) -> str:
-        """The end of a line of progress: how long this federation and the following ones will take."""
-        if done == 0 or time.monotonic() < self._next:
-            return ""
-        began = time.monotonic()
-        _, seconds = left(self._jobs, self._runner)
-        self._next = began + max(10.0, 50 * (time.monotonic() - began))
-        return "" if not seconds else f" (about {duration(seconds)} left)"
-
-
-def show_table(header: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> None:
-    """The table, in several one below the other where it is wider than ``width``, and a legend of its aliases."""
-    parts, legend = fitted(header, lines, width)
-    for columns, rows in parts:
-        console.print(table(None, columns, rows))
-    for line in legend:
-        say(line)
-
-
 def remarks_on(runs: Sequence[BenchRun]) -> list[str]:
-    """Remarks on the clients' own test images: on zero-shot by class count and backbone, then on each entry."""
+    """Remarks on zero-shot near chance on the clients' own test images, by class count and backbone."""
     templates: dict[tuple[int, str], list[float]] = {}
-    entries: dict[str, list[BenchRun]] = {}
     best: dict[tuple[int, str], float] = {}  # the mean accuracy of the best run
     for run in runs:
-        entries.setdefault(run.label, []).append(run)
         names, backbone = run.spec.get("class_names"), run.spec.get("backbone")
         if isinstance(names, list) and isinstance(backbone, dict):
             known = [row for row in run.last() if row.split == "test" and row.zero_shot is not None]
             key = len(names), str(backbone.get("model"))
             templates.setdefault(key, []).extend(row.zero_shot or 0.0 for row in known)
             best[key] = max(best.get(key, 0.0), fmean(row.accuracy for row in known) if known else 0.0)
-    chance = [near_chance(fmean(values), *key, best.get(key, 0.0)) for key, values in templates.items() if values]
-    return [*chain.from_iterable(chance), *chain.from_iterable(map(_of_entry, entries.values()))]
-
-
-def _of_entry(runs: Sequence[BenchRun]) -> list[str]:
-    """Remarks on an entry by the mean over its runs (seeds and trials), as far as these know: they keep no losses."""
-    training = runs[0].spec.get("training")
-    rate = training.get("learning_rate") if isinstance(training, dict) else None
-    if not isinstance(rate, float):
-        return []
-    own = [(run, row) for run in runs for row in run.accuracies if row.role == "trainer" and row.split == "test"]
-    last: dict[str, list[Accuracy]] = {}
-    by_round: dict[int, list[float]] = {}
-    for run, row in own:
-        by_round.setdefault(row.round, []).append(row.accuracy)
-        if row.round == run.rounds and row.zero_shot is not None:
-            last.setdefault(row.client, []).append(row)
-    if not last:
-        return []
-    sites = {
-        client: Reached(
-            fmean(row.accuracy for row in rows),
-            fmean(row.zero_shot or 0.0 for row in rows),
-            sum(row.num_samples for row in rows),
-        )
-        for client, rows in last.items()
-    }
-    gain = fmean(site.accuracy - (site.zero_shot or 0.0) for site in sites.values())
-    means = {round: fmean(values) for round, values in by_round.items()}
-    noise = noise_of(
-        fmean(site.zero_shot or 0.0 for site in sites.values()), sum(site.images for site in sites.values())
-    )
-    said = [*movement(gain, [], rate, runs[0].rounds, noise), *falling(sites, rate), *rising(means, noise)]
-    return [f"{runs[0].label}: {remark}" for remark in said]
-
-
-Part = tuple[list[str], list[list[str]]]
-
-
-def fitted(header: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> tuple[list[Part], list[str]]:
-    """The table in parts of at most ``width`` characters, each with the rows' names, and a legend of aliases.
-
-    Long names become letters, long headers numbered ones, and only where the table as it is does not fit.
-    """
-    whole = list(header), [list(line) for line in lines]
-    if _width(*whole) <= width:
-        return [whole], []
-    names = {line[0]: letters(number) for number, line in enumerate(lines) if len(line[0]) > LONG_LABEL}
-    titles = {title: f"c{number}" for number, title in enumerate(header) if len(title) > LONG_HEADER}
-    short = [titles.get(title, title) for title in header]
-    rows = [[names.get(line[0], line[0]), *line[1:]] for line in lines]
-    parts: list[Part] = []
-    columns: list[int] = []
-    for column in range(1, len(short)):
-        if columns and _width(*_chosen(short, rows, [0, *columns, column])) > width:
-            parts.append(_chosen(short, rows, [0, *columns]))
-            columns = []
-        columns.append(column)
-    parts.append(_chosen(short, rows, [0, *columns]))
-    return parts, [f"{alias} = {name}" for name, alias in {**titles, **names}.items()]
-
-
-def letters(number: int) -> str:
-    """``a`` to ``z``, then ``aa`` and so on."""
-    rest, last = divmod(number, len(ascii_lowercase))
-    return (letters(rest - 1) if rest else "") + ascii_lowercase[last]
-
-
-def _chosen(header: Sequence[str], rows: Sequence[Sequence[str]], columns: Sequence[int]) -> Part:
-    return [header[column] for column in columns], [[row[column] for column in columns] for row in rows]
-
-
-def _width(header: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    return 1 + sum(max(len(row[k]) for row in [header, *rows]) + _BORDERS for k in range(len(header)))
+    return [
+        remark
+        for key, values in templates.items()
+        if values
+        for remark in near_chance(fmean(values), *key, best.get(key, 0.0))
+    ]
 
 
 EVALUATIONS = 10  # of a federation beside the first: a curve, for a tenth of what evaluating each round may cost
@@ -234,11 +116,7 @@ def run_bench(
     if protocol.startswith("paper:"):
         run_preset(protocol, options.root, seeds, runner, spec, rounds, as_json)
         return
-    bench = make_bench(protocol, options.methods, setting, seeds, spec, rounds, options.m, options.steps)
-    grid = grid_of(options.sweep, options.sweep_seeds, bench, written)
-    if grid is not None:
-        bench = run_sweep(replace(bench, setting=replace(setting, validation=None)), grid, runner, as_json)
-    run_and_show(bench, runner, as_json)
+    run_and_show(make_bench(protocol, options.methods, setting, seeds, spec, rounds, options.m), runner, as_json)
 
 
 def setting_of(options: BenchOptions) -> Setting:
@@ -252,23 +130,12 @@ def setting_of(options: BenchOptions) -> Setting:
         "domains": _names(options.domains),
         "targets": _names(options.targets),
         "curve": whole_numbers(options.curve, "--curve"),
-        "domain_words": _words(options.domain_words or ()),
     }
     return Setting(**{field.name: getattr(options, field.name) for field in fields(Setting)} | lists)
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _words(given: Sequence[str]) -> dict[str, str]:
-    words = {}
-    for text in given:
-        name, equals, description = text.partition("=")
-        if not equals or not description.strip() or name in words:
-            raise CommandError(f"--domain-words {text!r}: write NAME=WORDS, once for each name", Exit.BAD_INPUT)
-        words[name] = description
-    return words
 
 
 def refuse_unused(protocol: str, setting: Setting, written: Set[str]) -> None:
@@ -298,7 +165,6 @@ def make_bench(
     spec: Path | None,
     rounds: int | None,
     m: int | None,
-    steps: int | None = None,
 ) -> Bench:
     """The bench that the command line describes.
 
@@ -312,10 +178,8 @@ def make_bench(
     if not setting.data:
         raise CommandError("no data is given: write --data symbols:neon", Exit.BAD_INPUT)
     _check(protocol, setting)
-    if steps is not None and rounds is not None:
-        raise CommandError("--steps and --rounds both say how long to train: give one of them", Exit.BAD_INPUT)
     base = _base(spec, rounds)
-    return Bench(KNOWN[protocol], parse_entries(methods), setting, numbers, base, m, steps, evaluations=EVALUATIONS)
+    return Bench(KNOWN[protocol], parse_entries(methods), setting, numbers, base, m, evaluations=EVALUATIONS)
 
 
 def _check(protocol: str, setting: Setting) -> None:
@@ -348,15 +212,6 @@ class BenchResults(BaseModel):
     runs: list[BenchRun]
     provenance: ResultProvenance
     measures: list[Measures] = []
-    matrices: list[Matrix] = []
-
-
-class SweepRecord(BaseModel):
-    """``sweep.json``."""
-
-    seeds: list[int]
-    validation: float
-    rows: list[Swept]
 
 
 @dataclass(frozen=True)
@@ -381,39 +236,6 @@ def run_and_show(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[Ta
         _show(finished, runner.out)
 
 
-def grid_of(rates: str, seeds: str, bench: Bench, written: Set[str]) -> Grid | None:
-    """The grid of ``--sweep``, None without one.
-
-    Raises:
-        CommandError: it cannot be read, or ``--sweep-seeds`` are the test's own.
-    """
-    if not rates:
-        if "sweep_seeds" in written:
-            raise CommandError("--sweep-seeds is for --sweep: leave it out", Exit.BAD_INPUT)
-        return None
-    numbers = whole_numbers(seeds, "--sweep-seeds")
-    both = sorted(set(numbers) & set(bench.seeds))
-    if both:
-        raise CommandError(f"the seed {both[0]} would choose and test: give other --sweep-seeds", Exit.BAD_INPUT)
-    share = bench.setting.validation
-    return Grid(rates_of(rates), numbers, SHARE if share is None else share)
-
-
-def run_sweep(bench: Bench, grid: Grid, runner: Runner, as_json: bool) -> Bench:
-    """The bench with every entry's rate, chosen on held-out images; writes ``sweep.json`` and ``sweep.md``.
-
-    Raises:
-        CommandError: as `finish` and `promptfed.experiments.bench.folder.sweep`.
-    """
-    chosen, rows = sweep(bench, grid, lambda trial: run_shown(trial, replace(runner, out=runner.out / "sweep")))
-    lines = sweep_table(rows)
-    write_json(runner.out / "sweep.json", SweepRecord(seeds=list(grid.seeds), validation=grid.share, rows=rows))
-    write_file(runner.out / "sweep.md", ("\n".join(lines) + "\n").encode())
-    if not as_json:
-        say("\n".join(lines))
-    return chosen
-
-
 def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Finished:
     """Run it, and write ``results.json``, ``table.md`` and plots into the runner's folder.
 
@@ -433,16 +255,12 @@ def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Fini
         runs=runs,
         provenance=provenance(),
         measures=measures_of(runs),
-        matrices=matrices_of(runs) if bench.setting.out_of_client else [],
     )
     write_json(runner.out / "results.json", results)
     lines = [markdown(bench, rows), *measures_table(results.measures)]
-    for matrix in results.matrices:
-        lines += ["", *matrix_table(matrix)]
     write_file(runner.out / "table.md", ("\n".join(lines) + "\n").encode())
-    write_file(runner.out / "results.csv", results_csv(rows, bench.seeds))
     plots = draw(bench, rows, runs, runner.out)
-    return Finished(bench, results, ("results.json", "results.csv", "table.md", *(path.name for path in plots)))
+    return Finished(bench, results, ("results.json", "table.md", *(path.name for path in plots)))
 
 
 def run_embedded(runner: Runner, reduced: bool, seeds: str | None, as_json: bool) -> None:
@@ -466,7 +284,9 @@ def run_embedded(runner: Runner, reduced: bool, seeds: str | None, as_json: bool
 
 def _show(finished: Finished, out: Path) -> None:
     header, lines = cells(finished.bench.columns, finished.results.table)
-    show_table(header, lines, console.width)
+    for columns in (range(1, len(header) - len(COSTS)), range(len(header) - len(COSTS), len(header))):
+        shown = [0, *columns]  # accuracies, then costs: one table would be too wide for most terminals
+        console.print(table(None, [header[k] for k in shown], [[line[k] for k in shown] for line in lines]))
     for remark in remarks_on(finished.results.runs):
         say(remark)
     say(f"Wrote {', '.join(finished.written)} in {out}.")

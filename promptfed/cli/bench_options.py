@@ -30,13 +30,9 @@ class BenchOptions:
     domains: Annotated[str, typer.Option(help="names by commas, for data with {domain}")] = ""
     targets: Annotated[str, typer.Option(help="leave-one-domain-out: only these as targets")] = ""
     class_names: Annotated[
-        Literal["same", "union", "intersection"],
-        typer.Option(help="where domains have other classes: tell all apart everywhere, or leave out what some lack"),
+        Literal["same", "union"],
+        typer.Option(help="union: domains may have other classes, which are all told apart everywhere"),
     ] = "same"
-    domain_words: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=WORDS: what a domain's images look like, repeatable", show_default=False),
-    ] = None
     clients: Annotated[int, typer.Option(min=1, help="clients that each data set is divided over")] = 10
     classes_per_client: Annotated[int | None, typer.Option(min=1, help="instead of --clients, base-to-novel")] = None
     partition: Annotated[str, typer.Option(help="pathological, dirichlet or iid, for personalisation")] = "pathological"
@@ -49,23 +45,7 @@ class BenchOptions:
     target_images: Annotated[
         Literal["test", "all"], typer.Option(help="leave-one-domain-out: test the target on its test split or on all")
     ] = "test"
-    test_images: Annotated[
-        Literal["redrawn", "same"], typer.Option(help="draw test images anew for each seed, or use the same")
-    ] = "redrawn"
-    out_of_client: Annotated[
-        bool, typer.Option("--out-of-client", help="personalisation: each client's classifier on the others' tests too")
-    ] = False
-    swap_prompts: Annotated[
-        bool, typer.Option("--swap-prompts", help="personalisation: others' prompts under each client's own head too")
-    ] = False
     rounds: Annotated[int | None, typer.Option(min=1, help="default: the method's")] = None
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="optimizer steps of a client in all, instead of --rounds")
-    ] = None
-    sweep: Annotated[
-        str, typer.Option(help="rates by commas: each method's is chosen on --validation images, then tested")
-    ] = ""
-    sweep_seeds: Annotated[str, typer.Option(help="seeds of the sweep, by commas")] = "10"
     m: Annotated[int | None, typer.Option(min=1, help="prompt tokens, for every method that has them")] = None
     spec: Annotated[Path | None, typer.Option(help="YAML laid under every method's spec: training, ...")] = None
     pool: Pool = 1

@@ -163,10 +163,13 @@ def confirm(consequence: str, yes: bool) -> None:
         raise typer.Exit(Exit.DECLINED)
 
 
-def options_of(settings: type[BaseSettings], without: Set[str] = frozenset()) -> Callable[..., dict[str, Any]]:
+def options_of(
+    settings: type[BaseSettings], without: Set[str] = frozenset(), required: bool = True
+) -> Callable[..., dict[str, Any]]:
     """A maker (see `promptfed.cli.app.Made`) of the settings that the command line gives, by their names.
 
-    ``without``: names of settings that are no options of the command.
+    ``without``: names of settings that are no options of the command. ``required``: whether help says which have no
+    default.
 
     What it does not give comes from the environment or is a default, and pydantic checks all of it.
     """
@@ -174,13 +177,14 @@ def options_of(settings: type[BaseSettings], without: Set[str] = frozenset()) ->
     def make(context: typer.Context, **values: Any) -> dict[str, Any]:
         return {name: values[name] for name in _written(context) & values.keys()}
 
-    options = [_option(name, field) for name, field in settings.model_fields.items() if name not in without]
+    fields = {name: field for name, field in settings.model_fields.items() if name not in without}
+    options = [_option(name, field, required) for name, field in fields.items()]
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     make.__signature__ = inspect.Signature([context, *options])  # type: ignore[attr-defined]
     return make
 
 
-def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+def _option(name: str, field: FieldInfo, required: bool) -> inspect.Parameter:
     kinds = (field.annotation, *get_args(field.annotation))
     kind: Any = next((kind for kind in (bool, list[str], Path, float, int) if kind in kinds), str)
     if get_origin(field.annotation) is Literal:
@@ -188,15 +192,15 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     if name.endswith("_mode"):
         kind = str  # octal
     default = False if kind is bool else None
-    option = typer.Option(help=_help(field), show_default=False)
+    option = typer.Option(help=_help(field, required), show_default=False)
     annotation: Any = Annotated[bool, option] if kind is bool else Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _help(field: FieldInfo) -> str:
+def _help(field: FieldInfo, required: bool) -> str:
     text = field.description or ""
     if field.is_required():
-        return text if "default:" in text else f"{text} (required)"
+        return text if "default:" in text or not required else f"{text} (required)"
     default = field.get_default(call_default_factory=True)
     if default in (None, False, []) or "default" in text:
         return text

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from pydantic import BaseModel
 from rich.markup import escape
@@ -327,15 +326,11 @@ def show_presences(figures: PresenceFigures, uri: str, as_json: bool) -> None:
         return
     row = ["mean average precision", percent(figures.zero_shot), percent(figures.mean_average_precision)]
     console.print(table(f"{counted(figures.images, 'image')} of {uri}", ["", "zero-shot", "adapted"], [row]))
-    rows = [
-        [one.name, str(one.positives), *(interval_text(getattr(one, key)) for key in POOLED)] for one in figures.classes
-    ]
-    console.print(table("Each class, 95 % intervals", ["class", "images", *POOLED.values()], rows))
+    console.print(_class_table("Each class, 95 % intervals", figures.classes))
     show_subgroups(figures.subgroups)
 
 
-SCORE_FILE, CONFUSION_FILE, PICTURE = "score.json", "confusion.csv", "confusion.png"
-_NAMED = 40  # classes, beyond which a picture has no room for their names
+SCORE_FILE, CONFUSION_FILE = "score.json", "confusion.csv"
 
 
 def run_score(
@@ -375,12 +370,11 @@ def run_score(
         matrix = confusion(split.labels, predicted, len(names))
         write_file(folder / SCORE_FILE, (figures.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
         write_file(folder / CONFUSION_FILE, _csv(matrix, names).encode())
-        _draw(matrix, names).savefig(folder / PICTURE, dpi=150, bbox_inches="tight")
     if as_json:
         print_json(figures.model_dump(exclude_none=True))
         return
     _show(figures, uri)
-    say(f"Wrote {SCORE_FILE}, {CONFUSION_FILE} and {PICTURE} in {out}.")
+    say(f"Wrote {SCORE_FILE} and {CONFUSION_FILE} in {out}.")
 
 
 def _expect_known(classes: Sequence[str], names: Sequence[str], uri: str) -> None:
@@ -402,13 +396,13 @@ def _show(figures: ScoreFigures, uri: str) -> None:
     rows = [[title, *(_cell(scored, key) for scored in (figures.zero_shot, figures))] for key, title in FIGURES.items()]
     console.print(table(f"{counted(figures.images, 'image')} of {uri}", ["", "zero-shot", "adapted"], rows))
     if len(figures.classes) <= SHOWN:
-        console.print(_class_table(figures.classes))
+        console.print(_class_table("Each class against the rest, 95 % intervals", figures.classes))
     show_subgroups(figures.subgroups)
 
 
-def _class_table(classes: Sequence[ClassFigures]) -> Table:
+def _class_table(title: str, classes: Sequence[ClassFigures]) -> Table:
     rows = [[one.name, str(one.positives), *(interval_text(getattr(one, key)) for key in POOLED)] for one in classes]
-    return table("Each class against the rest, 95 % intervals", ["class", "images", *POOLED.values()], rows)
+    return table(title, ["class", "images", *POOLED.values()], rows)
 
 
 FIGURES = {
@@ -488,28 +482,8 @@ def confusion(labels: Tensor, predicted: Tensor, classes: int) -> NDArray[np.int
 
 
 def _csv(matrix: NDArray[np.int64], names: Sequence[str]) -> str:
-    import csv
-    import io
-
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["class", *map(csv_cell, names)])
     writer.writerows([csv_cell(name), *row.tolist()] for name, row in zip(names, matrix, strict=True))
     return text.getvalue()
-
-
-def _draw(matrix: NDArray[np.int64], names: Sequence[str]) -> Figure:
-    """A picture of the confusion matrix, each row as shares of its class's images."""
-    side = max(3.2, min(12.0, 0.22 * len(names) + 1.6))
-    figure = Figure(figsize=(side, side))
-    axes = figure.add_subplot()
-    shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
-    shown = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    axes.set_xlabel("taken for")
-    axes.set_ylabel("class")
-    if len(names) <= _NAMED:
-        shown_names = [plain(name) for name in names]
-        axes.set_xticks(range(len(names)), shown_names, rotation=90, fontsize=7, parse_math=False)  # a $ is no formula
-        axes.set_yticks(range(len(names)), shown_names, fontsize=7, parse_math=False)
-    figure.colorbar(shown, ax=axes, fraction=0.046, label="share of the class's images")
-    return figure

@@ -194,18 +194,12 @@ def _origin(card: Card) -> dict[str, str]:
     return facts
 
 
-def _a_round(card: Card) -> str:
-    """The cost of a round, shown beside its accuracies."""
-    sent = card.bytes
-    if sent is None or not card.round:
-        return ""
-    return f" ({size((sent.up + sent.down) / card.round)} a round)"
-
-
 def _sent(card: Card) -> str:
-    if card.bytes is None:
+    sent = card.bytes
+    if sent is None:
         return "withheld: it would tell how many took part; not one image"
-    return f"{size(card.bytes.up)} up, {size(card.bytes.down)} down{_a_round(card)}, and not one image"
+    a_round = f" ({size((sent.up + sent.down) / card.round)} a round)" if card.round else ""
+    return f"{size(sent.up)} up, {size(sent.down)} down{a_round}, and not one image"
 
 
 def markdown(card: Card, snippet: str | None) -> str:
@@ -233,7 +227,7 @@ def markdown(card: Card, snippet: str | None) -> str:
         if name in WHAT  # all files except this text
     ]
     parts = [
-        f"# {_plain(card.federation.name)}: {name} after round {card.round} of {card.rounds}",
+        f"# {plain_markdown(card.federation.name)}: {name} after round {card.round} of {card.rounds}",
         card.summary,
         _table(["", ""], [[key, value] for key, value in facts.items()]),
         "## Accuracy",
@@ -347,7 +341,7 @@ def _classes(card: Card) -> str:
     names = card.class_names
     if not names:
         return "not named: each client used its own"
-    shown = ", ".join(_plain(name) for name in names[:MOST_CLASSES])
+    shown = ", ".join(plain_markdown(name) for name in names[:MOST_CLASSES])
     more = f" and {len(names) - MOST_CLASSES} more" if len(names) > MOST_CLASSES else ""
     return f"{len(names)} (from {card.class_names_from}): {shown}{more}"
 
@@ -358,7 +352,7 @@ def accuracies(measured: Accuracies | None) -> str:
         return "Nobody has measured any yet."
     rows = [
         [
-            _plain(row.client),
+            plain_markdown(row.client),
             row.role,
             markdown_cell(row.split),
             percent(row.zero_shot),
@@ -385,26 +379,25 @@ def accuracies(measured: Accuracies | None) -> str:
 
 def _participants(participants: list[Participant]) -> str:
     rows = [
-        [_plain(client.name), client.role, _plain(client.domain or "-"), *map(str, _counts(client))]
+        [
+            plain_markdown(client.name),
+            client.role,
+            plain_markdown(client.domain or "-"),
+            str(client.num_samples),
+            str(client.num_classes),
+            "withheld" if client.updates_counted is None else str(client.updates_counted),
+        ]
         for client in participants
     ]
     return _table(["client", "role", "domain", "images", "classes", "updates counted"], rows)
 
 
-def _counts(client: Participant) -> tuple[int, int, int | str]:
-    counted = "withheld" if client.updates_counted is None else client.updates_counted
-    return client.num_samples, client.num_classes, counted
-
-
 def _settings(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {_plain(str(value))}" for key, value in settings.items() if key != "name") or "none"
+    return (
+        ", ".join(f"{key} {plain_markdown(str(value))}" for key, value in settings.items() if key != "name") or "none"
+    )
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _plain(text: str) -> str:
-    """A foreign name as plain text: Markdown and HTML in it are escaped."""
-    return plain_markdown(text)

@@ -216,7 +216,7 @@ class Federation:
         self._api, self.id, self._allow = api, id, allow_backbone
 
     def __repr__(self) -> str:
-        view = self._api.send(operations.get_summary(self.id)).view
+        view = self._api.send(operations.get_federation(self.id)).view
         return f"<Federation {view.name}: {view.state}, round {view.round} of {view.spec.rounds}>"
 
     def status(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel
 
 from promptfed.sdk.client import Answer, CommandError, Exit, Operation, Request, View
-from promptfed.sdk.result import FederationList, FederationResult, FederationSummary, RoundList, RoundSummary
+from promptfed.sdk.result import FederationResult
 from promptfed.shared.api import api_schemas, report_schemas
 from promptfed.shared.api import api_schemas as schemas
 from promptfed.shared.api.api_schemas import PrivacyView
@@ -20,11 +20,10 @@ from promptfed.shared.spec.spec import FederationSpec
 
 Page = TypeVar(
     "Page",
-    FederationList,
+    schemas.FederationPage,
     schemas.ClientPage,
     schemas.MetricList,
     report_schemas.RoundPage,
-    RoundList,
     api_schemas.TokenPage,
     api_schemas.OperatorPage,
     api_schemas.AuditPage,
@@ -57,24 +56,19 @@ def get_federation(federation: str) -> Request[schemas.FederationView]:
     return Request("GET", f"{FEDERATIONS}/{federation}", schemas.FederationView)
 
 
-def get_summary(federation: str) -> Request[FederationSummary]:
-    """One federation with only the fields that watchers show."""
-    return Request("GET", f"{FEDERATIONS}/{federation}", FederationSummary)
-
-
 def get_remarks(federation: str) -> Request[schemas.RemarkList]:
     """What looks wrong, and what to try."""
     return Request("GET", f"{FEDERATIONS}/{federation}/remarks", schemas.RemarkList)
 
 
-def list_federations() -> Operation[list[Answer[FederationList]]]:
+def list_federations() -> Operation[list[Answer[schemas.FederationPage]]]:
     """All federations, oldest first."""
-    return _pages(FEDERATIONS, FederationList)
+    return _pages(FEDERATIONS, schemas.FederationPage)
 
 
-def steer(federation: str, verb: Verb) -> Request[FederationSummary]:
+def steer(federation: str, verb: Verb) -> Request[schemas.FederationView]:
     """Start, pause, resume or cancel a federation."""
-    return Request("POST", f"{FEDERATIONS}/{federation}/{verb}", FederationSummary)
+    return Request("POST", f"{FEDERATIONS}/{federation}/{verb}", schemas.FederationView)
 
 
 def delete_federation(federation: str) -> Request[schemas.Nothing]:
@@ -160,12 +154,12 @@ def get_signing_key() -> Request[api_schemas.SigningKey]:
     return Request("GET", "/v1/signing-key", api_schemas.SigningKey)
 
 
-def rounds_after(federation: str, last: int) -> Operation[list[RoundSummary]]:
-    """Summaries of the finished rounds after round ``last`` (-1: from round 0)."""
+def reports_after(federation: str, last: int) -> Operation[list[report_schemas.RoundReport]]:
+    """Reports of the rounds after round ``last`` (-1: from round 0), also of one that goes on."""
     after = str(last) if last >= 0 else None
     path = f"{FEDERATIONS}/{federation}/rounds"
-    pages = yield from _pages(path, RoundList, after, ROUNDS_AT_ONCE)
-    return [report for page in pages for report in page.view.rounds if report.ended_at is not None]
+    pages = yield from _pages(path, report_schemas.RoundPage, after, ROUNDS_AT_ONCE)
+    return [report for page in pages for report in page.view.rounds]
 
 
 def get_rounds(federation: str, after: str | None = None) -> Request[report_schemas.RoundPage]:

@@ -20,17 +20,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from promptfed.sdk.client import CommandError, Coordinator, Exit
-from promptfed.sdk.operations import get_federation, get_rounds, get_summary
+from promptfed.sdk.operations import get_federation, reports_after
 from promptfed.sdk.output import messages, percent, table
-from promptfed.sdk.result import Accuracy, FederationResult, FederationSummary, RoundSummary
+from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.api.report_schemas import RoundReport
-from promptfed.shared.messages import ENDED
+from promptfed.shared.messages import ENDED, Role
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import why
 
 RECENT = 5  # rounds whose mean duration estimates that of the next rounds
-LABELS = {"trainer": "accuracy", "evaluator": "unseen"}
+LABELS: dict[Role, str] = {"trainer": "accuracy", "evaluator": "unseen"}
 
 
 class Pace:
@@ -41,10 +41,6 @@ class Pace:
         self._seconds: list[float] = []
         self._seen = clock()
         self.last = -1
-
-    def add(self, report: RoundSummary) -> None:
-        """Count a finished round."""
-        self.count(report.round, report.seconds)
 
     def count(self, round: int, seconds: float | None) -> None:
         """Count a finished round and its time, if it is known. Round 0 trains nothing, so its time does not count."""
@@ -62,14 +58,25 @@ class Pace:
         return (self._rounds - self.last - 1) * each + max(0.0, each - (self._clock() - self._seen))
 
 
-def describe_round(report: RoundSummary) -> str:
+def loss_of(report: RoundReport) -> float | None:
+    """The training loss of the last phase that reports one."""
+    return next((phase.metrics["loss"] for phase in reversed(report.phases) if "loss" in phase.metrics), None)
+
+
+def means_of(report: RoundReport, role: Role) -> dict[str, float]:
+    """The means of a role's clients on their own test images, by name; empty if none was sent."""
+    return report.evaluation.mean.get(role, {}) if report.evaluation is not None else {}
+
+
+def describe_round(report: RoundReport) -> str:
     """``round 3: loss 0.412, accuracy 61.2 % (zero-shot 33.4 %), unseen 40.0 %, 1.8 s``."""
-    told = [] if report.loss is None else [f"loss {report.loss:.4g}"]
+    loss = loss_of(report)
+    told = [] if loss is None else [f"loss {loss:.4g}"]
     for role, label in LABELS.items():
-        measured = report.accuracy(role)
-        if measured is not None:
-            accuracy, template = measured
-            told.append(f"{label} {percent(accuracy)}" + (f" (zero-shot {percent(template)})" if template else ""))
+        mean = means_of(report, role)
+        if "accuracy" in mean:
+            template = f" (zero-shot {percent(mean['zero_shot'])})" if "zero_shot" in mean else ""
+            told.append(f"{label} {percent(mean['accuracy'])}{template}")
     if report.seconds is not None:
         told.append(f"{report.seconds:.1f} s")
     return f"round {report.round}: {', '.join(told) or 'over'}"
@@ -101,7 +108,7 @@ class Snapshot:
     awaited: tuple[str, ...]
 
     @classmethod
-    def of(cls, federation: FederationSummary) -> Snapshot:
+    def of(cls, federation: FederationView) -> Snapshot:
         """The parts of a federation that are shown while it runs."""
         return cls(
             state=federation.state,
@@ -132,7 +139,7 @@ def follow(
     """Yield a snapshot at every change until `Snapshot.over`; ``between`` is called between two requests."""
     last = None
     while True:
-        snapshot = Snapshot.of(api.send(get_summary(federation)).view)
+        snapshot = Snapshot.of(api.send(get_federation(federation)).view)
         if snapshot != last:
             yield snapshot
             last = snapshot
@@ -183,15 +190,15 @@ class Watcher:
         if not self._quiet:
             messages.print(escape(plain(text)), highlight=False, soft_wrap=True)
 
-    def show(self, snapshot: Snapshot, remark: str = "") -> None:
-        """Show the state of the federation, followed by ``remark``, by default the remaining time."""
-        remark = remark or self._left(snapshot)
+    def show(self, snapshot: Snapshot) -> None:
+        """Show the state of the federation, followed by the remaining time."""
+        left = self._left(snapshot)
         done = snapshot.rounds if snapshot.state == "finished" else max(0, snapshot.round - 1)
         self._progress.update(self._task, completed=done, total=snapshot.rounds)
         key = (snapshot.state, snapshot.round, snapshot.phase)
         if not self._plain or key != self._last:  # a log file gets one line for each phase, not for each answer
             where = f"round {snapshot.round}, " if snapshot.state == "running" else ""
-            self.say(where + snapshot.describe() + (f"; {remark}" if remark else ""))
+            self.say(where + snapshot.describe() + (f"; {left}" if left else ""))
         self._last = key
 
     def _left(self, snapshot: Snapshot) -> str:
@@ -315,23 +322,13 @@ def track(
     """Follow a federation and write each finished round; ``progress`` receives changes and the last written round."""
     view, last = api.send(get_federation(federation)).view, -1
     for snapshot in follow(api, federation):
-        for report in _rounds_after(api, federation, last):
+        for report in api.run(reports_after(federation, last)):
             if snapshot.state in ENDED or report.ended_at is not None:
                 for write in trackers:
                     write(view, report)
                 last = report.round
         progress(snapshot, last)
     return snapshot
-
-
-def _rounds_after(api: Coordinator, federation: str, last: int) -> Iterator[RoundReport]:
-    after = str(last) if last >= 0 else None
-    while True:
-        page = api.send(get_rounds(federation, after)).view
-        yield from page.rounds
-        after = page.next
-        if after is None:
-            return
 
 
 def metrics_of(report: RoundReport) -> dict[str, float]:

@@ -14,11 +14,11 @@ import open_clip
 import pytest
 import torch
 
-from benchmarks import coordinator_load, gpu, players, step
+from benchmarks import coordinator_load, gpu, step
 from benchmarks import step as benchmark
 from benchmarks.flower import beside
 from benchmarks.gpu import with_words
-from benchmarks.step import MOST_DEVIATION, OPTIONS, RATE_OF_COMPARISON, WITHOUT_EFFECT, Step, Task, make_task, measure
+from benchmarks.step import MOST_DEVIATION, RATE_OF_COMPARISON, Step, Task, make_task, measure
 from promptfed.experiments.simulation.preparation import prepare
 from promptfed.shared.clip import Backbone, load_backbone, tiny
 from promptfed.shared.clip.towers import dense
@@ -76,8 +76,8 @@ def test_all_parts_end_within_ten_minutes() -> None:
 
 
 def test_the_page_is_made_of_the_numbers() -> None:
-    wanted = gpu.page(gpu.read(gpu.NUMBERS))
-    assert gpu.PAGE.read_text() == wanted, "python -m benchmarks.gpu --page"
+    text = gpu.PAGE.read_text()
+    assert gpu.page(gpu.read(gpu.NUMBERS), text) == text, "python -m benchmarks.gpu --page"
 
 
 def test_the_page_shows_a_method_beside_its_run_on_the_cpu() -> None:
@@ -87,7 +87,11 @@ def test_the_page_shows_a_method_beside_its_run_on_the_cpu() -> None:
         "ViT-L-14 plan": {"failed": "OutOfMemoryError: full"},
     }
     parts = {"methods": methods, "twice": {"ViT-B-16 plan": {"state_hashes": ["sha256:" + "a" * 64], "same": True}}}
-    shown = gpu.page({"about": {"device": "X", "torch": "2"}, "smoke": False, "seconds": 9.0, "parts": parts})
+    numbers = {"about": {"device": "X", "torch": "2"}, "smoke": False, "seconds": 9.0, "parts": parts}
+    shown = gpu.page(numbers, f"# Title\n{gpu.BEGIN}old\n{gpu.END}## After\n")
+    assert shown.startswith(f"# Title\n{gpu.BEGIN}Device: X")
+    assert shown.endswith(f"\n{gpu.END}## After\n")
+    assert "old" not in shown
     assert "| ViT-B-16 plan | 0.0123 | 900 | 4.5 | 3e-06 |  |" in shown
     assert "| ViT-L-14 plan |  |  |  |  | OutOfMemoryError: full |" in shown
     assert "| ViT-B-16 plan | True | sha256:aaaaaaaaaaaa... |" in shown
@@ -141,28 +145,21 @@ def test_all_parts_run_without_a_gpu(tmp_path: Path) -> None:
 CLASSES, BATCH = 3, 4
 
 
-FIRST = ("promptfl", "pfedmoap", "fedotp")  # a group of parameters of its own, patch features
-
-
-def task_of(name: str, folder: Path) -> Task:
+def promptfl() -> Task:
     torch.set_num_threads(1)
-    return make_task(benchmark.random_backbone(tiny.MODEL), name, CLASSES, BATCH, folder)
+    return make_task(benchmark.random_backbone(tiny.MODEL), "promptfl", CLASSES, BATCH)
 
 
-@pytest.mark.parametrize(
-    "name", [*FIRST, *(pytest.param(x, marks=pytest.mark.slow) for x in OPTIONS if x not in FIRST)]
-)
-def test_all_ways_are_one_step(name: str, tmp_path: Path) -> None:
-    measured = measure(task_of(name, tmp_path), repeats=1, steps=2)
-    ways = {"plain", "cached", "short", "ours"} if name == "promptfl" else {"plain", "cached", "ours"}
-    assert {way: len(runs) for way, runs in measured["runs"].items()} == dict.fromkeys(ways, 1)
+def test_all_ways_are_one_step() -> None:
+    measured = measure(promptfl(), repeats=1, steps=2)
+    assert {way: len(runs) for way, runs in measured["runs"].items()} == dict.fromkeys(benchmark.COLUMNS, 1)
     assert 0 < measured["seconds"]["cached"] < measured["seconds"]["plain"]
     assert measured["largest_deviation"] <= MOST_DEVIATION
 
 
-def test_chunks_of_classes_are_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_classes_are_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "CHUNK", 2)
-    task = task_of("promptfl", tmp_path)
+    task = promptfl()
     backbones: list[benchmark.SlowBackbone] = []
     made = benchmark.SlowBackbone
 
@@ -176,31 +173,26 @@ def test_chunks_of_classes_are_the_same_step(tmp_path: Path, monkeypatch: pytest
     assert any(backbone.untimed > 0 for backbone in backbones)
 
 
-def test_what_moves_otherwise_ends_the_run(tmp_path: Path) -> None:
-    task = task_of("pfedmoap", tmp_path)
-    start = task.start()
+def test_what_moves_otherwise_ends_the_run() -> None:
+    task = promptfl()
     step = task.steps("ours", 1, RATE_OF_COMPARISON)
-    assert set(start) == set(step.after) > {"context", "own_context", "gate.key.bias"}
-    moved_all = [not torch.equal(value, start[name]) for name, value in step.after.items()
-                 if not name.endswith(WITHOUT_EFFECT)]  # fmt: skip
-    assert all(moved_all)
-    name = "gate.value.weight"
-    moved = step.after[name]
-    other = Step(0.0, step.after | {name: moved + 1e-3 * (moved - start[name]).abs().max()})
+    start, moved = task.payload["context"], step.after["context"]
+    assert not torch.equal(start, moved)
+    other = Step(0.0, {"context": moved + 1e-3 * (moved - start).abs().max()})
     with pytest.raises(SystemExit, match="The variants differ"):
-        benchmark.largest_deviation(other, step, start)
+        benchmark.largest_deviation(other, step, task.payload)
 
 
 def test_the_command_prints_a_table_and_writes_all_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--models", "promptfed-tiny", "--classes", "3", "--batch", "4", "--repeats", "1", "--steps", "1"]
-    monkeypatch.setattr(sys, "argv", ["step", *options, "--protected", "--json", str(tmp_path / "step.json")])
+    monkeypatch.setattr(sys, "argv", ["step", *options, "--json", str(tmp_path / "step.json")])
     benchmark.main()
-    assert "| promptfed-tiny | `promptfl` | 3 |" in capsys.readouterr().out
+    assert "| promptfed-tiny | 3 |" in capsys.readouterr().out
     report = json.loads((tmp_path / "step.json").read_text())
     [result] = report["results"]
-    assert set(result["seconds"]) == {"plain", "cached", "short", "ours", "protected"}
+    assert set(result["seconds"]) == {"plain", "cached", "short", "ours"}
     assert report["provenance"]["threads"] == 1
 
 
@@ -213,11 +205,11 @@ def narrow() -> Backbone:
 @pytest.mark.parametrize("rows", [dense.ROWS, 8], ids=["one sequence", "several sequences"])
 @pytest.mark.parametrize(("name", "most"), [("promptfl", 400), ("fedpgp", 600), ("protected", 600)])
 def test_a_step_on_a_gpu_s_path_starts_few_operations(
-    name: str, most: int, rows: int, narrow: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, most: int, rows: int, narrow: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With ViT-B/16's blocks, at any number of classes: with more there are more sequences. There were 2,337."""
     monkeypatch.setattr(dense, "ROWS", rows)
-    task = make_task(narrow, "promptfl" if name == "protected" else name, 10, BATCH, tmp_path)
+    task = make_task(narrow, "promptfl" if name == "protected" else name, 10, BATCH)
     steps = partial(task.steps, "protected" if name == "protected" else "ours", rate=RATE_OF_COMPARISON)
     assert 200 < step.of_a_step(narrow, "gpu", steps) <= most
 
@@ -225,7 +217,8 @@ def test_a_step_on_a_gpu_s_path_starts_few_operations(
 def test_the_command_counts_operations(
     narrow: Backbone, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(step, "narrow", lambda *given: narrow)
+    monkeypatch.setattr(step, "narrow", lambda model: narrow)
+    monkeypatch.setattr(step, "METHODS", ("promptfl",))
     options = ["--models", "ViT-B-16", "--classes", "3", "--batch", "4", "--operations", "--protected"]
     monkeypatch.setattr(sys, "argv", ["step", *options])
     benchmark.main()
@@ -234,24 +227,11 @@ def test_the_command_counts_operations(
     assert 200 < plain["operations"]["gpu"] < plain["operations"]["plain"] < plain["operations"]["cpu"]
 
 
-@pytest.mark.parametrize(
-    "name", ["plan", *(pytest.param(x, marks=pytest.mark.slow) for x in benchmark.IMAGES if x != "plan")]
-)
-def test_a_step_of_the_image_tower_starts_few_more_than_open_clip_s(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--models", "ViT-B-16", "--classes", "3", "--batch", "4", "--operations", "--methods", name]
-    monkeypatch.setattr(sys, "argv", ["step", *options])
-    benchmark.main()
-    counted = json.loads(capsys.readouterr().out)["operations"]
-    assert 300 < counted["gpu"] <= 1.2 * counted["open_clip"]
-
-
-def test_images_are_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["step", "--methods", "plan"])
-    with pytest.raises(SystemExit):
-        benchmark.main()
-    assert "only their --operations are counted" in capsys.readouterr().err
+def test_a_step_of_the_image_tower_starts_few_more_than_open_clip_s(narrow: Backbone) -> None:
+    task = gpu.step_task(narrow, "plan", CLASSES)
+    loop = gpu.PlainLoop(task, gpu.PROMPTS["plan"], True, False)
+    ours = step.of_a_step(narrow, "gpu", partial(task.steps, "ours", rate=gpu.NO_RATE))
+    assert 300 < ours <= 1.2 * step.of_a_step(narrow, "plain", loop.steps)
 
 
 # The coordinator's benchmark: its table, and a case of each server.
@@ -284,7 +264,7 @@ def test_the_table_tells_the_median_of_repeats() -> None:
 
 
 def test_rounds_are_timed_each_and_all_together() -> None:
-    record = players.Record(spans=[(1, 0.0, 2.0), (1, 0.5, 3.0), (2, 5.0, 6.0), (2, 5.5, 7.0)])
+    record = coordinator_load.Record(spans=[(1, 0.0, 2.0), (1, 0.5, 3.0), (2, 5.0, 6.0), (2, 5.5, 7.0)])
     assert (record.seconds(), record.whole_seconds()) == (5.0, 7.0)
 
 

@@ -73,25 +73,19 @@ def tune(
     seeds: Annotated[str, typer.Option(help="of the last candidates: how many, or which, by commas")] = "12,13,14,15",
     validation: Annotated[float, typer.Option(help="share of the training images that is held out")] = 0.25,
     seconds: Annotated[float, typer.Option(min=1, help="time for the search")] = 300,
-    most_bytes: Annotated[
-        float | None,
-        typer.Option("--bytes", min=1, help="bytes that one client may send and receive in all rounds; default: any"),
-    ] = None,
     pool: Pool = 1,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
     """Choose a method and a learning rate by simulation on held-out training images, and write a new run file."""
-    from promptfed.experiments.bench.folder import rates_of
-    from promptfed.experiments.bench.tuning import AUTO, Plan, Trials, choose
+    from promptfed.experiments.bench.tuning import AUTO, Plan, Trials, choose, rates_of
     from promptfed.shared.methods import method_class
 
     plan = Plan(
         AUTO if methods == "auto" else tuple(name.strip() for name in (methods or "").split(",") if name.strip()),
-        None if rates is None else rates_of(rates, "--rates"),
+        None if rates is None else rates_of(rates),
         _seeds(seeds),
         seconds,
-        most_bytes,
     )
     expect_new(out)
     for name in plan.methods:

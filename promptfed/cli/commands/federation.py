@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +12,10 @@ from promptfed.cli.common import AllowBackbone, Api, Federation, Json, Key, Roun
 from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Coordinator, Exit
 from promptfed.sdk.output import console, percent, print_json, read_federation, say, size, table, tell, write_file
-from promptfed.sdk.progress import Pace, Snapshot, Watcher, describe_round, duration, follow, result_table
-from promptfed.sdk.result import CentralPrivacySummary, FederationSummary, RoundSummary
-from promptfed.shared.api.api_schemas import ClientPrivacy, FederationView
-from promptfed.shared.messages import ENDED
+from promptfed.sdk.progress import Snapshot, Watcher, describe_round, follow, loss_of, means_of, result_table
+from promptfed.shared.api.api_schemas import CentralPrivacyView, ClientPrivacy, FederationView, SelectionView
+from promptfed.shared.api.report_schemas import RoundReport
+from promptfed.shared.messages import ENDED, Role
 from promptfed.shared.plain_text import counted, plain
 
 group = app.group("federation", "Create, watch and steer federations at a coordinator.", "Operate federations")
@@ -94,7 +93,7 @@ def list_federations(api: Api, as_json: Json = False) -> None:
             say(f"{plain(view.name)} ({plain(view.id)}) is unreadable: {plain(view.unreadable)}")
 
 
-def _state(view: FederationSummary) -> str:
+def _state(view: FederationView) -> str:
     return view.state if view.unreadable is None else "unreadable"
 
 
@@ -104,7 +103,7 @@ def status(federation: Federation, api: Api, as_json: Json = False) -> None:
     if as_json:
         print_json(api.send(operations.get_federation(federation)).json)
         return
-    _show_status(api.send(operations.get_summary(federation)).view)
+    _show_status(api.send(operations.get_federation(federation)).view)
     _show_result(api, federation)
 
 
@@ -115,7 +114,7 @@ def watch(federation: Federation, api: Api, as_json: Json = False) -> None:
     Shows loss, accuracy and seconds of each round; the exit code is 7 if the federation did not finish.
     """
     _watch(api, federation, as_json)
-    answer = api.send(operations.get_summary(federation))
+    answer = api.send(operations.get_federation(federation))
     if as_json:
         print_json(answer.json)
     else:
@@ -125,19 +124,22 @@ def watch(federation: Federation, api: Api, as_json: Json = False) -> None:
         raise CommandError(f"{answer.view.name} is {answer.view.state}{reason}", Exit.FEDERATION_ENDED_BADLY)
 
 
+def finished(api: Coordinator, federation: str, last: int = -1) -> list[RoundReport]:
+    """The finished rounds after round ``last``."""
+    return [report for report in api.run(operations.reports_after(federation, last)) if report.ended_at is not None]
+
+
 def _watch(api: Coordinator, federation: str, quiet: bool) -> None:
     """Show each round once it is over, and meanwhile what happens and how long the rest takes."""
-    pace: Pace | None = None
+    last = -1
     with Watcher(quiet=quiet) as watcher:
         for snapshot in follow(api, federation):
-            pace = pace or Pace(snapshot.rounds)
             newest = snapshot.round if snapshot.over else snapshot.round - 1
-            if not quiet and newest > pace.last:  # a report has megabytes with a thousand clients: once a round
-                for report in api.run(operations.rounds_after(federation, pace.last)):
-                    pace.add(report)
+            if not quiet and newest > last:  # a report has megabytes with a thousand clients: once a round
+                for report in finished(api, federation, last):
+                    last = report.round
                     watcher.note(describe_round(report))
-            left = pace.left()
-            watcher.show(snapshot, f"about {duration(left)} left" if left is not None and not snapshot.over else "")
+            watcher.show(snapshot)
 
 
 def _steer(api: Coordinator, federation: str, verb: operations.Verb, as_json: bool) -> None:
@@ -166,7 +168,7 @@ def resume(federation: Federation, api: Api, as_json: Json = False) -> None:
 @group.add()
 def cancel(federation: Federation, api: Api, yes: Yes = False, as_json: Json = False) -> None:
     """End a federation for good, after confirmation; its rounds so far stay."""
-    view = api.send(operations.get_summary(federation)).view
+    view = api.send(operations.get_federation(federation)).view
     confirm(f"{view.name} (round {view.round} of {view.spec.rounds}) would end for good.", yes)
     _steer(api, federation, "cancel", as_json)
 
@@ -174,7 +176,7 @@ def cancel(federation: Federation, api: Api, yes: Yes = False, as_json: Json = F
 @group.add()
 def delete(federation: Federation, api: Api, yes: Yes = False, as_json: Json = False) -> None:
     """Delete a federation with all its data, after confirmation."""
-    view = api.send(operations.get_summary(federation)).view
+    view = api.send(operations.get_federation(federation)).view
     described = f"{view.name} ({view.state}, round {view.round} of {view.spec.rounds})"
     confirm(f"{described} would be deleted with its states, updates and reports.", yes)
     api.send(operations.delete_federation(view.id))
@@ -200,7 +202,7 @@ def prompts(
     tell(as_json, written, f"Wrote {out} ({size(len(answer.body))}), state {written['state_hash']}.")
 
 
-def _show_status(federation: FederationSummary) -> None:
+def _show_status(federation: FederationView) -> None:
     spec, fingerprint, snapshot = federation.spec, federation.backbone.fingerprint, Snapshot.of(federation)
     unconfirmed = fingerprint is not None and not federation.backbone.confirmed
     who = f"{counted(federation.clients.trainers, 'trainer')}, {counted(federation.clients.evaluators, 'evaluator')}"
@@ -212,7 +214,7 @@ def _show_status(federation: FederationSummary) -> None:
     ]
     if federation.privacy is not None:
         lines += _privacy_lines(federation.privacy)
-    lines += [] if federation.selection is None else [federation.selection.describe()]
+    lines += [] if federation.selection is None else [_selected(federation.selection)]
     for one in federation.awaited:
         told = [] if one.progress is None else [f"{one.progress:.0%} done"]
         about = f" ({', '.join(told)})" if told else ""
@@ -221,11 +223,15 @@ def _show_status(federation: FederationSummary) -> None:
         say(plain(line))
 
 
-def _privacy_lines(given: CentralPrivacySummary) -> list[str]:
+def _selected(best: SelectionView) -> str:
+    mean = f"a mean {best.metric.replace('_', '-')} of {best.value:.1%} on held-out training images"
+    return f"round {best.round} is the best of {best.compared}, with {mean}"
+
+
+def _privacy_lines(given: CentralPrivacyView) -> list[str]:
     end = "" if given.budget_rounds is None else f"; rounds end after {given.budget_rounds}"
     lines = [f"ε = {given.epsilon:.3g} of {given.epsilon_planned:.3g} at δ = {given.delta:g} for a whole client{end}"]
-    if given.epsilon_planned_replace_one is not None:
-        lines.append(f"all rounds, replace-one neighbours: ε = {given.epsilon_planned_replace_one:.3g}")
+    lines.append(f"all rounds, replace-one neighbours: ε = {given.epsilon_planned_replace_one:.3g}")
     if given.epsilon_planned_if_secret is not None:
         secret = f"ε = {given.epsilon_planned_if_secret:.3g}"
         lines.append(f"all rounds, against parties who do not learn who took part: {secret}")
@@ -238,9 +244,8 @@ def _show_result(api: Coordinator, federation: str) -> None:
         console.print(
             result_table(result.final(), f"{result.federation.spec.figure} after round {result.evaluated_round}")
         )
-        with suppress(CommandError):  # a coordinator of an earlier version has no remarks
-            for remark in api.send(operations.get_remarks(federation)).view.remarks:
-                say(plain(remark))
+        for remark in api.send(operations.get_remarks(federation)).view.remarks:
+            say(plain(remark))
         say(f"sent up {size(result.bytes_up)}, down {size(result.bytes_down)}")
 
 
@@ -278,20 +283,30 @@ def rounds(federation: Federation, api: Api, as_json: Json = False) -> None:
         print_json(api.run(operations.accuracies(federation)).reports)
         return
     rows = []
-    for report in api.run(operations.rounds_after(federation, -1)):
-        unknown = "masked" if report.is_summed else "-"
-        loss = unknown if report.loss is None else f"{report.loss:.4g}"
+    for report in finished(api, federation):
+        known = loss_of(report)
+        unknown = "masked" if any(phase.secure is not None for phase in report.phases) else "-"
+        loss = unknown if known is None else f"{known:.4g}"
         seconds = "-" if report.seconds is None else f"{report.seconds:.1f}"
-        accuracies = [_accuracy(report, role) for role in ("trainer", "evaluator")]
-        rows.append([str(report.round), loss, *accuracies, seconds, size(report.bytes_up), size(report.bytes_down)])
+        rows.append(
+            [
+                str(report.round),
+                loss,
+                _accuracy(report, "trainer"),
+                _accuracy(report, "evaluator"),
+                seconds,
+                size(report.bytes_up),
+                size(report.bytes_down),
+            ]
+        )
     console.print(table(None, COLUMNS, rows))
 
 
-def _accuracy(report: RoundSummary, role: str) -> str:
-    mean = report.accuracy(role)
-    if mean is None and report.withholds(role):
-        return "withheld"
-    return percent(mean[0] if mean is not None else None)
+def _accuracy(report: RoundReport, role: Role) -> str:
+    clients = report.evaluation.clients.values() if report.evaluation is not None else ()
+    own = [client.withheld for client in clients if client.role == role]
+    mean = means_of(report, role).get("accuracy")
+    return "withheld" if mean is None and own and all(own) else percent(mean)
 
 
 @group.add()
@@ -336,7 +351,7 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Compute rounds again from their kept updates. The exit code is 1 if a hash differs."""
-    view = api.send(operations.get_summary(federation)).view
+    view = api.send(operations.get_federation(federation)).view
     over = range(view.round + (1 if view.state in ENDED else 0)) if round is None else [round]
     answers = [api.send(operations.replay(federation, number)) for number in over]
     states = [(answer.view.round, state) for answer in answers for state in answer.view.states]

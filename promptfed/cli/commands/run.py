@@ -336,7 +336,7 @@ def conduct(
     if services.operator_token is not None:
         watcher.note(f"watch it at {services.api.url}/ with the token in {services.operator_token}")
     evaluators = sum(site.role == "evaluator" for site in sites)
-    watcher.say(f"starting {_counted(len(sites) - evaluators, 'client')} and {_counted(evaluators, 'evaluator')}")
+    watcher.say(f"starting {counted(len(sites) - evaluators, 'client')} and {counted(evaluators, 'evaluator')}")
     services.enrol(federation, sites, lambda count: watcher.say(f"{count} of {len(sites)} have enrolled"), gpus)
     services.api.send(operations.steer(federation, "start"))
     for snapshot in follow(services.api, federation, between=lambda: _revive(services, watcher)):
@@ -367,7 +367,7 @@ def check_port(port: int) -> None:
 def show_result(result: FederationResult, seconds: float) -> None:
     """Print the result for people."""
     spec = result.federation.spec
-    rounds = _counted(result.evaluated_round or 0, "round")
+    rounds = counted(result.evaluated_round or 0, "round")
     console.print(result_table(result.final(), f"{spec.figure} of {spec.method['name']} after {rounds}"))
     up, down = size(result.bytes_up), size(result.bytes_down)
     say(f"{seconds:.0f} s in all; the clients sent {up} up and took {down} down, and not one image.")
@@ -423,10 +423,6 @@ def _revive(services: Services, watcher: Watcher) -> None:
 
 def _split(row: Accuracy) -> str:
     return f"client:{row.client}" if row.role == "trainer" else f"unseen:{row.domain or row.client}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 @app.add(section="Try and simulate")

@@ -10,14 +10,14 @@ import json
 import os
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from promptfed.cli.app import Made, app
-from promptfed.cli.common import AllowedNames, BackboneFile, Json, options_of, use_backbone_file
+from promptfed.cli.common import Json, options_of, use_backbone_file
 from promptfed.client_service.joining.invited import GIVEN, accept
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.settings import Settings as ClientSettings
@@ -376,29 +376,17 @@ def verify_log(
 COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}
 
 
-@dataclass(frozen=True)
-class ClientOptions:
-    """Settings of `promptfed client` that can be checked."""
-
-    coordinator: Annotated[str | None, typer.Option(help="address of the coordinator that you want to join")] = None
-    federation: Annotated[str | None, typer.Option(help="name or id of the federation there")] = None
-    enrolment_token_file: Annotated[Path | None, typer.Option(help="file with the token the operator sent")] = None
-    data: Annotated[str | None, typer.Option(help="data URI, as in folder:/data/pets")] = None
-    domain: Annotated[str | None, typer.Option(help="words for the images, as in 'a sketch of a {}'")] = None
-    role: Annotated[Literal["trainer", "evaluator"], typer.Option(help="what the data is for")] = "trainer"
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto"
-    state_dir: Annotated[Path | None, typer.Option(help="the client's state folder; default: in your home")] = None
-    allow_backbone: AllowedNames = None
-    backbone_file: BackboneFile = None
-    policy: Annotated[Path | None, typer.Option(help="this site's policy; default: as of `promptfed client`")] = None
-    ca_file: Annotated[Path | None, typer.Option(help="PEM file of the coordinator's authority")] = None
-    proxy: Annotated[str | None, typer.Option(help="proxy to the coordinator; default: that of the environment")] = None
-    allow_plain_http: Annotated[bool, typer.Option(help="permit http:// to another machine")] = False
+CHECKED = {
+    *("coordinator", "federation", "enrolment_token_file", "data", "domain", "role", "device", "state_dir"),
+    *("allow_backbone", "backbone_file", "policy", "ca_file", "proxy", "allow_plain_http"),
+}
+"""Settings of `promptfed client` that can be checked."""
+UNCHECKED = ClientSettings.model_fields.keys() - CHECKED
 
 
 @app.add(section="Take part with own data")
 def doctor(
-    options: Annotated[ClientOptions, Made(ClientOptions)],
+    given: Annotated[dict[str, Any], Made(options_of(ClientSettings, UNCHECKED, required=False))],
     model: Annotated[str, typer.Option(help="backbone to load where no coordinator names it")] = "promptfed-tiny",
     pretrained: Annotated[str, typer.Option(help="its weights")] = "embedded",
     as_json: Json = False,
@@ -409,8 +397,8 @@ def doctor(
     """
     from promptfed.client_service.joining.doctor import Examination
 
-    use_backbone_file(options.backbone_file)
-    examination = Examination.of(BackboneSpec(model=model, pretrained=pretrained), **asdict(options))
+    use_backbone_file(given.get("backbone_file"))
+    examination = Examination.of(BackboneSpec(model=model, pretrained=pretrained), **given)
     examination.run()
     if as_json:
         disclosure = examination.disclosure.facts() if examination.disclosure is not None else None

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean, harmonic_mean, pstdev
 from typing import Any, ClassVar
-from urllib.parse import quote
 
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError, Exit
@@ -26,12 +25,9 @@ UNSEEN_DOMAIN = "{target}"  # in data: the domain that is left out, for sources 
 class Setting:
     """A bench's data and their division over clients. Each of ``domains`` replaces ``{domain}`` in ``data``.
 
-    ``target_images``: an unseen domain is tested on its ``test`` split or on ``all`` its images. ``test_images``: of
-    sources that draw them, ``redrawn`` for every seed, so that a spread over seeds includes their sampling, or the
-    ``same``. ``out_of_client``: each client's classifier is also tested on the other clients' test images.
-    ``class_names``: domains have the ``same`` classes, or use the ``union`` or the ``intersection`` of theirs.
-    ``domain_words``: a description of the images by domain. ``swap_prompts``: each client is also tested with the
-    others' prompts and its own head.
+    ``target_images``: an unseen domain is tested on its ``test`` split or on ``all`` its images.
+    ``class_names``: domains have the ``same`` classes, or use the ``union`` of theirs. Sources
+    that draw their test images draw others for every seed, so that a spread over seeds includes their sampling.
     """
 
     data: tuple[str, ...]
@@ -45,15 +41,11 @@ class Setting:
     validation: float | None = None
     curve: tuple[int, ...] = (1, 2, 4, 8, 16)
     target_images: str = "test"
-    test_images: str = "redrawn"
-    out_of_client: bool = False
-    swap_prompts: bool = False
     class_names: str = "same"
-    domain_words: Mapping[str, str] = field(default_factory=dict)
 
     def uri(self, data: str, seed: int, **options: Any) -> str:
         """``data`` with the setting's options for this seed and ``options`` (None: left out)."""
-        redrawn = self.test_images == "redrawn" and data.partition(":")[0] in REDRAWN and self.validation is None
+        redrawn = data.partition(":")[0] in REDRAWN and self.validation is None
         common = {
             "shots": self.shots,
             "validation": self.validation,
@@ -74,18 +66,13 @@ class Setting:
         return {domain: self.data[0].replace("{domain}", domain) for domain in self.domains}
 
 
-def without_options(uri: str, dropped: Callable[[str], bool]) -> str:
-    """A data URI without the options ``name=value`` for which ``dropped`` is true."""
-    address, _, query = uri.partition("?")
-    parts = [part for part in query.split("&") if part and not dropped(part)]
-    return f"{address}?{'&'.join(parts)}" if parts else address
-
-
 def with_target(uri: str, target: str | None) -> str:
     """``uri`` with ``{target}`` replaced; if ``target`` is None, without the options that hold it."""
     if target is not None:
         return uri.replace(UNSEEN_DOMAIN, target)
-    return without_options(uri, lambda option: UNSEEN_DOMAIN in option)
+    address, _, query = uri.partition("?")
+    parts = [part for part in query.split("&") if part and UNSEEN_DOMAIN not in part]
+    return f"{address}?{'&'.join(parts)}" if parts else address
 
 
 def with_options(uri: str, options: Mapping[str, Any]) -> str:
@@ -99,8 +86,8 @@ def with_options(uri: str, options: Mapping[str, Any]) -> str:
 
 _SHOWN = 5  # classes of one data set that an error lists
 _WAYS = (
-    "give --class-names union to tell all classes apart everywhere, or --class-names intersection to leave out those "
-    "that some lack; or name those to keep in the data URI, only=NAME,NAME"
+    "give --class-names union to tell all classes apart everywhere, or name those to keep in the data URI, "
+    "only=NAME,NAME"
 )
 
 
@@ -122,37 +109,20 @@ def forget_names() -> None:
     names_of.cache_clear()
 
 
-@dataclass(frozen=True)
-class LabelSpace:
-    """Class names, and the value of ``only=`` that cuts every data set to them (empty if none has others)."""
+def label_space(kind: str, first: str, uris: Mapping[str, str]) -> list[str]:
+    """The class names of the data sets ``uris`` (by name).
 
-    names: tuple[str, ...]
-    only: str = ""
-
-    def cut(self, uri: str) -> str:
-        """``uri`` with these classes only."""
-        if not self.only:
-            return uri
-        return with_options(without_options(uri, lambda option: option.startswith("only=")), {"only": self.only})
-
-
-def label_space(kind: str, first: str, uris: Mapping[str, str]) -> LabelSpace:
-    """The label space of the data sets ``uris`` (by name).
-
-    ``kind`` is ``same`` (the classes of the data set ``first``; no other data set may have more), ``union`` (all
-    classes, those of ``first`` in front) or ``intersection`` (the common classes, in the order of ``first``).
+    ``kind`` is ``same`` (the classes of the data set ``first``; no other data set may have more) or ``union`` (all
+    classes, those of ``first`` in front).
 
     Raises:
-        CommandError: with ``same``, data sets have classes that ``first`` lacks (the text names all); with
-            ``intersection``, fewer than two classes are common; or data cannot be used.
+        CommandError: with ``same``, data sets have classes that ``first`` lacks (the text names all); or data cannot be
+            used.
     """
     spaces = {name: names_of(uri) for name, uri in uris.items()}
     own = spaces[first]
     if kind == "union":
-        return LabelSpace(tuple(dict.fromkeys([*own, *(name for names in spaces.values() for name in names)])))
-    if kind == "intersection":
-        common = tuple(name for name in own if all(name in names for names in spaces.values()))
-        return _cut_to(common, any(len(names) > len(common) for names in spaces.values()))
+        return list(dict.fromkeys([*own, *(name for names in spaces.values() for name in names)]))
     problems = []
     for name, names in spaces.items():
         more = [class_name for class_name in names if class_name not in own]
@@ -161,39 +131,23 @@ def label_space(kind: str, first: str, uris: Mapping[str, str]) -> LabelSpace:
             problems.append(f"{name} has classes that {first} lacks ({shown})")
     if problems:
         raise CommandError(f"{'; '.join(problems)}: {_WAYS}", Exit.BAD_INPUT)
-    return LabelSpace(own)
-
-
-def _cut_to(common: tuple[str, ...], needed: bool) -> LabelSpace:
-    if len(common) < 2:
-        text = f"the data sets have {len(common)} class{'es' * (len(common) != 1)} in common, and two are needed"
-        raise CommandError(f"{text}: give --class-names union", Exit.BAD_INPUT)
-    with_comma = [name for name in common if "," in name]
-    if needed and with_comma:
-        text = f"the class {with_comma[0]!r} has a comma in its name, which only= cannot write: rename it"
-        raise CommandError(text, Exit.BAD_INPUT)
-    return LabelSpace(common, quote(",".join(common), safe=",") if needed else "")
+    return list(own)
 
 
 DOMAIN = "{domain}"
 TARGET = "target"
-ELSEWHERE = "of-"  # before a client's name: its test images as a test set of another client
 Pick = Callable[[Accuracy], float | None]
-_TRAINING = frozenset({"shots", "validation", "test_images"})
-_DOMAINS = frozenset({"domains", "class_names", "domain_words"})
+_TRAINING = frozenset({"shots", "validation"})
+_DOMAINS = frozenset({"domains", "class_names"})
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One federation of a protocol: its name within the seed, its additions to the spec, and its clients.
-
-    ``swap_prompts``: each client is also tested with the others' prompts and its own head.
-    """
+    """One federation of a protocol: its name within the seed, its additions to the spec, and its clients."""
 
     name: str
     spec: Mapping[str, Any]
     sites: tuple[Site, ...]
-    swap_prompts: bool = False
 
 
 class Protocol(ABC):
@@ -302,20 +256,19 @@ class LeaveOneDomainOut(Protocol):
                 f"{self.name} needs one --data with {DOMAIN} in it, as 'symbols:{DOMAIN}', and at least two --domains"
             )
             raise CommandError(text, Exit.BAD_INPUT)
-        _check_words(setting)
         trials = []
         for target in self._targets(setting):
             uris = uris_beside(target, setting)
-            space = label_space(setting.class_names, target, uris)
-            unseen = setting.unseen(space.cut(uris[target]), seed)
+            names = label_space(setting.class_names, target, uris)
+            unseen = setting.unseen(uris[target], seed)
             tests = {TARGET: unseen} if personal else {}
             sites = [
-                _site(domain, setting.uri(space.cut(uri), seed), setting, tests)
+                Site(_client(domain), setting.uri(uri, seed), tests=tests)
                 for domain, uri in uris.items()
                 if domain != target
             ]
             referees = [] if personal else [Site(_client(f"{TARGET}-{target}"), unseen, role="evaluator")]
-            trials.append(Trial(target, {"class_names": list(space.names)}, (*sites, *referees)))
+            trials.append(Trial(target, {"class_names": names}, (*sites, *referees)))
         return trials
 
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
@@ -344,16 +297,12 @@ class Personalisation(Protocol):
 
     def used(self, setting: Setting) -> frozenset[str]:
         """Fields of training, and domains or a partition."""
-        return (
-            _TRAINING
-            | {"out_of_client", "swap_prompts"}
-            | (_DOMAINS if any(DOMAIN in data for data in setting.data) else _partition(setting))
-        )
+        return _TRAINING | (_DOMAINS if any(DOMAIN in data for data in setting.data) else _partition(setting))
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """The domains if each has a client; the mean, standard deviation and minimum over the clients."""
         domains = map(_client, setting.domains) if DOMAIN in setting.data[0] else ()  # as clients declare them
-        return (*domains, "mean", "sd of clients", "worst client", *(("elsewhere",) if setting.out_of_client else ()))
+        return (*domains, "mean", "sd of clients", "worst client")
 
     def trials(self, setting: Setting, seed: int, personal: bool) -> list[Trial]:
         """One federation."""
@@ -363,9 +312,8 @@ class Personalisation(Protocol):
         if DOMAIN in data:
             if not setting.domains:
                 raise CommandError(f"{data} needs --domains", Exit.BAD_INPUT)
-            _check_words(setting)
-            space = label_space(setting.class_names, setting.domains[0], setting.domain_uris())
-            uris = {domain: setting.uri(space.cut(uri), seed) for domain, uri in setting.domain_uris().items()}
+            names = label_space(setting.class_names, setting.domains[0], setting.domain_uris())
+            uris = {domain: setting.uri(uri, seed) for domain, uri in setting.domain_uris().items()}
         else:
             alpha = setting.alpha if setting.partition == "dirichlet" else None
             options = {"partition": setting.partition, "alpha": alpha, "clients": setting.clients}
@@ -373,13 +321,9 @@ class Personalisation(Protocol):
                 f"client{k:03}": setting.uri(data, seed, **options, partition_seed=seed, client=k)
                 for k in range(setting.clients)
             }
-            space = LabelSpace(names_of(data))
-        tests: dict[str, dict[str, str]] = {name: {} for name in uris}
-        if setting.out_of_client:
-            for name in uris:
-                tests[name] = {ELSEWHERE + _client(other): uri for other, uri in uris.items() if other != name}
-        sites = tuple(_site(name, uri, setting, tests[name]) for name, uri in uris.items())
-        return [Trial("all", {"class_names": list(space.names)}, sites, setting.swap_prompts and personal)]
+            names = _names(data)
+        sites = tuple(Site(_client(name), uri) for name, uri in uris.items())
+        return [Trial("all", {"class_names": names}, sites)]
 
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
         """Statistics over the clients, with equal weights."""
@@ -388,11 +332,7 @@ class Personalisation(Protocol):
         by_domain = {accuracy.domain: _mean([accuracy], pick, "test") for accuracy in tested if accuracy.domain}
         if len(by_domain) < len(tested):  # several clients share a domain: it is no column
             by_domain = {}
-        spread = {"mean": fmean(values), "sd of clients": pstdev(values), "worst client": min(values)}
-        others = [v for row in by_trial["all"] if row.split.startswith(ELSEWHERE) and (v := pick(row)) is not None]
-        if others:
-            spread["elsewhere"] = fmean(others)
-        return {**by_domain, **spread}
+        return {**by_domain, "mean": fmean(values), "sd of clients": pstdev(values), "worst client": min(values)}
 
 
 class MultiLabel(Personalisation):
@@ -519,17 +459,6 @@ def _client(name: str) -> str:
 
 def _names(uri: str) -> list[str]:
     return list(names_of(uri))
-
-
-def _site(name: str, uri: str, setting: Setting, tests: Mapping[str, str], client: str | None = None) -> Site:
-    """The client of the domain ``name``, with the domain's description."""
-    return Site(client or _client(name), uri, tests=tests, domain=setting.domain_words.get(name))
-
-
-def _check_words(setting: Setting) -> None:
-    unknown = sorted(set(setting.domain_words) - set(setting.domains))
-    if unknown:
-        raise CommandError(f"--domain-words describe {unknown[0]}, which is not one of the domains", Exit.BAD_INPUT)
 
 
 def _values(rows: Iterable[Accuracy], pick: Pick, split: str) -> list[float]:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from promptfed.experiments.bench.entries import BenchEntry, RawSpec
 from promptfed.experiments.bench.protocols import Protocol, Setting, Trial, forget_names
-from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
+from promptfed.experiments.simulation.simulation import simulate
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy, FederationResult
@@ -38,12 +38,9 @@ VARIANT = "@"  # between the name of a test set and that of a further classifier
 
 
 class BenchRun(BaseModel):
-    """One federation: its entry, its clients' accuracies, its costs (of a client and round), and its provenance.
+    """One federation: its entry, its clients' accuracies, its costs (of a client and round), and its provenance."""
 
-    Files of earlier versions may lack fields that have a default, and may hold more fields.
-    """
-
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     label: str
     seed: int
@@ -53,7 +50,6 @@ class BenchRun(BaseModel):
     accuracies: list[Accuracy]
     rounds: int
     costs: dict[str, float]
-    measured: list[JsonObject] = []
     wall_seconds: float
     setup_seconds: float
     state_hash: str = ""
@@ -97,8 +93,6 @@ PACKAGES = ("promptfed", "torch", "open_clip_torch", "timm", "numpy", "pillow", 
 
 class ResultProvenance(BaseModel):
     """Versions of packages, and the machine without its owner's name or folders."""
-
-    model_config = ConfigDict(extra="allow")
 
     python: str
     packages: dict[str, str]
@@ -160,12 +154,7 @@ class Job:
     @property
     def key(self) -> str:
         """The name of the result, which depends only on the spec and the sites."""
-        # Words for a domain came later: sites without any keep the key that they had.
-        sites = [
-            {key: value for key, value in asdict(site).items() if (key, value) != ("domain", None)}
-            for site in self.trial.sites
-        ]
-        text = canonical_json([FORMAT, self.spec, sites, *(["swapped"] if self.trial.swap_prompts else [])])
+        text = canonical_json([FORMAT, self.spec, [asdict(site) for site in self.trial.sites]])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
@@ -183,8 +172,7 @@ class Job:
 class Bench:
     """Everything that a bench is to run.
 
-    ``base`` is the part of the spec that all entries share. ``steps``, if given, are the optimizer steps of a client in
-    all rounds, and replace the number of rounds. ``evaluations`` are those after the first round's start.
+    ``base`` is the part of the spec that all entries share. ``evaluations`` are those after the first round's start.
     """
 
     protocol: Protocol
@@ -193,7 +181,6 @@ class Bench:
     seeds: Sequence[int]
     base: Mapping[str, Any] = field(default_factory=dict)
     m: int | None = None
-    steps: int | None = None
     evaluations: int = 1
 
     @property
@@ -208,26 +195,21 @@ class Bench:
             CommandError: a spec cannot be run, or data cannot be opened.
         """
         forget_names()
-        jobs, sources = [], SharedSources()
+        jobs = []
         for seed in self.seeds:
             for entry in self.entries:
                 for trial in self.protocol.trials(self.setting, seed, entry.personal):
                     if sum(site.role == "trainer" for site in trial.sites) >= entry.least_clients:
-                        jobs.append(Job(entry, seed, trial, self._spec(entry, seed, trial, sources)))
+                        jobs.append(Job(entry, seed, trial, self._spec(entry, seed, trial)))
         return jobs
 
-    def _spec(self, entry: BenchEntry, seed: int, trial: Trial, sources: SharedSources) -> RawSpec:
+    def _spec(self, entry: BenchEntry, seed: int, trial: Trial) -> RawSpec:
         """The entry's spec. Defaults of a bench: each data set's own template, all clients asked, ``evaluations``."""
         added = {name: value for name, value in trial.spec.items() if value is not None}
         raw = entry.spec(merged({"name": "bench", "template": None, "seed": seed} | added, dict(self.base)), self.m)
-        resolved = resolve(raw)
-        rounds = resolved.rounds
-        if self.steps is not None:
-            rounds = math.ceil(self.steps / steps_in_a_phase(resolved.training, trial, sources))
-            raw["rounds"] = rounds
         trainers = sum(site.role == "trainer" for site in trial.sites)
         everybody = {} if raw.get("participation") else {"participation": {"min_clients": trainers}}
-        return merged({"evaluation": {"every": math.ceil(rounds / self.evaluations)}, **everybody}, raw)
+        return merged({"evaluation": {"every": math.ceil(resolve(raw).rounds / self.evaluations)}, **everybody}, raw)
 
 
 Progress = Callable[[int, int, Job], None]
@@ -296,7 +278,6 @@ class Runner:
                 backbone=self._backbone(job),
                 features=self.out / "features",
                 sources=self._sources,
-                options=SimulationOptions(swap_prompts=job.trial.swap_prompts),
             )
         except CommandError as error:
             raise CommandError(f"{job.title}: {error}", error.exit) from None
@@ -329,7 +310,6 @@ class Runner:
             accuracies=simulated.accuracies(),
             rounds=simulated.round,
             costs=costs(simulated.reports) | {"steps": steps},
-            measured=measured(simulated.reports),
             wall_seconds=round(simulated.wall_seconds, 3),
             setup_seconds=round(simulated.setup_seconds, 3),
             state_hash=simulated.state_hash,
@@ -379,13 +359,3 @@ def costs(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "seconds": fmean(per_client(metric("train_seconds"))),
         "trained": median(per_client(metric("trained_parameters"))),
     }
-
-
-def measured(reports: Sequence[Mapping[str, Any]]) -> list[JsonObject]:
-    """The method's measurements at the coordinator by phase, such as PLAN's attention shares."""
-    return [
-        {"round": report["round"], "phase": phase["phase"], **phase["measured"]}
-        for report in reports
-        for phase in report["phases"]
-        if any(phase["measured"].values())
-    ]

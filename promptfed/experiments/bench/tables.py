@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
-from itertools import chain
+from dataclasses import dataclass, replace
 from statistics import StatisticsError, fmean, pstdev, stdev
 
 from pydantic import BaseModel
 
-from promptfed.experiments.bench.protocols import ELSEWHERE, TARGET, Protocol
+from promptfed.experiments.bench.protocols import TARGET, Protocol
 from promptfed.experiments.bench.runner import VARIANT, Bench, BenchRun, row_label
 from promptfed.sdk.output import size
 from promptfed.sdk.result import Accuracy
-from promptfed.shared.metrics import Outcomes, calibration_error, class_accuracies, macro_f1, reliability
+from promptfed.shared.metrics import Outcomes, calibration_error, class_accuracies, macro_f1
 from promptfed.shared.plain_text import markdown_cell, markdown_code
 
 ZERO_SHOT = "zero-shot"
 PAPER = " (paper)"  # behind the label of a row that a paper prints
 BELOW = "▼"
+COSTS = ("trained", "up", "down", "seconds", "steps")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def interleaved(ours: Sequence[TableRow], paper: Sequence[TableRow]) -> list[Tab
 def cells(columns: Sequence[str], rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
     """Header and lines of the table, as text."""
     by_label = {row.label: row for row in rows}
-    header = ["method", *columns, "trained", "up", "down", "seconds", "steps"]
+    header = ["method", *columns, *COSTS]
     return header, [_line(row, columns, by_label.get(row.zero_shot)) for row in rows]
 
 
@@ -158,7 +158,7 @@ def _escaped(texts: Sequence[str]) -> list[str]:
 def _line(row: TableRow, columns: Sequence[str], zero_shot: TableRow | None) -> list[str]:
     accuracies = [cell(row, column, zero_shot) for column in columns]
     if row.costs is None:
-        return [row.label, *accuracies, *["-"] * 5]
+        return [row.label, *accuracies, *["-"] * len(COSTS)]
     costs = [
         f"{row.costs['trained']:,.0f}",
         size(row.costs["bytes_up"]),
@@ -183,10 +183,10 @@ FIGURES = ("accuracy", "ece", "macro_f1", "worst_class", "sd_clients", "worst_cl
 
 
 class Measures(BaseModel):
-    """Fractions of one entry (or variant) on one test set by seed; ``reliability`` is over the images of all seeds.
+    """Fractions of one entry (or variant) on one test set by seed.
 
     ``accuracy``, ``macro_f1``, ``sd_clients`` and ``worst_client`` weight every client equally; ``ece`` and
-    ``worst_class`` are over all clients' images. A bin is lower, upper, count, mean confidence, accuracy.
+    ``worst_class`` are over all clients' images.
     """
 
     label: str
@@ -198,21 +198,6 @@ class Measures(BaseModel):
     worst_class: list[float]
     sd_clients: list[float]
     worst_client: list[float]
-    reliability: list[tuple[float, float, int, float, float]]
-
-
-class Matrix(BaseModel):
-    """Accuracy of each client's classifier (row) on each client's test images (column), as a mean over the seeds."""
-
-    label: str
-    clients: list[str]
-    accuracy: list[list[float]]
-
-    @property
-    def elsewhere(self) -> float:
-        """The mean outside the diagonal: the classifiers on other clients' images."""
-        size = range(len(self.clients))
-        return fmean(self.accuracy[row][column] for row in size for column in size if row != column)
 
 
 def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
@@ -225,15 +210,13 @@ def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
         evaluators = {row.client for row in run.last() if row.role == "evaluator"}
         for outcomes in run.outcomes:
             split = TARGET if outcomes.client in evaluators else outcomes.split.partition(VARIANT)[0]
-            if not split.startswith(ELSEWHERE):
-                key = row_label(run, outcomes.split), split
-                groups.setdefault(key, {}).setdefault(run.seed, []).append(outcomes)
+            key = row_label(run, outcomes.split), split
+            groups.setdefault(key, {}).setdefault(run.seed, []).append(outcomes)
     measures = []
     for (label, split), by_seed in groups.items():
         each_seed = [figures(clients) for clients in by_seed.values()]
         rows = {name: [values[name] for values in each_seed] for name in FIGURES}
-        bins = [astuple(bin) for bin in reliability(*_pooled(chain.from_iterable(by_seed.values())))]
-        measures.append(Measures(label=label, split=split, seeds=list(by_seed), **rows, reliability=bins))
+        measures.append(Measures(label=label, split=split, seeds=list(by_seed), **rows))
     return measures
 
 
@@ -265,23 +248,6 @@ def _pooled(clients: Iterable[Outcomes]) -> tuple[list[float], list[bool]]:
     return sure, right
 
 
-def matrices_of(runs: Sequence[BenchRun]) -> list[Matrix]:
-    """The matrix of each entry whose clients were tested on each other's images."""
-    by_label: dict[str, dict[tuple[str, str], list[float]]] = {}
-    for run in runs:
-        for row in run.last():
-            if row.split == "test" or (row.split.startswith(ELSEWHERE) and VARIANT not in row.split):
-                owner = row.client if row.split == "test" else row.split.removeprefix(ELSEWHERE)
-                by_label.setdefault(run.label, {}).setdefault((row.client, owner), []).append(row.accuracy)
-    matrices = []
-    for label, cells in by_label.items():
-        clients = sorted({client for client, _ in cells})
-        if len(clients) > 1 and len(cells) == len(clients) ** 2:
-            rows = [[fmean(cells[row, column]) for column in clients] for row in clients]
-            matrices.append(Matrix(label=label, clients=clients, accuracy=rows))
-    return matrices
-
-
 def measures_table(rows: Sequence[Measures]) -> list[str]:
     """The lines of the table in Markdown: percent, means over the seeds."""
     header = ["method", "test set", "accuracy", "ECE", "macro-F1", "worst class", "sd of clients", "worst client"]
@@ -294,15 +260,3 @@ def measures_table(rows: Sequence[Measures]) -> list[str]:
 
 def _percent(values: Sequence[float]) -> str:
     return f"{100 * fmean(values):.1f}"
-
-
-def matrix_table(matrix: Matrix) -> list[str]:
-    """The lines of the table in Markdown: percent, one row for each client's classifier."""
-    rows = zip(matrix.clients, matrix.accuracy, strict=True)
-    lines = [[markdown_cell(client), *(f"{100 * value:.1f}" for value in row)] for client, row in rows]
-    return [
-        f"{markdown_cell(matrix.label)}: each client's classifier (row) on each client's test images (column); "
-        f"{100 * matrix.elsewhere:.1f} on the others' in the mean.",
-        "",
-        *markdown_table(["", *map(markdown_cell, matrix.clients)], lines),
-    ]

@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from promptfed.experiments.bench.plots import Floats, paired_bootstrap
 from promptfed.experiments.bench.protocols import with_options
 from promptfed.experiments.bench.runner import costs
 from promptfed.experiments.simulation.simulation import simulate
@@ -31,6 +31,7 @@ from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, merged
 OF_A_METHOD = ("optimizer", "learning_rate", "momentum", "weight_decay", "schedule")
 """Training settings of a run file that suit its own method; another method has its defaults."""
 
+Floats = NDArray[np.float64]
 Answers = Mapping[tuple[str, str], Floats]  # whether each image was classified rightly, by client and list of images
 
 
@@ -164,38 +165,21 @@ class Trials:
 
 
 def _trial(candidate: Candidate, result: FederationResult, seconds: float) -> Trial:
-    if result.federation.spec.task == "multi_label":
-        return _trial_of_several(candidate, result, seconds)
-    right: dict[str, dict[tuple[str, str], Floats]] = {"test": {}, f"test@{ZERO_SHOT}": {}}
-    own = [outcomes for outcomes in result.outcomes if outcomes.split in right]
+    price = costs(result.reports)
+    bytes_round = price["bytes_up"] + price["bytes_down"]
+    if result.federation.spec.task == "multi_label":  # each client's mean average precision is paired, as one number
+        told = [one for one in result.accuracies(result.round) if one.split == "test"]
+        precision = {(one.client, ""): np.array([one.accuracy]) for one in told}
+        zero_shot = {(one.client, ""): np.array([one.zero_shot]) for one in told if one.zero_shot is not None}
+        return Trial(candidate, result.round, precision, zero_shot, (), seconds, bytes_round)
+    answers: dict[str, dict[tuple[str, str], Floats]] = {"test": {}, f"test@{ZERO_SHOT}": {}}
+    own = [outcomes for outcomes in result.outcomes if outcomes.split in answers]
     for outcomes in own:
-        answers = np.equal(outcomes.labels, outcomes.predicted).astype(float)
-        right[outcomes.split][outcomes.client, outcomes.images] = answers
-    price = costs(result.reports)
-    return Trial(
-        candidate,
-        result.round,
-        right["test"],
-        right[f"test@{ZERO_SHOT}"],
-        tuple(outcomes.confidence for outcomes in own if outcomes.split == "test"),
-        seconds,
-        price["bytes_up"] + price["bytes_down"],
-    )
-
-
-def _trial_of_several(candidate: Candidate, result: FederationResult, seconds: float) -> Trial:
-    """With several labels per image the mean average precision of each client is paired, as one number."""
-    own = [told for told in result.accuracies(result.round) if told.split == "test"]
-    price = costs(result.reports)
-    return Trial(
-        candidate,
-        result.round,
-        {(told.client, ""): np.array([told.accuracy]) for told in own},
-        {(told.client, ""): np.array([told.zero_shot]) for told in own if told.zero_shot is not None},
-        (),
-        seconds,
-        price["bytes_up"] + price["bytes_down"],
-    )
+        hits = np.equal(outcomes.labels, outcomes.predicted).astype(float)
+        answers[outcomes.split][outcomes.client, outcomes.images] = hits
+    confidences = tuple(outcomes.confidence for outcomes in own if outcomes.split == "test")
+    right, template = answers.values()
+    return Trial(candidate, result.round, right, template, confidences, seconds, bytes_round)
 
 
 def has_diverged(error: CommandError) -> bool:
@@ -287,6 +271,7 @@ AUTO = (
 """Those that gain most in the sweep of defaults for their time; but for the last, images pass the tower once."""
 LAST = 4  # candidates of the last rung
 MOST_RATE = 1000.0  # that a spec may hold
+DRAWS = 10_000  # of the bootstrap
 
 Done = dict[Candidate, list[Trial]]
 Progress = Callable[[str], None]
@@ -309,14 +294,13 @@ class Plan:
     """What may be tried: ``rates`` for every method (None: four decades around its default), under ``seeds``.
 
     A trial's seed draws the images that it holds out; four in a row hold out each quarter once. ``seconds`` limit the
-    search; ``bytes`` are those that one client may send and receive in all rounds of the chosen federation.
+    search.
     """
 
     methods: tuple[str, ...] = ()
     rates: tuple[float, ...] | None = None
     seeds: tuple[int, ...] = (12, 13, 14, 15)
     seconds: float = 300.0
-    bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -404,8 +388,39 @@ def gain(trials: Sequence[Trial], others: Sequence[Answers]) -> Gain | None:
     differences = [right - other[key] for trial, other in pairs for key, right in trial.right.items() if key in other]
     if not differences:
         return None
-    low, high, _ = paired_bootstrap(differences)
+    low, high = paired_bootstrap(differences)
     return Gain(float(np.concatenate(differences).mean()), low, high)
+
+
+def paired_bootstrap(differences: Sequence[Floats], seed: int = 0, draws: int = DRAWS) -> tuple[float, float]:
+    """The 95 % interval of the mean difference of pairs.
+
+    ``differences`` has one array ``(N,)`` for each list of pictures. Pictures are resampled within their list, so every
+    draw has the same number of pictures of each list.
+    """
+    rng = np.random.default_rng(seed)
+    sums = np.zeros(draws)
+    for rows in differences:
+        for start in range(0, draws, 500):
+            size = min(500, draws - start)
+            sums[start : start + size] += rows[rng.integers(len(rows), size=(size, len(rows)))].sum(axis=1)
+    low, high = np.quantile(sums / sum(each.size for each in differences), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def rates_of(text: str) -> tuple[float, ...]:
+    """The rates of a text such as ``0.001,0.01`` in ascending order.
+
+    Raises:
+        CommandError: the text does not hold different rates above 0.
+    """
+    try:
+        rates = tuple(sorted(float(part) for part in text.split(",")))
+    except ValueError:
+        rates = ()
+    if not rates or len(set(rates)) < len(rates) or not all(0 < rate < math.inf for rate in rates):
+        raise CommandError(f"--rates {text!r}: write different rates above 0 separated by commas", Exit.BAD_INPUT)
+    return rates
 
 
 def _scores(trials: Done) -> dict[Candidate, float]:
@@ -481,7 +496,7 @@ class _Race:
                 trials[0].rounds,
                 scores[candidate],
                 sum(trial.seconds for trial in trials),
-                self._bytes(trials[0]),
+                trials[0].bytes_round * self._runs.spec(candidate.method).rounds,
             )
             for candidate, trials in self.reached.items()
         ]
@@ -529,7 +544,7 @@ class _Race:
         return done
 
     def _try(self, candidate: Candidate, rounds: int, seeds: Sequence[int]) -> list[Trial]:
-        """The trials by seed; none for a method that cannot run, needs too many bytes, or has no learning rate."""
+        """The trials by seed; none for a method that cannot run or has no learning rate."""
         trials = []
         for seed in seeds:
             began = self._clock()
@@ -541,10 +556,6 @@ class _Race:
                 self.refused[candidate.method] = str(error)
                 return []
             self._took[candidate.method] = (self._clock() - began) / trials[-1].rounds
-        size, most = self._bytes(trials[0]), self._plan.bytes
-        if most is not None and size > most:
-            self.refused[candidate.method] = f"a client would send and receive {size:,.0f} bytes in all rounds"
-            return trials if candidate == self.default else []
         for other, before in self.reached.items():
             same = other.method == candidate.method and other.rate != candidate.rate
             if same and before[0].confidences == trials[0].confidences != ():
@@ -556,7 +567,3 @@ class _Race:
         if candidate == self.default or candidate in self.reached:
             return candidate.method in self.refused and candidate != self.default
         return candidate.method in self.refused or candidate.method in self.without_rate
-
-    def _bytes(self, trial: Trial) -> float:
-        """Bytes of a client in all rounds, both ways."""
-        return trial.bytes_round * self._runs.spec(trial.candidate.method).rounds

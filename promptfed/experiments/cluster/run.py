@@ -296,7 +296,7 @@ class Conductor:
         """
         api = self.local.api
         federation = self._federation(spec, initial)
-        state = api.send(operations.get_summary(federation)).view.state
+        state = api.send(operations.get_federation(federation)).view.state
         if state not in ENDED:
             self.crews.begin(self._assignments(federation, spec, sites, share))
         if state == "enrolling":
@@ -348,7 +348,7 @@ class Conductor:
 
     def _until_enrolled(self, federation: str, count: int) -> None:
         while True:
-            clients = self.local.api.send(operations.get_summary(federation)).view.clients
+            clients = self.local.api.send(operations.get_federation(federation)).view.clients
             if clients.trainers + clients.evaluators == count:
                 return
             self._look()

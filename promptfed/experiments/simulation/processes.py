@@ -31,7 +31,6 @@ import torch
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.exits import Exit as ClientExit
 from promptfed.client_service.privacy.secure import Trained
-from promptfed.client_service.state.private_state import Serving
 from promptfed.client_service.training.data import Cancelled, ClientData, split_by
 from promptfed.client_service.training.evaluation import ZeroShotResults
 from promptfed.client_service.training.images import DEFAULT_BYTES, ImageCache
@@ -241,7 +240,6 @@ class RemoteWork(TaskWork):
         answer: EvaluationRequest
         answer, told, known = self._remotely(cancelled, _evaluate, known, task, payload)
         self.evaluation.zero_shot = known
-        self.evaluated = Serving(task.round, task.phase, task.config, payload)
         if self.record is not None:
             for outcomes in told:
                 self.record(outcomes)

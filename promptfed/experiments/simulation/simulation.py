@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ import httpx
 import torch
 from sqlalchemy.exc import SQLAlchemyError
 
-from promptfed.client_service.training.evaluation import answers
-from promptfed.client_service.training.trainer import TaskWork, torch_settings
 from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.database import CannotOpen
@@ -44,39 +42,11 @@ from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data.registry import SharedSources
-from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT
 from promptfed.shared.metrics import Outcomes
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
-
-SWAPPED = "prompts of others"  # the name of the variant in an outcome's split
-_OWN = (WEIGHT, BIAS, CLASSES)  # the private tensors of a head
-
-
-def swapped_outcomes(works: Mapping[str, TaskWork]) -> list[Outcomes]:
-    """Each trainer's answers on its own test images, with the prompts of every other trainer and its own head.
-
-    Empty for methods that share their prompts and keep nothing private. Call it after the last evaluation.
-    """
-    trainers = {name: work.served() for name, work in works.items() if work.role == "trainer"}
-    parts = {name: served for name, served in trainers.items() if served is not None}
-    swapped = []
-    for name, (method, context, _, own) in parts.items():
-        if not method.personal:
-            return []
-        test, kept = works[name].data.split("test", context.class_names), {key: own[key] for key in _OWN if key in own}
-        for other, (_, _, payload, private) in parts.items():
-            if other == name or not len(test):
-                continue
-            with torch_settings(context), torch.no_grad():
-                predicted, confidence = answers(method.classifier(context, payload, {**private, **kept}), test)
-            rows = tuple(test.labels.tolist()), tuple(predicted.tolist()), tuple(confidence.tolist())
-            images = works[name].data.images_hash("test")
-            swapped.append(Outcomes(context.round, name, f"test@{SWAPPED}", context.class_names, *rows, images))
-    return swapped
-
 
 URL = "http://127.0.0.1"  # of a coordinator without a socket
 POLL_SECONDS = 0.2
@@ -85,21 +55,6 @@ GOES_ON = "then give the same command again: it goes on from there"
 LEAVE_SECONDS = 10.0  # for an interrupted simulation to end
 
 ProgressCallback = Callable[[Snapshot], None]
-
-
-@dataclass(frozen=True)
-class SimulationOptions:
-    """What few simulations need.
-
-    With ``swap_prompts`` the outcomes include each client's answers with the others' prompts and its own head.
-    ``initial``: the state to start from; by default the method's.
-    """
-
-    swap_prompts: bool = False
-    initial: bytes | None = None
-
-
-DEFAULTS = SimulationOptions()
 
 
 def simulate(
@@ -115,7 +70,7 @@ def simulate(
     device: str = "cpu",
     allow_backbone: AllowedBackbones = False,
     progress: ProgressCallback | None = None,
-    options: SimulationOptions = DEFAULTS,
+    initial: bytes | None = None,
 ) -> FederationResult:
     """Run a federation to its end in this process.
 
@@ -152,7 +107,7 @@ def simulate(
                 own = run.secret if run.lasting else None
                 setup = SimulationSetup(wanted, clients, place, pool, backbone, cache, record, processes, own)
                 told = progress or (lambda snapshot: None)
-                playing = _run(setup, options.initial or made, told, options.swap_prompts, started)
+                playing = _run(setup, initial or made, told, started)
                 result = _in_a_thread(disk.watch(playing))
         except (OSError, SQLAlchemyError, CannotOpen, CommandError) as error:
             if disk.full or FullDisk.is_meant(error):
@@ -160,7 +115,7 @@ def simulate(
             if isinstance(error, CommandError):
                 raise
             raise CommandError(f"cannot work in {place}: {why(error)}", Exit.FAILED) from None
-        return replace(result, outcomes=(*(latest[key] for key in sorted(latest)), *result.outcomes))
+        return replace(result, outcomes=tuple(latest[key] for key in sorted(latest)))
 
 
 @contextmanager
@@ -259,10 +214,9 @@ async def _run(
     setup: SimulationSetup,
     initial: bytes | None,
     progress: ProgressCallback,
-    swap_prompts: bool,
     started: float,
 ) -> FederationResult:
-    """The result. Its outcomes are only those with other clients' prompts."""
+    """The result, without outcomes."""
     settings = _coordinator_settings(setup)
     app = create_app(settings)
     app.state.noise = SeededNoise(derive_seed(setup.spec.seed, "coordinator's noise"))
@@ -282,10 +236,7 @@ async def _run(
             last = None if setup.spec.selection is not None else setup.spec.rounds
             result = await api.run(operations.take(federation, last))
             expect_all_evaluated(result.reports)
-            swapped = await asyncio.to_thread(swapped_outcomes, clients.works()) if swap_prompts else []
-            wall, setup_seconds = ended - begun, begun - started
-            result = replace(result, wall_seconds=wall, setup_seconds=setup_seconds)
-            return replace(result, outcomes=tuple(swapped))
+            return replace(result, wall_seconds=ended - begun, setup_seconds=begun - started)
 
 
 async def _federation(api: AsyncCoordinator, setup: SimulationSetup, initial: bytes | None) -> tuple[str, str]:
@@ -320,7 +271,7 @@ async def _follow(progress: ProgressCallback, api: AsyncCoordinator, federation:
     """
     last = None
     while True:
-        snapshot = Snapshot.of((await api.send(operations.get_summary(federation))).view)
+        snapshot = Snapshot.of((await api.send(operations.get_federation(federation))).view)
         if snapshot != last:
             progress(snapshot)
             last = snapshot

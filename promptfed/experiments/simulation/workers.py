@@ -51,10 +51,6 @@ class RunningWorkers:
             if not self.awaited:
                 self.everybody_enrolled.set()
 
-    def works(self) -> dict[str, TaskWork]:
-        """The works of the enrolled clients, by the client's name."""
-        return {worker.settings.name: worker.work for worker in self.workers if worker.work is not None}
-
     async def enrolled(self) -> None:
         """Return once all have enrolled. Raises CommandError if one has failed."""
         enrolled = asyncio.create_task(self.everybody_enrolled.wait())

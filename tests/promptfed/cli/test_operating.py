@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +16,9 @@ from typer.testing import CliRunner, Result
 from promptfed.cli import common
 from promptfed.cli.main import app
 from promptfed.coordinator.app import create_app
-from promptfed.coordinator.engine import telemetry
 from promptfed.coordinator.settings import Settings
 from promptfed.sdk.client import Exit
-from promptfed.sdk.progress import Pace, Snapshot, Watcher, describe_round, duration
-from promptfed.sdk.result import RoundSummary
+from promptfed.sdk.progress import Pace, Snapshot, Watcher, duration
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, in_thread
 
@@ -230,27 +227,20 @@ def test_status_and_watch_remark_what_looks_wrong(server: InThread, command: Com
     assert "zero-shot by" not in command("status", "good").stdout
 
 
-def report(round: int, seconds: float | None, **more: Any) -> RoundSummary:
-    at = "2026-01-01T00:00:00Z"
-    empty = {"phases": [], "evaluation": None, "bytes_up": 0, "bytes_down": 0}
-    times = {"started_at": at, "ended_at": at, "seconds": seconds}
-    return RoundSummary.model_validate({"round": round, **times, **empty, **more})
-
-
 def test_the_rest_takes_as_long_as_the_newest_rounds_took() -> None:
     now = 100.0
     pace = Pace(10, clock=lambda: now)
-    pace.add(report(0, 60.0))
+    pace.count(0, 60.0)
     assert pace.left() is None  # the first evaluation is no round
-    pace.add(report(1, 50.0))
+    pace.count(1, 50.0)
     for round in range(2, 7):
-        pace.add(report(round, 10.0))
+        pace.count(round, 10.0)
     assert pace.left() == 40.0  # four more, as the newest five: the slow first round no longer counts
     now += 7
     assert pace.left() == 33.0
     now += 100
     assert pace.left() == 30.0  # the open round is late; three more are to come
-    pace.add(report(10, 10.0))
+    pace.count(10, 10.0)
     assert pace.left() is None
 
 
@@ -264,51 +254,5 @@ def test_progress_shows_time_left_also_where_rounds_are_quicker_than_looks(capsy
     assert [line.partition("; ")[2] for line in told] == ["", "", "about 32 s left"]
 
 
-def test_a_round_and_a_time_in_words() -> None:
-    phases = [{"metrics": {"loss": 0.41234}}, {"metrics": {}}]
-    mean = {"trainer": {"accuracy": 0.5, "zero_shot": 0.25}, "evaluator": {"accuracy": 0.4}}
-    told = describe_round(report(3, 1.75, phases=phases, evaluation={"mean": mean}))
-    assert told == "round 3: loss 0.4123, accuracy 50.0 % (zero-shot 25.0 %), unseen 40.0 %, 1.8 s"
-    assert describe_round(report(0, None)) == "round 0: over"
+def test_a_time_in_words() -> None:
     assert [duration(seconds) for seconds in (59.4, 75, 3900)] == ["59 s", "1 min 15 s", "1 h 5 min"]
-
-
-def logged(formatter: logging.Formatter, caplog: pytest.LogCaptureFixture) -> str:
-    caplog.clear()
-    with caplog.at_level(logging.INFO):
-        extra = telemetry.of_event("eyes", {"round": 3, "phase": "train", "asked": ["a", "b"], "reason": None})
-        logging.getLogger("promptfed.test").info("phase-opened", extra=extra)
-        try:
-            raise ValueError("bad\x1b[31m")
-        except ValueError:
-            logging.getLogger("promptfed.test").exception("it broke")
-    own = [record for record in caplog.records if record.name == "promptfed.test"]  # the server's threads log too
-    return "\n".join(formatter.format(record) for record in own)
-
-
-def test_logs_are_text_where_people_read_them(caplog: pytest.LogCaptureFixture) -> None:
-    text = logged(telemetry.TextFormatter(), caplog)
-    first, second, *traceback = text.splitlines()
-    assert first[8:] == ' phase-opened (federation eyes, round 3, phase train) asked=["a", "b"]'
-    assert second[8:] == " error: it broke"
-    assert traceback[-1] == "ValueError: bad\\x1b[31m"
-    entry = json.loads(logged(telemetry.JsonFormatter(), caplog).splitlines()[0])
-    assert (entry["message"], entry["round"]) == ("phase-opened", 3)
-
-
-@pytest.mark.parametrize(("format", "terminal", "kind"), [
-    ("auto", True, telemetry.TextFormatter),
-    ("auto", False, telemetry.JsonFormatter),
-    ("text", False, telemetry.TextFormatter),
-    ("json", True, telemetry.JsonFormatter),
-])  # fmt: skip
-def test_a_terminal_gets_text_and_everything_else_json(
-    format: Any, terminal: bool, kind: type[logging.Formatter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: terminal)
-    monkeypatch.setattr("sys.stderr", stream)
-    found: list[logging.Handler] = []
-    monkeypatch.setattr(logging, "basicConfig", lambda **options: found.extend(options["handlers"]))
-    telemetry.configure("info", format)
-    assert type(found[0].formatter) is kind

@@ -9,29 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.text import Annotation, Text
-from matplotlib.transforms import Bbox
 from PIL import Image
 
 from promptfed.experiments.bench import plots
 from promptfed.experiments.bench.entries import parse_entries
-from promptfed.experiments.bench.plots import Point, draw, name_points, paired_bootstrap, scatter
+from promptfed.experiments.bench.plots import draw
 from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
 from promptfed.experiments.bench.runner import Bench, BenchRun
 from promptfed.experiments.bench.tables import (
-    Matrix,
     Measures,
     TableRow,
     figures,
-    matrices_of,
-    matrix_table,
     measures_of,
     measures_table,
     rows_of,
     table_of,
 )
+from promptfed.experiments.bench.tuning import paired_bootstrap
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.metrics import Outcomes
 from promptfed.shared.plain_text import markdown_cell, markdown_code
@@ -54,7 +48,7 @@ def filled(path: Path) -> bool:
     return len(np.unique(np.asarray(Image.open(path).convert("L")))) > 10
 
 
-def test_personalisation_gets_its_clients_and_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bench_gets_its_rounds_and_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[list[float], list[float]]] = []
     plot = Axes.plot
 
@@ -66,31 +60,16 @@ def test_personalisation_gets_its_clients_and_its_rounds(tmp_path: Path, monkeyp
     described = bench("personalisation")
     found = results()
     paths = draw(described, rows_of(described, found), found, tmp_path)
-    assert {path.name for path in paths} == {
-        "clients.png",
-        "accuracy-over-bytes.png",
-        *(f"{x}-trainers.png" for x in ("rounds", "bytes", "seconds")),
-    }
+    assert {path.name for path in paths} == {"accuracy-over-bytes.png", "rounds-trainers.png"}
     assert all(filled(path) and path.with_suffix(".pdf").stat().st_size > 1000 for path in paths)
-    assert drawn[:2] == [([0, 1, 2], pytest.approx([30, 40, 50])), ([0, 1, 2], pytest.approx([50, 60, 70]))]
-    costs = found[0].costs
-    each = (costs["bytes_up"] + costs["bytes_down"]) / 1000
-    assert drawn[2] == (pytest.approx([each, 2 * each]), pytest.approx([40, 50])), "before the first, nothing was spent"
-    assert drawn[4] == (pytest.approx([costs["seconds"], 2 * costs["seconds"]]), pytest.approx([40, 50]))
-
-
-def test_what_costs_nothing_has_no_place_on_a_cost_axis(tmp_path: Path) -> None:
-    described = bench("personalisation")
-    free = [run.model_copy(update={"costs": dict.fromkeys(run.costs, 0.0)}) for run in results()]
-    names = {path.name for path in draw(described, rows_of(described, free), free, tmp_path)}
-    assert names == {"clients.png", "rounds-trainers.png"}
+    assert drawn == [([0, 1, 2], pytest.approx([30, 40, 50])), ([0, 1, 2], pytest.approx([50, 60, 70]))]
 
 
 def test_two_evaluations_are_no_curve(tmp_path: Path) -> None:
     described = bench("personalisation")
     found = results(rounds=(0, 2))
     names = [path.name for path in draw(described, rows_of(described, found), found, tmp_path)]
-    assert names == ["clients.png", "accuracy-over-bytes.png"]
+    assert names == ["accuracy-over-bytes.png"]
 
 
 def test_few_shot_curves(tmp_path: Path) -> None:
@@ -106,11 +85,8 @@ def test_few_shot_curves(tmp_path: Path) -> None:
 
 
 def test_more_methods_than_colours_differ_in_style() -> None:
-    pairs = {
-        (plots.COLOURS[k % len(plots.COLOURS)], plots.STYLES[k // len(plots.COLOURS) % len(plots.STYLES)])
-        for k in range(20)
-    }
-    assert len(pairs) == 20
+    for styles in (plots.STYLES, plots.MARKERS):
+        assert len({plots.look(number, styles) for number in range(20)}) == 20
 
 
 def test_accuracy_over_bytes_has_a_point_for_each_row_that_something_travels_for() -> None:
@@ -123,52 +99,8 @@ def test_accuracy_over_bytes_has_a_point_for_each_row_that_something_travels_for
         TableRow("by shots", ({"1 shot": 0.4},), costs),
         TableRow("coop (paper)", ({"mean": 0.4},)),
     ]
-    points = plots.points_of(rows)
-    assert [(point.label, point.bytes) for point in points] == [("promptfl", 2010.0), ("coop", 2010.0)]
-    assert points[0].accuracy == pytest.approx(30), "base-to-novel's harmonic mean stands for its columns"
-    assert points[0].sd == pytest.approx(5)
-    assert points[0].colour != points[1].colour
-
-
-# Names beside points: each is written once, near its point, and none over another.
-
-
-def written(points: list[Point], zero_shot: float | None = None) -> tuple[Figure, list[tuple[str, Bbox]]]:
-    figure = Figure(figsize=(5, 4))
-    axes = figure.add_subplot()
-    scatter(axes, points, zero_shot)
-    name_points(figure, axes, points)
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    figure.draw(renderer)
-    texts = [text for text in axes.texts if isinstance(text, Annotation)]
-    return figure, [(text.get_text(), Text.get_window_extent(text, renderer)) for text in texts]
-
-
-def test_names_of_points_that_lie_close_do_not_cover_each_other() -> None:
-    points = [Point(f"method {number}", 1000 * 1.05**number, 50 + 0.3 * (number % 3)) for number in range(12)]
-    _, found = written(points)
-    assert sorted(name for name, _ in found) == sorted(point.label for point in points)
-    boxes = [box for _, box in found]
-    assert not any(a.overlaps(b) for k, a in enumerate(boxes) for b in boxes[:k])
-
-
-def test_a_name_without_any_room_is_written_all_the_same() -> None:
-    long = "a name that is longer than the whole picture is wide, " * 3
-    _, found = written([Point(long, 1000, 50), Point("b", 2000, 50)])
-    assert {name for name, _ in found} == {long, "b"}
-
-
-def test_the_axis_is_logarithmic_tells_bytes_and_has_room_for_all() -> None:
-    figure, found = written([Point("small", 300, 40, sd=2), Point("large", 6.6e6, 60)], zero_shot=35)
-    [axes] = figure.axes
-    low, high = axes.get_xlim()
-    assert low < 300
-    assert high > 6.6e6
-    assert axes.get_xscale() == "log"
-    assert axes.xaxis.get_major_formatter()(1000.0) == "1.0 kB"
-    lines = [line.get_ydata() for line in axes.lines]
-    assert any(list(y) == pytest.approx([35, 35]) for y in lines), "zero-shot is a line"
-    assert "zero-shot" in {name for name, _ in found}
+    found = [(row.label, spent) for row, spent in plots.rows_over_bytes(rows)]
+    assert found == [("promptfl", 2010.0), ("coop", 2010.0)]
 
 
 # Tables in Markdown: names that somebody else chose (methods of packages, domains, clients, data), and their rows.
@@ -179,11 +111,10 @@ BAD = "<img src=x onerror=alert(1)> a|b [c](javascript:d) `e`"
 
 ROWS = {
     "accuracy": table_of([BAD], [TableRow(BAD, ({BAD: 0.5},))]),
-    "matrix": matrix_table(Matrix(label=BAD, clients=[BAD, BAD], accuracy=[[1.0, 0.5], [0.5, 1.0]])),
     "measures": measures_table([
         Measures(
             label=BAD, split=BAD, seeds=[0], accuracy=[1], ece=[0], macro_f1=[1], worst_class=[1], sd_clients=[0],
-            worst_client=[1], reliability=[],
+            worst_client=[1],
         )
     ]),
 }  # fmt: skip
@@ -253,21 +184,11 @@ def run(label: str, *outcomes: Outcomes, seed: int = 0, trial: str = "all", accu
 def test_the_bootstrap_is_that_of_resampled_pairs() -> None:
     rng = np.random.default_rng(1)
     lists = [rng.choice([-1.0, 0.0, 1.0], size=size, p=[0.1, 0.6, 0.3]) for size in (40, 90)]
-    low, high, p = paired_bootstrap(lists, draws=4000)
+    low, high = paired_bootstrap(lists, draws=4000)
     literal = np.random.default_rng(5)
     means = [sum(sum(rows[literal.integers(len(rows))] for _ in rows) for rows in lists) / 130 for _ in range(600)]
     assert (low, high) == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.03)
-    assert p < 0.05
-    assert paired_bootstrap([np.zeros(10)])[2] == 1.0
-    assert paired_bootstrap(lists, draws=4000) == (low, high, p)
-
-
-def test_a_picture_that_several_seeds_were_shown_counts_once() -> None:
-    rng = np.random.default_rng(2)
-    once = rng.choice([-1.0, 0.0, 1.0], size=60, p=[0.2, 0.5, 0.3])
-    assert paired_bootstrap([np.stack([once, once, once])]) == pytest.approx(paired_bootstrap([once]))
-    apart = paired_bootstrap([once, once, once])
-    assert apart[1] - apart[0] < 0.7 * (paired_bootstrap([once])[1] - paired_bootstrap([once])[0])
+    assert paired_bootstrap(lists, draws=4000) == (low, high)
 
 
 def test_figures_count_clients_once_and_pool_what_is_of_images() -> None:
@@ -283,7 +204,7 @@ def test_figures_count_clients_once_and_pool_what_is_of_images() -> None:
 
 def test_rows_are_by_variant_and_test_set_over_the_seeds() -> None:
     runs = [
-        run("a", told("c", "test", "01", "01"), told("c", "test@zero-shot", "01", "00"), told("c", "of-d", "01", "10")),
+        run("a", told("c", "test", "01", "01"), told("c", "test@zero-shot", "01", "00")),
         run("a", told("c", "test", "01", "11"), seed=1),
     ]
     rows = measures_of(runs)
@@ -292,17 +213,3 @@ def test_rows_are_by_variant_and_test_set_over_the_seeds() -> None:
         ("a (zero-shot)", "test", [0]),
     ]
     assert rows[0].accuracy == [1.0, 0.5]
-    assert [bin for bin in rows[0].reliability if bin[2]] == [
-        (pytest.approx(11 / 15), pytest.approx(12 / 15), 4, 0.75, 0.75)
-    ]
-
-
-def test_the_matrix_holds_everybody_on_everybody_s_images() -> None:
-    def one(client: str, split: str, value: float) -> Accuracy:
-        return Accuracy(2, client, "trainer", None, split, value, None, 4)
-
-    cells = [one("a", "test", 0.9), one("a", "of-b", 0.2), one("b", "test", 0.8), one("b", "of-a", 0.4)]
-    [matrix] = matrices_of([run("m", accuracies=[*cells, one("a", "test@global", 0.0)])])
-    assert matrix.accuracy == [[0.9, 0.2], [0.4, 0.8]]
-    assert matrix.elsewhere == pytest.approx(0.3)
-    assert matrices_of([run("m", accuracies=[cells[0], cells[2]])]) == []

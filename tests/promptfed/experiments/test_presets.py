@@ -341,13 +341,6 @@ def test_a_preset_runs_shrunk(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert all(f"{label} (paper)" in table for label in small.paper[panel])
 
 
-def test_data_that_is_not_there_is_told(tmp_path: Path) -> None:
-    arguments = ["bench", "paper:plan-pacs", "--root", str(tmp_path), "--seeds", "0", "--out", str(tmp_path / "out")]
-    found = CliRunner().invoke(app, arguments)
-    assert found.exit_code == Exit.BAD_INPUT
-    assert "there is no folder" in " ".join(found.stderr.split())
-
-
 @pytest.mark.parametrize("name", ["paper:plan-pacs", "paper:fedpgp-pathological"])
 def test_data_that_are_missing_are_told_with_their_layout_and_source(tmp_path: Path, name: str) -> None:
     result = CliRunner().invoke(app, ["bench", name, "--root", str(tmp_path), "--out", str(tmp_path / "out")])

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -41,9 +40,8 @@ from promptfed.experiments.bench import presets, runner
 from promptfed.experiments.bench.presets import SEEDS, embedded_presets
 from promptfed.experiments.bench.runner import commit, provenance
 from promptfed.experiments.simulation import simulation
-from promptfed.experiments.simulation.preparation import PATIENCE_SECONDS, SimulationSetup, open_site
-from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
-from promptfed.experiments.simulation.workers import _exit, run_workers
+from promptfed.experiments.simulation.simulation import simulate
+from promptfed.experiments.simulation.workers import _exit
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.progress import Snapshot
@@ -166,13 +164,10 @@ def test_a_full_disk_ends_it_in_one_line(
     {"training": {"threads": 2}},
 ], ids=["shared", "personal", "protected", "two threads each"])  # fmt: skip
 def test_two_at_once_come_to_same_result(changes: dict[str, Any], backbone: Backbone, features: FeatureCache) -> None:
-    """Also each answer on a test image, with other clients' prompts too, and what clients tell of their training."""
-    options: dict[str, Any] = {
-        "backbone": backbone,
-        "features": features,
-        "options": SimulationOptions(swap_prompts=True),
-    }
-    one, two = (simulate(spec(rounds=1, **changes), SITES, pool=pool, **options) for pool in (1, 2))
+    """Also each answer on a test image, and what clients tell of their training."""
+    one, two = (
+        simulate(spec(rounds=1, **changes), SITES, pool=pool, backbone=backbone, features=features) for pool in (1, 2)
+    )
     assert one.state_hash == two.state_hash
     assert one.outcomes == two.outcomes
     assert bool(one.outcomes) is ("privacy" not in changes)
@@ -366,27 +361,6 @@ def test_a_protected_federation_says_what_each_update_cost_and_repeats(
         assert one["privacy"]["noise"] == "seeded"
         assert one["privacy"]["epsilon"] > 1
     assert all(one["withheld"] is (evaluation is None) for one in found.reports[1]["evaluation"]["clients"].values())
-
-
-@pytest.mark.parametrize(("options", "seconds"), [({}, PATIENCE_SECONDS), ({"patience": 1234.5}, 1234.5)])
-def test_a_clients_patience_is_the_one_that_was_asked_for(
-    options: dict[str, Any], seconds: float, backbone: Backbone, features: FeatureCache, tmp_path: Path
-) -> None:
-    """A crew's clients outlast a coordinator that starts again, which takes longer than a simulation's would wait."""
-    shared = SharedSources()
-    clients = tuple(open_site(site, shared) for site in SITES)
-    record = list[Any]().append
-    setup = SimulationSetup(resolve_spec(spec()), clients, tmp_path, 1, backbone, features, record, **options)
-
-    async def given() -> list[float]:
-        nobody = httpx.MockTransport(lambda asked: httpx.Response(503))
-        async with (
-            httpx.AsyncClient(transport=nobody, base_url="http://127.0.0.1") as http,
-            run_workers(setup, http, "federation", "token") as running,
-        ):
-            return [worker.settings.give_up_after for worker in running.workers]
-
-    assert asyncio.run(given()) == [seconds] * len(SITES)
 
 
 RUN = f"""

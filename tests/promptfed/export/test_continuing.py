@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner, Result
 
 from promptfed.cli.main import app
-from promptfed.experiments.simulation.simulation import SimulationOptions, simulate
+from promptfed.experiments.simulation.simulation import simulate
 from promptfed.export.adapted_model import AdaptedModel
 from promptfed.export.reading import read_export
 from promptfed.export.verification import continued
@@ -102,7 +102,7 @@ def test_no_rounds_measure_what_the_last_round_did(exported: Path, tmp_path: Pat
     sites = [
         Site(name, f"folder:{write_folder(tmp_path / name, seed=seed, each=4)}") for seed, name in enumerate(("a", "b"))
     ]
-    result = simulate(resolve(raw), sites, backbone=exports.backbone(), options=SimulationOptions(initial=state))
+    result = simulate(resolve(raw), sites, backbone=exports.backbone(), initial=state)
     assert (result.round, result.state_hash) == (0, card["hashes"]["state"])
     measured = {row["client"]: row["adapted"] for row in card["accuracy"]["clients"] if row["split"] == "test"}
     assert {one.client: one.accuracy for one in result.accuracies() if one.split == "test"} == pytest.approx(measured)

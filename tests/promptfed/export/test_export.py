@@ -104,16 +104,22 @@ def test_the_cards_code_answers_as_promptfed_does_without_promptfed(
         assert given == pytest.approx(expected, abs=1e-5)
 
 
-def test_class_weights_are_the_prompts_text_features(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
-    found = exports.finished_result(coordinator, "promptfl")
+@pytest.mark.parametrize(("method", "shared", "told"), [
+    ("promptfl", "context", "With open_clip alone"), ("fedpgp", "global_context", "what the clients share"),
+])  # fmt: skip
+def test_class_weights_are_the_shared_prompts_text_features(
+    method: str, shared: str, told: str, coordinator: InThread, backbone: Backbone, tmp_path: Path
+) -> None:
+    found = exports.finished_result(coordinator, method)
     export(found, tmp_path / "out", ExportOptions(), backbone)
     weights = load_file(tmp_path / "out" / "class_weights.safetensors")
-    context = load_file(tmp_path / "out" / "prompts.safetensors")["context"]
+    context = load_file(tmp_path / "out" / "prompts.safetensors")[shared]
     expected = backbone.encode_prompts(context, backbone.class_prompts(NAMES, 4), path="plain")
     assert set(weights) == {"class_weights", "zero_shot_weights"}
     assert torch.allclose(weights["class_weights"], expected, atol=1e-5)
     template = backbone.encode_text([f"a photo of a {name}." for name in NAMES])
     assert torch.allclose(weights["zero_shot_weights"], template, atol=1e-5)
+    assert told in (tmp_path / "out" / "card.md").read_text()
 
 
 def test_fedtpg_makes_the_context_for_given_names(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
@@ -152,16 +158,6 @@ def test_every_method_exports_what_it_has_and_nothing_wrong(
     assert plain == {"promptfl", "fedpgp", "fedtpg", "fast_pt", "zero_shot"}
     assert with_towers == {"fedclip", "plan"}
     assert not_at_all == {"pfedpg", "coop"}
-
-
-def test_shared_part_of_personal_method_called_that(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
-    found = exports.finished_result(coordinator, "fedpgp")
-    export(found, tmp_path / "out", ExportOptions(), backbone)
-    weights = load_file(tmp_path / "out" / "class_weights.safetensors")["class_weights"]
-    shared = decode(found.body)[0]["global_context"]
-    expected = backbone.encode_prompts(shared, backbone.class_prompts(NAMES, 4), path="plain")
-    assert torch.allclose(weights, expected, atol=1e-5)
-    assert "what the clients share" in (tmp_path / "out" / "card.md").read_text()
 
 
 def test_the_card_tells_what_it_is(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ from promptfed.sdk.client import (
     Exit,
     Request,
 )
-from promptfed.sdk.progress import Snapshot, metrics_of, open_tracker, record, track
-from promptfed.sdk.result import FederationList, FederationResult, FederationSummary
-from promptfed.shared.api.api_schemas import BackboneView, ClientCounts, FederationView, Health
+from promptfed.sdk.progress import describe_round, metrics_of, open_tracker, record, track
+from promptfed.sdk.result import FederationResult
+from promptfed.shared.api.api_schemas import BackboneView, ClientCounts, FederationPage, FederationView, Health
 from promptfed.shared.api.report_schemas import RoundReport
 from promptfed.shared.service.net import TOLD
 from promptfed.shared.spec.spec import FederationSpec
@@ -76,19 +76,6 @@ def test_what_is_no_answer_of_this_version_is_said_in_one_line(api: Coordinator)
         _ = Answer(FederationView, "http://elsewhere/", {}, b"<html>").view
 
 
-def test_who_waits_follows_a_federation_of_another_version(api: Coordinator) -> None:
-    raw = api.send(operations.get_federation("eyes")).json
-    del raw["state_hash"], raw["created_at"], raw["asked"]
-    raw["spec"] |= {"name": "No Name!", "rounds": 10**7, "training": raw["spec"]["training"] | {"optimizer": "lion"}}
-    raw |= {"state": "finished", "stage": {"kind": "newest"}, "backbone": raw["backbone"] | {"shape": {"odd": 1}}}
-    summary = Answer(FederationSummary, "http://coordinator/", {}, json.dumps(raw).encode()).view
-    snapshot = Snapshot.of(summary)
-    assert (snapshot.over, snapshot.rounds, snapshot.describe()) == (True, 10**7, "finished")
-    page = json.dumps({"federations": [raw], "next": None}).encode()
-    (listed,) = Answer(FederationList, "http://coordinator/", {}, page).view.federations
-    assert listed == summary
-
-
 def test_what_is_created_is_what_was_written(api: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator fills in what was left open by its own defaults, which may be others than this command's."""
     bodies: list[Any] = []
@@ -118,7 +105,7 @@ def test_pages_are_read_to_the_end(server: InThread, api: Coordinator) -> None:
     for name in "abc":
         server.create(name=name)
 
-    pages = api.run(operations._pages(operations.FEDERATIONS, FederationList, limit=2))
+    pages = api.run(operations._pages(operations.FEDERATIONS, FederationPage, limit=2))
     names = [view.name for page in pages for view in page.view.federations]
     assert (names[0], names[-3:]) == ("eyes", ["a", "b", "c"])
     assert len(pages) == -(-len(names) // 2)
@@ -403,6 +390,16 @@ def test_a_reports_numbers_have_names_of_their_own() -> None:
     assert found["accuracy/trainer/test@adapted"] == pytest.approx(0.6)
     assert found["zero_shot/trainer/test"] == 0.25
     assert found["accuracy/client a/test"] == 0.75
+
+
+def test_a_round_in_words() -> None:
+    means = {"trainer": {"accuracy": 0.5, "zero_shot": 0.25}, "evaluator": {"accuracy": 0.4}}
+    told = report(1)
+    told["evaluation"]["mean"] = means
+    wanted = "round 1: loss 0.5, accuracy 50.0 % (zero-shot 25.0 %), unseen 40.0 %, 1.5 s"
+    assert describe_round(RoundReport.model_validate(told)) == wanted
+    empty = report(0) | {"evaluation": None, "seconds": None}
+    assert describe_round(RoundReport.model_validate(empty)) == "round 0: over"
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -122,15 +122,6 @@ def test_two_crews_come_to_the_state_of_a_simulation_in_one_process(tmp_path: Pa
     assert again.state_hash == crewed.state_hash
 
 
-SHARED = {"name": "promptfl"}
-
-
-@pytest.mark.extended
-def test_crews_compress_as_one_process_does(tmp_path: Path) -> None:
-    spec = {**SPEC, "compression": {"up": "int8"}, "method": SHARED}
-    assert conducted(tmp_path, SITES, 2, spec=spec).state_hash == simulate(spec, SITES).state_hash
-
-
 def test_client_whose_data_cannot_be_opened_ends_run_with_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew, "PATIENCE_SECONDS", 0.5)  # of the other crew, which no Ray takes away
     sites = [*SITES[:2], Site("broken", f"folder:{tmp_path / 'nowhere'}")]
