@@ -236,5 +236,9 @@ class _Again(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (to_start,) = torch.autograd.grad(ctx.made.features, ctx.made.start, gradient, retain_graph=True)
+        # The gradient of this sum is that of the features, exactly. Given as one, torch would compare its shape by
+        # importing sympy, for a second.
+        with torch.enable_grad():
+            value = (ctx.made.features * gradient).sum()
+        (to_start,) = torch.autograd.grad(value, ctx.made.start, retain_graph=True)
         return to_start, None
