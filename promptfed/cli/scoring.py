@@ -11,11 +11,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from pydantic import BaseModel
 from rich.markup import escape
@@ -52,6 +51,9 @@ from promptfed.shared.plain_text import counted, csv_cell, plain
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones
 from promptfed.shared.tensors.torch_tensors import state_hash
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".jp2", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm"})
 BAR = 24  # columns of a whole bar
@@ -501,6 +503,8 @@ def _csv(matrix: NDArray[np.int64], names: Sequence[str]) -> str:
 def _draw(matrix: NDArray[np.int64], names: Sequence[str]) -> Figure:
     """A picture of the confusion matrix, each row as shares of its class's images."""
     side = max(3.2, min(12.0, 0.22 * len(names) + 1.6))
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(side, side))
     axes = figure.add_subplot()
     shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)

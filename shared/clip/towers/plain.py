@@ -67,7 +67,8 @@ class Transformer(nn.Module):
 
     def get_cast_dtype(self) -> torch.dtype:
         """The dtype in which the blocks compute."""
-        dtype: torch.dtype = self.resblocks[0].mlp.c_fc.weight.dtype  # type: ignore[union-attr]
+        first: Any = self.resblocks[0]
+        dtype: torch.dtype = first.mlp.c_fc.weight.dtype
         return dtype
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
