@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from promptfed.shared.clip.tiny import MODEL, register
+from promptfed.shared.clip.weights import EMBEDDED
 from promptfed.shared.data.classes import SYMBOLS, TOPIC_TEMPLATES
 from promptfed.shared.data.digits import DIGIT_NAMES
 from promptfed.shared.data.symbols import COMMON, RARE, STYLES, blur, glyph, hash_keys, render
@@ -31,6 +32,7 @@ def fresh_model(name: str, seed: int, *keys: str) -> open_clip.CLIP:
     """A model with seeded initial weights. The state of torch's global generator does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, *keys))
+        EMBEDDED[name].register()
         return open_clip.create_model(name)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import signal
@@ -11,11 +13,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Coordinator, Exit
@@ -68,15 +70,90 @@ def revive(services: Iterable[Service]) -> list[str]:
     return revived
 
 
+CLIENT = ["-m", "promptfed.client_service"]
+
+
+class Starter:
+    """A process that imports what clients import, once, and forks them (`promptfed.client_service.starter`)."""
+
+    def __init__(self, log: Path):
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "promptfed.client_service.starter"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def ask(self, **request: Any) -> Any:
+        """The answer to a request. Raises OSError or ValueError if the process has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with interrupts_wait():  # the next request would be given this one's answer
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End it; its clients go on."""
+        self._process.kill()
+        self._process.communicate()
+
+
+class Forked:
+    """A process that a starter has forked, with what is used of `subprocess.Popen`."""
+
+    def __init__(self, starter: Starter, **request: Any):
+        self._starter = starter
+        self.pid: int = starter.ask(**request)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs. Without its starter nobody could tell: then it is killed."""
+        if self.returncode is None:
+            try:
+                self.returncode = self._starter.ask(ended=self.pid)
+            except (OSError, ValueError):
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+                self.returncode = -signal.SIGKILL
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises TimeoutExpired as `subprocess.Popen.wait`."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(POLL_SECONDS / 5)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
 @dataclass
 class Managed:
-    """One started process: its command, its log and its number of restarts."""
+    """One started process: its command, its log and its number of restarts. ``starter`` forks it, if possible."""
 
     name: str
     command: list[str]
     log: Path
     environment: dict[str, str]
-    process: subprocess.Popen[bytes] = field(init=False)
+    starter: Starter | None = None
+    process: subprocess.Popen[bytes] | Forked = field(init=False)
     restarts: int = 0
 
     def __post_init__(self) -> None:
@@ -89,6 +166,11 @@ class Managed:
     def start_again(self) -> None:
         """Start the command; its output is appended to the log."""
         # The process gets its own session: Ctrl-C reaches only this command, which ends its processes in order.
+        if self.starter is not None and self.command[1:3] == CLIENT:
+            given = {"arguments": self.command[3:], "log": str(self.log), "environment": self.environment}
+            with suppress(OSError, ValueError):
+                self.process = Forked(self.starter, **given)
+                return
         with self.log.open("ab") as output, interrupts_wait():
             self.process = subprocess.Popen(  # noqa: S603 (our own interpreter and modules)
                 self.command,
@@ -113,6 +195,7 @@ class Processes:
     environment: dict[str, str] = field(default_factory=dict)
     stop_seconds: float = 8.0
     running: dict[str, Managed] = field(default_factory=dict)
+    starter: Starter | None = None
 
     def __enter__(self) -> Processes:
         return self
@@ -124,8 +207,15 @@ class Processes:
         """Start ``python arguments...`` under ``name``."""
         command = [sys.executable, *arguments]
         with interrupts_wait():  # a running process that is not recorded would outlive this one
-            self.running[name] = Managed(name, command, self.folder / f"{name}.log", self.environment)
+            log = self.folder / f"{name}.log"
+            self.running[name] = Managed(name, command, log, self.environment, self.starter)
         return self.running[name]
+
+    def fork_clients(self) -> None:
+        """Fork clients from one process that has imported all they need, where the system can."""
+        if sys.platform == "linux":
+            with interrupts_wait():
+                self.starter = Starter(self.folder / "starter.log")
 
     def watch(self) -> list[str]:
         """Restart the processes that died; returns their names. Raises ProcessFailed as `revive` does."""
@@ -143,6 +233,8 @@ class Processes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self.starter is not None:
+            self.starter.close()
 
 
 def interrupt_on_sigterm() -> None:
@@ -295,7 +387,7 @@ class LocalFederation(Services):
         }
         arguments = [f"--{key}={value}" for key, value in options.items()]
         arguments += client_options(site, self.permitted)
-        self.processes.start(f"client-{site.name}", ["-m", "promptfed.client_service", *arguments])
+        self.processes.start(f"client-{site.name}", [*CLIENT, *arguments])
 
     def watch(self) -> list[str]:
         """Restart those of ``processes`` that died. Raises CommandError where the disk is full: they would wait."""

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from promptfed.shared.clip.errors import BackboneError
@@ -32,6 +33,8 @@ from promptfed.shared.data.image_files import Cut, middle
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors.transfer import sent_to
 
+_FILTERS = {"bicubic": int(Image.Resampling.BICUBIC), "bilinear": int(Image.Resampling.BILINEAR)}
+
 
 @dataclass(frozen=True)
 class Halves:
@@ -41,6 +44,16 @@ class Halves:
     mean: Sequence[float]
     std: Sequence[float]
     _there: dict[torch.device, list[Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of_config(cls, given: Mapping[str, Any]) -> Halves | None:
+        """The halves of open_clip's usual preprocessing, without torchvision; None of another one."""
+        if given.get("resize_mode") != "shortest" or given["interpolation"] not in _FILTERS:
+            return None
+        height, width = (given["size"],) * 2 if isinstance(given["size"], int) else given["size"]
+        if height != width:
+            return None
+        return cls(Cut(height, (height, width), _FILTERS[given["interpolation"]]), given["mean"], given["std"])
 
     @classmethod
     def of(cls, transform: Any) -> Halves | None:
@@ -212,6 +225,8 @@ class Backbone:
 
     def preprocess(self, image: Any) -> Tensor:
         """PIL image -> `(3, H, W)` on the CPU, with open_clip's preprocessing for evaluation."""
+        if self._halves is not None:
+            return self._halves.numbers(self.pixels(image).unsqueeze(0), torch.device("cpu"))[0]
         tensor: Tensor = self._transform(middle(image))
         return tensor
 
@@ -466,7 +481,7 @@ class Backbone:
 
     @cached_property
     def _halves(self) -> Halves | None:
-        return Halves.of(self._transform)
+        return Halves.of_config(self._preprocess_config) or Halves.of(self._transform)
 
     @cached_property
     def _tokenizer(self) -> PromptTokenizer:

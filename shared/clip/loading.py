@@ -26,8 +26,9 @@ from torch.overrides import TorchFunctionMode
 from promptfed.shared.clip import emoji, tiny
 from promptfed.shared.clip.backbone import Backbone, Supports, finish
 from promptfed.shared.clip.errors import BackboneError, near, one_line
-from promptfed.shared.clip.towers import copies, vision
+from promptfed.shared.clip.towers import copies, plain, vision
 from promptfed.shared.clip.weights import (
+    EMBEDDED,
     expect_at_hand,
     expect_permitted,
     expect_permitted_checkpoint,
@@ -291,7 +292,6 @@ def _dtype(precision: str) -> torch.dtype:
 
 
 PRECISIONS = ("fp32", "fp16", "bf16")
-EMBEDDED = {tiny.MODEL: tiny, emoji.MODEL: emoji}
 HUB = "hf-hub:"
 FOLDER_CONFIG = "open_clip_config.json"
 PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "size", "mode", "fill_color")  # set by a tag
@@ -345,6 +345,14 @@ def _load_clip(
     own_weights: Path | None,
 ) -> Backbone:
     """A model of open_clip."""
+    if model in EMBEDDED and pretrained == EMBEDDED[model].PRETRAINED and precision == "fp32" and own_weights is None:
+        _check_embedded(model, pretrained, random=False)
+        config = EMBEDDED[model].config()
+        with load_errors(model, pretrained, precision), Undrawn():
+            built = plain.CLIP(**config)
+            built.load_state_dict(embedded_weights(model))
+            built.to(device)
+        return Backbone(built, model_name=model, pretrained=pretrained, precision=precision, config=config)
     import open_clip
 
     random = pretrained in (None, "random") and own_weights is None
@@ -401,6 +409,7 @@ def _weights_of(
 ) -> tuple[str, str | None, dict[str, Any]]:
     """open_clip's name of the model, its weights if open_clip reads them, and the options to build it."""
     if model in EMBEDDED:
+        EMBEDDED[model].register()
         _check_embedded(model, pretrained, random)
         return model, None, {}
     model = model if ":" in model else model.replace("/", "-")
@@ -451,7 +460,6 @@ def expect_device(device: str) -> None:
 
 def _check_embedded(model: str, pretrained: str | None, random: bool) -> None:
     embedded = EMBEDDED[model]
-    embedded.register()
     if random:
         return
     if pretrained != embedded.PRETRAINED:

@@ -13,16 +13,19 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
-from promptfed.shared.clip import tiny
+from promptfed.shared.clip import emoji, tiny
 from promptfed.shared.clip.errors import BackboneError, near, one_line
 from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import AllowedBackbones, BackboneShape, BackboneSpec
 from promptfed.shared.tensors.lazy import Tensor, torch
 
+EMBEDDED = {tiny.MODEL: tiny, emoji.MODEL: emoji}
 REACH_SECONDS = 3.0  # seconds for a first answer of the hub
 
 
@@ -103,10 +106,12 @@ def tokenizer_of(source: str, text_config: Mapping[str, Any], folder: Path | Non
     Raises:
         BackboneError: it is not there, or cannot be read.
     """
-    import open_clip
-
     name, options = str(text_config.get("hf_tokenizer_name") or ""), dict(text_config.get("tokenizer_kwargs", {}))
     try:
+        if source in EMBEDDED:
+            return _byte_pairs()
+        import open_clip
+
         if name and folder is not None and any((folder / file).is_file() for file in FILES):
             length = text_config.get("context_length")
             return open_clip.tokenizer.HFTokenizer(str(folder), context_length=length, **options)
@@ -117,6 +122,20 @@ def tokenizer_of(source: str, text_config: Mapping[str, Any], folder: Path | Non
         bring = f"bring {' or '.join(FILES)} here, beside the weights, and give the folder (--backbone-file)"
         how = f": {bring}" if name else ""
         raise BackboneError(f"The tokenizer of {source!r} cannot be loaded ({why(error)}){how}.") from error
+
+
+@cache
+def _byte_pairs() -> Any:
+    """open_clip's tokenizer for models that name none, from its file alone: open_clip imports much else."""
+    place = find_spec("open_clip")
+    assert place is not None
+    assert place.origin is not None
+    spec = spec_from_file_location("promptfed_tokenizer", Path(place.origin).with_name("tokenizer.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module._tokenizer
 
 
 def _expect_at_hand(name: str) -> None:
@@ -316,10 +335,12 @@ def shape_by_name(model: str) -> BackboneShape | None:
     """The sizes of ``model``; None if its configuration lacks them or is not in open_clip's registry."""
     if ":" in model:
         return None
-    import open_clip
+    if model in EMBEDDED:
+        config = EMBEDDED[model].config()
+    else:
+        import open_clip
 
-    tiny.register()
-    config = open_clip.get_model_config(model.replace("/", "-"))
+        config = open_clip.get_model_config(model.replace("/", "-"))
     if config is None:
         return None
     text, vision = config["text_cfg"], config["vision_cfg"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -401,7 +402,7 @@ def _render_style(glyphs: Tensor, style: str, keys: np.ndarray, pose: float) -> 
 PER_CLASS = 16
 TEST_PER_CLASS = 10
 TEMPLATE = "a photo of a {}."
-_AT_ONCE = 256  # images drawn in one batch
+_AT_ONCE = 64  # images drawn in one batch; more take more memory and no less time
 OWN_OPTIONS = ("domain", "topic", "per_class", "test_per_class", "test_seed")
 
 
@@ -428,6 +429,17 @@ def open_symbols(body: str, options: Options) -> Source:
     )
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute in one thread within the block: several wait for each other, and take five times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def symbols_split(symbols: list[Symbol], style: str, per_class: int, purpose: str) -> Split:
     """``per_class`` images of each symbol. Draws for different purposes (train, test, ...) never coincide.
 
@@ -441,7 +453,8 @@ def symbols_split(symbols: list[Symbol], style: str, per_class: int, purpose: st
     def drawn(part: int) -> np.ndarray:
         rows = slice(part * _AT_ONCE, (part + 1) * _AT_ONCE)
         glyphs = torch.stack([glyph(chr(c)) for c in codepoints[rows].tolist()])
-        images = render(glyphs, [style] * len(glyphs), keys[rows])
+        with _one_thread():
+            images = render(glyphs, [style] * len(glyphs), keys[rows])
         return images.permute(0, 2, 3, 1).contiguous().numpy()
 
     def read(row: int) -> Image.Image:

@@ -303,7 +303,7 @@ def launch(
     with (
         new_folder(keep, "--keep") as folder,
         Watcher(prepared.rounds, quiet=as_json) as watcher,
-        started_services(engine, port, folder, keep is not None, watcher) as services,
+        started_services(engine, port, folder, keep is not None, watcher, fork=not chosen_gpus) as services,
     ):
         services.permitted = tuple(allow_backbone)
         result = conduct(services, prepared, run.sites, watcher, initial_state, chosen_gpus)
@@ -399,16 +399,23 @@ def _prepared(run: RunFile, allow_backbone: AllowedBackbones) -> tuple[Federatio
 
 
 @contextmanager
-def started_services(engine: Any, port: int, folder: Path, keep: bool, watcher: Watcher) -> Iterator[Services]:
+def started_services(
+    engine: Any, port: int, folder: Path, keep: bool, watcher: Watcher, *, fork: bool = True
+) -> Iterator[Services]:
     """A running coordinator, in containers of ``engine`` or, if it is None, in a process.
+
+    ``fork``: clients compute on the CPU, so that one process can import torch for all of them.
 
     Raises:
         ProcessFailed: a service ended for good.
     """
     watcher.say("starting the coordinator")
     if engine is None:
-        with Processes(folder) as processes, LocalFederation(processes, folder, port) as local:
-            yield local
+        with Processes(folder) as processes:
+            if fork:
+                processes.fork_clients()
+            with LocalFederation(processes, folder, port) as local:
+                yield local
     else:
         from promptfed.runtime.containers import federation_in_containers
 

@@ -6,7 +6,9 @@ Importing this package does not import open_clip. Unchanged weights, such as the
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from promptfed.shared.clip import tiny
 
@@ -29,6 +31,11 @@ def register() -> None:
     tiny.register()
     if MODEL not in open_clip.list_models():
         open_clip.add_model_config(_FOLDER)
+
+
+def config() -> dict[str, Any]:
+    """The model's configuration, as open_clip has it."""
+    return dict(json.loads((_FOLDER / f"{MODEL}.json").read_text(encoding="utf-8")))
 
 
 def weights_path() -> Path:

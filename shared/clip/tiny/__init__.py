@@ -5,7 +5,9 @@ Importing this package does not import open_clip; ``register`` does.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 MODEL = "promptfed-tiny"
 """The model's name in open_clip, once registered."""
@@ -22,6 +24,11 @@ def register() -> None:
 
     if MODEL not in open_clip.list_models():
         open_clip.add_model_config(_FOLDER)
+
+
+def config() -> dict[str, Any]:
+    """The model's configuration, as open_clip has it."""
+    return dict(json.loads((_FOLDER / f"{MODEL}.json").read_text(encoding="utf-8")))
 
 
 def weights_path() -> Path:

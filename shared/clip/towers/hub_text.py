@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from promptfed.shared.clip.towers.plain import is_a
 from promptfed.shared.clip.towers.text import ClassPrompts, TextFlags, TextTower
 
 DEFAULT_CONTEXT_LENGTH = 77  # that open_clip's tokenizers fill; the towers take more, or any number
@@ -124,9 +125,7 @@ class HubTextTower(TextTower):
 
 def text_tower_of(model: Any, config: Mapping[str, Any]) -> TextTower:
     """The text tower of a `CLIP`, `CustomTextCLIP` or `CoCa` model of open_clip; config: its `text_cfg`."""
-    from open_clip.hf_model import HFTextEncoder
-
     inner = getattr(model, "text", None)
-    if not isinstance(inner, HFTextEncoder):
+    if not is_a(inner, "hf_model", "HFTextEncoder"):
         return TextTower(model)
     return HubTextTower(inner, int(config.get("context_length", DEFAULT_CONTEXT_LENGTH)))

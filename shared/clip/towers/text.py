@@ -17,6 +17,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.clip.errors import BackboneError
+from promptfed.shared.clip.towers.plain import is_a
 from promptfed.shared.tensors.transfer import sent_to
 
 # A placeholder for context tokens in the ids. Its embedding is always overwritten, so any ordinary word is suitable.
@@ -187,9 +188,7 @@ class LowRank:
 
 def is_standard_block(block: Any) -> bool:
     """Whether a block is open_clip's default block, which the functions below require."""
-    from open_clip.transformer import ResidualAttentionBlock
-
-    return type(block) is ResidualAttentionBlock and _is_standard_attention(block.attn)
+    return is_a(block, "transformer", "ResidualAttentionBlock") and _is_standard_attention(block.attn)
 
 
 def _is_standard_attention(attention: nn.MultiheadAttention) -> bool:
@@ -507,9 +506,7 @@ class TextTower:
 
 
 def _flags(holder: Any, inner: Any) -> TextFlags:
-    from open_clip.transformer import TextTransformer
-
-    if inner is not None and not isinstance(inner, TextTransformer):
+    if inner is not None and not is_a(inner, "transformer", "TextTransformer"):
         return TextFlags(f"it is a {type(inner).__name__}, not a text transformer of open_clip", False, False)
     if not holder.transformer.batch_first:
         return TextFlags("it is not batch-first", False, False)

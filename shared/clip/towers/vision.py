@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from promptfed.shared.clip.errors import BackboneError
+from promptfed.shared.clip.towers.plain import is_a
 from promptfed.shared.clip.towers.text import is_standard_block, run_block
 
 Block = Callable[[Tensor], Tensor]
@@ -71,9 +72,7 @@ class PromptedTower:
 
 def refusal_of(visual: Any) -> str | None:
     """The reason why an image tower takes no visual prompts; None if it does."""
-    from open_clip.transformer import VisionTransformer
-
-    if not isinstance(visual, VisionTransformer):
+    if not is_a(visual, "transformer", "VisionTransformer"):
         return f"it is a {type(visual).__name__}, not a vision transformer"
     if not visual.transformer.batch_first:
         return "it is not batch-first"
@@ -138,12 +137,9 @@ def _side(patch: Sequence[int]) -> int | None:
 
 def patch_refusal(visual: Any) -> str | None:
     """The reason why an image tower gives no patch features; None if it does."""
-    from open_clip.modified_resnet import ModifiedResNet
-    from open_clip.transformer import VisionTransformer
-
-    if isinstance(visual, ModifiedResNet):
+    if is_a(visual, "modified_resnet", "ModifiedResNet"):
         return None
-    if not isinstance(visual, VisionTransformer):
+    if not is_a(visual, "transformer", "VisionTransformer"):
         return f"it is a {type(visual).__name__}, neither a vision transformer nor a CLIP ResNet of open_clip"
     if visual.attn_pool is not None:
         return "it pools its patches by attention, before they reach the joint space"
@@ -163,12 +159,10 @@ def patch_tokens(visual: Any) -> int | None:
 
 def encode_patches(visual: Any, images: Tensor) -> Tensor:
     """Patch features `(B, M, d_e)` of images `(B, 3, H, W)`, not normalised. BackboneError if the tower has none."""
-    from open_clip.transformer import VisionTransformer
-
     refusal = patch_refusal(visual)
     if refusal is not None:
         raise BackboneError(f"This backbone's image tower gives no patch features: {refusal}.")
-    if not isinstance(visual, VisionTransformer):
+    if not is_a(visual, "transformer", "VisionTransformer"):
         return _resnet_patches(visual, images)
     rows = visual.transformer(visual._embeds(images))[:, 1:]
     # Also if the tower norms after pooling: patches are not pooled, and the norm processes each row separately.

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from inspect import unwrap
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -182,11 +183,21 @@ def make_optimizer(
     ``fused``: one operation steps all of them, on a device that has it.
     """
     if training.optimizer == "sgd":
-        return torch.optim.SGD(
+        return eager(torch.optim.SGD)(
             parameters, lr=learning_rate, momentum=training.momentum, weight_decay=training.weight_decay, fused=fused
         )
     kind = torch.optim.Adam if training.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, lr=learning_rate, weight_decay=training.weight_decay, fused=fused)
+    return eager(kind)(parameters, lr=learning_rate, weight_decay=training.weight_decay, fused=fused)
+
+
+@cache
+def eager(kind: type[Any]) -> type[Any]:
+    """torch's optimizer ``kind`` with the same steps, but without what torch wraps around them for its compiler.
+
+    The compiler is not used, and its import at the first step takes two seconds.
+    """
+    plain = {name: unwrap(getattr(kind, name)) for name in ("step", "zero_grad", "add_param_group")}
+    return type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(plain["step"])})
 
 
 def learning_rate(training: TrainingSpec, round: int, rounds: int) -> float:

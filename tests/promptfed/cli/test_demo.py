@@ -23,6 +23,7 @@ from promptfed.sdk.client import Exit
 from promptfed.shared.data.demo import DEMOS
 from tests.support.waiting import PATIENCE, wait_for
 
+STARTER = "promptfed.client_service.starter"
 DEMO = [sys.executable, "-m", "promptfed", "demo"]
 
 
@@ -39,6 +40,8 @@ def services(parent: int) -> dict[str, psutil.Process]:
         except psutil.Error:
             continue
         names = [part.removeprefix("--name=") for part in command if part.startswith("--name=")]
+        if STARTER in command and child.parent().pid != parent:  # a client that is forked has its name alone
+            names = [child.name()]
         if "promptfed.coordinator" in command or names:
             found[names[0] if names else "coordinator"] = child
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ import pytest
 
 from promptfed.client_service.settings import ledger_path
 from promptfed.runtime.processes import (
+    CLIENT,
     MAX_RESTARTS,
+    Forked,
     LocalFederation,
     Processes,
     ProcessFailed,
@@ -121,6 +124,47 @@ def test_a_started_process_hears_signals(tmp_path: Path) -> None:
         wait_for("its first line", lambda: "up" in managed.tail(1))
         managed.process.terminate()
         assert managed.process.wait() == -signal.SIGTERM
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(sys.platform != "linux", reason="clients are forked on Linux")
+def test_a_forked_client_is_a_process_of_its_own(tmp_path: Path) -> None:
+    lasting = ["--coordinator=http://127.0.0.1:9", "--federation=f", "--name=ward-4", "--data=digits", "--yes"]
+    lasting += [f"--state-dir={tmp_path / 'state'}", f"--enrolment-token-file={tmp_path / 'token'}"]
+    (tmp_path / "token").write_text("token")
+    with Processes(tmp_path, {"PROMPTFED_CLIENT_LOG_FORMAT": "json"}) as processes:
+        processes.fork_clients()
+        done, refused = (processes.start(name, [*CLIENT, name]) for name in ("--help", "--what"))
+        managed = processes.start("client-ward-4", [*CLIENT, *lasting])
+        assert isinstance(managed.process, Forked)
+        assert (done.process.wait(PATIENCE), refused.process.wait(PATIENCE)) == (0, 2)
+        assert "usage: client_service" in done.log.read_text()
+        with pytest.raises(subprocess.TimeoutExpired):
+            managed.process.wait(0.1)
+
+        def speaks() -> bool:
+            return '"message"' in managed.tail(5)  # the format is of its own environment
+
+        wait_for("its first line", speaks)
+        assert os.getsid(managed.process.pid) == managed.process.pid
+        assert Path(f"/proc/{managed.process.pid}/comm").read_text() == "ward-4\n"
+        processes.running = {"client-ward-4": managed}
+        managed.process.kill()
+        assert managed.process.wait() == -signal.SIGKILL
+        managed.log.write_text("")
+        assert processes.watch() == ["client-ward-4"]
+        wait_for("its first line after a restart", speaks)
+        managed.process.terminate()
+        assert managed.process.wait(PATIENCE) == 0
+        managed.start_again()
+        # Whose starter is gone is started as elsewhere.
+        assert processes.starter is not None
+        orphan = managed.process
+        processes.starter.close()
+        assert processes.watch() == ["client-ward-4"]
+        wait_for("its end", lambda: not alive(orphan.pid))
+        assert isinstance(managed.process, subprocess.Popen)
+    assert not alive(managed.process.pid)
 
 
 # A federation of processes on this machine: what its clients are told.

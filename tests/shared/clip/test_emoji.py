@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from benchmarks.backbone import fresh_model, save_weights
 from promptfed.shared.clip import BackboneError, load_backbone
-from promptfed.shared.clip.emoji import FROM_TINY, MODEL, PRETRAINED
+from promptfed.shared.clip.emoji import FROM_TINY, MODEL, PRETRAINED, register
 from promptfed.shared.clip.tiny import weights_path
 from promptfed.shared.data import open_source
 
@@ -39,6 +39,7 @@ def test_the_shipped_weights_name_what_no_designer_of_theirs_drew() -> None:
     """FxEmoji's designer was not read: eight things in a style of their own, far above the chance of one in eight."""
     names = ("cat", "banana", "grapes", "key", "mushroom", "spider", "tulip", "wine glass")
     source = open_source(f"emoji:fxemoji?level=names&only={','.join(names)}")
+    register()
     backbone = load_backbone(MODEL, PRETRAINED)
     image = torch.stack([backbone.preprocess(source.test.image(k)) for k in range(len(source.test))])
     with torch.no_grad():

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -869,13 +870,19 @@ def test_the_two_halves_of_a_preprocessing_give_its_bits(small: Any, size: tuple
     backbone = small("small-vit")
     pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
-    for given in ({"size": 32}, {"size": 32, "resize_mode": "squash", "interpolation": "bilinear"}):
-        whole = image_transform_v2(PreprocessCfg(**given), is_train=False)
-        halves = Halves.of(whole)
-        assert halves is not None
-        cut = torch.from_numpy(halves.cut.pixels(image))
-        assert cut.dtype == torch.uint8
-        assert torch.equal(halves.numbers(cut[None], torch.device("cpu"))[0], whole(middle(image)))
+    squashed = {"size": 32, "resize_mode": "squash", "interpolation": "bilinear"}
+    for given in ({"size": 32}, {"size": 32, "interpolation": "bilinear"}, squashed):
+        cfg = PreprocessCfg(**given)
+        whole = image_transform_v2(cfg, is_train=False)
+        told = Halves.of_config(asdict(cfg))
+        assert (told is None) == (given is squashed)
+        for halves in (Halves.of(whole), told or Halves.of(whole)):
+            assert halves is not None
+            for shown in (image, image.convert("L"), image.convert("RGBA")):
+                cut = torch.from_numpy(halves.cut.pixels(shown))
+                assert cut.dtype == torch.uint8
+                assert torch.equal(halves.numbers(cut[None], torch.device("cpu"))[0], whole(middle(shown)))
+    assert torch.equal(backbone.preprocess(image), backbone._transform(middle(image)))
     assert torch.equal(backbone.images(backbone.pixels(image)[None])[0], backbone.preprocess(image))
     padded = image_transform_v2(PreprocessCfg(size=32, resize_mode="longest"), is_train=False)
     assert Halves.of(padded) is None, "it does more than scale and cut"

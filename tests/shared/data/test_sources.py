@@ -411,6 +411,20 @@ def test_at_least_seven_domains_of_which_four_are_rare() -> None:
     assert set(symbols.COMMON) | set(symbols.RARE) == set(symbols.STYLES)
 
 
+def test_pictures_do_not_depend_on_the_number_of_threads() -> None:
+    """They are drawn in one, and the caller's number is back afterwards."""
+    before, drawn = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            source = open_source("symbols:painting?topic=weather&per_class=9&test_per_class=1")
+            drawn.append([source.train.digest(row) for row in range(len(source.train))])
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert drawn[0] == drawn[1]
+
+
 @pytest.mark.parametrize("style", list(symbols.STYLES))
 def test_an_image_does_not_depend_on_its_batch(style: str) -> None:
     keys = symbols.hash_keys("test", np.arange(37))

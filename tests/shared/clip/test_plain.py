@@ -1,0 +1,81 @@
+"""The embedded backbones without open_clip: the same weights, settings, tokens and bits as open_clip's own model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import open_clip
+import pytest
+import torch
+
+from promptfed.shared.clip import Backbone, load_backbone
+from promptfed.shared.clip.weights import EMBEDDED, shape_by_name
+
+TEXTS = ["a photo of a sun.", "don't   STOP\t!", "ankh & cross", "Ünïcode ☃ &amp; 12", "x" * 40, ""]
+
+
+@pytest.fixture(params=list(EMBEDDED))
+def both(request: pytest.FixtureRequest) -> tuple[Backbone, Backbone]:
+    """The embedded backbone, and open_clip's model of the same name with its weights."""
+    name = request.param
+    EMBEDDED[name].register()
+    own = load_backbone(name, "embedded")
+    model = open_clip.create_model(name)
+    model.load_state_dict(own.model.state_dict())
+    config = open_clip.get_model_config(name)
+    return own, Backbone(model, model_name=name, pretrained="embedded", precision="fp32", config=config)
+
+
+def test_it_computes_what_open_clip_does(both: tuple[Backbone, Backbone]) -> None:
+    own, theirs = both
+    assert own.fingerprint == theirs.fingerprint
+    assert list(own.model.state_dict()) == list(theirs.model.state_dict())
+    assert own.open_clip_config == theirs.open_clip_config
+    assert own.supports == theirs.supports
+    assert own.sizes == theirs.sizes
+    assert shape_by_name(own.model_name) is not None
+    images = torch.randn(9, 3, *own.image_size, generator=torch.Generator().manual_seed(3))
+    context = torch.randn(4, own.d_t, generator=torch.Generator().manual_seed(4))
+    prompts = torch.randn(2, 3, own.d_v, generator=torch.Generator().manual_seed(5))
+    given = []
+    for backbone in both:
+        backbone.model.requires_grad_(True)
+        learned, seen = context.clone().requires_grad_(), prompts.clone().requires_grad_()
+        names = backbone.class_prompts(["a sun", "anchor"], 4)
+        text = backbone.encode_prompts(learned, names, path="plain")
+        shown = backbone.encode_images_prompted(images, seen)
+        (text.sum() + shown.sum()).backward()
+        with torch.no_grad():
+            raw = (
+                backbone.model.encode_image(images, normalize=True),
+                backbone.model.encode_text(backbone.tokens(["a"])),
+            )
+        whole = backbone.encode_images(images), backbone.encode_text(TEXTS[:4]), backbone.encode_patches(images)
+        weights = [weight.grad for _, weight in backbone.model.named_parameters() if weight.grad is not None]
+        given.append([*whole, *raw, text, shown, learned.grad, seen.grad, *weights])
+    assert len(given[0]) > 20
+    for one, other in zip(*given, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_its_tokens_are_open_clip_s(both: tuple[Backbone, Backbone]) -> None:
+    own, _ = both
+    theirs = open_clip.get_tokenizer(own.model_name)
+    assert torch.equal(own._tokenizer._tokenizer(TEXTS, context_length=32), theirs(TEXTS, context_length=32))
+
+
+def test_nothing_of_open_clip_is_imported() -> None:
+    code = """
+import sys
+from PIL import Image
+from promptfed.shared.clip import load_backbone, shape_of
+from promptfed.shared.clip.weights import shape_by_name
+backbone = load_backbone("promptfed-tiny", "embedded")
+backbone.fingerprint, shape_of(backbone), shape_by_name("promptfed-tiny")
+backbone.encode_text(["a sun"]), backbone.encode_images(backbone.preprocess(Image.new("RGB", (50, 50)))[None])
+large = ("open_clip", "torchvision", "timm", "transformers", "torch._dynamo", "scipy", "sympy")
+print([name for name in large if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "[]\n"
