@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from promptfed.shared.canonical import canonical_json, parse_json
-from promptfed.shared.messages import Role
 from promptfed.shared.service.reasons import NAME_PATTERN
 
 VERSION = 1
@@ -39,7 +38,7 @@ class Invitation(BaseModel):
     expires_at: AwareDatetime
     authority: Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$")] = None
     client: Annotated[str | None, Field(pattern=NAME_PATTERN)] = None
-    role: Role | None = None
+    role: Literal["trainer", "evaluator"] | None = None
 
     def encoded(self) -> str:
         """The invitation as base64url JSON without padding; `decode` reads it."""

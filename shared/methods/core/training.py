@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from inspect import unwrap
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from promptfed.shared.methods.core.interface import ClientContext, MethodError, Objective, Protection, UnprotectedError
 from promptfed.shared.seeds import generator
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone
 
 
+Kind = TypeVar("Kind")  # of optimizers
 NUMBERS_PER_TEXT = 1 << 13  # of copies times trained numbers at once; bounds memory and does not affect the result
 WITHIN = 1 - 1e-6  # factor of the clip: rounding to float32 may add this to a norm
 
@@ -191,13 +192,14 @@ def make_optimizer(
 
 
 @cache
-def eager(kind: type[Any]) -> type[Any]:
+def eager(kind: type[Kind]) -> type[Kind]:
     """torch's optimizer ``kind`` with the same steps, but without what torch wraps around them for its compiler.
 
     The compiler is not used, and its import at the first step takes two seconds.
     """
     plain = {name: unwrap(getattr(kind, name)) for name in ("step", "zero_grad", "add_param_group")}
-    return type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(plain["step"])})
+    made: type[Kind] = type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(plain["step"])})
+    return made
 
 
 def learning_rate(training: TrainingSpec, round: int, rounds: int) -> float:
