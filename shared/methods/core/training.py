@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from inspect import unwrap
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from promptfed.shared.methods.core.interface import ClientContext, MethodError, Objective, Protection, UnprotectedError
 from promptfed.shared.seeds import generator
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone
 
 
-Kind = TypeVar("Kind")  # of optimizers
 NUMBERS_PER_TEXT = 1 << 13  # of copies times trained numbers at once; bounds memory and does not affect the result
 WITHIN = 1 - 1e-6  # factor of the clip: rounding to float32 may add this to a norm
 
@@ -183,23 +182,22 @@ def make_optimizer(
 
     ``fused``: one operation steps all of them, on a device that has it.
     """
-    if training.optimizer == "sgd":
-        return eager(torch.optim.SGD)(
-            parameters, lr=learning_rate, momentum=training.momentum, weight_decay=training.weight_decay, fused=fused
-        )
-    kind = torch.optim.Adam if training.optimizer == "adam" else torch.optim.AdamW
-    return eager(kind)(parameters, lr=learning_rate, weight_decay=training.weight_decay, fused=fused)
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    momentum = {"momentum": training.momentum} if training.optimizer == "sgd" else {}
+    optimizer: torch.optim.Optimizer = eager(kinds[training.optimizer])(
+        parameters, lr=learning_rate, weight_decay=training.weight_decay, fused=fused, **momentum
+    )
+    return optimizer
 
 
 @cache
-def eager(kind: type[Kind]) -> type[Kind]:
+def eager(kind: type[Any]) -> type[Any]:
     """torch's optimizer ``kind`` with the same steps, but without what torch wraps around them for its compiler.
 
     The compiler is not used, and its import at the first step takes two seconds.
     """
     plain = {name: unwrap(getattr(kind, name)) for name in ("step", "zero_grad", "add_param_group")}
-    made: type[Kind] = type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(plain["step"])})
-    return made
+    return type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(plain["step"])})
 
 
 def learning_rate(training: TrainingSpec, round: int, rounds: int) -> float:
