@@ -45,7 +45,6 @@ LONG = (
     "test_exports.py",
     "test_augmentation.py",
     "test_client_level.py",
-    "test_plan_attack.py",
     "test_restored.py",
     "test_agreement.py",
 )
