@@ -89,17 +89,6 @@ async def _watch(
 log = logging.getLogger("promptfed.client")
 
 
-async def expect_whole_ledger(coordinator: CoordinatorClient, work: TaskWork, compute: Compute) -> None:
-    """Raise ClientError (LEDGER) if the ledger is an old copy, which lacks spends of this client."""
-    protection = work.protection
-    if protection is None or protection.ledger.path is None:
-        return
-    # What this folder itself has seen comes first: a coordinator may say that it has had nothing.
-    await compute.run(lambda: expect_head(protection.ledger, work.state))
-    told = await coordinator.ask(SpendList, "spends")
-    await compute.run(lambda: protection.ledger.expect_whole(told))
-
-
 POLL_SECONDS = 15  # less than the 20 s after which many proxies end a connection on which nothing passes
 SHORTEST_POLL = 0.5  # seconds between polls where the coordinator has no task for us and says so at once
 RESENDS = 3  # of one accepted update, where the coordinator asks for it again
@@ -123,7 +112,6 @@ class TaskLoop:
     def __post_init__(self) -> None:
         self.state, self.agreement = self.work.state, self.work.agreement
         self._watched = partial(watched, self.coordinator, self.compute, progress=self._progress)
-        self._expect_whole_ledger = partial(expect_whole_ledger, self.coordinator, self.work, self.compute)
         terms = self.agreement.consent.terms
         self._secure = None
         if terms.secure_aggregation is not None:
@@ -154,6 +142,16 @@ class TaskLoop:
                     await self._carry_out(task)
             else:
                 await asyncio.sleep(max(0.0, SHORTEST_POLL - (time.monotonic() - asked)))
+
+    async def _expect_whole_ledger(self) -> None:
+        """Raise ClientError (LEDGER) if the ledger is an old copy, which lacks spends of this client."""
+        protection = self.work.protection
+        if protection is None or protection.ledger.path is None:
+            return
+        # What this folder itself has seen comes first: a coordinator may say that it has had nothing.
+        await self.compute.run(lambda: expect_head(protection.ledger, self.state))
+        told = await self.coordinator.ask(SpendList, "spends")
+        await self.compute.run(lambda: protection.ledger.expect_whole(told))
 
     async def _carry_out(self, task: Task) -> None:
         self.monitor.task(task.round, task.phase, "training" if task.kind == "train" else "evaluating")

@@ -37,7 +37,6 @@ def pytest_configure() -> None:
 
 # Files that take a minute and more, since they start many processes: first, so that none is waited for at the end.
 LONG = (
-    "test_end_to_end.py",
     "test_demo.py",
     "test_text_federations.py",
     "test_wheel.py",
@@ -46,7 +45,6 @@ LONG = (
     "test_exports.py",
     "test_augmentation.py",
     "test_client_level.py",
-    "test_plan_attack.py",
     "test_restored.py",
     "test_agreement.py",
 )

@@ -92,16 +92,13 @@ async def page(if_none_match: Annotated[str | None, Header()] = None) -> Respons
     return PAGE.answer("index.html", if_none_match)
 
 
-@router.get("/web/page.css")
-async def style(if_none_match: Annotated[str | None, Header()] = None) -> Response:
-    """Its style sheet."""
-    return PAGE.answer("page.css", if_none_match)
-
-
-@router.get("/web/page.js")
-async def script(if_none_match: Annotated[str | None, Header()] = None) -> Response:
-    """Its script."""
-    return PAGE.answer("page.js", if_none_match)
+@router.get("/web/{file}")
+async def page_file(file: str, if_none_match: Annotated[str | None, Header()] = None) -> Response:
+    """Its style sheet or script."""
+    try:
+        return PAGE.answer(file, if_none_match)
+    except KeyError:
+        raise ApiProblem(404, "not-found", "Not found", "the page has no such file") from None
 
 
 MAX_IMAGE_BYTES = 20 << 20

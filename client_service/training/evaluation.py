@@ -175,12 +175,6 @@ def _rounded(figure: float) -> float:
     return round(figure, 4)
 
 
-def accuracy(classifier: Classifier, split: Split, cancelled: Cancelled = lambda: False) -> float:
-    """Fraction of the split's images whose highest logit is their label's."""
-    predicted, _ = answers(classifier, split, cancelled)
-    return int((predicted == split.labels).sum()) / len(split)
-
-
 def answers(classifier: Classifier, split: Split, cancelled: Cancelled = lambda: False) -> tuple[Tensor, Tensor]:
     """What has each image's highest logit ``(N,)``, and its probability ``(N,)``, on the CPU.
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import ColumnElement
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Federation
@@ -195,20 +194,13 @@ def vector_of(body: bytes) -> Words:
 
 
 def answers(session: Session, id: str, round: int, step: int, client: str | None = None) -> dict[str, bytes]:
-    """The counted answers to a closed step by client, or that of ``client``."""
-    only = () if client is None else (TaskRow.client == client,)
-    rows = _answers(session, id, round, step, TaskRow.client, ExchangeRow.body, where=only)
-    return {row.client: row.body for row in rows if row.body is not None}
-
-
-def _answers(
-    session: Session, id: str, round: int, step: int, *columns: Any, where: tuple[ColumnElement[bool], ...] = ()
-) -> Iterator[Any]:
-    """Columns of the counted answers to a closed step, in order of client name."""
-    query = queries.tasks_with_phases(id).with_only_columns(*columns)
+    """The counted answers to a closed step by client, in order of name, or that of ``client``."""
+    query = queries.tasks_with_phases(id).with_only_columns(TaskRow.client, ExchangeRow.body)
     joined = query.join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
-    here = (PhaseRow.round == round, PhaseRow.step == step, TaskRow.counted)
-    yield from session.execute(joined.where(*here, *where).order_by(TaskRow.client))
+    here = [PhaseRow.round == round, PhaseRow.step == step, TaskRow.counted, ExchangeRow.body.is_not(None)]
+    if client is not None:
+        here.append(TaskRow.client == client)
+    return {row.client: row.body for row in session.execute(joined.where(*here).order_by(TaskRow.client))}
 
 
 def shapes(federation: Federation, phase: Phase) -> dict[str, Shape]:

@@ -49,6 +49,7 @@ class _Standing(BaseModel):
     work: DueJob | None
     joining: list[str]
     budget_rounds: int | None
+    shape: BackboneShape | None
 
 
 def load_all(session: Session, now: float) -> dict[str, Federation]:
@@ -70,32 +71,28 @@ def _load_any(session: Session, id: str, name: str, now: float) -> Federation:
         return load(session, session.get_one(FederationRow, id), now)
     except DAMAGE as error:
         # One that cannot be read keeps nobody from the others; its clients are told so, if they are known.
-        federation = _unreadable(id, name, {}, _told(error))
+        federation = _unreadable(id, name, error)
         with contextlib.suppress(*DAMAGE):
-            federation = _with_its_clients(session, federation)
+            clients = list(session.scalars(queries.clients(id)))
+            run = replace(federation.run, members=_members(clients))
+            federation = replace(
+                federation.with_clients(*map(client_of, clients)), run=run, tokens=_tokens(session, id)
+            )
         return federation
 
 
 def unreadable(federation: Federation, error: Exception) -> Federation:
     """``federation`` as listed after reading more of it raised ``error``."""
-    listed = _unreadable(federation.id, federation.name, federation.spec.model_dump(mode="json"), _told(error))
+    listed = _unreadable(federation.id, federation.name, error)
     return replace(listed, clients=federation.clients, run=replace(listed.run, members=federation.run.members))
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def load(session: Session, row: FederationRow, now: float) -> Federation:
-    """One federation, its stage's deadline left at ``now``. Raises ValueError, TypeError, KeyError for damaged rows."""
-    try:
-        _Standing.model_validate(row)
-        spec = FederationSpec.model_validate(row.spec)
-        federation = federation_of(row.id, spec, kept_method(spec))
-    except ValidationError as error:
-        federation = _unreadable(row.id, row.name, row.spec, first_error(error))
+    """One federation, its stage's deadline left at ``now``. Raises one of `DAMAGE` for damaged rows."""
+    standing = _Standing.model_validate(row)
+    spec = FederationSpec.model_validate(row.spec)
+    federation = federation_of(row.id, spec, kept_method(spec))
     clients = list(session.scalars(queries.clients(row.id)))
-    tokens = session.scalars(select(TokenRow).where(TokenRow.federation_id == row.id))
     stage_row = None if row.state in ENDED else queries.phase_at(session, row.id, row.round, row.step)
     tasks = _latest_tasks(session, stage_row) if stage_row else {}
     is_open = stage_row is not None and stage_row.closed_at is None
@@ -104,41 +101,33 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         federation.with_clients(*map(client_of, clients)),
         run=_run(session, row, clients, _stage(stage_row, tasks, now), federation),
         fingerprint=row.fingerprint,
-        shape=BackboneShape.model_validate(row.shape) if row.shape else None,
+        shape=standing.shape,
         supplied_state=row.supplied_state,
         tasks={task.client: open_task(task, phase) for task, phase in open_ if task.status == "open"},
-        tokens={token.digest: token_of(token) for token in tokens},
+        tokens=_tokens(session, row.id),
         deadline=stage_row.deadline if stage_row is not None and is_open else None,
     )
-    loaded = loaded.drawing_with(row.draw_secret).sampling_with(row.sampling_key, row.budget_rounds).recounted()
-    return _at_rest(loaded) if loaded.unreadable else loaded
+    return loaded.drawing_with(row.draw_secret).sampling_with(row.sampling_key, row.budget_rounds).recounted()
 
 
-def _unreadable(id: str, name: str, raw: object, why: str) -> Federation:
-    """A federation with its readable parts, for lists. Its id replaces a damaged name."""
+def _unreadable(id: str, name: str, error: Exception) -> Federation:
+    """A federation as it is listed, only in memory: its rows stay unchanged for a version that can read them.
+
+    Its id replaces a damaged name.
+    """
+    why = first_error(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
     spec: dict[str, object] = {"name": name, "method": {"name": "unreadable"}}
     try:
-        FederationSpec.model_validate(spec)
+        known = FederationSpec.model_validate(spec)
     except ValidationError:
-        spec["name"] = id
-    for key, value in raw.items() if isinstance(raw, dict) else ():
-        with contextlib.suppress(ValidationError):
-            FederationSpec.model_validate({**spec, key: value})
-            spec[key] = value
+        known = FederationSpec.model_validate(spec | {"name": id})
     method = UnreadableFederation(f"its stored spec or rows cannot be read: {one_line(why)[:500]}")
-    return _at_rest(federation_of(id, FederationSpec.model_validate(spec), method))
+    return replace(federation_of(id, known, method), run=Run(state="failed", reason=f"unreadable: {method.why}"))
 
 
-def _at_rest(federation: Federation) -> Federation:
-    """As it is listed, only in memory: its rows stay unchanged for a version that can read them."""
-    run = replace(federation.run, state="failed", reason=f"unreadable: {federation.absent}", stage=None, due_job=None)
-    return replace(federation, run=run, tasks={}, deadline=None)
-
-
-def _with_its_clients(session: Session, federation: Federation) -> Federation:
-    clients = list(session.scalars(queries.clients(federation.id)))
-    run = replace(federation.run, members=_members(clients))
-    return replace(federation.with_clients(*map(client_of, clients)), run=run)
+def _tokens(session: Session, id: str) -> dict[str, EnrolmentToken]:
+    tokens = session.scalars(select(TokenRow).where(TokenRow.federation_id == id))
+    return {token.digest: token_of(token) for token in tokens}
 
 
 def _members(clients: list[ClientRow]) -> dict[str, Member]:

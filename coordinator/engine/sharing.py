@@ -104,9 +104,9 @@ class Sharing:
         me = self._leases.id
         if me not in look.takers and self._objects is not None and self._objects.gives_away:
             self._wanted = []
-            self._give([lease.federation for lease in look.leases if lease.holder == me])
+            self._give([id for id, holder in look.leases.items() if holder == me])
             return
-        free = [lease.federation for lease in look.leases if lease.holder is None]
+        free = [id for id, holder in look.leases.items() if holder is None]
         self._wanted = [*look.dropped, *(free if me in look.takers else ())]
         if self._wanted:
             self._work.set()

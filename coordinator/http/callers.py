@@ -49,17 +49,14 @@ def names_shown(transport: asyncio.BaseTransport) -> frozenset[str]:
     return frozenset(common | others)
 
 
-class WithCertificate:
+def with_certificate(app: ASGIApp, names: frozenset[str]) -> ASGIApp:
     """The application for one connection: adds the certificate's names to each request."""
 
-    def __init__(self, app: ASGIApp, names: frozenset[str]):
-        self._app = app
-        self._names = names
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[SHOWN] = names
+        await app(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
-        scope[SHOWN] = self._names
-        await self._app(scope, receive, send)
+    return call
 
 
 def check_certificate(connection: HTTPConnection, name: str | None) -> None:
@@ -331,6 +328,6 @@ class LimitedConnection(LimitedHttpProtocol):
         super().connection_made(transport)
         shown = names_shown(transport)
         if shown:
-            self.app = WithCertificate(self.app, shown)
+            self.app = with_certificate(self.app, shown)
         if len(self.connections) > most_connections():
             transport.abort()

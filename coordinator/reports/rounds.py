@@ -410,11 +410,7 @@ def _evaluation_report(session: Session, federation: Federation, stage: PhaseRow
         for task in tasks
         if task.id in bodies and task.status == "answered"
     }
-    by_split = {
-        role: _mean_accuracy([client for client in clients.values() if client.role == role]) for role in _roles(clients)
-    }
-    mean = {role: splits["test"] for role, splits in by_split.items() if "test" in splits}
-    report = {**_stage_report(stage, tasks), "bytes_up": 0, "clients": clients, "mean": mean, "by_split": by_split}
+    report = {**_stage_report(stage, tasks), "bytes_up": 0, **_with_means(clients)}
     return report_schemas.EvaluationReport.model_validate(report)
 
 
@@ -433,15 +429,15 @@ def _tested(
         known = clients.get(name, tested)
         both = {at: getattr(known, at) | getattr(tested, at) for at in ("splits", "zero_shot", "metrics")}
         clients[name] = known.model_copy(update=both)
-    by_split = {
-        role: _mean_accuracy([client for client in clients.values() if client.role == role]) for role in _roles(clients)
-    }
+    return report.model_copy(update=_with_means(clients))
+
+
+def _with_means(clients: dict[str, report_schemas.ClientEvaluation]) -> dict[str, Any]:
+    """The clients' figures, and their means by role and split."""
+    roles = sorted({client.role for client in clients.values()})
+    by_split = {role: _mean_accuracy([client for client in clients.values() if client.role == role]) for role in roles}
     mean = {role: splits["test"] for role, splits in by_split.items() if "test" in splits}
-    return report.model_copy(update={"clients": clients, "by_split": by_split, "mean": mean})
-
-
-def _roles(clients: dict[str, report_schemas.ClientEvaluation]) -> list[str]:
-    return sorted({client.role for client in clients.values()})
+    return {"clients": clients, "mean": mean, "by_split": by_split}
 
 
 def _client_evaluation(federation: Federation, name: str, row: Any) -> report_schemas.ClientEvaluation:

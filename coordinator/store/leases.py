@@ -41,23 +41,15 @@ class Place:
 
 
 @dataclass(frozen=True)
-class LeaseView:
-    """A federation's lease, and which living coordinator holds it (None: it is free)."""
-
-    federation: str
-    holder: str | None
-
-
-@dataclass(frozen=True)
 class LeaseLook:
-    """All leases, oldest federation first.
+    """All leases, oldest federation first: by federation, which living coordinator holds it (None: it is free).
 
     lost: federations whose lease this coordinator had. dropped: those whose lease it has without knowing its epoch.
     living: coordinators that are there; True for those that have lost nothing that federations need.
     """
 
     lost: list[str]
-    leases: list[LeaseView]
+    leases: dict[str, str | None]
     dropped: list[str] = field(default_factory=list)
     living: dict[str, bool] = field(default_factory=dict)
 
@@ -144,7 +136,7 @@ class Leases:
         self._looked = begun
         return LeaseLook(
             lost=[id for id in before & set(held) if mine.get(id) != held[id]],
-            leases=[LeaseView(row.id, row.holder if row.holder in living else None) for row in rows],
+            leases={row.id: row.holder if row.holder in living else None for row in rows},
             dropped=[id for id in mine if id not in held],
             living={id: coordinator.lost is None for id, coordinator in living.items()},
         )

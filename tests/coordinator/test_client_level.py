@@ -326,7 +326,7 @@ def families(text: str) -> set[str]:
 
 def test_open_figures_count_and_time_nothing_of_clients(coordinator: InThread) -> None:
     before = families(coordinator.http.get("/metrics").text)
-    assert "promptfed_tasks_settled_total" in before
+    assert "promptfed_update_bytes_total" in before
     federation, clients = created(coordinator, rounds=1, participation=POISSON)
     finish(coordinator, federation, clients)
     assert families(coordinator.http.get("/metrics").text) <= {*UNTELLING, "promptfed_event_streams"}

@@ -13,7 +13,7 @@ from torch import Tensor
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.training.data import held_out
-from promptfed.client_service.training.evaluation import accuracy
+from promptfed.client_service.training.evaluation import answers
 from promptfed.experiments.bench.tuning import has_diverged
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.client import Exit as CommandExit
@@ -100,7 +100,7 @@ def test_a_classifier_that_has_diverged_is_told_in_words(wrong: float) -> None:
             return torch.tensor([[1.0, wrong]]).expand(len(indices), 2)
 
     with pytest.raises(MethodError, match="not finite: lower") as raised:
-        accuracy(Diverged(), made_up_source(names=["a", "b"]).test)
+        answers(Diverged(), made_up_source(names=["a", "b"]).test, lambda: False)
     assert has_diverged(CommandError(f"client a could not evaluate round 1: {raised.value}", CommandExit.FAILED))
 
 

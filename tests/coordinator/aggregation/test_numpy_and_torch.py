@@ -43,7 +43,7 @@ SMALL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["fedbabu", "fedrod", "perfedavg", "singleset_full"], NORMS),
     **dict.fromkeys(["fedclip", "fedlp", "fedtaskres", "zero_shot"], NONE),
     "fedavg": {"trainable": "all"},
-    "fedclipadapter": {"reduction": 2, "sides": "both"},
+    "fedclipadapter": {"reduction": 2},
     "fedcocoop": TEXT | {"reduction": 2},
     "fedlora": {"r": 2},
     "fedprox": {"trainable": "biases"},
