@@ -24,8 +24,8 @@ from promptfed.client_service.settings import make_settings
 from promptfed.client_service.state.durable_files import TRAINING_POINT, VARIABLE
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import load_backbone, tiny
-from tests.support.client_processes import ClientProcess, wait_for
-from tests.support.waiting import PATIENCE
+from tests.support.client_processes import ClientProcess
+from tests.support.waiting import PATIENCE, wait_for
 
 TRAINERS = {"north": "symbols:painting", "south": "symbols:cartoon"}
 EVALUATOR = ("lab", "symbols:sketch")
@@ -69,7 +69,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinato
         ]  # fmt: skip
         process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log)
     try:
-        wait_for(lambda: port_file.exists() or process.poll() is not None)
+        wait_for("the port", lambda: port_file.exists() or process.poll() is not None)
         assert process.poll() is None, (folder / "log").read_text()
         yield Coordinator(port_file.read_text().strip(), (folder / "data" / "operator.token").read_text().strip())
     finally:
@@ -180,7 +180,7 @@ def test_many_processes_one_of_them_killed_in_training_reach_the_same_state(
         return any(client.process.poll() is not None for client in clients.values())
 
     try:
-        wait_for(lambda: died() or federation.all_enrolled(), PATIENCE, 0.1)
+        wait_for("enrolment", lambda: died() or federation.all_enrolled(), every=0.1)
         assert not died(), logs()
         federation.start()
         victim = clients["north"]
