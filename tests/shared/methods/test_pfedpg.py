@@ -21,7 +21,7 @@ from promptfed.client_service.worker import Worker
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError
-from promptfed.shared.clip import Backbone, FeatureCache, shape_of
+from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.data import open_source
 from promptfed.shared.methods import describe, make_method
 from promptfed.shared.methods.core import toolkit as pf
@@ -472,13 +472,6 @@ def test_a_federation_on_a_backbone_without_text(wire: Wire, tmp_path: Path) -> 
             trace = row[:4].contiguous().numpy().tobytes()
             assert not any(trace in body for _, _, body in wire), "the head stays with the client"
     assert not heads[0][WEIGHT].equal(heads[1][WEIGHT])
-
-
-def test_a_federation_on_a_clip_model_has_the_template_beside_it(backbone: Backbone, features: FeatureCache) -> None:
-    named = {"model": "promptfed-tiny", "pretrained": "random"}
-    found = simulate(spec(rounds=1, backbone=named), SITES, backbone=backbone, features=features)
-    assert {one.split for one in found.final()} == {"test", "test@adapted"}
-    assert all(one.zero_shot is not None for one in found.final())
 
 
 @pytest.mark.parametrize("method", ["zero_shot", "promptfl", "plan"])
