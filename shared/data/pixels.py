@@ -75,21 +75,15 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
         return None
 
 
-def grey_levels(values: np.ndarray) -> np.ndarray:
-    """Grey levels (uint8) of numbers (H, W), by the numbers alone, so that they are the same in any file type.
+def bounds(values: np.ndarray) -> tuple[float, float]:
+    """Which of the numbers (H, W) is black and which white, by the numbers alone: the same in any file type.
 
     Whole numbers from 0 on are scaled from the fewest bits, at least 8, that hold the largest. Fractions are shares of
     white if all lie in 0 to 1, and levels if all lie in 0 to 255. All else goes from the least number to the largest.
-    What is no finite number is black, or white where it is above all numbers.
 
     Raises:
         Unfaithful: no number is finite.
     """
-    return levels_between(values, *bounds(values))
-
-
-def bounds(values: np.ndarray) -> tuple[float, float]:
-    """The numbers that `grey_levels` shows black and white. Raises Unfaithful as `grey_levels`."""
     finite = values[np.isfinite(values)]
     if not finite.size:
         raise Unfaithful("none of its pixels is a finite number")

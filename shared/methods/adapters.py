@@ -236,23 +236,6 @@ def attended_each(adapters: Tensors, features: Tensor) -> Tensor:
     return F.normalize(attention * features, dim=-1)
 
 
-class AttentionClassifier:
-    """Cosine logits of adapted image features against the template's text features: τ⁻¹·cos(a(I) ⊙ I, T(y))."""
-
-    def __init__(self, context: pf.ClientContext, adapter: Tensors, read: Read):
-        backbone = context.backbone
-        self._adapter = {name: tensor.to(backbone.device) for name, tensor in adapter.items()}
-        self._text = pf.template_features(backbone, context.template, context.class_names)
-        self._scale = backbone.logit_scale
-        self._read = read
-
-    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
-        """``(B, C)`` logits of the images at ``indices (B,)``."""
-        features = self._read(split)
-        adapted = attended(self._adapter, features[pf.sent_to(indices, features.device)])
-        return pf.cosine_logits(self._scale, adapted, torch.arange(adapted.shape[0]), self._text)
-
-
 class FedCLIP(pf.Method):
     """One exchange a round: the adapter down, the trained adapter up; the mean weighted by samples."""
 
@@ -308,9 +291,14 @@ class FedCLIP(pf.Method):
         final = pf.train(context, list(adapter.values()), loss, objective=pf.Objective(units))
         return pf.TrainResult(adapter, metrics={"loss": final})
 
-    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> AttentionClassifier:
-        """Classifies with the global adapter."""
-        return AttentionClassifier(context, payload, self._read)
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.FeatureClassifier:
+        """Classifies by τ⁻¹·cos(a(I) ⊙ I, T(y)) with the global adapter."""
+        backbone = context.backbone
+        adapter = {name: tensor.to(backbone.device) for name, tensor in payload.items()}
+        text = pf.template_features(backbone, context.template, context.class_names)
+        return pf.FeatureClassifier(
+            lambda features: backbone.logit_scale * attended(adapter, features) @ text.T, self._read
+        )
 
     def _read(self, split: pf.Split) -> Tensor:
         return split.raw_features() if self.hyper.features == "raw" else split.features()

@@ -65,11 +65,6 @@ def encode_file(given: Mapping[str, Tensor], path: Path, metadata: object | None
     tensors.encode_file(arrays_of(given), path, metadata)
 
 
-def decode_file(path: Path) -> tuple[Tensors, object | None]:
-    """As `tensors.decode_file`."""
-    return decode_place(path)
-
-
 def check(given: Mapping[str, Tensor], expected: Mapping[str, tuple[Shape, str]]) -> float:
     """As `tensors.check`."""
     return tensors.check(arrays_of(given), expected)

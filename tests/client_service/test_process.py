@@ -23,9 +23,9 @@ from promptfed.shared import machine
 from promptfed.shared.data import open_source
 from promptfed.shared.spec.spec import TrainingSpec
 from tests.client_service.conftest import Make
-from tests.support.client_processes import ClientProcess, served, wait_for
+from tests.support.client_processes import ClientProcess, served
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_for
 
 DATA = "digits?shots=2"
 
@@ -78,7 +78,7 @@ def test_a_signal_ends_it_in_time(make: Make, start: Start, number: signal.Signa
     coordinator.poll_seconds = 2 * PATIENCE
     with served(coordinator.app) as url:
         process = start(url)
-        wait_for(lambda: process.stage() == stage)
+        wait_for("the stage", lambda: process.stage() == stage)
         if stage == "waiting":
             second = start(url)
             assert second.wait() == Exit.STATE
@@ -98,7 +98,7 @@ def test_it_serves_predictions_after_the_end_until_stopped(make: Make, start: St
     coordinator = small(make, rounds=1)
     with served(coordinator.app) as url:
         process = start(url, "--serve")
-        wait_for(lambda: process.stage() == "ended")
+        wait_for("the end", lambda: process.stage() == "ended")
     answer = process.api("POST", "/v1/predict", content=file.getvalue(), headers=IMAGE)
     assert answer.status_code == 200
     assert {row["name"] for row in answer.json()["classes"]} == set(source.class_names)
@@ -208,7 +208,7 @@ def test_a_client_without_posix_takes_part(make: Make, tmp_path: Path) -> None:
         }  # fmt: skip
         client = WithoutPosix(tmp_path / "client", "--serve", **options)
         try:
-            wait_for(lambda: client.process.poll() is not None or coordinator.count("PUT", "/update") == 2)
+            wait_for("updates", lambda: client.process.poll() is not None or coordinator.count("PUT", "/update") == 2)
             assert client.process.poll() is None, client.text()
             with (client.state_dir / "lock").open("r+b") as lock, pytest.raises(BlockingIOError):
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, machine.LOCKED_BYTE)

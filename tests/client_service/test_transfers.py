@@ -19,7 +19,7 @@ from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.shared.messages import PROBLEM_BASE, Task
 from promptfed.shared.spec.section import PROTOCOL, VERSION
-from promptfed.shared.tensors.torch_tensors import decode, decode_file
+from promptfed.shared.tensors.torch_tensors import decode, decode_place
 from promptfed.testing.clients import SHAPE, ScriptedClient, secret_of, update_body
 from tests.support.coordinators import InThread, in_thread
 from tests.support.relay import Cut, Relay
@@ -132,7 +132,7 @@ def test_a_payload_goes_on_where_the_line_was_cut(
         before = line.down
         assert play(line.url, client, payload_of(task, folder)) == path
         assert line.down == before, "what is there is not fetched again"
-    assert torch.equal(decode_file(path)[0]["context"], decode(whole)[0]["context"])
+    assert torch.equal(decode_place(path)[0]["context"], decode(whole)[0]["context"])
 
 
 def test_a_killed_client_goes_on_with_what_it_has_of_a_payload(

@@ -19,9 +19,9 @@ from promptfed.shared.privacy.accounting import epsilon_of
 from promptfed.shared.spec.sections import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
 from tests.client_service.conftest import backbone as backbone
-from tests.support.client_processes import ClientProcess, served, wait_for
+from tests.support.client_processes import ClientProcess, served
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_for
 
 #: The points of one task, in the order in which a protected task reaches them.
 POINTS = ("task-affordable", "pending-written", "spend-locked", "spend-half-written", "spend-written", "update-sent")
@@ -86,7 +86,10 @@ def test_at_random_moments(tmp_path: Path, backbone: Backbone) -> None:
             for _ in range(RANDOM_KILLS):
                 before = len(coordinator.calls)
                 wanted = before + moments.randint(1, 6)
-                wait_for(lambda wanted=wanted: len(coordinator.calls) >= wanted or process.process.poll() is not None)
+                wait_for(
+                    "the next call",
+                    lambda wanted=wanted: len(coordinator.calls) >= wanted or process.process.poll() is not None,
+                )
                 if process.process.poll() is not None:
                     break
                 os.kill(process.process.pid, signal.SIGKILL)

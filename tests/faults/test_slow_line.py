@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.client_processes import ClientProcess, wait_for
+from tests.support.client_processes import ClientProcess
 from tests.support.coordinators import CoordinatorProcess
 from tests.support.relay import Cut, Relay
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -42,11 +43,11 @@ def test_an_upload_outlives_cuts_and_kills_of_either_side(tmp_path: Path) -> Non
             give_up_after="600",
         )
         try:
-            wait_for(lambda: len(line.cuts) <= 2)
+            wait_for("calls to be cut off", lambda: len(line.cuts) <= 2)
             coordinator.kill()
             coordinator.start()
             line.upstream = coordinator.url
-            wait_for(lambda: len(line.cuts) <= 1)
+            wait_for("calls to be cut off", lambda: len(line.cuts) <= 1)
             client.kill()
             client.start()
             assert client.wait() == 0, client.text()

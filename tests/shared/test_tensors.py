@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from promptfed.shared.tensors import TensorError, TensorSpec, norm
-from promptfed.shared.tensors.torch_tensors import check, decode, decode_file, encode, state_hash
+from promptfed.shared.tensors.torch_tensors import check, decode, decode_place, encode, state_hash
 
 GOOD = {"context": torch.arange(6, dtype=torch.float32).reshape(2, 3), "bias": torch.zeros(0, 4)}
 EXPECTED = {"context": ((2, 3), "float32")}
@@ -38,7 +38,7 @@ def test_tensors_are_read_in_order_of_name(tmp_path: Path) -> None:
     names = list("qwertyuiop")
     body = encode({name: torch.zeros(2) for name in names})
     (tmp_path / "body").write_bytes(body)
-    for read, place in ((decode, body), (decode_file, tmp_path / "body")):
+    for read, place in ((decode, body), (decode_place, tmp_path / "body")):
         assert list(read(place)[0]) == sorted(names)
 
 
@@ -148,10 +148,10 @@ def from_bytes(body: bytes) -> str:
 
 
 def from_file(body: bytes, path: Path) -> str:
-    """The same of ``decode_file``."""
+    """The same of ``decode_place``."""
     path.write_bytes(body)
     try:
-        return told(*decode_file(path))
+        return told(*decode_place(path))
     except TensorError as error:
         return error.kind
 
@@ -162,7 +162,7 @@ def test_a_file_s_tensors_are_those_of_its_bytes_wherever_they_begin(spaces: int
     header = {"context": {"dtype": "F32", "shape": [200, 200], "data_offsets": [0, 160_000]}}
     body = raw(json.dumps(header).encode() + b" " * spaces, values.numpy().tobytes())
     (tmp_path / "body").write_bytes(body)
-    tensors, metadata = decode_file(tmp_path / "body")
+    tensors, metadata = decode_place(tmp_path / "body")
     (tmp_path / "body").unlink()
     assert metadata is None
     assert torch.equal(tensors["context"], values)
@@ -196,7 +196,7 @@ def test_a_header_with_a_key_twice_is_refused(tmp_path: Path) -> None:
         body = struct.pack("<Q", len(header)) + header + b"\0" * 8
         path = tmp_path / "body"
         path.write_bytes(body)
-        for read in (lambda: decode(body), lambda: decode_file(path)):  # noqa: B023 (called at once)
+        for read in (lambda: decode(body), lambda: decode_place(path)):  # noqa: B023 (called at once)
             with pytest.raises(TensorError) as caught:
                 read()
             assert caught.value.kind == "not-safetensors"

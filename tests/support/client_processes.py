@@ -8,8 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -86,11 +85,3 @@ class ClientProcess:
             return str(self.api("GET", "/status").json()["stage"])
         except (OSError, httpx.HTTPError):
             return None
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE, every: float = 0.02) -> None:
-    """Wait until ``condition``; AssertionError after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(every)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.authority import Authority
+from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 
 
@@ -101,11 +102,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 @contextmanager

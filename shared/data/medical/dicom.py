@@ -227,7 +227,7 @@ def _of_frame(header: Dataset, place: int) -> Dataset:
 
 
 def _grey(frame: np.ndarray, header: Dataset, window: tuple[float, float] | None) -> np.ndarray:
-    """A grey frame (H, W) by its window, by its table, as `grey_levels`, or from its least to its largest value."""
+    """A grey frame (H, W) by its window, by its table, by its `bounds`, or from its least to its largest value."""
     values = apply_modality_lut(frame, header)
     if window is not None:
         shown = windowed(values, *window)

@@ -51,15 +51,15 @@ def cosine_logits(scale: float, features: Tensor, indices: Tensor, text: Tensor)
 
 
 class FeatureClassifier:
-    """Classifies normalised image features ``(B, d_e)`` by a function to logits ``(B, C)`` without gradients."""
+    """Classifies image features ``(B, d_e)``, by default normalised ones, by a function to ``(B, C)`` logits."""
 
-    def __init__(self, of: Callable[[Tensor], Tensor]):
-        self._of = of
+    def __init__(self, of: Callable[[Tensor], Tensor], read: Callable[[Split], Tensor] | None = None):
+        self._of, self._read = of, read
 
     @no_grad
     def logits(self, split: Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
-        features = split.features()
+        features = split.features() if self._read is None else self._read(split)
         return self._of(features[sent_to(indices, features.device)])
 
 

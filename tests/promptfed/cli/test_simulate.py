@@ -23,8 +23,7 @@ from promptfed.sdk.client import Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.tensors.torch_tensors import state_hash
 from tests import ROOT
-from tests.support.client_processes import wait_for
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_for
 
 EXAMPLE = ROOT / "examples" / "simulate-100.yaml"
 RUN = """
@@ -136,7 +135,7 @@ def test_ctrl_c_ends_it_within_seconds(kept: list[str], tmp_path: Path) -> None:
             env=os.environ | {"PYTHONPATH": str(Path.cwd()), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
         )
     try:
-        wait_for(lambda: bool(re.search("round [1-9]", log.read_text())) or process.poll() is not None)
+        wait_for("round 1", lambda: bool(re.search("round [1-9]", log.read_text())) or process.poll() is not None)
         process.send_signal(signal.SIGINT)
         sent = time.monotonic()
         assert process.wait(PATIENCE) == Exit.INTERRUPTED, log.read_text()

@@ -7,16 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
 from promptfed.shared.methods.core.interface import ClientContext
 from tests.support.terms import training_terms
 
 Make = Callable[..., ClientContext]
+Wire = list[tuple[str, bytes, bytes]]
 NAMES = ("sun", "chess knight", "umbrella", "pair of scissors", "hot air balloon")
 
 
@@ -38,6 +41,25 @@ class MadeUpSplit:
 
     def images(self, indices: Tensor) -> Tensor:
         raise AssertionError("a method with cached features must not look at images")
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    """All that goes over the wire of a simulation either way, in order: "verb path" or "answer path", head, body."""
+    passed: Wire = []
+    handle = InProcess.handle_async_request
+
+    async def recorded(self: InProcess, request: httpx.Request) -> httpx.Response:
+        body, path = await request.aread(), request.url.path
+        head = str(request.url).encode() + repr(request.headers.raw).encode()
+        passed.append((f"{request.method} {path}", head, body))
+        answer = await handle(self, request)
+        content = await answer.aread()
+        passed.append((f"answer {path}", repr(answer.headers.raw).encode(), content))
+        return httpx.Response(answer.status_code, headers=answer.headers, content=content)
+
+    monkeypatch.setattr(InProcess, "handle_async_request", recorded)
+    return passed
 
 
 @pytest.fixture(scope="session")

@@ -218,6 +218,7 @@ SHAPE = BackboneShape(
 TRAVELS: dict[str, dict[str, tuple[int, ...]]] = {
     "fedclip": {"adapter_w1": (512, 512), "adapter_b1": (512,), "adapter_w2": (512, 512), "adapter_b2": (512,)},
     "fedclipadapter": {"image_w1": (128, 512), "image_w2": (512, 128)}, "fedkgcoop": {"context": (16, 512)},
+    "fedmaple": {"text_prompts": (9, 8, 512), "coupling_weight": (9, 768, 512), "coupling_bias": (9, 768)},
     "fedotp": {"global_context": (16, 512)}, "fedpgp": {"global_context": (16, 512)},
     "fedpr": {"visual_prompts": (12, 8, 768)}, "fedtaskres": {"residual": (3, 512)},
     "fedvpt": {"visual_prompts": (1, 10, 768)}, "fedvpt_deep": {"visual_prompts": (12, 1, 768)},
@@ -261,6 +262,7 @@ TOWERS: list[dict[str, Any]] = [
     {"name": "fedrod", "trainable": "last_k"},
     {"name": "perfedavg", "trainable": "last_k", "head": "linear"},
     {"name": "singleset_full", "trainable": "last_k", "head": "linear"},
+    *({"name": name, "m": 2, "head": "linear"} for name in ("fedvpt", "fedvpt_deep", "singleset_vpt")),
 ]
 
 
@@ -277,7 +279,10 @@ def test_a_federation_trains_a_tower(method: dict[str, Any]) -> None:
     assert [len(phase["counted"]) for report in found.reports[1:] for phase in report["phases"]] == [2, 2]
     assert len({one.client for one in found.final()}) == 2
     assert len(found.final()) == (4 if method["name"] == "fedrod" else 2)  # it has two heads
+    assert all((one.zero_shot is None) == bool(textless) for one in found.final())
     assert not any("own" in key for key in found.state)
+    if "vpt" in method["name"]:
+        assert set(found.state) == (set() if method["name"] == "singleset_vpt" else {"visual_prompts"})
     assert all(bool(tensor.any()) for name, tensor in found.state.items() if name in ("in_proj_weight", "ln_1_bias"))
     if method["name"] == "fedlora":
         assert found.state["visual_b"].shape == (1, 3, 128, 2)

@@ -18,7 +18,7 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import TextPromptClassifier
 from promptfed.shared.methods.core.interface import Mixes
 from promptfed.shared.methods.diprompt import DiPrompt
-from promptfed.shared.methods.fedapt import FedAPT, domains_of, mixture_of, scaled
+from promptfed.shared.methods.fedapt import FedAPT, domains_of, mixture_of
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
@@ -126,11 +126,6 @@ def test_own_is_under_ones_own_key(make_context: Make) -> None:
     own = tried.variants(context, state, {})["own"].logits(context.train, torch.arange(4))
     wanted = tried.classifier(context, only, {}).logits(context.train, torch.arange(4))
     assert torch.allclose(own, wanted, atol=1e-4)
-
-
-def test_without_keys_it_is_a_context_for_every_class() -> None:
-    prompt = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
-    assert scaled(prompt, torch.zeros(2, 4)).equal(prompt)
 
 
 def test_keys_do_not_depend_on_who_joins_when(backbone: Backbone) -> None:

@@ -458,27 +458,6 @@ def test_gradients_and_loss_equal_the_equations_at_77_tokens(
         assert float((start[key] - value - wanted[key]).abs().max()) <= 1e-4 * scale
 
 
-def test_the_mixture_is_not_normalised_again() -> None:
-    text = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
-    image = torch.tensor([0.6, 0.8])
-    assert float(image @ promptfl.mixed(text, 0.2)[0]) == pytest.approx(0.64)
-
-
-def test_both_forms_of_the_mixtures_logits_agree(backbone: Backbone, make_context: Make) -> None:
-    """(2.2): the mixture's logits are the mixture of the logits."""
-    context, tried, rows = make_context(), method("promptfolio"), torch.arange(10)
-    start = start_of_private_contexts(tried, context)
-    payload = {"global_context": start["global_context"]}
-    found = tried.classifier(context, payload, {LOCAL: start[LOCAL]}).logits(context.train, rows)
-    ends = [
-        method("promptfolio", theta=theta)
-        .classifier(context, payload, {LOCAL: start[LOCAL]})
-        .logits(context.train, rows)
-        for theta in (0.0, 1.0)
-    ]
-    assert float((found - (0.6 * ends[0] + 0.4 * ends[1])).abs().max()) <= 1e-5 * float(found.abs().max())
-
-
 def test_a_share_of_none_is_promptfl_and_of_all_the_private_one_alone(backbone: Backbone, make_context: Make) -> None:
     context = make_context(6, batch_size=3, learning_rate=0.05, epochs=2, weight_decay=0.01, momentum=0.0)
     none, all_of_it = method("promptfolio", theta=0.0), method("promptfolio", theta=1.0)
@@ -542,21 +521,6 @@ def test_who_classifies_with_what(name: str, backbone: Backbone, make_context: M
         scored = found.logits(context.train, rows)
         assert float((scored - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
     assert tried.variants(none, payload, {}) == {}
-
-
-def test_the_mean_touches_the_shared_rows_alone(make_context: Make) -> None:
-    tried = method("promptfl_per")
-    (phase,) = tried.phases(1, 4)
-    updates = [
-        pf.ClientUpdate(name, 0.5, {"context": torch.full((2, 3), value)}) for name, value in (("a", 1.0), ("b", 3.0))
-    ]
-    server = pf.ServerContext(TrainingSpec(), BackboneShape(d_t=3, d_e=3), NAMES, (), 3, 4)
-
-    def mean(given: Any) -> Tensors:
-        return {"context": sum(update.weight * update.tensors["context"] for update in given)}
-
-    after = tried.aggregate({"context": torch.zeros(2, 3)}, phase, updates, mean, server)
-    assert torch.equal(after["context"], torch.full((2, 3), 2.0))
 
 
 # Groups of records as units: their images, their gradient written out, and that nothing else of them counts.

@@ -14,15 +14,12 @@ from torch.nn import functional as F
 from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.coordinator.operations.federations import resolve
 from promptfed.coordinator.problems import InvalidSpec
-from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.processes import Site
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.methods import METHODS, check_fits, make_method, resolve_spec, runnable
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead, head_start
 from promptfed.shared.methods.core.interface import Protection, check_admission
 from promptfed.shared.methods.fedavg import step
-from promptfed.shared.methods.fedcocoop import FedMaple
 from promptfed.shared.methods.fedrep import log_shares
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
@@ -33,7 +30,6 @@ from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal import cross_entropy
 from tests.support.literal_private import Silent
 from tests.support.literal_towers import pooled
-from tests.support.textless import MODEL, textless_backbone
 from tests.support.visual_clients import NAMES, ImageSplit, client_context, filled, server_context, small_backbone
 
 RATE, HEAD = 0.05, 0.2
@@ -318,18 +314,6 @@ def test_fedmaple_starts_with_small_prompts_and_maps_of_a_linear_layer() -> None
         assert float(state[name].std()) == pytest.approx(1 / 8 / 3**0.5, rel=0.06)
 
 
-@pytest.mark.parametrize("name", ["fedmaple", "fedvpt", "fedvpt_deep"])
-def test_the_coordinator_takes_the_weighted_mean(backbone: Backbone, name: str) -> None:
-    method, server = make_method({"name": name, "m": 2}), server_context(backbone, *"ab")
-    state = method.initial_state(server, TorchDraws())
-    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
-    sent = [filled(shapes, seed, 1.0) for seed in (1, 2)]
-    updates = [pf.ClientUpdate("a", 0.25, sent[0]), pf.ClientUpdate("b", 0.75, sent[1])]
-    after = method.aggregate(state, method.phases(1, 1)[0], iter(updates), weighted_mean, server)
-    for key, tensor in after.items():
-        assert_values(tensor, 0.25 * sent[0][key] + 0.75 * sent[1][key])
-
-
 def vpt(name: str, **changes: Any) -> pf.Method:
     return make_method({"name": name, "m": 2} | changes)
 
@@ -442,11 +426,6 @@ def test_prompts_need_a_vision_transformer(backbone: Backbone) -> None:
             make_method({"name": name, "m": 2}).initial_state(server, TorchDraws())
 
 
-def test_the_coupling_is_one_map_for_each_block() -> None:
-    assert FedMaple.needs.vision_transformer
-    assert not FedMaple.needs.cached_features
-
-
 @pytest.mark.parametrize("name", ["plan", "fedmaple", "fedvpt"])
 def test_a_resnet_is_refused_at_creation_with_what_it_can_run(name: str) -> None:
     shape = {"d_t": 512, "d_e": 1024, "text_layers": 12, "context_length": 77}
@@ -468,22 +447,6 @@ def test_what_an_image_tower_alone_can_run() -> None:
     check_fits(make_method({"name": "fedvpt", "head": "linear"}), shape)
     with pytest.raises(pf.MethodError, match=r"needs a text tower; .* run one of: pfedpg"):
         check_fits(make_method({"name": "fedvpt"}), shape)
-
-
-@pytest.mark.parametrize("name", VPT)
-def test_a_linear_head_needs_no_text_tower_and_stays_at_home(name: str) -> None:
-    data = "symbols:sketch?topic=weather&per_class=2&test_per_class=1&partition=iid&clients=2&client={}"
-    spec = {
-        "name": "textless", "method": {"name": name, "m": 2, "head": "linear"},
-        "backbone": {"model": MODEL, "pretrained": None}, "rounds": 2,
-        "training": {"learning_rate": 0.25, "batch_size": 8},
-    }  # fmt: skip
-    sites = [Site(f"site-{k}", data.format(k)) for k in range(2)]
-    found = simulate(spec, sites, backbone=textless_backbone(), allow_backbone=True)
-    assert set(found.state) == (set() if name == "singleset_vpt" else {"visual_prompts"})
-    assert [len(phase["counted"]) for report in found.reports[1:] for phase in report["phases"]] == [2, 2]
-    assert all(one.zero_shot is None for one in found.final())
-    assert len(found.final()) == 2
 
 
 def test_a_linear_head_alone_is_a_linear_classifier(backbone: Backbone) -> None:

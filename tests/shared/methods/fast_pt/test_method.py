@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.sdk.result import FederationResult
@@ -28,7 +27,7 @@ from promptfed.shared.methods.fast_pt.style_transfer import StyleTransfer
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
-from tests.shared.methods.conftest import NAMES, MadeUpSplit
+from tests.shared.methods.conftest import NAMES, MadeUpSplit, Wire
 from tests.support import literal, literal_fast_pt
 from tests.support import small_fast_pt as small
 from tests.support.equality import assert_values
@@ -460,36 +459,18 @@ def test_a_round_of_two_clients_over_http_is_the_one_by_hand(backbone: Backbone,
         assert_values((one - own_start) / size, (wanted - own_start) / size, 1e-4)
 
 
-@dataclass
-class Wire:
-    """Every byte that went over the wire either way, in order, and every domain prompt that was ever trained."""
-
-    passed: list[tuple[str, bytes]] = field(default_factory=list)  # "verb path" of a request, "answer" else
-    prompts: dict[str, list[tuple[str, Tensor]]] = field(default_factory=dict)
-
-
 @pytest.fixture
-def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
-    seen = Wire()
-    handle, train = InProcess.handle_async_request, FastPT.train
-
-    async def recorded(self: InProcess, request: httpx.Request) -> httpx.Response:
-        body = await request.aread()
-        head = str(request.url).encode() + repr(request.headers.raw).encode()
-        seen.passed.append((f"{request.method} {request.url.path}", head + body))
-        answer = await handle(self, request)
-        content = await answer.aread()
-        seen.passed.append(("answer", repr(answer.headers.raw).encode() + content))
-        return httpx.Response(answer.status_code, headers=answer.headers, content=content)
+def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[str, Tensor]]]:
+    """Each client's domain prompts, with the phase that trained each."""
+    seen: dict[str, list[tuple[str, Tensor]]] = {}
+    train = FastPT.train
 
     def watched(self: FastPT, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
         result = train(self, context, payload, private)
         if "domain_prompt" in result.private:
-            kept = seen.prompts.setdefault(context.client, [])
-            kept.append((context.phase, result.private["domain_prompt"].clone()))
+            seen.setdefault(context.client, []).append((context.phase, result.private["domain_prompt"].clone()))
         return result
 
-    monkeypatch.setattr(InProcess, "handle_async_request", recorded)
     monkeypatch.setattr(FastPT, "train", watched)
     return seen
 
@@ -502,23 +483,26 @@ def traces(prompt: Tensor) -> list[bytes]:
     ]
 
 
-def test_no_byte_of_a_domain_prompt_leaves_early(backbone: Backbone, features: FeatureCache, wire: Wire) -> None:
+def test_no_byte_of_a_domain_prompt_leaves_early(
+    backbone: Backbone, features: FeatureCache, wire: Wire, trained: dict[str, list[tuple[str, Tensor]]]
+) -> None:
     simulate(spec(rounds=3), sites(), backbone=backbone, features=features)
-    assert {client: [phase for phase, _ in one] for client, one in wire.prompts.items()} == {
+    assert {client: [phase for phase, _ in one] for client, one in trained.items()} == {
         name: ["global", "global", "domain_prompts"] for name in DATA
     }
-    updates = [number for number, (what, _) in enumerate(wire.passed) if what.endswith("/update")]
-    naming = [number for number in updates if b"domain_prompt" in wire.passed[number][1]]
+    passed = [head + body for _, head, body in wire]
+    updates = [number for number, (what, *_) in enumerate(wire) if re.match("PUT .*/update$", what)]
+    naming = [number for number in updates if b"domain_prompt" in passed[number]]
     assert len(updates) == 2 * 3 + 2
     assert naming == updates[-2:], "only the two last updates name it"
-    kept = [prompt for one in wire.prompts.values() for _, prompt in one]
-    before = b"\n".join(body for _, body in wire.passed[: updates[-2]])
+    kept = [prompt for one in trained.values() for _, prompt in one]
+    before = b"\n".join(passed[: updates[-2]])
     assert not [trace for prompt in kept for trace in traces(prompt) if trace in before]
     # The same search does find what is sent in the end.
-    last = b"\n".join(wire.passed[number][1] for number in updates[-2:])
-    assert all(one[-1][1].numpy().tobytes() in last for one in wire.prompts.values())
-    everything = b"\n".join(body for _, body in wire.passed)
-    earlier = [prompt for one in wire.prompts.values() for _, prompt in one[:-1]]
+    last = b"\n".join(passed[number] for number in updates[-2:])
+    assert all(one[-1][1].numpy().tobytes() in last for one in trained.values())
+    everything = b"\n".join(passed)
+    earlier = [prompt for one in trained.values() for _, prompt in one[:-1]]
     assert not [trace for prompt in earlier for trace in traces(prompt) if trace in everything], "nor ever an older one"
 
 
