@@ -7,10 +7,9 @@ import json
 import math
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean, median
@@ -23,6 +22,7 @@ from promptfed.experiments.bench.protocols import Protocol, Setting, Trial, forg
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.client import CommandError, Exit
+from promptfed.sdk.output import commit
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone
@@ -106,26 +106,8 @@ def provenance() -> ResultProvenance:
         python=platform.python_version(),
         packages={name: metadata.version(name) for name in PACKAGES},
         machine={"system": platform.system(), "architecture": platform.machine(), "cores": os.cpu_count()},
-        commit=commit(),
+        commit=commit() or None,
     )
-
-
-@cache
-def commit() -> str | None:
-    """The commit of the checkout of this code, with ``-dirty`` if it was changed; None outside a checkout."""
-    top = Path(__file__).resolve().parents[3]
-    if Path(_git(top, "rev-parse", "--show-toplevel")).resolve() != top:  # this is installed in another repository
-        return None
-    return _git(top, "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*") or None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    """The output of a git command; empty if it fails."""
-    command = ["git", "-C", str(folder), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()  # noqa: S603
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def data_hash(sources: dict[str, Source]) -> str:
