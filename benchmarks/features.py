@@ -17,8 +17,6 @@ from __future__ import annotations
 import json
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,7 +30,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.harness import machine, parser, write
+from benchmarks.harness import in_own_process, machine, parser, write
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.sdk.backbone import open_backbone
@@ -176,14 +174,6 @@ def memory(method: str, clients: int, model: str, device: str) -> dict[str, floa
     return {name: round(value, 1) for name, value in figures.items()}
 
 
-def _in_process(method: str, clients: int, model: str, device: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.features", "--memory", method, str(clients)]
-    command += ["--model", model, "--device", device]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 (ourselves)
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
-
-
 def main() -> None:
     """Measure both, or with ``--memory`` one simulation in this process."""
     command = parser(__doc__)
@@ -201,7 +191,8 @@ def main() -> None:
         return
     numbers: dict[str, Any] = {"about": machine(), "model": options.model, "device": options.device, "memory": {}}
     for method in MEMORY_METHODS:
-        one, many = (_in_process(method, clients, options.model, options.device) for clients in CLIENTS)
+        place = ("--model", options.model, "--device", options.device)
+        one, many = (in_own_process("benchmarks.features", "--memory", method, str(n), *place) for n in CLIENTS)
         numbers["memory"][method] = {"one": one, "ten": many, "ratio": {k: round(many[k] / one[k], 3) for k in one}}
     numbers["pipeline"] = pipeline(options.count, options.model, PRETRAINED, options.device)
     numbers["rate"] = rate(options.count, options.model, PRETRAINED, options.device)

@@ -8,13 +8,10 @@ A dataclass of options is such a ``make`` too. What is a context manager is ente
 from __future__ import annotations
 
 import inspect
-import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from importlib.resources import files
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import typer
@@ -25,7 +22,7 @@ from typer.core import TyperGroup
 from promptfed.client_service.exits import ClientError
 from promptfed.runtime.processes import ProcessFailed
 from promptfed.sdk.client import CommandError, Exit
-from promptfed.sdk.output import messages
+from promptfed.sdk.output import commit, messages
 from promptfed.shared.data import DataError
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import of_surroundings, offence
@@ -144,24 +141,9 @@ def reporting_errors() -> Iterator[None]:
 def show_version(asked: bool) -> None:
     """Print the version, the commit if it is known, and the protocol's range, and end, if ``asked``."""
     if asked:
-        commit = _commit()
-        typer.echo(f"promptfed {RELEASE}{f' ({commit})' if commit else ''}, protocol {VERSION}")
+        known = commit()
+        typer.echo(f"promptfed {RELEASE}{f' ({known})' if known else ''}, protocol {VERSION}")
         raise typer.Exit
-
-
-def _commit() -> str:
-    """The commit that a release was built from (`make dist`), or that a checkout is at; empty if neither is known."""
-    written = files("promptfed.shared").joinpath("commit.txt")
-    if written.is_file():
-        return written.read_text().strip()
-    root = Path(__file__).resolve().parents[2]
-    shown = ""
-    if (root / ".git").exists():
-        asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        with suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=5)  # noqa: S603 - git
-            shown = done.stdout.strip()
-    return shown
 
 
 app = Commands()

@@ -15,11 +15,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from promptfed.cli.bench_options import BenchOptions
 from promptfed.cli.common import refuse
 from promptfed.experiments.bench.entries import RawSpec, parse_entries
-from promptfed.experiments.bench.folder import claim
 from promptfed.experiments.bench.plots import draw
 from promptfed.experiments.bench.presets import REDUCED_SEEDS, SEEDS, embedded_presets, preset_names, read_preset
 from promptfed.experiments.bench.protocols import KNOWN, Setting
-from promptfed.experiments.bench.runner import Bench, BenchRun, Job, ResultProvenance, Runner, provenance, write_json
+from promptfed.experiments.bench.runner import (
+    Bench,
+    BenchRun,
+    Job,
+    ResultProvenance,
+    Runner,
+    claim,
+    provenance,
+    write_json,
+)
 from promptfed.experiments.bench.tables import (
     COSTS,
     Measures,

@@ -6,11 +6,14 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 from textwrap import fill
@@ -47,6 +50,21 @@ class MessageLines(logging.Handler):
         shown = f": {reason}" if reason else f"\n{''.join(traceback.format_exception(error))}" if error else ""
         text = plain(record.getMessage() + shown, keep="\n")
         messages.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+@cache
+def commit() -> str:
+    """The commit that a release was built from (`make dist`), or that a checkout is at; empty if neither is known."""
+    written = files("promptfed.shared").joinpath("commit.txt")
+    if written.is_file():
+        return written.read_text().strip()
+    root = Path(__file__).resolve().parents[2]
+    if (root / ".git").exists():
+        asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=5)  # noqa: S603 - git
+            return done.stdout.strip()
+    return ""
 
 
 def print_json(value: Any) -> None:

@@ -1,4 +1,7 @@
-"""Runs a protocol for several methods and seeds, with one file per finished federation, so that it can continue."""
+"""Runs a protocol for several methods and seeds, with one file per finished federation, so that it can continue.
+
+A folder belongs to one bench: protocol, setting and spec.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,9 @@ import json
 import math
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean, median
@@ -23,6 +25,7 @@ from promptfed.experiments.bench.protocols import Protocol, Setting, Trial, forg
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.client import CommandError, Exit
+from promptfed.sdk.output import commit
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone
@@ -106,26 +109,8 @@ def provenance() -> ResultProvenance:
         python=platform.python_version(),
         packages={name: metadata.version(name) for name in PACKAGES},
         machine={"system": platform.system(), "architecture": platform.machine(), "cores": os.cpu_count()},
-        commit=commit(),
+        commit=commit() or None,
     )
-
-
-@cache
-def commit() -> str | None:
-    """The commit of the checkout of this code, with ``-dirty`` if it was changed; None outside a checkout."""
-    top = Path(__file__).resolve().parents[3]
-    if Path(_git(top, "rev-parse", "--show-toplevel")).resolve() != top:  # this is installed in another repository
-        return None
-    return _git(top, "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*") or None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    """The output of a git command; empty if it fails."""
-    command = ["git", "-C", str(folder), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()  # noqa: S603
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def data_hash(sources: dict[str, Source]) -> str:
@@ -359,3 +344,52 @@ def costs(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "seconds": fmean(per_client(metric("train_seconds"))),
         "trained": median(per_client(metric("trained_parameters"))),
     }
+
+
+BENCH_FILE = "bench.json"
+GROWS = ("targets",)  # fields of a setting that may grow later, as methods and seeds may
+
+
+def identity(bench: Bench) -> JsonObject:
+    """The settings that must be the same for all runs of a folder, so that one table can compare them."""
+    setting = {name: value for name, value in asdict(bench.setting).items() if name not in GROWS}
+    parts = {"protocol": bench.protocol.name, "setting": setting, "spec": dict(bench.base), "m": bench.m}
+    plain: JsonObject = json.loads(json.dumps(parts))
+    return plain
+
+
+def claim(out: Path, bench: Bench) -> None:
+    """Make ``out`` the bench's folder.
+
+    Raises:
+        CommandError: it belongs to another bench, with the differences, or cannot be written.
+    """
+    own, there = identity(bench), _identity_in(out)
+    if there is not None:
+        differs = [name for name in own if there.get(name) != own[name]]
+        if differs:
+            what = "; ".join(f"{name} was {_short(there.get(name))}, is {_short(own[name])}" for name in differs)
+            text = f"{out} holds another bench ({what}): give --out another folder, or run that one again"
+            raise CommandError(text, Exit.BAD_INPUT)
+    text = json.dumps(own, indent=1, ensure_ascii=False)
+    try:  # whole, since another bench may begin in this folder at the same time, or this one be killed
+        (out / "runs").mkdir(parents=True, exist_ok=True)
+        write_whole(out / BENCH_FILE, (text + "\n").encode(), synced=False)
+    except OSError as error:
+        raise CommandError(f"cannot write {out / BENCH_FILE}: {why(error)}", Exit.BAD_INPUT) from None
+
+
+def _identity_in(out: Path) -> JsonObject | None:
+    """The identity of the folder's bench; None for a new folder."""
+    path = out / BENCH_FILE
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        raise CommandError(f"{path} cannot be read: give --out another folder", Exit.BAD_INPUT) from None
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 160 else text[:157] + "..."

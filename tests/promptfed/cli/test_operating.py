@@ -25,6 +25,7 @@ from tests.support.coordinators import InThread, in_thread
 # Each call of the operator's API, and the command that makes it.
 COMMANDS = {
     "POST /v1/federations": "federation create",
+    "POST /v1/federations/run-file": "federation create",
     "GET /v1/federations": "federation list",
     "GET /v1/federations/{federation}": "federation status",
     "DELETE /v1/federations/{federation}": "federation delete",

@@ -16,9 +16,8 @@ from promptfed.cli.bench import make_bench, remarks_on
 from promptfed.cli.main import app
 from promptfed.experiments.bench import runner as bench_module
 from promptfed.experiments.bench.entries import parse_entries
-from promptfed.experiments.bench.folder import BENCH_FILE, claim
 from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
-from promptfed.experiments.bench.runner import Bench, BenchRun, Runner, costs, data_hash, read_run
+from promptfed.experiments.bench.runner import BENCH_FILE, Bench, BenchRun, Runner, claim, costs, data_hash, read_run
 from promptfed.experiments.bench.tables import TableRow, cell, markdown, rows_of, scores_of
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy

@@ -38,12 +38,13 @@ from promptfed.client_service.training.trainer import TaskWork
 from promptfed.coordinator.engine import jobs
 from promptfed.experiments.bench import presets, runner
 from promptfed.experiments.bench.presets import SEEDS, embedded_presets
-from promptfed.experiments.bench.runner import commit, provenance
+from promptfed.experiments.bench.runner import provenance
 from promptfed.experiments.simulation import simulation
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.experiments.simulation.workers import _exit
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError, Exit
+from promptfed.sdk.output import commit
 from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, tiny
