@@ -245,7 +245,7 @@ def enrolment_token(settings: Settings, identity: Identity) -> str | None:
 
 log = logging.getLogger("promptfed.client")
 
-BEHIND_SECONDS = 60.0  # of features that are computed after the enrolment, a tenth of the usual deadline of a phase
+BEHIND_SECONDS = 150.0  # of features that are computed after the enrolment, a quarter of a phase's usual deadline
 
 
 class FederationEnded(Exception):

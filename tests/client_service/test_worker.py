@@ -127,7 +127,7 @@ def test_an_evaluator_declares_its_test_images_and_is_never_asked_for_others(mak
     assert len(coordinator.evaluations) == 1
 
 
-@pytest.mark.parametrize(("seconds", "then"), [(60.0, 0), (0.0, 48)])
+@pytest.mark.parametrize(("seconds", "then"), [(1e9, 0), (0.0, 48)])
 def test_features_that_take_little_are_computed_after_the_enrolment(
     seconds: float, then: int, make: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
