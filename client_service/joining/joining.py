@@ -6,6 +6,7 @@ The steps that need no coordinator are the doctor's too.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -244,6 +245,8 @@ def enrolment_token(settings: Settings, identity: Identity) -> str | None:
 
 log = logging.getLogger("promptfed.client")
 
+BEHIND_SECONDS = 150.0  # of features that are computed after the enrolment, a quarter of a phase's usual deadline
+
 
 class FederationEnded(Exception):
     """There is nothing left to take part in."""
@@ -311,13 +314,17 @@ class Joining:
         work = self._work(offer, backbone, agreement, privacy, SiteRules(policy, asked))
         use_precision(backbone.device, info.training.tf32)  # texts and images are kept for tasks, which compute alike
         await self.compute.run(lambda: self._check_texts(work, method, info))
-        await self.compute.run(lambda: self._warm(work, method, info))
+        behind = await self.compute.run(lambda: self._soon_computed(work, method, info))
+        if not behind:
+            await self.compute.run(lambda: self._warm(work, method, info))
         signing = identity_of(self.state) if info.secure_aggregation is not None else None
         declared = replace(declared, device=describe_device(backbone.device))
         request = enrol_request(declared, identity.secret, backbone, signing)
         if protection is not None:
             request = request.model_copy(update={"protection": protection.plan.enrolled()})
         await self._enrol(identity, token, request, source)
+        if behind:
+            await self.compute.run(lambda: self._warm(work, method, info))
         await self.compute.run(lambda: _restore(work, self.compute))
         return work
 
@@ -443,13 +450,29 @@ class Joining:
         except BackboneError as error:
             raise ClientError(Exit.BAD_INPUT, str(error)) from None
 
-    def _warm(self, work: TaskWork, method: Method, info: EnrolmentInfo) -> None:
-        """Compute image features now: no deadline runs yet, and an image that cannot be read is found."""
+    def _soon_computed(self, work: TaskWork, method: Method, info: EnrolmentInfo) -> bool:
+        """Whether features are missing that take so little time that the client may enrol before it computes them.
+
+        All images are read for it: one that cannot be is found before the coordinator learns of this client.
+        """
+        if not method.needs.cached_features or method.needs.patch_tokens:
+            return False
         torch.set_num_threads(info.training.threads)  # which the bits of features depend on
+        try:
+            missing = work.data.missing_features(self._kept_parts(work))
+        except DataError as error:
+            raise ClientError(Exit.BAD_INPUT, str(error)) from None
+        return missing > 0 and missing * _seconds_each(work.backbone) <= BEHIND_SECONDS
+
+    def _kept_parts(self, work: TaskWork) -> list[str]:
+        return [*([TRAIN] if self.settings.role == "trainer" else []), TEST, *work.data.tests]
+
+    def _warm(self, work: TaskWork, method: Method, info: EnrolmentInfo) -> None:
+        """Compute image features before the first task, and long ones before enrolling: no deadline runs yet."""
+        torch.set_num_threads(info.training.threads)
         if not method.needs.cached_features:
             return
-        watched = self.parts.consent is not None
-        parts = [*([TRAIN] if self.settings.role == "trainer" else []), TEST, *work.data.tests]
+        watched, parts = self.parts.consent is not None, self._kept_parts(work)
         if method.needs.patch_tokens:
             self._tell_patch_cost(work, parts)
         try:
@@ -554,6 +577,15 @@ class Joining:
                 identity = self.state.bind(identity, response.federation_id, response.client_id)
         self.monitor.status.client_id = identity.client_id
         self.monitor.tell("enrolled", client_id=identity.client_id, train=len(source.train), test=len(source.test))
+
+
+def _seconds_each(backbone: Backbone) -> float:
+    """About how long the image tower takes for an image."""
+    image = torch.zeros(1, 3, *backbone.image_size)
+    backbone.encode_images(image)  # the first one takes longer
+    started = time.perf_counter()
+    backbone.encode_images(image)
+    return time.perf_counter() - started
 
 
 def _restore(work: TaskWork, compute: Compute) -> None:

@@ -204,6 +204,11 @@ class ClientData:
         check(0)
         return check
 
+    def missing_features(self, parts: Sequence[str]) -> int:
+        """How many images of the splits ``parts`` have no features yet. All are read; raises as `features`."""
+        self._unless_cancelled()
+        return self._cache.cost(self._backbone, [self._splits[part] for part in parts]).images
+
     def patch_cost(self, parts: Sequence[str]) -> CacheCost:
         """What the patch features of the splits ``parts`` would still take on disk."""
         return self._cache.patches.cost(self._backbone, [self._splits[part] for part in parts])

@@ -24,6 +24,7 @@ IMAGE_FORMATS = ("PNG", "JPEG", "JPEG2000", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 LARGE = 32_000_000  # images with more pixels are scaled down on reading; towers need a few hundred pixels a side
 SHRUNK = 16_000_000  # approximate number of pixels after scaling down
 LEAST_SIDE = 512  # least pixels of the shorter side after scaling down
+LONG = 4  # times as long as it is wide: from there on an image is a line
 MOST_RATIO = 100  # of an image's longer side to its shorter one, before a backbone's preprocessing
 
 READERS = min(8, machine.processors())  # threads that read images beside each other
@@ -120,7 +121,8 @@ class Cut:
         left, top = round((width - self.crop[1]) / 2.0), round((height - self.crop[0]) / 2.0)
         box = left, top, left + self.crop[1], top + self.crop[0]
         resample = Image.Resampling(self.resample)
-        if image.mode == "RGB" and width != self.crop[1]:  # rows first, as PIL does, so that fewer columns follow
+        # Rows first, as PIL does, so that fewer columns follow: not of a line, whose rows alone would take much memory.
+        if image.mode == "RGB" and self.crop[1] < width <= LONG * self.crop[1]:
             image = image.resize((width, image.height), resample).crop((left, 0, left + self.crop[1], image.height))
             width, box = self.crop[1], (0, top, self.crop[1], top + self.crop[0])
         image = image.resize((width, height), resample)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from promptfed.shared.data.classes import SYMBOLS, TOPIC_TEMPLATES, TOPICS, Symbol
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split
+from promptfed.shared.files import write_whole
 
 SIZE = 48
 """Height and width of a rendered image, in pixels."""
@@ -402,6 +405,7 @@ def _render_style(glyphs: Tensor, style: str, keys: np.ndarray, pose: float) -> 
 PER_CLASS = 16
 TEST_PER_CLASS = 10
 TEMPLATE = "a photo of a {}."
+_DIGEST, _MOST_KEPT = 32, 512  # bytes before the pixels of a file, and files: a batch takes 0.44 MB
 _AT_ONCE = 64  # images drawn in one batch; more take more memory and no less time
 OWN_OPTIONS = ("domain", "topic", "per_class", "test_per_class", "test_seed")
 
@@ -429,6 +433,44 @@ def open_symbols(body: str, options: Options) -> Source:
     )
 
 
+def _kept(style: str, codepoints: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """`_drawn`, as this machine has drawn it before. It is drawn where its file is absent, damaged or out of reach."""
+    named = hashlib.sha256(b"".join((_drawing(), style.encode(), codepoints.tobytes(), keys.tobytes())))
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        file = base / "promptfed" / "symbols" / named.hexdigest()
+        content = file.read_bytes()
+        if hashlib.sha256(content[_DIGEST:]).digest() == content[:_DIGEST]:
+            return np.frombuffer(content, np.uint8, offset=_DIGEST).reshape(-1, SIZE, SIZE, 3)
+    except RuntimeError:  # there is no home
+        return _drawn(style, codepoints, keys)
+    except OSError:
+        pass
+    images = _drawn(style, codepoints, keys)
+    with suppress(OSError):
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(file, hashlib.sha256(images.tobytes()).digest() + images.tobytes(), mode=0o600, synced=False)
+        for old in sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-_MOST_KEPT]:
+            old.unlink(missing_ok=True)
+    return images
+
+
+@cache
+def _drawing() -> bytes:
+    """All that pixels depend on besides what is drawn: this file, the font's and the libraries' versions, the CPU."""
+    versions = [f"{name} {version(name)}" for name in ("torch", "numpy", "pillow", "matplotlib")]
+    told = "\n".join([*versions, torch.backends.cpu.get_cpu_capability()])
+    return hashlib.sha256(Path(__file__).read_bytes() + told.encode()).digest()
+
+
+def _drawn(style: str, codepoints: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Images (B, SIZE, SIZE, 3) uint8 of the symbols (B,)."""
+    glyphs = torch.stack([glyph(chr(c)) for c in codepoints.tolist()])
+    with _one_thread():
+        images = render(glyphs, [style] * len(glyphs), keys)
+    return images.permute(0, 2, 3, 1).contiguous().numpy()
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Compute in one thread within the block: several wait for each other, and take five times as long."""
@@ -443,7 +485,7 @@ def _one_thread() -> Iterator[None]:
 def symbols_split(symbols: list[Symbol], style: str, per_class: int, purpose: str) -> Split:
     """``per_class`` images of each symbol. Draws for different purposes (train, test, ...) never coincide.
 
-    Images are drawn in batches on first access, and kept.
+    Images are drawn in batches on first access, and kept, also in the user's cache.
     """
     codepoints = np.repeat(np.array([s.codepoint for s in symbols], dtype=np.uint64), per_class)
     index = np.tile(np.arange(per_class, dtype=np.uint64), len(symbols))
@@ -452,10 +494,7 @@ def symbols_split(symbols: list[Symbol], style: str, per_class: int, purpose: st
     @cache
     def drawn(part: int) -> np.ndarray:
         rows = slice(part * _AT_ONCE, (part + 1) * _AT_ONCE)
-        glyphs = torch.stack([glyph(chr(c)) for c in codepoints[rows].tolist()])
-        with _one_thread():
-            images = render(glyphs, [style] * len(glyphs), keys[rows])
-        return images.permute(0, 2, 3, 1).contiguous().numpy()
+        return _kept(style, codepoints[rows], keys[rows])
 
     def read(row: int) -> Image.Image:
         return Image.fromarray(drawn(row // _AT_ONCE)[row % _AT_ONCE])

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,7 +35,7 @@ from promptfed.client_service.task_loop import TaskLoop
 from promptfed.client_service.training import trainer
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.data import Source
+from promptfed.shared.data import DataError, Source, Split
 from promptfed.shared.messages import PrivacyEvent, SpendReport
 from promptfed.shared.methods.core.interface import ClientContext, Needs, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
@@ -124,6 +125,32 @@ def test_an_evaluator_declares_its_test_images_and_is_never_asked_for_others(mak
     assert (coordinator.client.role, coordinator.client.num_samples) == ("evaluator", 24)
     assert features.images_computed == 24
     assert len(coordinator.evaluations) == 1
+
+
+@pytest.mark.parametrize(("seconds", "then"), [(1e9, 0), (0.0, 48)])
+def test_features_that_take_little_are_computed_after_the_enrolment(
+    seconds: float, then: int, make: Make, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("promptfed.client_service.joining.joining.BEHIND_SECONDS", seconds)
+    features, computed = FeatureCache(settings.features_dir), dict[str, int]()
+    coordinator = make.coordinator(rounds=0)
+    note = lambda event, facts: computed.setdefault(event, features.images_computed)  # noqa: E731
+    assert asyncio.run(make.worker(coordinator, features=features, hook=note).run()) is Exit.OK
+    assert computed["enrolled"] == then
+    assert computed["evaluated"] == 48
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_an_image_that_cannot_be_read_is_found_before_the_enrolment(split: str, make: Make, source: Source) -> None:
+    def damaged(row: int) -> Any:
+        raise DataError("seven.png cannot be read as an image; repair or remove it.")
+
+    spoiled = replace(source, **{split: Split(getattr(source, split).labels, damaged)})
+    coordinator = make.coordinator(rounds=0)
+    with pytest.raises(ClientError, match=r"seven.png cannot be read") as end:
+        asyncio.run(make.worker(coordinator, source=spoiled).run())
+    assert end.value.exit is Exit.BAD_INPUT
+    assert coordinator.client is None
 
 
 def test_many_workers_share_one_process(make: Make, settings: Settings, tmp_path: Any) -> None:

@@ -411,12 +411,52 @@ def test_at_least_seven_domains_of_which_four_are_rare() -> None:
     assert set(symbols.COMMON) | set(symbols.RARE) == set(symbols.STYLES)
 
 
-def test_pictures_do_not_depend_on_the_number_of_threads() -> None:
+@pytest.mark.parametrize("trouble", ["none", "damaged", "cut", "a folder", "read-only", "no home"])
+def test_kept_pictures_are_those_drawn(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever has become of the cache, which is only ever a shorter way to the same pixels."""
+
+    def digests() -> list[str]:
+        source = open_source("symbols:chalk?topic=weather&per_class=9&test_per_class=1")
+        return [split.digest(row) for split in (source.train, source.test) for row in range(len(split))]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder, made = tmp_path / "promptfed" / "symbols", []
+    real = symbols.render
+    monkeypatch.setattr(symbols, "render", lambda *given: made.append(1) or real(*given))
+    first = digests()
+    files, batches = sorted(folder.iterdir()), len(made)
+    assert len(files) == batches > 2
+    whole = files[0].read_bytes()
+    if trouble in ("damaged", "cut"):
+        files[0].write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]) if trouble == "damaged" else whole[:7])
+    elif trouble == "a folder":
+        files[0].unlink()
+        files[0].mkdir()
+    elif trouble == "read-only":
+        shutil.rmtree(folder)
+        monkeypatch.setattr(symbols, "write_whole", lambda *given, **more: (_ for _ in ()).throw(PermissionError()))
+    elif trouble == "no home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
+    made.clear()
+    assert digests() == first
+    again = {"none": 0, "damaged": 1, "cut": 1, "a folder": 1, "read-only": batches, "no home": batches}
+    assert len(made) == again[trouble]
+    if trouble in ("damaged", "cut"):
+        assert files[0].read_bytes() == whole
+    if trouble == "none":
+        monkeypatch.setattr(symbols, "_MOST_KEPT", 2)
+        open_source("symbols:neon?topic=weather&per_class=9").train.image(0)
+        assert len(list(folder.iterdir())) == 2
+
+
+def test_pictures_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are drawn in one, and the caller's number is back afterwards."""
     before, drawn = torch.get_num_threads(), []
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(threads)))
             source = open_source("symbols:painting?topic=weather&per_class=9&test_per_class=1")
             drawn.append([source.train.digest(row) for row in range(len(source.train))])
             assert torch.get_num_threads() == threads
