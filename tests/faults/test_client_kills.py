@@ -101,6 +101,10 @@ def started(process: ForkedCoordinator, folder: Path, method: str, features: Pat
     return federation, clients
 
 
+def named(victim: Client | None) -> str:
+    return "coordinator" if victim is None else victim.name
+
+
 def state_of(process: ForkedCoordinator, federation: str) -> str:
     try:
         return str(process.get(federation)["state"])
@@ -122,15 +126,16 @@ def run(
             pause = chance.uniform(0.2, 2.5)
             if killed.total() < kills:
                 time.sleep(pause)
-                victim = chance.choice([*clients, None])
+                fewest = min(killed[name] for name in (*SITES, "coordinator"))  # a quick run has each killed too
+                victim = chance.choice([one for one in (*clients, None) if killed[named(one)] == fewest])
                 if victim is None:
                     process.kill()
                     process.start()
-                    killed["coordinator"] += 1
+                    killed[named(victim)] += 1
                 elif victim.code is None:
                     victim.kill()
                     victim.start()
-                    killed[victim.name] += 1
+                    killed[named(victim)] += 1
             else:
                 time.sleep(0.2)
             for client in clients:
