@@ -73,7 +73,7 @@ def holder(coordinator: InThread, id: str) -> tuple[str | None, int]:
 
 def sharing_is_over(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is as if it were paused: what it has in memory stays as it is, and it says no more that it is there."""
-    monkeypatch.setattr(coordinator.registry.leases, "renew", lambda: nullcontext(leases.LeaseLook([], [])))
+    monkeypatch.setattr(coordinator.registry.leases, "renew", lambda: nullcontext(leases.LeaseLook([], {})))
     with coordinator.registry.database.write() as session:
         long_ago = update(CoordinatorRow).where(CoordinatorRow.id == coordinator.registry.leases.id)
         session.execute(long_ago.values(seen=0.0))
@@ -250,7 +250,7 @@ def test_a_holder_that_stopped_in_a_transaction_is_hung_up(
     thread = threading.Thread(target=stop_in_the_middle)
     thread.start()
     assert entered.wait(300)
-    monkeypatch.setattr(one.registry.leases, "renew", lambda: nullcontext(leases.LeaseLook([], [])))
+    monkeypatch.setattr(one.registry.leases, "renew", lambda: nullcontext(leases.LeaseLook([], {})))
     try:
         wait_for("the takeover", lambda: id in two.registry.leases.held)
     finally:
