@@ -190,11 +190,17 @@ def enrol_request(declared: Declared, secret: str, backbone: Backbone, identity:
     """
     try:
         request = EnrolRequest(
-            **{name: value for name, value in vars(declared).items() if name not in ("class_names", "fingerprint")},
-            class_names=list(declared.class_names),
+            name=declared.name,
             secret=secret,
+            role=declared.role,
+            num_samples=declared.num_samples,
+            class_names=list(declared.class_names),
+            domain=declared.domain,
             backbone_fingerprint=backbone.fingerprint,
             backbone_shape=shape_of(backbone),
+            device=declared.device,
+            release=declared.release,
+            system=declared.system,
         )
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
@@ -245,7 +251,7 @@ def enrolment_token(settings: Settings, identity: Identity) -> str | None:
 
 log = logging.getLogger("promptfed.client")
 
-BEHIND_SECONDS = 150.0  # of features that are computed after the enrolment, a quarter of a phase's usual deadline
+BEHIND_SECONDS = 60.0  # of features that are computed after the enrolment: a tenth of a phase's usual deadline
 
 
 class FederationEnded(Exception):
@@ -582,9 +588,9 @@ class Joining:
 def _seconds_each(backbone: Backbone) -> float:
     """About how long the image tower takes for an image."""
     image = torch.zeros(1, 3, *backbone.image_size)
-    backbone.encode_images(image)  # the first one takes longer
+    backbone.encode_images(image).tolist()  # the first one takes longer; a device is waited for
     started = time.perf_counter()
-    backbone.encode_images(image)
+    backbone.encode_images(image).tolist()
     return time.perf_counter() - started
 
 

@@ -37,7 +37,7 @@ from promptfed.shared.methods import check_fits, make_method, resolve_spec
 from promptfed.shared.methods.core.checks import allowed_rounds, check_hopeless, check_sizes
 from promptfed.shared.methods.core.interface import MethodError, needs_torch_always
 from promptfed.shared.privacy.noise import Noise
-from promptfed.shared.service.reasons import of_surroundings, why
+from promptfed.shared.service.reasons import why
 from promptfed.shared.service.yaml_text import read_yaml
 from promptfed.shared.spec.spec import FederationSpec, SpecError
 from promptfed.shared.tensors import TensorError, check, decode, state_hash
@@ -296,15 +296,13 @@ def read_run(text: str) -> dict[str, Any]:
     """The mapping in the text of a run file, of values that JSON has.
 
     Raises:
-        InvalidSpec: it is no YAML, repeats a part by an alias, which may grow without bound, or holds no mapping.
+        InvalidSpec: it is neither YAML nor JSON, has an alias, or holds no mapping of such values.
     """
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise yaml.YAMLError("write out what an alias (*) repeats")
-        raw = json.loads(json.dumps(read_yaml(text), allow_nan=False))
-    except (yaml.YAMLError, RecursionError) as error:
-        raise problems.InvalidSpec(f"this is not YAML: {of_surroundings(error) or why(error)}") from None
-    except (TypeError, ValueError) as error:
+        raw = json.loads(json.dumps(read_yaml(text, aliases=False), allow_nan=False))
+    except yaml.YAMLError as error:
+        raise problems.InvalidSpec(f"this is not YAML: {why(error)}") from None
+    except (TypeError, ValueError, RecursionError) as error:
         raise problems.InvalidSpec(f"write numbers, texts, lists and mappings: {why(error)}") from None
     if not isinstance(raw, dict):
         raise problems.InvalidSpec("this is no run file: it begins with settings, such as `name: eyes`")

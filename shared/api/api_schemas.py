@@ -200,10 +200,10 @@ class DryRun(BaseModel):
     spec: FederationSpec
 
 
-class RunText(BaseModel):
+class RunText(Message):
     """The text of a run file."""
 
-    text: Annotated[str, Field(max_length=200_000)]
+    text: Annotated[str, Field(max_length=100_000)]
 
 
 class RunContent(BaseModel):

@@ -80,6 +80,7 @@ def test_who_is_invited_trusts_the_own_certificate(tmp_path: Path, monkeypatch: 
             api.run(operations.create(spec(name="pets")))
             asked = {"name": "ward-3", "role": "evaluator", "address": server.url}
             minted = api.send(operations.mint_token("pets", **asked)).view
+            for_two = api.send(operations.mint_token("pets", uses=2, **asked | {"name": "wards"})).view
         assert minted.invitation is not None
         invited = decode(minted.invitation)
         assert invited.authority == certificate_hash(cert.read_text())
@@ -88,6 +89,8 @@ def test_who_is_invited_trusts_the_own_certificate(tmp_path: Path, monkeypatch: 
         settings = accept(minted.invitation, {"data": "symbols:sketch", "state_dir": state})
         assert settings.ca_file == state / AUTHORITY
         assert (settings.name, settings.role) == ("ward-3", "evaluator")
+        assert for_two.invitation is not None
+        assert decode(for_two.invitation).client is None, "two clients cannot have one name"
         own = accept(
             minted.invitation, {"data": "symbols:sketch", "state_dir": state, "name": "eyes", "role": "trainer"}
         )

@@ -299,9 +299,12 @@ def test_every_run_file_of_the_repository_is_read_as_the_commands_read_it(coordi
     folders = ("examples", "promptfed")
     texts = [path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.yaml")]
     assert len(texts) > 50
-    for text in [*texts, '{"name": "eyes", "rounds": 3}']:
+    for text in texts:
         if isinstance(wanted := yaml.safe_load(text), dict):
             assert coordinator.post("/v1/federations/run-file", {"text": text}, status=200)["content"] == wanted
+    typed = '{\n\t"name": "eyes", "training": {"learning_rate": 1e3}}'  # as an editor indents JSON
+    read = coordinator.post("/v1/federations/run-file", {"text": typed}, status=200)["content"]
+    assert read == {"name": "eyes", "training": {"learning_rate": 1000.0}}
 
 
 @pytest.mark.parametrize(
@@ -309,7 +312,8 @@ def test_every_run_file_of_the_repository_is_read_as_the_commands_read_it(coordi
     [
         ("a: [1", "the file ends within a list"),
         ("a: 1\na: 2", "line 2: a is given twice"),
-        ("a: &x [1]\nb: *x", "write out what an alias"),
+        ('{"a": 1, "a": 2}', "line 1: a is given twice"),
+        ("a: &x [1]\nb: *x", "line 2: write out what the alias repeats"),
         ("a: 2026-11-27", "write numbers, texts, lists and mappings"),
         ("a: 2026-99-99", "write numbers, texts, lists and mappings"),
         ("a: .inf", "write numbers, texts, lists and mappings"),
