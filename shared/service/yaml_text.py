@@ -24,7 +24,7 @@ class _Loader(yaml.SafeLoader):
 class _Unrepeated(_Loader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(None, None, "write out what the alias repeats", mark)
         return super().compose_node(parent, index)
 
