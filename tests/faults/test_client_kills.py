@@ -123,7 +123,7 @@ def run(
     try:
         while state_of(process, federation) != "finished":
             assert time.monotonic() < end, [client.log()[-2000:] for client in clients]
-            pause = chance.uniform(0.2, 2.5)
+            pause = chance.uniform(0.05, 0.7)
             if killed.total() < kills:
                 time.sleep(pause)
                 fewest = min(killed[name] for name in (*SITES, "coordinator"))  # a quick run has each killed too
