@@ -86,6 +86,11 @@ def set_mode(handle: int, mode: int) -> None:
         os.fchmod(handle, mode)
 
 
+def user_cache(name: str) -> Path:
+    """The user's folder for what can be made again. Raises RuntimeError where there is no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "promptfed" / name
+
+
 def file_limits() -> tuple[int, int] | None:
     """How many files this process may open, now and at most; None where the system has no such limit."""
     if _resource is None:

@@ -42,7 +42,8 @@ from promptfed.client_service.training.data import (
     split_by,
 )
 from promptfed.client_service.training.trainer import Compute, SitePrivacy, SiteRules, TaskWork, use_precision
-from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, load_backbone, shape_of
+from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
+from promptfed.shared.clip.caches import features_in
 from promptfed.shared.clip.loading import expect_device
 from promptfed.shared.clip.weights import permits, shape_by_name
 from promptfed.shared.data import DataError, Source
@@ -391,7 +392,9 @@ class Joining:
         self, offer: Offer, backbone: Backbone, agreement: Agreement, privacy: SitePrivacy, rules: SiteRules
     ) -> TaskWork:
         settings, parts = self.settings, self.parts
-        cache = parts.features or FeatureCache(settings.features_dir)
+        uris = [source.uri for source in (offer.source, *offer.tests.values())]
+        patches, given = offer.method.needs.patch_tokens, settings.feature_cache
+        cache = parts.features or features_in(given, settings.features_dir, uris, patches)
         if settings.reset_private:
             self.state.reset_private()
         return parts.work(

@@ -105,6 +105,7 @@ class PrivateState:
 
     An ``ephemeral`` one is for a client that is not restarted after a crash: neither locked nor synced, so that one
     process can hold a thousand of them. With ``synced`` another process can go on all the same: it is ``resumable``.
+    Where none can, notes stay in memory.
 
     Raises:
         ClientError: STATE where the folder is in use, unusable or damaged.
@@ -114,6 +115,7 @@ class PrivateState:
         self.folder = folder
         self.resumable = synced or not ephemeral
         self._disk = Disk(synced=self.resumable)
+        self._notes: dict[str, bytes] | None = None if self.resumable else {}
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)  # also where it was there before: nobody else reads a client's private state
@@ -306,16 +308,24 @@ class PrivateState:
 
     def write_note(self, name: str, text: str) -> None:
         """A file of text, such as the address of the client's API for other programs."""
-        self.write_file(name, text.encode())
+        self._write_note(name, text.encode())
 
     def read_note(self, name: str) -> str | None:
         """A file that `write_note` wrote. Raises ClientError: STATE if it cannot be read."""
+        content = self._read_note(name)
         try:
-            return (self.folder / name).read_text()
-        except FileNotFoundError:
-            return None
-        except (OSError, UnicodeDecodeError):
+            return None if content is None else content.decode()
+        except UnicodeDecodeError:
             raise self.damaged(name) from None
+
+    def _write_note(self, name: str, content: bytes) -> None:
+        if self._notes is None:
+            self.write_file(name, content)
+        else:
+            self._notes[name] = content
+
+    def _read_note(self, name: str) -> bytes | None:
+        return self.read_file(name) if self._notes is None else self._notes.get(name)
 
     def read_file(self, name: str) -> bytes | None:
         """What `write_file` wrote; None if there is nothing. Raises ClientError: STATE if it cannot be read."""
@@ -328,7 +338,7 @@ class PrivateState:
 
     def write_as(self, name: str, value: object) -> None:
         """A file of JSON, on the disk when this returns: of a model, a dataclass or a mapping."""
-        self.write_file(name, TypeAdapter(type(value)).dump_json(value))
+        self._write_note(name, TypeAdapter(type(value)).dump_json(value))
 
     def read_as(self, name: str, kind: type[Kept]) -> Kept | None:
         """What `write_as` wrote, as ``kind``; None if there is nothing.
@@ -336,14 +346,16 @@ class PrivateState:
         Raises:
             ClientError: STATE where it cannot be read, or is nothing of this kind.
         """
-        content = self.read_file(name)
+        content = self._read_note(name)
         try:
             return None if content is None else TypeAdapter(kind).validate_json(content)
         except ValidationError:
             raise self.damaged(name) from None
 
     def remove_note(self, name: str) -> None:
-        """Delete a file that `write_note` wrote, if it exists."""
+        """Delete a file, or what `write_note` wrote, if it exists."""
+        if self._notes is not None:
+            self._notes.pop(name, None)
         (self.folder / name).unlink(missing_ok=True)
         self._disk.sync_folder(self.folder)
 
@@ -422,7 +434,8 @@ def use_known(book: AddressBook, folder: Path) -> None:
 
 def keep_known(book: AddressBook, state: PrivateState) -> None:
     """As `use_known`, and write the addresses down whenever a coordinator tells others."""
-    use_known(book, state.folder)
+    if state.resumable:
+        use_known(book, state.folder)
     book.changed = partial(_keep, state)
 
 

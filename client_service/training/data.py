@@ -242,7 +242,8 @@ class ClientData:
 
 def placed(labels: Tensor, names: Sequence[str], label_space: Sequence[str]) -> Tensor:
     """``labels`` (N,) or (N, C) of the classes ``names`` as labels of ``label_space``; further classes are unknown."""
-    place = torch.tensor([label_space.index(name) for name in names], dtype=torch.int64)
+    places = {name: index for index, name in enumerate(label_space)}
+    place = torch.tensor([places[name] for name in names], dtype=torch.int64)
     if labels.ndim == 1:
         return torch.where(labels >= 0, place[labels.clamp(min=0)], labels)
     wide = torch.full((len(labels), len(label_space)), -1, dtype=labels.dtype)

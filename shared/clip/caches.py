@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import threading
 import time
@@ -17,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +33,7 @@ from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.weights import config_digest
 from promptfed.shared.data.image_files import READERS
 from promptfed.shared.data.readers import Answer, Request, readers
+from promptfed.shared.data.registry import EMBEDDED
 from promptfed.shared.files import write_whole
 from promptfed.shared.tensors.transfer import host_memory, read_later
 
@@ -566,3 +569,21 @@ class FeatureCache(RowCache):
         """The same features without normalisation."""
         rows = self.rows(backbone, split, range(len(split)) if indices is None else indices, done)
         return rows[:, :-1] * rows[:, -1:]
+
+
+OWN_BYTES = 256 << 20
+
+
+def features_in(given: Path | None, usual: Path, uris: Iterable[str], patches: bool = False) -> FeatureCache:
+    """The cache in the folder ``given``, or in the ``usual`` one.
+
+    If all data are embedded pictures and no folder is given, it is one in the user's own cache, bounded by
+    ``OWN_BYTES``: each run of a demo would encode them again. With ``patches``, which take far more, it is not used.
+    """
+    schemes = {re.split("[:?]", uri, maxsplit=1)[0] for uri in uris}
+    if given is None and not patches and schemes <= set(EMBEDDED):
+        with suppress(OSError, RuntimeError):  # no home, or none that can be written to
+            own = machine.user_cache("features") / version("promptfed")
+            own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return FeatureCache(own, max_bytes=OWN_BYTES)
+    return FeatureCache(given or usual)

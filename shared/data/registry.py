@@ -73,6 +73,8 @@ SCHEMES: dict[str, Callable[[str, Options], Source]] = {
 }
 """Opener by scheme: what stands between the colon and the question mark, and the options -> the whole source."""
 
+EMBEDDED = ("symbols", "digits", "emoji", "emoji-scenes")  # schemes of pictures that are promptfed's own
+
 _CLASSES = frozenset({"only", "min_per_class"})
 AT_OPENING = {"folder": _CLASSES, "csv": _CLASSES}
 """Common options that the opener of a scheme applies itself: a class left out may be as it likes."""

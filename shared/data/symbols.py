@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from promptfed.shared.data.classes import SYMBOLS, TOPIC_TEMPLATES, TOPICS, Symb
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.source import DataError, ImageDomain, Source, Split
 from promptfed.shared.files import write_whole
+from promptfed.shared.machine import user_cache
 
 SIZE = 48
 """Height and width of a rendered image, in pixels."""
@@ -437,8 +437,7 @@ def _kept(style: str, codepoints: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """`_drawn`, as this machine has drawn it before. It is drawn where its file is absent, damaged or out of reach."""
     named = hashlib.sha256(b"".join((_drawing(), style.encode(), codepoints.tobytes(), keys.tobytes())))
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        file = base / "promptfed" / "symbols" / named.hexdigest()
+        file = user_cache("symbols") / named.hexdigest()
         content = file.read_bytes()
         if hashlib.sha256(content[_DIGEST:]).digest() == content[:_DIGEST]:
             return np.frombuffer(content, np.uint8, offset=_DIGEST).reshape(-1, SIZE, SIZE, 3)

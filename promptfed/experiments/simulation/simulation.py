@@ -41,7 +41,9 @@ from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
 from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.clip.caches import features_in
 from promptfed.shared.data.registry import SharedSources
+from promptfed.shared.methods import method_for
 from promptfed.shared.metrics import Outcomes
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
@@ -94,9 +96,13 @@ def simulate(
         run = stack.enter_context(_for_once(folder) if once else run_folder(folder, identity(wanted, sites), "--out"))
         place, disk = run.path, stack.enter_context(FullDisk())
         pool = pool or usual_pool(wanted.training.threads, backbone.device.type)
-        cache = features if isinstance(features, FeatureCache) else FeatureCache(features or place / "features")
         shared = sources or SharedSources()
         clients = tuple(open_site(site, shared) for site in sites)
+        if isinstance(features, FeatureCache):
+            cache = features
+        else:
+            uris = [uri for site in sites for uri, _ in site.uris()]
+            cache = features_in(features, place / "features", uris, method_for(wanted).needs.patch_tokens)
         latest: dict[tuple[str, str], Outcomes] = {}
 
         def record(outcomes: Outcomes) -> None:
