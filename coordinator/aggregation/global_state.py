@@ -42,7 +42,7 @@ from promptfed.shared.tensors import (
     TensorSpec,
     check,
     decode,
-    decode_file,
+    decode_place,
     method_part,
 )
 
@@ -310,14 +310,30 @@ def _shape(spec: TensorSpec, tensor: Array | None, dims: Mapping[str, int]) -> S
     )
 
 
-def stored_updates(blobs: Blobs, updates: Iterable[Counted]) -> Iterator[ClientUpdate]:
-    """Read the updates, some at a time. Raises DamagedBlob."""
+def stored_updates(
+    blobs: Blobs, updates: Iterable[Counted], changes: dict[str, float] | None = None
+) -> Iterator[ClientUpdate]:
+    """The updates, those that are not in memory since their admission read some at a time.
+
+    ``changes`` gets the norms of the changes that the admission has measured, by client.
+
+    Raises:
+        DamagedBlob: one cannot be read.
+    """
     wanted = list(updates)
     for begin in range(0, len(wanted), READ_AT_ONCE):
         some = wanted[begin : begin + READ_AT_ONCE]
-        places = blobs.places([sha256 for _, _, sha256 in some])
-        for (client, weight, _), place in zip(some, places, strict=True):
-            tensors, _ = decode(place) if isinstance(place, bytes) else decode_file(place)
+        admitted = {sha256: known for _, _, sha256 in some if (known := blobs.admitted.get(sha256)) is not None}
+        left = [sha256 for _, _, sha256 in some if sha256 not in admitted]
+        places = dict(zip(left, blobs.places(left), strict=True)) if left else {}
+        blobs.admitted.forget(admitted)
+        for client, weight, sha256 in some:
+            if sha256 in admitted:
+                tensors, change = admitted[sha256]
+                if changes is not None:
+                    changes[client] = change
+            else:
+                tensors, _ = decode_place(places[sha256])
             yield ClientUpdate(client, weight, tensors)
 
 

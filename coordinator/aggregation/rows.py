@@ -205,9 +205,10 @@ def change_norm(update: Mapping[str, Any], payload: Mapping[str, Any]) -> float:
 def measured(
     updates: Iterable[ClientUpdate], payload_of: Callable[[str], Arrays], norms: dict[str, float]
 ) -> Iterator[ClientUpdate]:
-    """Pass the updates on one by one, and store the norm of each change in ``norms`` by client."""
+    """Pass the updates on one by one, and store the norm of each change in ``norms`` by client, unless it is known."""
     for update in updates:
-        norms[update.client] = change_norm(update.tensors, payload_of(update.client))
+        if update.client not in norms:
+            norms[update.client] = change_norm(update.tensors, payload_of(update.client))
         yield update
 
 

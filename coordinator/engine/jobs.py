@@ -107,7 +107,7 @@ def compute(registry: Registry, federation: Federation, state: Arrays, phase_id:
     context, rule = federation.context(), Rule(federation.spec.aggregation, state)
     payload = lru_cache(maxsize=8)(lambda sha256: registry.blobs.tensors(sha256)[0])  # of most, the same
     with room(registry.blobs) as rule.room:
-        stored = global_state.stored_updates(registry.blobs, given.updates)
+        stored = global_state.stored_updates(registry.blobs, given.updates, changed)
         measured = rows.measured(stored, lambda client: payload(given.payloads[client]), changed)
         after = global_state.after_phase(federation, state, phase, measured, rule, context)
     report = {**_finite(_measured(federation, state, phase, after, context)), "changes": _finite_numbers(changed)}

@@ -349,7 +349,7 @@ def _examine(blobs: Blobs, federation: Federation, client: Client, task: AskedTa
         size = check(tensors, federation.method.expected_update(phase, client.info(), federation.context()))
     except TensorError as error:
         raise problems.TENSOR_REFUSALS[error.kind](str(error)) from None
-    _check_change(federation, tensors, _payload_tensors(blobs.place(task.payload_sha256 or "")))
+    change = _check_change(federation, tensors, _payload_tensors(blobs.place(task.payload_sha256 or "")))
     if size > LARGEST_NORM:
         text = f"the update's norm is {size:.6g}; no federation takes more than {LARGEST_NORM:g}"
         raise problems.NormTooLarge(f"{text}: training has diverged, lower training.learning_rate")
@@ -361,6 +361,8 @@ def _examine(blobs: Blobs, federation: Federation, client: Client, task: AskedTa
             f"the update was made from payload {about.payload_sha256}; {task.payload_sha256} was served: train again"
         )
     metrics = {**about.metrics, **spent_metrics(federation, client, about.privacy)}
+    if upload.content is not None:
+        blobs.admitted.add(upload.sha256, (tensors, change), upload.size)
     return {"norm": size, "metrics": metrics}
 
 
@@ -374,12 +376,12 @@ def _decoded(content: bytes) -> Arrays:
     return decode(content)[0]
 
 
-def _check_change(federation: Federation, tensors: Arrays, payload: Arrays) -> None:
-    """Refuse a change over the limit. The payload, which may be long already, does not count."""
+def _check_change(federation: Federation, tensors: Arrays, payload: Arrays) -> float:
+    """The norm of a change; one over the limit is refused. The payload, which may be long already, does not count."""
     numbers = sum(tensor.size for tensor in tensors.values())
     size, limit = change_norm(tensors, payload), change_limit(federation.spec, federation.method, numbers)
     if size <= limit:
-        return
+        return size
     text = f"the change's norm is {size:.6g}; {limit:.6g} is allowed"
     if federation.spec.admission.max_update_norm is not None:
         raise problems.NormTooLarge(f"{text} (admission.max_update_norm)")

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -46,7 +47,11 @@ from promptfed.shared.tensors import (
 SMALL_BYTES = 256 << 10  # up to here a blob is a row: as files, most of the time would go into making them durable
 AT_ONCE = 500  # digests that one statement names
 REMEMBERED_BYTES = 8 << 20
+ADMITTED_BYTES = 32 << 20
 
+Kept = TypeVar("Kept")
+Admitted = tuple[Arrays, float]
+"""Of a small update from its admission to its aggregation: its tensors, and the norm of its change."""
 
 Named = Callable[[Session, list[str]], set[str]]
 """Returns those of some digests that a row refers to."""
@@ -106,38 +111,39 @@ class BlobRows:
         return gone, keys
 
 
-class Remembered:
-    """The contents that were read last, up to ``most`` bytes: most clients of a phase get the same payload."""
+class Remembered(Generic[Kept]):
+    """What was used last of some blobs, up to ``most`` bytes of content."""
 
-    def __init__(self, most: int = REMEMBERED_BYTES):
+    def __init__(self, most: int):
         self._most = most
         self._lock = threading.Lock()
-        self._contents: OrderedDict[str, bytes] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[Kept, int]] = OrderedDict()
         self._bytes = 0
 
-    def get(self, digest: str) -> bytes | None:
-        """The content, if it is cached."""
+    def get(self, digest: str) -> Kept | None:
+        """What is kept of the blob, if anything is."""
         with self._lock:
-            content = self._contents.get(digest)
-            if content is not None:
-                self._contents.move_to_end(digest)
-            return content
+            if digest not in self._kept:
+                return None
+            self._kept.move_to_end(digest)
+            return self._kept[digest][0]
 
-    def add(self, digest: str, content: bytes) -> None:
-        """Cache the content, and drop the least recently used ones."""
+    def add(self, digest: str, kept: Kept, size: int) -> None:
+        """Keep it, whose content has ``size`` bytes, and drop what was not used for longest."""
         with self._lock:
-            if digest in self._contents or len(content) > self._most:
+            if digest in self._kept or size > self._most:
                 return
-            self._contents[digest] = content
-            self._bytes += len(content)
+            self._kept[digest] = kept, size
+            self._bytes += size
             while self._bytes > self._most:
-                self._bytes -= len(self._contents.popitem(last=False)[1])
+                self._bytes -= self._kept.popitem(last=False)[1][1]
 
     def forget(self, digests: Iterable[str]) -> None:
         """Forget these."""
         with self._lock:
             for digest in digests:
-                self._bytes -= len(self._contents.pop(digest, b""))
+                if digest in self._kept:
+                    self._bytes -= self._kept.pop(digest)[1]
 
 
 log = logging.getLogger("promptfed.coordinator")
@@ -200,7 +206,8 @@ class Blobs:
         self._temporary = f"{self.incoming}{os.sep}{os.getpid()}-"
         self._numbers = count()
         self._rows = rows
-        self._remembered = Remembered()
+        self._remembered = Remembered[bytes](REMEMBERED_BYTES)  # most clients of a phase get the same payload
+        self.admitted = Remembered[Admitted](ADMITTED_BYTES)
         self._lock = threading.Lock()
         self._held: Counter[str] = Counter()
         self._unsynced: set[str] = set()  # there by name, but not yet for sure after a power cut
@@ -245,7 +252,7 @@ class Blobs:
     def remember(self, held: Held, digest: str) -> None:
         """Keep a small blob of ``held`` in memory, where many are about to read it."""
         if digest in held.small:
-            self._remembered.add(digest, held.small[digest])
+            self._remembered.add(digest, held.small[digest], len(held.small[digest]))
 
     def places(self, digests: list[str]) -> list[bytes | Path]:
         """As ``place`` for several blobs. Raises DamagedBlob for the first damaged one."""
@@ -259,7 +266,7 @@ class Blobs:
             if digest not in objects:
                 _expect(digest, files.get(digest), rows.get(digest))
         if len(digests) == 1 and rows:
-            self._remembered.add(digests[0], rows[digests[0]])
+            self._remembered.add(digests[0], rows[digests[0]], len(rows[digests[0]]))
         places: dict[str, bytes | Path] = {**rows, **objects, **{digest: files[digest] for digest in whole}}
         return [places[digest] for digest in digests]
 
@@ -297,6 +304,7 @@ class Blobs:
                 self._cache.forget(map(_name, gone))
                 self.bucket.remove(keys)
         self._remembered.forget(gone)
+        self.admitted.forget(gone)
         return gone
 
     def remove_superseded(self, keys: Iterable[str]) -> None:

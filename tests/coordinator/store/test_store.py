@@ -97,6 +97,20 @@ def test_a_file_is_read_again_once_it_was_written_to(tmp_path: Path, monkeypatch
                 one.read(digest)
 
 
+def test_updates_wait_in_memory_within_a_bound_and_not_beyond_their_removal(tmp_path: Path) -> None:
+    store = Blobs(tmp_path)
+    store.open()
+    with store.hold() as held:
+        first = held.put(b"an update")
+    store.admitted.add(first, ({}, 1.0), 9)
+    assert store.admitted.get(first) == ({}, 1.0)
+    store.remove([first])
+    assert store.admitted.get(first) is None
+    for number in range(3):
+        store.admitted.add(f"sha256:{number}", ({}, float(number)), blobs.ADMITTED_BYTES // 2)
+    assert [store.admitted.get(f"sha256:{number}") for number in range(3)] == [None, ({}, 1.0), ({}, 2.0)]
+
+
 def test_what_cut_off_uploads_left_is_removed_at_the_start(tmp_path: Path) -> None:
     blobs = Blobs(tmp_path)
     blobs.open()
