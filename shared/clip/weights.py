@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
@@ -126,7 +127,10 @@ def tokenizer_of(source: str, text_config: Mapping[str, Any], folder: Path | Non
 
 @cache
 def _byte_pairs() -> Any:
-    """open_clip's tokenizer for models that name none, from its file alone: open_clip imports much else."""
+    """open_clip's tokenizer for models that name none, from its file alone: open_clip imports much else.
+
+    Its ftfy, whose tables take a tenth of a client's start, is imported for texts that it may change.
+    """
     place = find_spec("open_clip")
     assert place is not None
     assert place.origin is not None
@@ -134,8 +138,29 @@ def _byte_pairs() -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    known = sys.modules.get("ftfy")
+    sys.modules["ftfy"] = known or _ftfy()
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        if known is None:
+            del sys.modules["ftfy"]
     return module._tokenizer
+
+
+def _ftfy() -> ModuleType:
+    """In the place of ftfy: it leaves printable ASCII without entities as it is."""
+
+    def fix_text(text: str) -> str:
+        if text.isascii() and text.isprintable() and "&" not in text:
+            return text
+        import ftfy
+
+        return ftfy.fix_text(text)
+
+    stand_in = ModuleType("ftfy")
+    stand_in.fix_text = fix_text  # type: ignore[attr-defined]
+    return stand_in
 
 
 def _expect_at_hand(name: str) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import ftfy
 import open_clip
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from promptfed.shared.clip import Backbone, load_backbone
-from promptfed.shared.clip.weights import EMBEDDED, shape_by_name
+from promptfed.shared.clip.weights import EMBEDDED, _ftfy, shape_by_name
 
 TEXTS = ["a photo of a sun.", "don't   STOP\t!", "ankh & cross", "Ünïcode ☃ &amp; 12", "x" * 40, ""]
 
@@ -38,7 +41,7 @@ def test_it_computes_what_open_clip_does(both: tuple[Backbone, Backbone]) -> Non
     images = torch.randn(9, 3, *own.image_size, generator=torch.Generator().manual_seed(3))
     context = torch.randn(4, own.d_t, generator=torch.Generator().manual_seed(4))
     prompts = torch.randn(2, 3, own.d_v, generator=torch.Generator().manual_seed(5))
-    given = []
+    results = []
     for backbone in both:
         backbone.model.requires_grad_(True)
         learned, seen = context.clone().requires_grad_(), prompts.clone().requires_grad_()
@@ -53,9 +56,9 @@ def test_it_computes_what_open_clip_does(both: tuple[Backbone, Backbone]) -> Non
             )
         whole = backbone.encode_images(images), backbone.encode_text(TEXTS[:4]), backbone.encode_patches(images)
         weights = [weight.grad for _, weight in backbone.model.named_parameters() if weight.grad is not None]
-        given.append([*whole, *raw, text, shown, learned.grad, seen.grad, *weights])
-    assert len(given[0]) > 20
-    for one, other in zip(*given, strict=True):
+        results.append([*whole, *raw, text, shown, learned.grad, seen.grad, *weights])
+    assert len(results[0]) > 20
+    for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
 
@@ -63,6 +66,11 @@ def test_its_tokens_are_open_clip_s(both: tuple[Backbone, Backbone]) -> None:
     own, _ = both
     theirs = open_clip.get_tokenizer(own.model_name)
     assert torch.equal(own._tokenizer._tokenizer(TEXTS, context_length=32), theirs(TEXTS, context_length=32))
+
+
+@given(st.text(st.characters(min_codepoint=0, max_codepoint=383)))
+def test_texts_are_cleaned_as_ftfy_does(text: str) -> None:
+    assert _ftfy().fix_text(text) == ftfy.fix_text(text)
 
 
 def test_nothing_of_open_clip_is_imported() -> None:
@@ -74,7 +82,7 @@ from promptfed.shared.clip.weights import shape_by_name
 backbone = load_backbone("promptfed-tiny", "embedded")
 backbone.fingerprint, shape_of(backbone), shape_by_name("promptfed-tiny")
 backbone.encode_text(["a sun"]), backbone.encode_images(backbone.preprocess(Image.new("RGB", (50, 50)))[None])
-large = ("open_clip", "torchvision", "timm", "transformers", "torch._dynamo", "scipy", "sympy")
+large = ("open_clip", "torchvision", "timm", "transformers", "torch._dynamo", "scipy", "sympy", "ftfy")
 print([name for name in large if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
