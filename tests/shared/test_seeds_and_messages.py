@@ -67,13 +67,37 @@ def test_problem_kind_is_the_end_of_its_type() -> None:
     assert problem.kind == "phase-closed"
 
 
-CONTROL = ["promptfed.shared.spec.spec", "promptfed.shared.messages", "promptfed.cli.main", "promptfed.client_service"]
+LARGE = ("torch", "open_clip", "torchvision", "transformers", "scipy", "matplotlib")
+COMMAND = "from promptfed.cli.main import command; sys.argv = ['promptfed', {}]; command()"
+COORDINATOR = """
+import asyncio, tempfile
+from promptfed.coordinator.app import create_app, lifespan
+from promptfed.coordinator.settings import Settings
+
+async def start():
+    async with lifespan(create_app(Settings(data_dir=tempfile.mkdtemp()))):
+        pass
+
+asyncio.run(start())
+"""
+STARTS = {
+    "promptfed.shared.spec.spec": ("import promptfed.shared.spec.spec", []),
+    "promptfed.shared.messages": ("import promptfed.shared.messages", []),
+    "--help": (COMMAND.format("'--help'"), []),
+    "join": (COMMAND.format("'join', 'no invitation'"), []),
+    "client": (COMMAND.format("'client', '--help'"), []),
+    "client up to the consent": ("import promptfed.client_service.worker", ["torch"]),
+    "coordinator": (COORDINATOR, []),
+}
 
 
-@pytest.mark.parametrize("module", CONTROL)
-def test_control_modules_import_no_torch(module: str) -> None:
-    code = f"import sys, {module}; print([m for m in ('torch', 'open_clip') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+@pytest.mark.parametrize("start", STARTS)
+def test_starts_import_no_large_library_that_they_do_not_need(start: str) -> None:
+    code, allowed = STARTS[start]
+    told = f"lambda: print([name for name in {LARGE} if name in sys.modules], file=sys.stderr)"
+    code = f"import atexit, sys\natexit.register({told})\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == str(allowed), done.stderr
 
 
 def test_methods_and_backbones_import_no_open_clip() -> None:
