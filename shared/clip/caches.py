@@ -571,7 +571,7 @@ class FeatureCache(RowCache):
         return rows[:, :-1] * rows[:, -1:]
 
 
-OWN_BYTES = 256 << 20
+OWN_BYTES = 64 << 20
 
 
 def features_in(given: Path | None, usual: Path, uris: Iterable[str], patches: bool = False) -> FeatureCache:
