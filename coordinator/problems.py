@@ -230,10 +230,6 @@ class UpdatesMasked(Refusal, status=409, title="Only the sum of the updates is k
     """Something that needs a single update, of a federation with secure sums."""
 
 
-class NotAcceptable(Refusal, status=406, title="The answer cannot be given in this form"):
-    """No form of the answer is among those accepted, or JSON would be too large."""
-
-
 class ProtocolVersion(Refusal, status=409, title="The client speaks another version of the protocol"):
     """A client that speaks another version."""
 

@@ -10,7 +10,6 @@ from itertools import chain, islice
 from statistics import fmean
 from typing import Any, TypeVar
 
-from pydantic_core import to_json
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session, defer
 
@@ -33,7 +32,6 @@ from promptfed.coordinator.store.tables import (
     TaskRow,
     UpdateRow,
 )
-from promptfed.shared.api import api_schemas as schemas
 from promptfed.shared.api import report_schemas
 from promptfed.shared.api.report_schemas import remarks
 from promptfed.shared.messages import ENDED
@@ -177,10 +175,10 @@ def _has_state(federation: Federation, round: int) -> bool:
     return round < run.round or (round == run.round and run.step >= len(phases))
 
 
-def rounds(session: Session, id: str, after: int = -1) -> list[int]:
-    """Numbers of the rounds after round ``after`` that have begun."""
-    mine = (PhaseRow.federation_id == id, PhaseRow.round > after)
-    return list(session.scalars(select(PhaseRow.round).where(*mine).distinct().order_by(PhaseRow.round)))
+def rounds(session: Session, id: str) -> list[int]:
+    """Numbers of the rounds that have begun."""
+    query = select(PhaseRow.round).where(PhaseRow.federation_id == id)
+    return list(session.scalars(query.distinct().order_by(PhaseRow.round)))
 
 
 def has_begun(session: Session, id: str, round: int) -> bool:
@@ -189,14 +187,12 @@ def has_begun(session: Session, id: str, round: int) -> bool:
     return session.scalar(select(PhaseRow.id).where(*here).limit(1)) is not None
 
 
-def numbers_of_page(session: Session, id: str, limit: int | None, after: str | None) -> tuple[list[int], str | None]:
-    """At most ``limit`` rounds after round ``after`` (None: all of them), and the last one's number if more follow.
+def numbers_of_page(session: Session, id: str, limit: int, after: str | None) -> tuple[list[int], str | None]:
+    """At most ``limit`` rounds after round ``after``, and the last one's number if more follow.
 
     A page with several rounds has at most `MOST_TASKS` tasks.
     """
     last = min(int(after), LAST_ROUND) if after is not None and after.isdecimal() else -1
-    if limit is None:
-        return rounds(session, id, last), None
     query = select(PhaseRow.round, func.count(TaskRow.phase_id)).outerjoin(TaskRow, TaskRow.phase_id == PhaseRow.id)
     query = query.where(PhaseRow.federation_id == id, PhaseRow.round > last).group_by(PhaseRow.round)
     numbers: list[int] = []
@@ -479,25 +475,14 @@ def _mean_accuracy(clients: list[report_schemas.ClientEvaluation]) -> dict[str, 
     return means
 
 
-FIELDS = tuple(schemas.Metric.model_fields)
+FIELDS = ("round", "phase", "client", "split", "name", "value")
 
 Number = tuple[int, str, str | None, str | None, str, float]
-"""The fields of a ``Metric``, in its order."""
-
-
-def as_json(
-    database: Database, federation: Federation, rounds: Sequence[int], following: str | None = None
-) -> Iterator[bytes]:
-    """A ``MetricList`` of these rounds, in pieces."""
-    before = b'{"metrics":['
-    for some in batches(_numbers(database, federation, rounds)):
-        yield before + to_json([dict(zip(FIELDS, number, strict=True)) for number in some])[1:-1]
-        before = b","
-    yield (b"" if before == b"," else before) + b'],"next":' + to_json(following) + b"}"
+"""One number: its `FIELDS`; the client is None for what concerns the whole phase."""
 
 
 def as_csv(database: Database, federation: Federation, rounds: Sequence[int]) -> Iterator[bytes]:
-    """The same as CSV, with a header line."""
+    """All numbers of these rounds as CSV, in pieces, with a header line."""
     lines: Iterator[tuple[object, ...]] = chain([FIELDS], _numbers(database, federation, rounds))
     for some in batches(lines):
         text = io.StringIO()

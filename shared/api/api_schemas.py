@@ -15,7 +15,6 @@ from promptfed.shared.service.net import check_addresses
 from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.sections import SelectionSpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, Name
-from promptfed.shared.tensors import Array
 
 
 class SweptRate(BaseModel):
@@ -278,45 +277,6 @@ class RemarkList(BaseModel):
     """One sentence for each apparent problem of a federation, with advice."""
 
     remarks: list[str]
-
-
-class Metric(BaseModel):
-    """One number; ``client`` is empty for what concerns the whole phase."""
-
-    round: int
-    phase: str
-    client: str | None
-    split: str | None
-    name: str
-    value: float
-
-
-class MetricList(BaseModel):
-    """Every metric by round; ``next`` is the following page's ``after`` where a ``limit`` was given."""
-
-    metrics: list[Metric]
-    next: str | None = None
-
-
-class TensorView(BaseModel):
-    """A tensor as nested lists."""
-
-    dtype: str
-    shape: list[int]
-    data: Any
-
-    @classmethod
-    def of(cls, tensor: Array) -> TensorView:
-        """The view of ``tensor``."""
-        return cls(dtype=tensor.dtype.name, shape=list(tensor.shape), data=tensor.tolist())
-
-
-class PromptsView(BaseModel):
-    """A global state in JSON."""
-
-    round: int
-    state_hash: str
-    tensors: dict[str, TensorView]
 
 
 class Health(BaseModel):

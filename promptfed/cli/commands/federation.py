@@ -187,16 +187,12 @@ def delete(federation: Federation, api: Api, yes: Yes = False, as_json: Json = F
 def prompts(
     federation: Federation,
     api: Api,
-    out: Annotated[Path | None, typer.Option(help="write safetensors here; default: print JSON")] = None,
+    out: Annotated[Path, typer.Option(help="the safetensors file to write")],
     round: Round = "latest",
     as_json: Json = False,
 ) -> None:
     """Fetch the global state of a round: prompts, aggregators, generators."""
-    accept: operations.Accept = "application/json" if out is None else "application/octet-stream"
-    answer = api.send(operations.get_prompts(federation, round, accept))
-    if out is None:
-        print_json(answer.json)
-        return
+    answer = api.send(operations.get_prompts(federation, round))
     written = {"file": str(out), "bytes": len(answer.body), "state_hash": answer.headers["etag"].strip('"')}
     write_file(out, answer.body)
     tell(as_json, written, f"Wrote {out} ({size(len(answer.body))}), state {written['state_hash']}.")
@@ -261,11 +257,7 @@ def metrics(
     as_json: Json = False,
 ) -> None:
     """Print every number by round as CSV: clients' metrics, accuracies, bytes, seconds."""
-    if as_json and out is None:
-        pages = api.run(operations.list_metrics(federation))
-        print_json({"metrics": [number for page in pages for number in page.json["metrics"]]})
-        return
-    body = api.send(operations.get_metrics_csv(federation)).body
+    body = api.send(operations.get_metrics(federation)).body
     if out is None:
         typer.echo(body.decode(), nl=False)
         return

@@ -12,7 +12,6 @@ import torch
 
 from promptfed.coordinator.aggregation import rows, rules
 from promptfed.coordinator.aggregation.rules import Rule, weighted_mean
-from promptfed.coordinator.api import results
 from promptfed.coordinator.store.blobs import Blobs, put_tensors, room
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.checks import check_sizes, exchanged, needed_bytes, update_limit
@@ -22,7 +21,6 @@ from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import decode_file, encode, encode_file, state_hash
 from promptfed.shared.tensors.torch_tensors import arrays_of
 from tests.support.coordinators import InThread
-from tests.support.open_phases import open_first_phase
 
 SIZES = {"d_t": 512, "d_v": 768, "d_e": 512, "text_layers": 12, "vision_layers": 12, "context_length": 77}
 VIT_B_32 = BackboneShape(patch_size=32, mlp_width=3072, positions=50, **SIZES)
@@ -175,14 +173,3 @@ def test_a_disk_without_room_is_told_at_creation(coordinator: InThread, monkeypa
     assert refused["type"].endswith("/storage-full")
     assert f"bytes of disk at once, and {BYTES:,} are free: make room" in refused["detail"]
     assert coordinator.get("/v1/federations")["federations"] == []
-
-
-def test_a_large_state_is_no_json(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    federation, _, _ = open_first_phase(coordinator)
-    assert results.MOST_JSON_NUMBERS == 1_000_000
-    monkeypatch.setattr(results, "MOST_JSON_NUMBERS", 31)
-    refused = coordinator.get(f"{federation}/prompts", status=406, headers={"Accept": "application/json"})
-    assert "the state has 32 numbers; JSON is given up to 31: ask for application/octet-stream" in refused["detail"]
-    url = f"/v1/federations/{federation}/prompts"
-    answer = coordinator.http.get(url, headers=coordinator.operator | {"Accept": "application/octet-stream"})
-    assert answer.status_code == 200
