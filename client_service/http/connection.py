@@ -45,6 +45,7 @@ TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 SILENT_SECONDS = 5.0  # without a byte of an answer, after which one of several coordinators is given up
 
 AnyMessage = TypeVar("AnyMessage", bound=BaseModel)
+Answer = TypeVar("Answer")
 
 
 class Refused(Exception):
@@ -152,10 +153,17 @@ class CoordinatorConnection:
         default = {"Content-Type": "application/json"} if body is not None else {}
         all_headers = {"Authorization": f"Bearer {token}", **default, **(headers or {})}
 
-        patience, whole = Patience(self), Body.of(body) if body is not None else None
+        whole = Body.of(body) if body is not None else None
+        return await self.until_answered(
+            lambda: self.once(verb, url, lambda: body, all_headers, timeouts, limit, whole), retry
+        )
+
+    async def until_answered(self, attempt: Callable[[], Awaitable[Answer]], retry: bool = True) -> Answer:
+        """What ``attempt`` gives, made again after failures that may pass. Raises ClientError (UNREACHABLE)."""
+        patience = Patience(self)
         while True:
             try:
-                answer = await self.once(verb, url, lambda: body, all_headers, timeouts, limit, whole)
+                answer = await attempt()
             except (httpx.TransportError, Unavailable) as error:
                 if not retry:
                     raise self.unreachable(error) from None

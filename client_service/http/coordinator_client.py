@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import re
 import ssl
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,20 +61,19 @@ async def send(connection: CoordinatorConnection, url: str, body: Body) -> None:
         "Content-Length": str(body.size),
         "Content-Digest": body.digest_field,
     }
-    patience, broken = Patience(connection), 0
-    while True:
+    broken = 0
+
+    async def attempt() -> None:
+        nonlocal broken
         try:
             await connection.once("PUT", url, body.parts, headers, TIMEOUTS, limit=MAX_JSON_BYTES, whole=body)
         except Refused as refused:
             broken += 1
             if refused.kind not in BROKEN_OFF or broken == ATTEMPTS:
                 raise
-            await patience.wait(Unavailable(refused.status, refused.detail, None))
-        except (httpx.TransportError, Unavailable) as error:
-            await patience.wait(error)
-        else:
-            patience.moved()
-            return
+            raise Unavailable(refused.status, refused.detail, None) from None
+
+    await connection.until_answered(attempt)
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,15 @@ class CoordinatorClient(CoordinatorConnection):
         about = {} if carrying is None else {"carrying": carrying}
         if progress is not None:
             about["progress"] = f"{progress:.2f}"
-        answer = await self._poll("GET", "task", wait, retry, about)
+
+        async def poll() -> Reply:
+            seconds = min(wait, SHORT_POLL) if self.book.several else wait
+            timeouts = httpx.Timeout(seconds + POLL_MARGIN, connect=TIMEOUT.connect)
+            path = f"{self._path('task')}?{urlencode({'wait': seconds, **about})}"
+            headers = {"Authorization": f"Bearer {self.token}"}
+            return await self.once("GET", path, lambda: None, headers, timeouts, MAX_JSON_BYTES, None)
+
+        answer = await self.until_answered(poll, retry)
         if answer.status == 204:
             return None
         task = parse(Task, answer.body)
@@ -209,13 +215,13 @@ class CoordinatorClient(CoordinatorConnection):
         """The task's tensors, as announced; large ones in a file of ``folder``, if one is given.
 
         Raises:
-            BadAnswer: another origin than the coordinator's, too many bytes, or others than the task announces.
+            BadAnswer: too many bytes, or others than the task announces.
         """
         if task.payload.bytes > MAX_PAYLOAD_BYTES:
             raise BadAnswer(f"the payload has {task.payload.bytes} bytes; {MAX_PAYLOAD_BYTES} are allowed: not fetched")
-        url, size = self._own_path(task.payload.url), task.payload.bytes
-        wanted = Wanted(size, task.payload.sha256)
-        if folder is not None and size >= IN_FILES:
+        url = self._task_path(task.task_id, "payload")  # whatever address the task names: nothing is asked elsewhere
+        wanted = Wanted(task.payload.bytes, task.payload.sha256)
+        if folder is not None and wanted.size >= IN_FILES:
             return await fetch(self, url, wanted, folder)
         answer = await self.call("GET", url, token=self.token, limit=task.payload.bytes)
         digest = "sha256:" + hashlib.sha256(answer.body).hexdigest()
@@ -254,47 +260,11 @@ class CoordinatorClient(CoordinatorConnection):
         """Withdraw this client. Refused 403 if it has withdrawn already, 409 if the federation has ended."""
         await self.call("POST", self._path("withdrawal"), token=self.token)
 
-    async def _poll(
-        self,
-        verb: str,
-        resource: str,
-        wait: int,
-        retry: bool = True,
-        about: Mapping[str, str] | None = None,
-    ) -> Reply:
-        """The answer to a poll of at most ``wait`` seconds; of fewer where there are several coordinators."""
-        patience, headers = Patience(self), {"Authorization": f"Bearer {self.token}"}
-        while True:
-            seconds = min(wait, SHORT_POLL) if self.book.several else wait
-            timeouts = httpx.Timeout(seconds + POLL_MARGIN, connect=TIMEOUT.connect)
-            path = f"{self._path(resource)}?{urlencode({'wait': seconds, **(about or {})})}"
-            try:
-                answer = await self.once(verb, path, lambda: None, headers, timeouts, MAX_JSON_BYTES, None)
-            except (httpx.TransportError, Unavailable) as error:
-                if not retry:
-                    raise self.unreachable(error) from None
-                await patience.wait(error)
-            else:
-                patience.moved()
-                return answer
-
     def _path(self, *parts: str) -> str:
         return "/".join(["/v1/federations", *(quote(part, safe="") for part in (self.federation, *parts))])
 
     def _task_path(self, task_id: str, resource: str) -> str:
         return self._path("tasks", task_id, resource)
-
-    def _own_path(self, url: str) -> str:
-        try:
-            joined = httpx.URL(self.book.current + "/").join(url)
-        except httpx.InvalidURL:
-            raise BadAnswer("the address of the payload cannot be read") from None
-        own = httpx.URL(self.book.current)
-        if _origin(joined) != _origin(own):
-            raise BadAnswer(
-                f"the payload lies on {_origin(joined)}, not on the coordinator {_origin(own)}: not fetched"
-            )
-        return joined.raw_path.decode("ascii")
 
 
 def open_http(settings: Settings) -> httpx.AsyncClient:
@@ -342,8 +312,3 @@ def options_to(
             text = f"{files} cannot be used: {why(error)}"
             raise ClientError(Exit.USAGE, text) from None
     return options
-
-
-def _origin(url: httpx.URL) -> str:
-    port = url.port or {"http": 80, "https": 443}.get(url.scheme)
-    return f"{url.scheme}://{url.host}:{port}"
