@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from promptfed.shared.api.report_schemas import SpentPrivacy
 from promptfed.shared.messages import Domain, EnrolledProtection, FederationState, Message, PrivacyEvent, Role, TaskKind
 from promptfed.shared.service.net import check_addresses
 from promptfed.shared.spec.section import left_out
@@ -501,28 +502,14 @@ class ClientPrivacy(BaseModel):
 
     client: str
     planned: EnrolledProtection | None
-    releases: int
-    round: int | None = Field(description="of the last release")
-    epsilon: float | None
-    epsilon_replace_one: float | None = None
-    delta: float | None
-    noise_multiplier: float | None
-    noise: Literal["secret", "seeded"] | None
     spent: list[float] = Field(description="ε after each release, in order")
+    last: SpentPrivacy | None = Field(description="what the last release has told")
 
 
 class PrivacyView(BaseModel):
     """``GET .../privacy``: differential privacy and secure sums of a federation, as its operator sees them."""
 
     level: Literal["none", "sample", "client"]
-    unit: str | None
-    relation: str
-    accountant: str
-    clip: float | None
-    noise_multiplier: float | None
-    epsilon: float | None = Field(description="that the spec allows")
-    delta: float | None
-    evaluation: str | None
     withheld: int = Field(description="evaluations of which a site has kept the accuracies")
     clients: list[ClientPrivacy]
     smallest_sum: int | None = Field(description="clients in the smallest secure sum so far")

@@ -22,22 +22,22 @@ export class Privacy {
   update({ privacy, places, view }) {
     this.element.hidden = !privacy;
     if (!privacy) return;
-    fill(this.facts, [`${LEVELS[privacy.level]} ${asked(privacy)}`, view.privacy && central(view.privacy)].filter(Boolean).join(" "));
+    fill(this.facts, [`${LEVELS[privacy.level]} ${asked(view.spec.privacy, privacy)}`, view.privacy && central(view.privacy)].filter(Boolean).join(" "));
     fill(this.warnings, [...privacy.warnings, ...Object.entries(privacy.failures).map(([kind, count]) => `${counted(count, "task")} refused: ${kind}`)].map((one) => h("li", {}, one)));
     this.warnings.hidden = !this.warnings.childElementCount;
     const spending = privacy.clients.filter((one) => one.spent.length);
     this.plot.element.hidden = spending.length === 0;
     if (spending.length) {
       const series = spending.slice(0, SERIES).map((one) => ({ label: one.client, place: places.get(one.client) ?? 0, data: one.spent.map((value, at) => ({ x: at + 1, y: value })) }));
-      this.plot.update(series, `ε of the clients by release; now: ${spending.slice(0, SERIES).map((one) => `${one.client} ${figure(one.epsilon, 2)}`).join(", ")}`);
+      this.plot.update(series, `ε of the clients by release; now: ${spending.slice(0, SERIES).map((one) => `${one.client} ${figure(one.last.epsilon, 2)}`).join(", ")}`);
     }
     fill(this.clients, privacy.clients.length ? clientTable(privacy.clients) : null);
   }
 }
 
 /** What the spec asks for, in words. */
-function asked({ level, unit, clip, noise_multiplier: noise, epsilon, delta, evaluation, withheld, smallest_sum: sum }) {
-  const parts = [`Level ${level}`, unit && `one ${unit} is protected`, clip !== null && `clip ${clip}`, noise !== null && `noise ${noise} times the clip`, epsilon !== null && `ε of at most ${epsilon}`, delta !== null && `δ = ${delta}`, `accuracies: ${evaluation}${withheld ? `, ${counted(withheld, "evaluation")} withheld` : ""}`, sum !== null && `smallest sum: ${counted(sum, "client")}`];
+function asked({ level, unit, clip, noise_multiplier: noise, epsilon, delta, evaluation }, { withheld, smallest_sum: sum }) {
+  const parts = [`Level ${level}`, level === "sample" && `one ${unit} is protected`, clip !== null && `clip ${clip}`, noise !== null && `noise ${noise} times the clip`, epsilon !== null && `ε of at most ${epsilon}`, delta !== null && `δ = ${delta}`, `accuracies: ${evaluation ?? "withheld"}${withheld ? `, ${counted(withheld, "evaluation")} withheld` : ""}`, sum !== null && `smallest sum: ${counted(sum, "client")}`];
   return `${parts.filter(Boolean).join("; ")}.`;
 }
 
@@ -50,7 +50,7 @@ function central({ epsilon, epsilon_planned: planned, epsilon_planned_replace_on
 function clientTable(clients) {
   const number = (title) => ({ title, class: "number" });
   const shown = (value, digits = 2) => (value === null || value === undefined ? "–" : figure(value, digits));
-  const rows = clients.map((one) => [one.client, shown(one.epsilon), shown(one.epsilon_replace_one), shown(one.planned?.epsilon_planned), String(one.releases), shown(one.noise_multiplier ?? one.planned?.noise_multiplier), one.delta ?? one.planned?.delta ?? "–", one.noise === "seeded" ? h("strong", {}, "seeded: no guarantee") : (one.noise ?? "–")]);
+  const rows = clients.map((one) => [one.client, shown(one.last?.epsilon), shown(one.last?.epsilon_replace_one), shown(one.planned?.epsilon_planned), String(one.spent.length), shown((one.last ?? one.planned)?.noise_multiplier), (one.last ?? one.planned)?.delta ?? "–", one.last?.noise === "seeded" ? h("strong", {}, "seeded: no guarantee") : (one.last?.noise ?? "–")]);
   return table("What clients have spent", ["client", number("ε spent"), number("replace-one"), number("ε planned"), number("releases"), number("noise z"), number("δ"), "noise"], rows);
 }
 

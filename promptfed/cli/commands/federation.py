@@ -319,10 +319,10 @@ def privacy(federation: Federation, api: Api, as_json: Json = False) -> None:
 
 
 def _spent(client: ClientPrivacy) -> list[str]:
-    planned = client.planned.epsilon_planned if client.planned else None
-    numbers = [client.epsilon, client.epsilon_replace_one, planned, client.delta, client.noise_multiplier]
-    shown = ["-" if value is None else f"{value:.4g}" for value in numbers]
-    return [client.client, str(client.releases), *shown, client.noise or "-"]
+    planned, last = client.planned.epsilon_planned if client.planned else None, client.last
+    spent = (last.epsilon, last.epsilon_replace_one, last.delta, last.noise_multiplier) if last else (None,) * 4
+    shown = ["-" if value is None else f"{value:.4g}" for value in (*spent[:2], planned, *spent[2:])]
+    return [client.client, str(len(client.spent)), *shown, last.noise if last else "-"]
 
 
 @group.add("signing-key")
