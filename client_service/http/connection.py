@@ -76,15 +76,11 @@ class Unavailable(Exception):
 
 @dataclass
 class LineTraffic:
-    """Bytes of bodies sent and received, requests that had to be sent again, and whose clock is ahead.
-
-    ``clock`` is in seconds: this machine's time less the coordinator's at its last answer, to about a second.
-    """
+    """Bytes of bodies sent and received, and requests that had to be sent again."""
 
     bytes_up: int = 0
     bytes_down: int = 0
     retries: int = 0
-    clock: float | None = None
 
 
 @dataclass
@@ -277,7 +273,6 @@ class CoordinatorConnection:
         """Count an exchange."""
         self.traffic.bytes_up += _length_of(response.request)
         self.traffic.bytes_down += len(content)
-        self.traffic.clock = seconds_ahead(response.headers.get("date"), self.traffic.clock)
 
     def take(self, response: httpx.Response, content: bytes) -> None:
         """Count an exchange; raise Unavailable, Refused or ClientError unless it succeeded."""
@@ -409,14 +404,6 @@ async def _foreign(response: httpx.Response) -> str:
 def _clean(text: Any, length: int = 500) -> str:
     printable = "".join(letter if letter.isprintable() else " " for letter in str(text)[: 4 * length])
     return " ".join(printable.split())[:length]
-
-
-def seconds_ahead(date: str | None, before: float | None = None) -> float | None:
-    """Seconds by which this clock is ahead of an answer's ``Date``, which has whole seconds; ``before`` without one."""
-    try:
-        return (datetime.now(UTC) - parsedate_to_datetime(date or "")).total_seconds() - 0.5
-    except (ValueError, TypeError):
-        return before
 
 
 def _retry_after(response: httpx.Response) -> float | None:

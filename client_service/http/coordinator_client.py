@@ -8,7 +8,7 @@ import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from urllib.parse import quote, urlencode
 
 import httpx
@@ -268,8 +268,9 @@ class CoordinatorClient(CoordinatorConnection):
 
 
 def open_http(settings: Settings) -> httpx.AsyncClient:
-    """The HTTP client for the settings' coordinators. Raises as `options_to`."""
-    return httpx.AsyncClient(timeout=TIMEOUT, **options_of(settings))
+    """The HTTP client for the settings' coordinators. Raises as `http_to`."""
+    own = None if settings.client_cert is None else (settings.client_cert, settings.client_key)
+    return http_to(settings.coordinator, settings.ca_file, own, settings.proxy)
 
 
 def http_to(
@@ -278,20 +279,7 @@ def http_to(
     own: tuple[Path, Path | None] | None = None,
     proxy: str | None = None,
 ) -> httpx.AsyncClient:
-    """The HTTP client for coordinators; arguments and errors are those of `options_to`."""
-    return httpx.AsyncClient(timeout=TIMEOUT, **options_to(coordinators, ca_file, own, proxy))
-
-
-def options_of(settings: Settings) -> dict[str, Any]:
-    """`options_to` the settings' coordinators."""
-    own = None if settings.client_cert is None else (settings.client_cert, settings.client_key)
-    return options_to(settings.coordinator, settings.ca_file, own, settings.proxy)
-
-
-def options_to(
-    coordinators: str, ca_file: Path | None, own: tuple[Path, Path | None] | None, proxy: str | None
-) -> dict[str, Any]:
-    """Options of an httpx client for coordinators whose certificates the authority in ``ca_file`` may have signed.
+    """The HTTP client for coordinators whose certificates the authority in ``ca_file`` may have signed.
 
     ``own`` is this client's certificate and its key, where the coordinator asks for one; ``proxy`` as of
     `network.http_options`.
@@ -311,4 +299,4 @@ def options_to(
             files = f"--client-cert {own[0]}" + (f" and --client-key {own[1]}" if own[1] is not None else "")
             text = f"{files} cannot be used: {why(error)}"
             raise ClientError(Exit.USAGE, text) from None
-    return options
+    return httpx.AsyncClient(timeout=TIMEOUT, **options)

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.connection import Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
-from promptfed.client_service.joining.checks import Check, check_clock, check_data, check_device
+from promptfed.client_service.joining.checks import Check, check_data, check_device
 from promptfed.client_service.joining.disclosure import Declared, Disclosure, disclose
 from promptfed.client_service.joining.parts import Consent, Parts
 from promptfed.client_service.monitor import Monitor
@@ -564,11 +564,7 @@ class Joining:
 
     def _checks(self, source: Source) -> list[Check]:
         """The checks, also those that passed."""
-        return [
-            *check_data(source, self.settings.role),
-            check_device(self.settings.device),
-            check_clock(self.coordinator.traffic.clock),
-        ]
+        return [*check_data(source, self.settings.role), check_device(self.settings.device)]
 
     async def _enrol(self, identity: Identity, token: str | None, request: EnrolRequest, source: Source) -> None:
         self.coordinator.token = identity.secret

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from itertools import chain
 from pathlib import Path as FilePath
 from typing import Annotated
 
@@ -52,33 +53,11 @@ from promptfed.shared.messages import ENDED
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
 
-WHOLE_BYTES = 64 << 10  # an answer up to here leaves in one piece, and with its length
-
 Round = Annotated[int, Path(ge=0, le=1_000_000)]
 RoundQuery = Annotated[str, Query(pattern=r"^(latest|\d{1,7})$", description="a round, or latest")]
 
 TENSORS_TYPE = "application/octet-stream"
 CARD_BODY = deps.body("application/json", {"type": "object"}, "`card.json`, byte for byte as the export holds it")
-
-
-def streamed(pieces: Iterator[bytes], media_type: str) -> Response:
-    """An answer that is sent while it is made. An error before its first bytes is still answered as a problem."""
-    begun = bytearray()
-    for piece in pieces:
-        begun += piece
-        if len(begun) >= WHOLE_BYTES:
-            return StreamingResponse(_gathered(begun, pieces), media_type=media_type)
-    return Response(bytes(begun), media_type=media_type)
-
-
-def _gathered(begun: bytearray, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Join small pieces: each one costs a switch to a thread and back."""
-    for piece in pieces:
-        begun += piece
-        if len(begun) >= WHOLE_BYTES:
-            yield bytes(begun)
-            begun.clear()
-    yield bytes(begun)
 
 
 def _json(report: BaseModel) -> Response:
@@ -167,7 +146,9 @@ def get_metrics(registry: RegistryOf, federation: Informed) -> Response:
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
         numbers = rounds.rounds(session, federation.id)
-    return streamed(rounds.as_csv(registry.database, federation, numbers), "text/csv; charset=utf-8")
+    pieces = rounds.as_csv(registry.database, federation, numbers)
+    begun = next(pieces)  # what fails before it is answered as a problem
+    return StreamingResponse(chain([begun], pieces), media_type="text/csv; charset=utf-8")
 
 
 async def _body(request: Request, _: Operated) -> bytes:

@@ -34,7 +34,7 @@ from promptfed.coordinator.store.blobs import Held, Stored, put_tensors, room
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.queries import means_by_round
 from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow, UpdateRow
-from promptfed.shared.api.api_schemas import DiskView, SelectionView
+from promptfed.shared.api.api_schemas import SelectionView
 from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes, needed_bytes
 from promptfed.shared.methods.core.interface import (
     Measured,
@@ -48,35 +48,6 @@ from promptfed.shared.plain_text import counted
 from promptfed.shared.secagg import SecureError
 from promptfed.shared.spec.sections import FINAL, best
 from promptfed.shared.tensors import Arrays, TensorError, method_part, size_of, state_hash
-
-
-def disk_of(registry: Registry, federation: Federation, context: ServerContext) -> DiskView | None:
-    """Disk space for the enrolled trainers, or as many as the spec asks for; None if it is small.
-
-    Raises MethodError as ``dims`` does.
-    """
-    trainers = max(len(federation.run.trainers()), federation.spec.participation.min_clients)
-    needed = needed_bytes(federation.spec, federation.method, context, trainers)
-    if not needed:
-        return None
-    return DiskView(needed=needed, trainers=trainers, free=shutil.disk_usage(registry.blobs.incoming).free)
-
-
-def no_room(disk: DiskView) -> str:
-    """Why a federation does not fit, and what to do."""
-    trainers = counted(disk.trainers, "trainer needs", "trainers need")
-    text = f"{trainers} about {disk.needed:,} bytes of disk at once, and {disk.free:,} are free"
-    return f"{text}: make room, train less, or send transport: bfloat16 where the method has it"
-
-
-def disk_told(registry: Registry, federation: Federation) -> DiskView | None:
-    """As ``disk_of``; None while the backbone's shape is unknown."""
-    if federation.shape is None or federation.absent is not None:
-        return None
-    try:
-        return disk_of(registry, federation, federation.context())
-    except MethodError:
-        return None  # The start says why it cannot run.
 
 
 @dataclass(frozen=True)
@@ -249,11 +220,16 @@ def _expect_room(registry: Registry, federation: Federation, context: ServerCont
         check_sizes(federation.spec, federation.method, context, trainers)
         check_clients(federation.spec, trainers)
         check_hopeless(federation.method, federation.spec, context, trainers)
-        disk = disk_of(registry, federation, context)
+        needed = needed_bytes(federation.spec, federation.method, context, trainers)
     except MethodError as error:
         raise problems.CannotStart(str(error)) from None
-    if disk is not None and disk.needed > disk.free:
-        raise problems.CannotStart(no_room(disk))
+    free = shutil.disk_usage(registry.blobs.incoming).free
+    if needed > free:
+        who = counted(trainers, "trainer needs", "trainers need")
+        text = f"{who} about {needed:,} bytes of disk at once, and {free:,} are free"
+        raise problems.CannotStart(
+            f"{text}: make room, train less, or send transport: bfloat16 where the method has it"
+        )
 
 
 def _send_start(change: Change) -> None:

@@ -92,7 +92,7 @@ def _time(stored: object) -> datetime | None:
 
 def without_participation(view: schemas.FederationView) -> schemas.FederationView:
     """``view`` without anything that tells who takes part in the open phase, how many, or when they answer."""
-    told: dict[str, object] = {"disk": None, "stage": None, "asked": [], "answered": [], "failed": [], "awaited": []}
+    told: dict[str, object] = {"stage": None, "asked": [], "answered": [], "failed": [], "awaited": []}
     return view.model_copy(update=told)
 
 

@@ -6,9 +6,9 @@ import csv
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session, defer
@@ -38,16 +38,7 @@ from promptfed.shared.messages import ENDED
 from promptfed.shared.plain_text import csv_cell
 from promptfed.shared.spec.sections import FINAL
 
-AT_ONCE = 200  # rows of one piece, which take a millisecond or two in which no other thread runs
-
-T = TypeVar("T")
-
-
-def batches(rows: Iterable[T]) -> Iterator[list[T]]:
-    """``rows`` in lists of at most ``AT_ONCE``."""
-    rest = iter(rows)
-    while some := list(islice(rest, AT_ONCE)):
-        yield some
+AT_ONCE = 200  # rows that are fetched together, which takes a millisecond or two in which no other thread runs
 
 
 def attempts(federation: Federation, stages: Sequence[PhaseRow]) -> list[list[PhaseRow]]:
@@ -482,12 +473,21 @@ Number = tuple[int, str, str | None, str | None, str, float]
 
 
 def as_csv(database: Database, federation: Federation, rounds: Sequence[int]) -> Iterator[bytes]:
-    """All numbers of these rounds as CSV, in pieces, with a header line."""
-    lines: Iterator[tuple[object, ...]] = chain([FIELDS], _numbers(database, federation, rounds))
-    for some in batches(lines):
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([_cell(value) for value in row] for row in some)
-        yield text.getvalue().encode()
+    """All numbers of these rounds as CSV with a header line. Each round is read in a transaction of its own."""
+    header: list[tuple[object, ...]] = [FIELDS]
+    for number in rounds:
+        with database.read() as session:
+            report = round_report(session, federation, number)
+        yield _csv(chain(header, _numbers(report)))
+        header = []
+    if header:
+        yield _csv(header)
+
+
+def _csv(lines: Iterable[tuple[object, ...]]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([_cell(value) for value in line] for line in lines)
+    return text.getvalue().encode()
 
 
 def _cell(value: object) -> object:
@@ -495,15 +495,11 @@ def _cell(value: object) -> object:
     return csv_cell(value) if isinstance(value, str) else value
 
 
-def _numbers(database: Database, federation: Federation, rounds: Sequence[int]) -> Iterator[Number]:
-    """Read one round at a time, each in its own transaction: slow readers keep no transaction open."""
-    for number in rounds:
-        with database.read() as session:
-            report = round_report(session, federation, number)
-        for phase in report.phases:
-            yield from _of_phase(number, phase)
-        if report.evaluation is not None:
-            yield from _of_evaluation(number, report.evaluation)
+def _numbers(report: report_schemas.RoundReport) -> Iterator[Number]:
+    for phase in report.phases:
+        yield from _of_phase(report.round, phase)
+    if report.evaluation is not None:
+        yield from _of_evaluation(report.round, report.evaluation)
 
 
 def _of_phase(round: int, phase: report_schemas.PhaseReport) -> Iterator[Number]:

@@ -95,14 +95,6 @@ class DrawView(BaseModel):
     secret: str | None = Field(description="once the federation has ended: all draws can be made again with it")
 
 
-class DiskView(BaseModel):
-    """What large updates and states take of the coordinator's disk at once, at most, and what is free of it."""
-
-    needed: int
-    trainers: int = Field(description="for so many: those that are enrolled, or as many as the spec asks for")
-    free: int
-
-
 class ClientCounts(BaseModel):
     """How many are enrolled; the withdrawn are in neither of the others."""
 
@@ -173,9 +165,6 @@ class FederationView(BaseModel):
         default=None, description="how the class names of trainers differ who therefore cannot start together"
     )
     draw: DrawView = DrawView(commitment=None, secret=None)
-    disk: DiskView | None = Field(
-        default=None, description="null: its updates are small, or what the backbone looks like is not known yet"
-    )
     clients: ClientCounts
     stage: StageView | None
     asked: list[str]

@@ -26,7 +26,6 @@ from pydantic import BaseModel
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.checks import (
     Check,
-    check_clock,
     check_data,
     check_device,
     check_disk,
@@ -699,7 +698,7 @@ def test_a_log_of_json_has_the_disclosure_as_one_event(
 ) -> None:
     with caplog.at_level(logging.INFO, "promptfed.client"):
         terminal = Terminal("json", ask=False)
-        assert asyncio.run(terminal.consent([Check("clock", "pass", "agrees")], disclosure))
+        assert asyncio.run(terminal.consent([Check("images", "pass", "were read")], disclosure))
     events = {record.event: record.facts for record in caplog.records}
     assert events["check"]["verdict"] == "pass"
     assert events["disclosure"]["declared"]["class_names"] == NAMES
@@ -726,14 +725,6 @@ def test_a_state_folder_knows_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert make_settings(**given(state_dir=tmp_path)).name == "ward-3"
     (tmp_path / "identity.json").write_text("damaged")
     assert make_settings(**given(state_dir=tmp_path)).name == "0f3c9a"
-
-
-def test_the_clock() -> None:
-    assert check_clock(-2.0).verdict == "pass"
-    assert check_clock(None).verdict == "pass"
-    ahead = check_clock(120.0)
-    assert (ahead.verdict, "120 s ahead" in ahead.text) == ("warn", True)
-    assert "behind" in check_clock(-90.0).text
 
 
 def test_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

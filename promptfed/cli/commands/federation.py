@@ -67,10 +67,6 @@ def _show_created(view: FederationView) -> None:
     say(f"Created {view.name} ({view.id}), state {view.state}.")
     for text in view.privacy.warnings if view.privacy is not None else ():
         say(f"warning: {text}")
-    if view.disk is not None:
-        needed, free = size(view.disk.needed), size(view.disk.free)
-        text = f"With {view.disk.trainers} trainers it takes up to {needed} of the coordinator's disk at once"
-        say(f"{text}; {free} are free.")
 
 
 @group.add("list")

@@ -390,10 +390,7 @@ def doctor(
     pretrained: Annotated[str, typer.Option(help="its weights")] = "embedded",
     as_json: Json = False,
 ) -> None:
-    """Check data, GPU, backbone, clock and coordinator, and show what would leave this machine, without joining.
-
-    With --coordinator alone: whether a coordinator answers there.
-    """
+    """Check data, GPU, backbone and coordinator, and show what would leave this machine, without joining."""
     from promptfed.client_service.joining.doctor import Examination
 
     use_backbone_file(given.get("backbone_file"))

@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         check_sizes(spec_of(), method, ServerContext(TrainingSpec(), giant, None, (), seed=0, rounds=2), 1)
 
 
-# Whole towers: the disk that they need is told when a federation is created; their states are no JSON.
+# Whole towers: the disk that they need is looked at before the start.
 
 
 BYTES = 4 * 87_849_216  # of a ViT-B/32's tower
@@ -145,31 +145,21 @@ BYTES = 4 * 87_849_216  # of a ViT-B/32's tower
 Usage = namedtuple("Usage", "total used free")
 
 
-def tower_spec(name: str, **method: Any) -> dict[str, Any]:
-    backbone = {"model": "ViT-B-32", "pretrained": "openai", "shape": VIT_B_32.model_dump(mode="json")}
-    return {"name": name, "method": {"name": "fedavg", **method}, "backbone": backbone, "rounds": 2}
-
-
-def free(monkeypatch: pytest.MonkeyPatch, bytes: int) -> None:
-    monkeypatch.setattr("promptfed.coordinator.engine.jobs.shutil.disk_usage", lambda path: Usage(0, 0, bytes))
-
-
-def test_the_disk_that_is_needed_is_told_at_creation(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    free(monkeypatch, 10 * BYTES)
-    created = coordinator.post("/v1/federations", json=tower_spec("whole"), status=201)
-    # Updates and payload of two rounds, and two states that are being written, for as many as the spec asks for.
-    least = created["spec"]["participation"]["min_clients"]
-    needed = 2 * (least + 1) * BYTES + 2 * BYTES
-    assert created["disk"] == {"needed": needed, "trainers": least, "free": 10 * BYTES}
-    assert coordinator.get("whole")["disk"] == created["disk"]
-    assert coordinator.post("/v1/federations", json=tower_spec("norms", trainable="norms"), status=201)["disk"] is None
-    unknown = tower_spec("unknown") | {"backbone": {"model": "ViT-B-32", "pretrained": "openai"}}
-    assert coordinator.post("/v1/federations", json=unknown, status=201)["disk"] is None
-
-
-def test_a_disk_without_room_is_told_at_creation(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    free(monkeypatch, BYTES)
-    refused = coordinator.post("/v1/federations", json=tower_spec("whole"), status=507)
-    assert refused["type"].endswith("/storage-full")
-    assert f"bytes of disk at once, and {BYTES:,} are free: make room" in refused["detail"]
-    assert coordinator.get("/v1/federations")["federations"] == []
+def test_a_disk_without_room_keeps_a_federation_from_starting(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = VIT_B_32.model_dump(mode="json")
+    backbone = {"model": "ViT-B-32", "pretrained": "openai", "shape": shape}
+    spec = {"name": "whole", "method": {"name": "fedavg"}, "backbone": backbone, "rounds": 2}
+    coordinator.post("/v1/federations", json=spec, status=201)
+    coordinator.enrol("whole", "a", "b", backbone_shape=shape)
+    # Updates and payload of two rounds, and two states that are being written.
+    needed = 2 * (2 + 1) * BYTES + 2 * BYTES
+    free = needed - 1
+    usage = "promptfed.coordinator.engine.jobs.shutil.disk_usage"
+    monkeypatch.setattr(usage, lambda path: Usage(0, 0, free))
+    refused = coordinator.post("whole/start", status=409)
+    assert refused["type"].endswith("/cannot-start")
+    assert f"2 trainers need about {needed:,} bytes of disk at once, and {free:,} are free: make" in refused["detail"]
+    free = needed
+    assert coordinator.post("whole/start", status=409)["type"].endswith("/initial-state-missing")

@@ -88,7 +88,7 @@ def test_everything_is_right(coordinator: InThread, token: Path, pets: Path) -> 
     assert done.exit_code == Exit.OK, done.output
     found = verdicts(done)
     assert set(found.values()) <= {"pass", "warn"}
-    assert {found[name] for name in ("data", "images", "coordinator", "clock", "backbone", "method")} == {"pass"}
+    assert {found[name] for name in ("data", "images", "coordinator", "backbone", "method")} == {"pass"}
     leaves = json.loads(done.stdout)["leaves"]
     assert leaves["declared"]["class_names"] == ["cat", "dog"]
     assert [one["name"] for one in leaves["exchanges"][0]["tensors"]] == ["context"]
@@ -172,14 +172,6 @@ def test_what_fails_says_why(
     (check,) = [one for one in json.loads(done.stdout)["checks"] if one["name"] == name]
     assert check["verdict"] == "fail"
     assert why in check["text"]
-
-
-@pytest.mark.usefixtures("loaded")
-def test_with_an_address_alone_it_is_asked_whether_a_coordinator_answers(coordinator: InThread) -> None:
-    found = verdicts(doctor("--coordinator", coordinator.url, "--json"))
-    assert (found["network"], found["clock"], found["coordinator"]) == ("pass", "pass", "warn")
-    nobody = doctor("--coordinator", "http://127.0.0.1:1", "--json")
-    assert (nobody.exit_code, verdicts(nobody)["network"]) == (Exit.BAD_INPUT, "fail")
 
 
 @pytest.mark.usefixtures("loaded")
