@@ -167,10 +167,6 @@ class ClientData:
         groups = self._splits[which].groups
         return None if groups is None else len(set(groups))
 
-    def images_of(self, which: str) -> Split:
-        """A split's images as they were opened, with their patients (groups) and subgroups."""
-        return self._splits[which]
-
     def features(self, which: str, bar: bool = False, *, raw: bool = False) -> Tensor:
         """``(N, d_e)`` of a split, normalised unless ``raw``.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from email.message import Message as Header
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Path, Query, Request, Response, status
+from fastapi import Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -124,9 +124,6 @@ class Receipt(Response):
         point("answer-sent")
 
 
-Given = TypeVar("Given")
-
-
 # Asynchronous although they wait for nothing: the others would each be sent to a thread.
 def of_app(name: str) -> Callable[..., Awaitable[Any]]:
     """A dependency: an attribute of the application's state."""
@@ -135,13 +132,6 @@ def of_app(name: str) -> Callable[..., Awaitable[Any]]:
         return getattr(request.app.state, name)
 
     return attribute
-
-
-def answered(response: Response, new: bool, receipt: Given) -> Given:
-    """``receipt`` of what was created, with the route's own status 201; with 200 if it is not new."""
-    if not new:
-        response.status_code = status.HTTP_200_OK
-    return receipt
 
 
 SignerOf = Annotated[Signer, Depends(of_app("signer"))]

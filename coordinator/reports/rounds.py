@@ -58,12 +58,10 @@ def secure_report(session: Session, federation: Federation, stages: Sequence[Pha
     plan = federation.rules.plan(stages[0].round, stages[0].step)
     assert plan is not None, "it is an attempt's first step"
     assert plan.secure is not None, "it is an attempt's first step"
-    steps = [_step(session, stage) for stage in stages]
     total = session.scalars(select(SumRow).where(SumRow.phase_id.in_([stage.id for stage in stages]))).one_or_none()
     measured = (stages[-1].measured or {}).get("phase", {})
     return report_schemas.SecureReport(
         attempt=plan.secure.attempt,
-        steps=steps,
         sum_clients=total.count if total is not None else None,
         sum_weight=total.weight if total is not None else None,
         mean_norm=measured.get("mean_norm"),
@@ -84,16 +82,6 @@ def _masked_vectors(session: Session, stages: Sequence[PhaseRow]) -> list[tuple[
     query = select(TaskRow, ExchangeRow).join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
     answered = query.where(TaskRow.phase_id.in_(masks)).order_by(TaskRow.client)
     return [(task, exchange) for task, exchange in session.execute(answered.options(defer(ExchangeRow.body)))]
-
-
-def _step(session: Session, stage: PhaseRow) -> report_schemas.SecureStepReport:
-    rows = session.execute(select(TaskRow.client, TaskRow.status).where(TaskRow.phase_id == stage.id)).all()
-    return report_schemas.SecureStepReport(
-        kind="train" if stage.kind == "train" else stage.kind,  # type: ignore[arg-type]
-        asked=len({row.client for row in rows}),
-        answered=sum(row.status == "answered" for row in rows),
-        seconds=clock.seconds_between(stage.opened_at, stage.completed_at),
-    )
 
 
 def troubles(

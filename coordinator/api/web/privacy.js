@@ -1,12 +1,11 @@
-// Privacy: what differential privacy has cost each client, the steps of secure sums, and what is not known because of them.
+// Privacy: what differential privacy has cost each client, secure sums, and what is not known because of them.
 
 import { Plot } from "./charts.js";
 import { fill, h, panel, table } from "./dom.js";
 import { counted, figure } from "./format.js";
 
 const SERIES = 8;
-const RECENT = 5; // rounds whose steps are shown
-const STEPS = { train: "keys", share: "shares", mask: "masked changes", confirm: "signatures", unmask: "shares revealed" };
+const RECENT = 5; // rounds whose sums are shown
 export const HIDDEN = "Clients mask their changes, and only the sum is known. Norms, directions and verdicts of single clients are unknown, and clients send no number that they measured in training.";
 const LEVELS = { sample: "Each client trains with differential privacy; ε is what its own ledger says.", client: "Whole clients are protected by noise in the mean; ε is the federation's, which this coordinator computes itself." };
 
@@ -56,8 +55,8 @@ function clientTable(clients) {
 
 export class Sums {
   constructor() {
-    this.steps = h("div");
-    this.element = panel("Secure aggregation", { hidden: true }, this.steps, h("p", { class: "remark" }, HIDDEN));
+    this.sums = h("div");
+    this.element = panel("Secure aggregation", { hidden: true }, this.sums, h("p", { class: "remark" }, HIDDEN));
   }
 
   update({ view, rounds }) {
@@ -65,7 +64,7 @@ export class Sums {
     if (this.element.hidden) return;
     const attempts = [...rounds.values()].slice(-RECENT).flatMap((one) => one.phases.filter((phase) => phase.secure).map((phase) => [one.round, phase])).reverse();
     const least = view.spec.secure_aggregation.minimum;
-    fill(this.steps, attempts.map(([round, phase]) => [h("h3", {}, `Round ${round}, ${phase.phase}`), h("p", {}, told(phase, least)), stepTable(round, phase)]));
+    fill(this.sums, attempts.map(([round, phase]) => [h("h3", {}, `Round ${round}, ${phase.phase}`), h("p", {}, told(phase, least))]));
   }
 }
 
@@ -73,10 +72,4 @@ export class Sums {
 function told({ secure }, least) {
   if (secure.sum_clients === null) return `Attempt ${secure.attempt}: no sum yet; one of at least ${counted(least, "client")} is opened.`;
   return `Attempt ${secure.attempt}: the sum of ${counted(secure.sum_clients, "client")}, weight ${secure.sum_weight.toLocaleString("en")}; the mean change has the norm ${figure(secure.mean_norm, 3)}.`;
-}
-
-function stepTable(round, { phase, secure }) {
-  const number = (title) => ({ title, class: "number" });
-  const rows = secure.steps.map((one, at) => [`U${at + 1}`, h("span", {}, one.kind, h("small", { class: "under" }, STEPS[one.kind])), String(one.asked), String(one.answered), one.seconds === null ? "–" : `${figure(one.seconds, 1)} s`]);
-  return table(`Steps of round ${round}, ${phase}, attempt ${secure.attempt}`, ["", "step", number("asked"), number("answered"), number("took")], rows);
 }
