@@ -134,12 +134,8 @@ class Misdirected(Refusal, status=421, title="Another coordinator carries this f
     """As ``HeldElsewhere`` for the operator's page; ``coordinator`` has the address."""
 
 
-class MethodAbsent(Refusal, status=503, title="The coordinator does not have this federation's method", retry_after=60):
-    """A federation whose method comes from a package that is not installed here any more, or is broken."""
-
-
-class Unreadable(MethodAbsent, title="What is stored of this federation cannot be read"):
-    """A federation whose stored spec or rows cannot be read: its rows stay as they are."""
+class MethodAbsent(Refusal, status=503, title="The coordinator cannot go on with this federation", retry_after=60):
+    """A federation whose method is not installed here any more, or whose stored spec or rows cannot be read."""
 
 
 class NotReady(Refusal, status=503, title="The coordinator is not ready"):

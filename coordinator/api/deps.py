@@ -30,7 +30,7 @@ from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.bodies import JsonBody
 from promptfed.coordinator.http.callers import ClientCaller, EnrollingCaller, OperatorCaller, address_of, authenticate
-from promptfed.coordinator.problems import MEDIA_TYPE, MethodAbsent, NotFound, Refusal, Unreadable, Withdrawn, WrongRole
+from promptfed.coordinator.problems import MEDIA_TYPE, MethodAbsent, NotFound, Refusal, Withdrawn, WrongRole
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.opening import Signer
@@ -279,11 +279,9 @@ def _own(registry: Registry, asked: str, own_id: str) -> Federation:
     federation = registry.find_any(own_id)
     if asked not in (federation.id, federation.name):
         raise NotFound(f"there is no federation {asked[:100]!r} here: check its name")
-    if federation.unreadable:
-        raise Unreadable(f"what is stored of {federation.name} cannot be read by this coordinator: ask its operator")
     if federation.absent is not None:
         # Why, which may hold a package's own error with this machine's paths, is for the operator.
-        raise MethodAbsent(f"{federation.name} waits for its method, which this coordinator lacks: ask its operator")
+        raise MethodAbsent(f"{federation.name} cannot go on at this coordinator now: ask its operator")
     return federation
 
 
@@ -320,7 +318,6 @@ ANY_CALLER: tuple[type[Refusal], ...] = (
     problems.Misdirected,
     problems.StorageDamaged,
     problems.MethodAbsent,
-    problems.Unreadable,
 )
 
 

@@ -46,7 +46,7 @@ def federation_view(session: Session, federation: Federation) -> schemas.Federat
     """One federation: its state in memory, with its times and its newest state hash from the database."""
     columns = (FederationRow.created_at, FederationRow.started_at, FederationRow.ended_at)
     row = session.execute(select(*columns).where(FederationRow.id == federation.id)).one()
-    times = {name: _time(at) if federation.unreadable else at for name, at in row._mapping.items()}
+    times = {name: _time(at) for name, at in row._mapping.items()}
     run, stage = federation.run, federation.run.stage
     newest = queries.last_state(session, federation.id)
     awaited = stage.having("open") if stage is not None and not stage.closed else []
