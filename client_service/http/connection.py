@@ -75,15 +75,6 @@ class Unavailable(Exception):
 
 
 @dataclass
-class LineTraffic:
-    """Bytes of bodies sent and received, and requests that had to be sent again."""
-
-    bytes_up: int = 0
-    bytes_down: int = 0
-    retries: int = 0
-
-
-@dataclass
 class Reply:
     """A whole answer."""
 
@@ -116,7 +107,6 @@ class CoordinatorConnection:
     may_move: Callable[[str], None] = lambda origin: None  # raises where the site's policy does not list it
     sent: SentLog | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    traffic: LineTraffic = field(default_factory=LineTraffic)
     _jitter: random.Random = field(default_factory=random.SystemRandom)
     failed: str = ""  # the address that did not answer last
     _served: str = ""  # the address that answered last
@@ -224,7 +214,7 @@ class CoordinatorConnection:
                         self._note_served(address, response)
                         yield response
                         return
-                    self.take_traffic(response, await self.read(response, MAX_JSON_BYTES))
+                    await self.read(response, MAX_JSON_BYTES)
                     self._go_to(origin)
                 finally:
                     await response.aclose()
@@ -269,14 +259,8 @@ class CoordinatorConnection:
             raise BadAnswer(f"the answer to {request.method} {request.url.path} cannot be decoded") from None
         return bytes(content)
 
-    def take_traffic(self, response: httpx.Response, content: bytes) -> None:
-        """Count an exchange."""
-        self.traffic.bytes_up += _length_of(response.request)
-        self.traffic.bytes_down += len(content)
-
     def take(self, response: httpx.Response, content: bytes) -> None:
-        """Count an exchange; raise Unavailable, Refused or ClientError unless it succeeded."""
-        self.take_traffic(response, content)
+        """Raise Unavailable, Refused or ClientError unless a request succeeded."""
         if response.status_code == PROXY_LOGIN:
             raise httpx.ProxyError(f"{PROXY_LOGIN} {response.reason_phrase}")
         try:
@@ -340,17 +324,9 @@ class Patience:
             raise connection.unreachable(error) from None
         self._attempts += 1
         delay = connection.backoff(self._attempts, error)
-        connection.traffic.retries += 1
         text = "the coordinator at %s does not answer (%s): again in %.1f s"
         log.warning(text, connection.failed or connection.base_url, _why(error), delay)
         await connection.sleep(delay)
-
-
-def _length_of(request: httpx.Request) -> int:
-    try:
-        return len(request.content)
-    except httpx.RequestNotRead:  # a stream, whose length is announced
-        return int(request.headers.get("content-length", 0))
 
 
 def may_pass(error: BaseException) -> bool:

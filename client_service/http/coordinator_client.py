@@ -139,19 +139,16 @@ async def _receive(connection: CoordinatorConnection, url: str, wanted: Wanted, 
         with draft.open("r+b" if begin else "wb") as file:
             file.seek(begin)
             file.truncate()
-            await _write(connection, response, file, wanted.size - begin)
+            await _write(response, file, wanted.size - begin)
 
 
-async def _write(connection: CoordinatorConnection, response: httpx.Response, file: BinaryIO, most: int) -> None:
+async def _write(response: httpx.Response, file: BinaryIO, most: int) -> None:
     written = 0
-    try:
-        async for chunk in response.aiter_raw():
-            written += len(chunk)
-            if written > most:
-                raise BadAnswer(f"the payload has more than the {most} bytes that were announced")
-            file.write(chunk)
-    finally:
-        connection.traffic.bytes_down += written
+    async for chunk in response.aiter_raw():
+        written += len(chunk)
+        if written > most:
+            raise BadAnswer(f"the payload has more than the {most} bytes that were announced")
+        file.write(chunk)
 
 
 def _begin(response: httpx.Response, wanted: Wanted) -> int:

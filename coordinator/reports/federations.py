@@ -156,7 +156,8 @@ def spends_of(session: Session, federation: Federation, client: Client) -> Spend
 
 def _reported(session: Session, federation: Federation, *where: Any) -> Iterator[tuple[Any, SpentPrivacy]]:
     """The updates that report their privacy cost, in order of their phases; or masked vectors."""
-    table, sent = UpdateRow, UpdateRow.sha256
+    table: type[UpdateRow | ExchangeRow] = UpdateRow
+    sent = UpdateRow.sha256
     if federation.spec.secure_aggregation is not None:
         table, sent = ExchangeRow, ExchangeRow.digest
     for row in _answers(session, federation, table, sent.label("sent"), table.metrics, where=where):

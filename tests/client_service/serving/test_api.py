@@ -176,7 +176,6 @@ def test_status_and_metrics_tell_the_course(serving: Worker) -> None:
     assert status["zero_shot"] is not None
     text = call(serving, "GET", "/metrics").text
     assert 'promptfed_client_events_total{event="evaluated"} 1.0' in text
-    assert "promptfed_client_bytes_up" in text
     assert 'promptfed_client_accuracy{prompts="template"}' in text
     assert "hospital-a" not in text
 
