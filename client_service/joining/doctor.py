@@ -29,7 +29,6 @@ from promptfed.client_service.joining.disclosure import Disclosure, disclose
 from promptfed.client_service.joining.joining import (
     check_backbone,
     check_declaration,
-    check_protocol,
     declaration,
     enrol_request,
     explain,
@@ -163,7 +162,6 @@ class Examination:
             info = asyncio.run(ask())
         except Refused as refused:
             raise explain(refused, settings) from None
-        check_protocol(info)
         text = f"answers, and takes the enrolment token; {info.name} is {info.state}"
         over = info.state in ENDED
         advice = "nobody can join it any more: ask the operator for another"

@@ -106,17 +106,6 @@ def check_backbone(backbone: Backbone, spec: BackboneSpec) -> None:
         raise ClientError(Exit.BACKBONE, f"{text} {expected}: install the same version of promptfed and of the weights")
 
 
-def check_protocol(info: EnrolmentInfo) -> None:
-    """Refuse secure sums without a rule of weights.
-
-    Raises:
-        ClientError: PROTOCOL.
-    """
-    if info.secure_aggregation is not None and info.weighting is None:
-        text = "the coordinator has no rule for the weights of its secure sums: it is of an earlier version"
-        raise ClientError(Exit.PROTOCOL, f"{text}; update it")
-
-
 def federation_method(info: EnrolmentInfo) -> Method:
     """The federation's method, which has to be installed here: nothing is ever fetched.
 
@@ -189,19 +178,9 @@ def enrol_request(declared: Declared, secret: str, backbone: Backbone, identity:
         ClientError: BAD_INPUT where the class names cannot be declared.
     """
     try:
-        request = EnrolRequest(
-            name=declared.name,
-            secret=secret,
-            role=declared.role,
-            num_samples=declared.num_samples,
-            class_names=list(declared.class_names),
-            domain=declared.domain,
-            backbone_fingerprint=backbone.fingerprint,
-            backbone_shape=shape_of(backbone),
-            device=declared.device,
-            release=declared.release,
-            system=declared.system,
-        )
+        told = {key: value for key, value in vars(declared).items() if key != "fingerprint"}
+        weights = {"backbone_fingerprint": backbone.fingerprint, "backbone_shape": shape_of(backbone)}
+        request = EnrolRequest.model_validate(told | weights | {"secret": secret})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -301,7 +280,6 @@ class Joining:
         token = self.parts.enrolment_token or enrolment_token(settings, identity)
         self.info, token = await self._info(token, identity)
         info = self.info
-        check_protocol(info)
         source, tests = split_by(info, source, tests, settings.role)
         identity = self.state.bind(identity, info.federation_id)
         self.coordinator.federation = info.federation_id

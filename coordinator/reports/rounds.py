@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
 from typing import Any
@@ -53,83 +52,12 @@ def attempts(federation: Federation, stages: Sequence[PhaseRow]) -> list[list[Ph
     return by_attempt
 
 
-def secure_report(session: Session, federation: Federation, stages: Sequence[PhaseRow]) -> report_schemas.SecureReport:
-    """The report of one attempt; ``stages``: its steps that have begun."""
-    plan = federation.rules.plan(stages[0].round, stages[0].step)
-    assert plan is not None, "it is an attempt's first step"
-    assert plan.secure is not None, "it is an attempt's first step"
-    total = session.scalars(select(SumRow).where(SumRow.phase_id.in_([stage.id for stage in stages]))).one_or_none()
-    measured = (stages[-1].measured or {}).get("phase", {})
-    return report_schemas.SecureReport(
-        attempt=plan.secure.attempt,
-        sum_clients=total.count if total is not None else None,
-        sum_weight=total.weight if total is not None else None,
-        mean_norm=measured.get("mean_norm"),
-        privacy=_privacy(session, stages),
-    )
-
-
-def _privacy(session: Session, stages: Sequence[PhaseRow]) -> dict[str, report_schemas.SpentPrivacy] | None:
-    """The privacy cost of each client that sent a masked vector; None if nothing is protected."""
-    vectors = _masked_vectors(session, stages)
-    spent = {task.client: spent_privacy(exchange.metrics or {}) for task, exchange in vectors}
-    return {client: cost for client, cost in spent.items() if cost is not None} or None
-
-
-def _masked_vectors(session: Session, stages: Sequence[PhaseRow]) -> list[tuple[TaskRow, ExchangeRow]]:
-    """Tasks of an attempt's step ``mask`` with their answers (bodies deferred), in order of client name."""
-    masks = [stage.id for stage in stages[MASK : MASK + 1]]
-    query = select(TaskRow, ExchangeRow).join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
-    answered = query.where(TaskRow.phase_id.in_(masks)).order_by(TaskRow.client)
-    return [(task, exchange) for task, exchange in session.execute(answered.options(defer(ExchangeRow.body)))]
-
-
-def troubles(
-    session: Session, report: report_schemas.PhaseReport, stages: Sequence[PhaseRow]
-) -> dict[str, list[report_schemas.FailureReport] | list[str]]:
-    """Clients that failed or did not answer, in the training (``report``) or in a later step."""
-    later = [stage.id for stage in stages[1:]]
-    rows = session.execute(select(TaskRow.client, TaskRow.status, TaskRow.failure).where(TaskRow.phase_id.in_(later)))
-    failed, silent = list(report.failed), set(report.expired)
-    for row in rows.all():
-        if row.failure is not None:
-            why = row.failure
-            failed.append(report_schemas.FailureReport(client=row.client, type=why["type"], detail=why["detail"]))
-        elif row.status == "expired":
-            silent.add(row.client)
-    return {"failed": failed, "expired": sorted(silent)}
-
-
-def counted(session: Session, stages: Sequence[PhaseRow]) -> list[report_schemas.CountedUpdate]:
-    """The clients whose masked vectors are in the sum, with the digests of the vectors."""
-    return [
-        report_schemas.CountedUpdate(client=task.client, sha256=exchange.digest, weight=task.weight or 0.0)
-        for task, exchange in _masked_vectors(session, stages)
-        if task.counted
-    ]
-
-
-def bytes_up(session: Session, stages: Sequence[PhaseRow]) -> int:
-    """Bytes of all answers to an attempt's steps."""
-    tasks = select(TaskRow.id).where(TaskRow.phase_id.in_([stage.id for stage in stages]))
-    return sum(session.scalars(select(ExchangeRow.bytes).where(ExchangeRow.task_id.in_(tasks))))
-
-
 LAST_ROUND = 1 << 31  # beyond every round, and no more than databases take
 MOST_TASKS = 1000  # of the rounds of one page: their reports take less than a tenth of a second
 
 
-@dataclass(frozen=True)
-class StoredState:
-    """A committed state whose tensors are still kept."""
-
-    round: int
-    state_hash: str
-    sha256: str
-
-
-def state_of(session: Session, federation: Federation, round: int | None) -> StoredState:
-    """The last state of ``round``, or of all. Raises NoState."""
+def state_of(session: Session, federation: Federation, round: int | None) -> StateRow:
+    """The last state of ``round``, or of all, whose tensors are still kept. Raises NoState."""
     if round is not None and not _has_state(federation, round):
         now = federation.run.round
         raise NoState(f"round {round} is not over: {federation.name} is in round {now}; wait, or name an earlier one")
@@ -138,7 +66,7 @@ def state_of(session: Session, federation: Federation, round: int | None) -> Sto
         raise NoState(f"{federation.name} has no state yet: start it first")
     if not row.stored:
         raise NoState(f"the state of round {round} is no longer kept (retention: {federation.spec.retention})")
-    return StoredState(row.round, row.state_hash, row.sha256)
+    return row
 
 
 def _last_state(session: Session, federation: Federation, round: int | None) -> StateRow | None:
@@ -257,15 +185,19 @@ def _stage_report(stage: PhaseRow, tasks: list[Any]) -> dict[str, Any]:
         "payload_sha256": payloads.pop() if len(payloads) == 1 else None,
         "asked": sorted({task.client for task in tasks}),
         "answered": those("answered", "discarded"),
-        "failed": [
-            report_schemas.FailureReport(client=task.client, type=task.failure["type"], detail=task.failure["detail"])
-            for task in tasks
-            if task.failure is not None
-        ],
+        "failed": _failures(tasks),
         "expired": those("expired"),
         "withdrawn": those("withdrawn", "discarded"),
         "bytes_down": sum(task.bytes_down for task in tasks),
     }
+
+
+def _failures(tasks: list[Any]) -> list[report_schemas.FailureReport]:
+    return [
+        report_schemas.FailureReport(client=task.client, type=task.failure["type"], detail=task.failure["detail"])
+        for task in tasks
+        if task.failure is not None
+    ]
 
 
 def _rows(session: Session, table: type[Base], *where: Any) -> list[Any]:
@@ -318,18 +250,41 @@ def _secure_report(session: Session, federation: Federation, stages: list[PhaseR
     """The report of one attempt at a secure sum: as a phase, with the sum instead of updates."""
     first, last = stages[0], stages[-1]
     report = _phase_report(session, federation, first)
-    state = session.scalar(select(StateRow.state_hash).where(StateRow.phase_id == last.id))
-    down = session.scalar(select(func.sum(TaskRow.bytes_down)).where(TaskRow.phase_id.in_([s.id for s in stages])))
+    within = TaskRow.phase_id.in_([stage.id for stage in stages])
+    sent = select(func.sum(ExchangeRow.bytes)).join(TaskRow, TaskRow.id == ExchangeRow.task_id).where(within)
+    tasks = _rows(session, TaskRow, within)
+    later = [task for task in tasks if task.phase_id != first.id]
+    silent = {task.client for task in later if task.failure is None and task.status == "expired"}
+    masks = [stage.id for stage in stages[MASK : MASK + 1]]
+    vectors = select(TaskRow, ExchangeRow).join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
+    masked = vectors.where(TaskRow.phase_id.in_(masks)).order_by(TaskRow.client).options(defer(ExchangeRow.body))
+    answers = session.execute(masked).all()
+    spent = {task.client: spent_privacy(exchange.metrics or {}) for task, exchange in answers}
+    total = session.scalars(select(SumRow).where(SumRow.phase_id.in_([stage.id for stage in stages]))).one_or_none()
+    plan = federation.rules.plan(first.round, first.step)
+    assert plan is not None, "it is an attempt's first step"
+    assert plan.secure is not None, "it is an attempt's first step"
     return report.model_copy(
         update={
             "completed_at": clock.parse(last.completed_at) if last.completed_at is not None else None,
             "seconds": clock.seconds_between(first.opened_at, last.completed_at),
-            "counted": counted(session, stages),
-            "bytes_up": bytes_up(session, stages),
-            "bytes_down": int(down or 0),
-            "state_hash": state,
-            **troubles(session, report, stages),
-            "secure": secure_report(session, federation, stages),
+            "counted": [
+                report_schemas.CountedUpdate(client=task.client, sha256=exchange.digest, weight=task.weight or 0.0)
+                for task, exchange in answers
+                if task.counted
+            ],
+            "bytes_up": int(session.scalar(sent) or 0),
+            "bytes_down": sum(task.bytes_down for task in tasks),
+            "state_hash": session.scalar(select(StateRow.state_hash).where(StateRow.phase_id == last.id)),
+            "failed": [*report.failed, *_failures(later)],
+            "expired": sorted(silent.union(report.expired)),
+            "secure": report_schemas.SecureReport(
+                attempt=plan.secure.attempt,
+                sum_clients=total.count if total is not None else None,
+                sum_weight=total.weight if total is not None else None,
+                mean_norm=(last.measured or {}).get("phase", {}).get("mean_norm"),
+                privacy={client: cost for client, cost in spent.items() if cost is not None} or None,
+            ),
         }
     )
 
