@@ -47,7 +47,7 @@ def check(settings: Settings) -> int:
     from promptfed.client_service.joining.consent import Terminal
     from promptfed.client_service.joining.doctor import Examination
 
-    examination = Examination(settings, settings.state_dir)
+    examination = Examination(settings)
     examination.run()
     terminal = Terminal(settings.log_format, ask=False)
     terminal.tell(examination.checks)

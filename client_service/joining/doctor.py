@@ -63,33 +63,22 @@ Result = TypeVar("Result")
 class Examination:
     """What was found so far of a client with ``settings``.
 
-    ``missing`` ones were not given, and nobody looks at what needs them; ``trouble`` is what is wrong with those that
-    say where the coordinator is. ``backbone`` is the one to load where no coordinator names it.
+    ``missing`` ones were not given, and nobody looks at what needs them. ``backbone`` is the one to load where no
+    coordinator names it.
     """
 
     settings: Settings
-    folder: Path
     backbone: BackboneSpec = field(default_factory=BackboneSpec)
     missing: Collection[str] = ()
-    trouble: ClientError | None = None
     checks: list[Check] = field(default_factory=list)
     disclosure: Disclosure | None = None
     policy: Policy | None = None
 
     @classmethod
     def of(cls, backbone: BackboneSpec, **options: Any) -> Examination:
-        """Of settings of which any may be missing (None)."""
+        """Of settings of which any may be missing (None). Raises ClientError as `make_settings` does."""
         given = {key: value for key, value in options.items() if value is not None}
-        folder, missing = given.get("state_dir", Path.home()), NEEDED.keys() - given.keys()
-        # Any text at all: one that names no device is a line of its own, by `check_device`.
-        device = {"device": given.pop("device", "auto")}
-        try:
-            settings, trouble = make_settings(**ALONE | NEEDED | given), None
-        except ClientError as error:
-            # An address that is none, or plain HTTP to elsewhere: all but the coordinator is looked at.
-            trouble = error
-            settings = make_settings(**ALONE | given | NEEDED | {"data": given.get("data", NEEDED["data"])})
-        return cls(settings.model_copy(update=device), folder, backbone, missing, trouble)
+        return cls(make_settings(**ALONE | NEEDED | given), backbone, NEEDED.keys() - given.keys())
 
     @property
     def healthy(self) -> bool:
@@ -98,7 +87,7 @@ class Examination:
 
     def run(self) -> None:
         """Look at everything."""
-        self.checks += [check_versions(), check_device(self.settings.device), check_disk(self.folder)]
+        self.checks += [check_versions(), check_device(self.settings.device), check_disk(self.settings.state_dir)]
         source = self._source()
         path = self.settings.policy_file
         read = None if path is None else self._try("policy", lambda: read_policy(path))
@@ -139,15 +128,13 @@ class Examination:
             self.checks.append(Check("coordinator", "warn", "not asked", "the site's policy cannot be read"))
             return None
         token_file = self.settings.enrolment_token_file
-        if self.trouble is None and ("federation" in self.missing or token_file is None):
+        if "federation" in self.missing or token_file is None:
             advice = "give --federation and --enrolment-token-file, to check whether this machine can join"
             self.checks.append(Check("coordinator", "warn", "not asked", advice))
             return None
         return self._try("coordinator", lambda: self._ask(token_file))
 
-    def _ask(self, token_file: Path | None) -> EnrolmentInfo:
-        if self.trouble is not None or token_file is None:
-            raise self.trouble or ValueError("no token")
+    def _ask(self, token_file: Path) -> EnrolmentInfo:
         settings, token, policy = self.settings, read_token(token_file, "enrolment token"), self.policy
 
         async def ask() -> EnrolmentInfo:

@@ -159,17 +159,13 @@ Limit = Annotated[int, Query(ge=1, le=1000, description="at most so many")]
 After = Annotated[str | None, Query(max_length=100, pattern=NO_NUL, description="`next` of the page before")]
 
 
-def _token(credentials: HTTPAuthorizationCredentials | None) -> str | None:
-    return credentials.credentials if credentials is not None else None
-
-
 def _who_may(role: OperatorRole, scheme: HTTPBearer) -> Callable[..., Awaitable[OperatorCaller]]:
     """A dependency: the operator that calls. Refuses operators with a lower role."""
 
     async def operator(
-        request: Request, registry: RegistryOf, credentials: HTTPAuthorizationCredentials | None = Depends(scheme)
+        request: Request, registry: RegistryOf, _: HTTPAuthorizationCredentials | None = Depends(scheme)
     ) -> OperatorCaller:
-        caller = await authenticate(request, registry, _token(credentials))
+        caller = await authenticate(request, registry, _bearer(request))
         if not isinstance(caller, OperatorCaller):
             raise WrongRole("this call takes the operator token")
         if LEVELS[caller.role] < LEVELS[role]:

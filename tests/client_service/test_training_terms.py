@@ -369,7 +369,6 @@ def answers(response: Response) -> dict[str, Any]:
     ({"fingerprint": "sha256:" + "0" * 64}, {}, Exit.BACKBONE, "has other weights here"),
     ({"protocol_version": "1-3"}, {}, Exit.PROTOCOL, r"version 3 of the protocol.*: update the coordinator$"),
     ({"protocol_version": "99"}, {}, Exit.PROTOCOL, r"version 99 of the protocol.*: update this client$"),
-    ({"secure_aggregation": {"minimum": 3}}, {}, Exit.PROTOCOL, "it is of an earlier version"),
     ({"unknown": "of-tomorrow"}, {}, Exit.PROTOCOL, "of-tomorrow"),
     ({"unknown": "other", "method_package": "promptfed-other==2.1"}, {}, Exit.PROTOCOL,
      r"it comes from the package promptfed-other==2\.1: install it beside promptfed, if you trust it"),

@@ -148,12 +148,10 @@ def test_each_trouble_is_a_line_and_the_rest_is_still_looked_at(coordinator: InT
 
 @pytest.mark.parametrize(("changes", "name", "why"), [
     ({"coordinator": "http://127.0.0.1:1"}, "coordinator", "no answer"),
-    ({"coordinator": "http://192.0.2.1"}, "coordinator", "--allow-plain-http"),
     ({"federation": "absent"}, "coordinator",
      "no federation 'absent' here: check its name, or ask the operator for it"),
     ({"data": "folder:/absent"}, "data", "/absent"),
     ({"device": "cuda:7"}, "device", "cuda:7 is not here"),
-    ({"device": "gpu"}, "device", "'gpu' names no device"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("loaded")
 def test_what_fails_says_why(
@@ -172,6 +170,15 @@ def test_what_fails_says_why(
     (check,) = [one for one in json.loads(done.stdout)["checks"] if one["name"] == name]
     assert check["verdict"] == "fail"
     assert why in check["text"]
+
+
+@pytest.mark.parametrize(("option", "why"), [
+    ("--coordinator=http://192.0.2.1", "--allow-plain-http"), ("--device=gpu", "'gpu' is no device"),
+])  # fmt: skip
+def test_settings_that_no_client_takes_are_refused(option: str, why: str) -> None:
+    refused = doctor(option)
+    assert refused.exit_code == Exit.USAGE
+    assert why in refused.stderr
 
 
 @pytest.mark.usefixtures("loaded")
