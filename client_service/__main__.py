@@ -9,7 +9,6 @@ from typing import Literal
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.monitor import EventJsonLines, EventTextLines
 from promptfed.client_service.settings import Settings, make_settings
-from promptfed.client_service.state.site_log import help_lines, sent_lines
 from promptfed.shared.service.process import given_settings, log_to_stderr
 from promptfed.shared.service.reasons import leave
 
@@ -35,9 +34,6 @@ def start(settings: Settings) -> int:
 
             print(own_fingerprint(settings.state_dir))
             return Exit.OK
-        if settings.sent:
-            print("\n".join(sent_lines(settings.state_dir, settings.log_format)))
-            return Exit.OK
     except ClientError as error:
         logging.getLogger("promptfed.client").error("%s", error)
         return error.exit
@@ -51,7 +47,7 @@ def check(settings: Settings) -> int:
     from promptfed.client_service.joining.consent import Terminal
     from promptfed.client_service.joining.doctor import Examination
 
-    examination = Examination(settings, settings.state_dir)
+    examination = Examination(settings)
     examination.run()
     terminal = Terminal(settings.log_format, ask=False)
     terminal.tell(examination.checks)
@@ -62,9 +58,8 @@ def check(settings: Settings) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code of a client with the settings that the command line gives."""
-    sent = "\n".join(help_lines())
     try:
-        settings = make_settings(**given_settings(Settings, "client_service", arguments, sent))
+        settings = make_settings(**given_settings(Settings, "client_service", arguments))
     except ClientError as error:
         print(error, file=sys.stderr)
         return error.exit

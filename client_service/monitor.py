@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from promptfed.client_service.http.connection import LineTraffic
 from promptfed.shared.service import process
 
 log = logging.getLogger("promptfed.client")
@@ -68,15 +67,6 @@ class Monitor:
         self._seconds = Counter("promptfed_client_training_seconds", "Seconds of training", registry=self.registry)
         self._accuracy = Gauge("promptfed_client_accuracy", "Last accuracy, 0-1", ["prompts"], registry=self.registry)
         self._round = Gauge("promptfed_client_round", "Round of the last task", registry=self.registry)
-
-    def watch(self, traffic: LineTraffic) -> None:
-        """Export a coordinator client's traffic."""
-        for direction, read in (("up", lambda: traffic.bytes_up), ("down", lambda: traffic.bytes_down)):
-            gauge = Gauge(f"promptfed_client_bytes_{direction}", f"Bytes of bodies {direction}", registry=self.registry)
-            gauge.set_function(read)
-        Gauge("promptfed_client_retries", "Requests sent again", registry=self.registry).set_function(
-            lambda: traffic.retries
-        )
 
     def stage(self, stage: Stage) -> None:
         """What the client is doing now."""

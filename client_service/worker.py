@@ -116,7 +116,6 @@ class Worker:
             self.monitor.record = site.note
             coordinator.sent = self._sent or SentLog(site.note)
             self._parts = replace(self._parts, consent=noted(self._parts.consent, site))
-        self.monitor.watch(coordinator.traffic)
         try:
             joining = Joining(settings, self._parts, state, coordinator, self.compute, self.monitor, predictor)
             self.work = work = await joining.join()

@@ -39,7 +39,7 @@ from promptfed.coordinator.operations import federations
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import opening
 from promptfed.coordinator.store.blobs import DamagedBlob
-from promptfed.coordinator.store.bucket import ObjectStoreAway, ObjectsWatch
+from promptfed.coordinator.store.bucket import ObjectStoreAway
 from promptfed.coordinator.store.database import DatabaseAway
 from promptfed.coordinator.store.opening import Signer, Store, open_store
 from promptfed.shared.messages import Problem
@@ -159,8 +159,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     scheduler = Scheduler(registry)
     sharing = None
     if store.leases is not None:
-        bucket = store.blobs.bucket
-        sharing = Sharing(registry, store.leases, ObjectsWatch(bucket) if bucket is not None else None)
+        sharing = Sharing(registry, store.leases, store.blobs.bucket)
     try:
         await scheduler.start()
         if sharing is not None:

@@ -134,12 +134,8 @@ class Misdirected(Refusal, status=421, title="Another coordinator carries this f
     """As ``HeldElsewhere`` for the operator's page; ``coordinator`` has the address."""
 
 
-class MethodAbsent(Refusal, status=503, title="The coordinator does not have this federation's method", retry_after=60):
-    """A federation whose method comes from a package that is not installed here any more, or is broken."""
-
-
-class Unreadable(MethodAbsent, title="What is stored of this federation cannot be read"):
-    """A federation whose stored spec or rows cannot be read: its rows stay as they are."""
+class MethodAbsent(Refusal, status=503, title="The coordinator cannot go on with this federation", retry_after=60):
+    """A federation whose method is not installed here any more, or whose stored spec or rows cannot be read."""
 
 
 class NotReady(Refusal, status=503, title="The coordinator is not ready"):
@@ -228,10 +224,6 @@ class ExportDiffers(Refusal, status=409, title="The card is not what the coordin
 
 class UpdatesMasked(Refusal, status=409, title="Only the sum of the updates is known"):
     """Something that needs a single update, of a federation with secure sums."""
-
-
-class NotAcceptable(Refusal, status=406, title="The answer cannot be given in this form"):
-    """No form of the answer is among those accepted, or JSON would be too large."""
 
 
 class ProtocolVersion(Refusal, status=409, title="The client speaks another version of the protocol"):

@@ -45,6 +45,7 @@ TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 SILENT_SECONDS = 5.0  # without a byte of an answer, after which one of several coordinators is given up
 
 AnyMessage = TypeVar("AnyMessage", bound=BaseModel)
+Answer = TypeVar("Answer")
 
 
 class Refused(Exception):
@@ -71,19 +72,6 @@ class Unavailable(Exception):
         super().__init__(f"{status} {detail}")
         self.status = status
         self.retry_after = retry_after
-
-
-@dataclass
-class LineTraffic:
-    """Bytes of bodies sent and received, requests that had to be sent again, and whose clock is ahead.
-
-    ``clock`` is in seconds: this machine's time less the coordinator's at its last answer, to about a second.
-    """
-
-    bytes_up: int = 0
-    bytes_down: int = 0
-    retries: int = 0
-    clock: float | None = None
 
 
 @dataclass
@@ -119,7 +107,6 @@ class CoordinatorConnection:
     may_move: Callable[[str], None] = lambda origin: None  # raises where the site's policy does not list it
     sent: SentLog | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    traffic: LineTraffic = field(default_factory=LineTraffic)
     _jitter: random.Random = field(default_factory=random.SystemRandom)
     failed: str = ""  # the address that did not answer last
     _served: str = ""  # the address that answered last
@@ -152,10 +139,17 @@ class CoordinatorConnection:
         default = {"Content-Type": "application/json"} if body is not None else {}
         all_headers = {"Authorization": f"Bearer {token}", **default, **(headers or {})}
 
-        patience, whole = Patience(self), Body.of(body) if body is not None else None
+        whole = Body.of(body) if body is not None else None
+        return await self.until_answered(
+            lambda: self.once(verb, url, lambda: body, all_headers, timeouts, limit, whole), retry
+        )
+
+    async def until_answered(self, attempt: Callable[[], Awaitable[Answer]], retry: bool = True) -> Answer:
+        """What ``attempt`` gives, made again after failures that may pass. Raises ClientError (UNREACHABLE)."""
+        patience = Patience(self)
         while True:
             try:
-                answer = await self.once(verb, url, lambda: body, all_headers, timeouts, limit, whole)
+                answer = await attempt()
             except (httpx.TransportError, Unavailable) as error:
                 if not retry:
                     raise self.unreachable(error) from None
@@ -220,7 +214,7 @@ class CoordinatorConnection:
                         self._note_served(address, response)
                         yield response
                         return
-                    self.take_traffic(response, await self.read(response, MAX_JSON_BYTES))
+                    await self.read(response, MAX_JSON_BYTES)
                     self._go_to(origin)
                 finally:
                     await response.aclose()
@@ -265,15 +259,8 @@ class CoordinatorConnection:
             raise BadAnswer(f"the answer to {request.method} {request.url.path} cannot be decoded") from None
         return bytes(content)
 
-    def take_traffic(self, response: httpx.Response, content: bytes) -> None:
-        """Count an exchange."""
-        self.traffic.bytes_up += _length_of(response.request)
-        self.traffic.bytes_down += len(content)
-        self.traffic.clock = seconds_ahead(response.headers.get("date"), self.traffic.clock)
-
     def take(self, response: httpx.Response, content: bytes) -> None:
-        """Count an exchange; raise Unavailable, Refused or ClientError unless it succeeded."""
-        self.take_traffic(response, content)
+        """Raise Unavailable, Refused or ClientError unless a request succeeded."""
         if response.status_code == PROXY_LOGIN:
             raise httpx.ProxyError(f"{PROXY_LOGIN} {response.reason_phrase}")
         try:
@@ -337,17 +324,9 @@ class Patience:
             raise connection.unreachable(error) from None
         self._attempts += 1
         delay = connection.backoff(self._attempts, error)
-        connection.traffic.retries += 1
         text = "the coordinator at %s does not answer (%s): again in %.1f s"
         log.warning(text, connection.failed or connection.base_url, _why(error), delay)
         await connection.sleep(delay)
-
-
-def _length_of(request: httpx.Request) -> int:
-    try:
-        return len(request.content)
-    except httpx.RequestNotRead:  # a stream, whose length is announced
-        return int(request.headers.get("content-length", 0))
 
 
 def may_pass(error: BaseException) -> bool:
@@ -401,14 +380,6 @@ async def _foreign(response: httpx.Response) -> str:
 def _clean(text: Any, length: int = 500) -> str:
     printable = "".join(letter if letter.isprintable() else " " for letter in str(text)[: 4 * length])
     return " ".join(printable.split())[:length]
-
-
-def seconds_ahead(date: str | None, before: float | None = None) -> float | None:
-    """Seconds by which this clock is ahead of an answer's ``Date``, which has whole seconds; ``before`` without one."""
-    try:
-        return (datetime.now(UTC) - parsedate_to_datetime(date or "")).total_seconds() - 0.5
-    except (ValueError, TypeError):
-        return before
 
 
 def _retry_after(response: httpx.Response) -> float | None:

@@ -6,10 +6,9 @@ import asyncio
 import hashlib
 import re
 import ssl
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from urllib.parse import quote, urlencode
 
 import httpx
@@ -62,20 +61,19 @@ async def send(connection: CoordinatorConnection, url: str, body: Body) -> None:
         "Content-Length": str(body.size),
         "Content-Digest": body.digest_field,
     }
-    patience, broken = Patience(connection), 0
-    while True:
+    broken = 0
+
+    async def attempt() -> None:
+        nonlocal broken
         try:
             await connection.once("PUT", url, body.parts, headers, TIMEOUTS, limit=MAX_JSON_BYTES, whole=body)
         except Refused as refused:
             broken += 1
             if refused.kind not in BROKEN_OFF or broken == ATTEMPTS:
                 raise
-            await patience.wait(Unavailable(refused.status, refused.detail, None))
-        except (httpx.TransportError, Unavailable) as error:
-            await patience.wait(error)
-        else:
-            patience.moved()
-            return
+            raise Unavailable(refused.status, refused.detail, None) from None
+
+    await connection.until_answered(attempt)
 
 
 @dataclass(frozen=True)
@@ -141,19 +139,16 @@ async def _receive(connection: CoordinatorConnection, url: str, wanted: Wanted, 
         with draft.open("r+b" if begin else "wb") as file:
             file.seek(begin)
             file.truncate()
-            await _write(connection, response, file, wanted.size - begin)
+            await _write(response, file, wanted.size - begin)
 
 
-async def _write(connection: CoordinatorConnection, response: httpx.Response, file: BinaryIO, most: int) -> None:
+async def _write(response: httpx.Response, file: BinaryIO, most: int) -> None:
     written = 0
-    try:
-        async for chunk in response.aiter_raw():
-            written += len(chunk)
-            if written > most:
-                raise BadAnswer(f"the payload has more than the {most} bytes that were announced")
-            file.write(chunk)
-    finally:
-        connection.traffic.bytes_down += written
+    async for chunk in response.aiter_raw():
+        written += len(chunk)
+        if written > most:
+            raise BadAnswer(f"the payload has more than the {most} bytes that were announced")
+        file.write(chunk)
 
 
 def _begin(response: httpx.Response, wanted: Wanted) -> int:
@@ -197,7 +192,15 @@ class CoordinatorClient(CoordinatorConnection):
         about = {} if carrying is None else {"carrying": carrying}
         if progress is not None:
             about["progress"] = f"{progress:.2f}"
-        answer = await self._poll("GET", "task", wait, retry, about)
+
+        async def poll() -> Reply:
+            seconds = min(wait, SHORT_POLL) if self.book.several else wait
+            timeouts = httpx.Timeout(seconds + POLL_MARGIN, connect=TIMEOUT.connect)
+            path = f"{self._path('task')}?{urlencode({'wait': seconds, **about})}"
+            headers = {"Authorization": f"Bearer {self.token}"}
+            return await self.once("GET", path, lambda: None, headers, timeouts, MAX_JSON_BYTES, None)
+
+        answer = await self.until_answered(poll, retry)
         if answer.status == 204:
             return None
         task = parse(Task, answer.body)
@@ -209,13 +212,13 @@ class CoordinatorClient(CoordinatorConnection):
         """The task's tensors, as announced; large ones in a file of ``folder``, if one is given.
 
         Raises:
-            BadAnswer: another origin than the coordinator's, too many bytes, or others than the task announces.
+            BadAnswer: too many bytes, or others than the task announces.
         """
         if task.payload.bytes > MAX_PAYLOAD_BYTES:
             raise BadAnswer(f"the payload has {task.payload.bytes} bytes; {MAX_PAYLOAD_BYTES} are allowed: not fetched")
-        url, size = self._own_path(task.payload.url), task.payload.bytes
-        wanted = Wanted(size, task.payload.sha256)
-        if folder is not None and size >= IN_FILES:
+        url = self._task_path(task.task_id, "payload")  # whatever address the task names: nothing is asked elsewhere
+        wanted = Wanted(task.payload.bytes, task.payload.sha256)
+        if folder is not None and wanted.size >= IN_FILES:
             return await fetch(self, url, wanted, folder)
         answer = await self.call("GET", url, token=self.token, limit=task.payload.bytes)
         digest = "sha256:" + hashlib.sha256(answer.body).hexdigest()
@@ -254,52 +257,17 @@ class CoordinatorClient(CoordinatorConnection):
         """Withdraw this client. Refused 403 if it has withdrawn already, 409 if the federation has ended."""
         await self.call("POST", self._path("withdrawal"), token=self.token)
 
-    async def _poll(
-        self,
-        verb: str,
-        resource: str,
-        wait: int,
-        retry: bool = True,
-        about: Mapping[str, str] | None = None,
-    ) -> Reply:
-        """The answer to a poll of at most ``wait`` seconds; of fewer where there are several coordinators."""
-        patience, headers = Patience(self), {"Authorization": f"Bearer {self.token}"}
-        while True:
-            seconds = min(wait, SHORT_POLL) if self.book.several else wait
-            timeouts = httpx.Timeout(seconds + POLL_MARGIN, connect=TIMEOUT.connect)
-            path = f"{self._path(resource)}?{urlencode({'wait': seconds, **(about or {})})}"
-            try:
-                answer = await self.once(verb, path, lambda: None, headers, timeouts, MAX_JSON_BYTES, None)
-            except (httpx.TransportError, Unavailable) as error:
-                if not retry:
-                    raise self.unreachable(error) from None
-                await patience.wait(error)
-            else:
-                patience.moved()
-                return answer
-
     def _path(self, *parts: str) -> str:
         return "/".join(["/v1/federations", *(quote(part, safe="") for part in (self.federation, *parts))])
 
     def _task_path(self, task_id: str, resource: str) -> str:
         return self._path("tasks", task_id, resource)
 
-    def _own_path(self, url: str) -> str:
-        try:
-            joined = httpx.URL(self.book.current + "/").join(url)
-        except httpx.InvalidURL:
-            raise BadAnswer("the address of the payload cannot be read") from None
-        own = httpx.URL(self.book.current)
-        if _origin(joined) != _origin(own):
-            raise BadAnswer(
-                f"the payload lies on {_origin(joined)}, not on the coordinator {_origin(own)}: not fetched"
-            )
-        return joined.raw_path.decode("ascii")
-
 
 def open_http(settings: Settings) -> httpx.AsyncClient:
-    """The HTTP client for the settings' coordinators. Raises as `options_to`."""
-    return httpx.AsyncClient(timeout=TIMEOUT, **options_of(settings))
+    """The HTTP client for the settings' coordinators. Raises as `http_to`."""
+    own = None if settings.client_cert is None else (settings.client_cert, settings.client_key)
+    return http_to(settings.coordinator, settings.ca_file, own, settings.proxy)
 
 
 def http_to(
@@ -308,20 +276,7 @@ def http_to(
     own: tuple[Path, Path | None] | None = None,
     proxy: str | None = None,
 ) -> httpx.AsyncClient:
-    """The HTTP client for coordinators; arguments and errors are those of `options_to`."""
-    return httpx.AsyncClient(timeout=TIMEOUT, **options_to(coordinators, ca_file, own, proxy))
-
-
-def options_of(settings: Settings) -> dict[str, Any]:
-    """`options_to` the settings' coordinators."""
-    own = None if settings.client_cert is None else (settings.client_cert, settings.client_key)
-    return options_to(settings.coordinator, settings.ca_file, own, settings.proxy)
-
-
-def options_to(
-    coordinators: str, ca_file: Path | None, own: tuple[Path, Path | None] | None, proxy: str | None
-) -> dict[str, Any]:
-    """Options of an httpx client for coordinators whose certificates the authority in ``ca_file`` may have signed.
+    """The HTTP client for coordinators whose certificates the authority in ``ca_file`` may have signed.
 
     ``own`` is this client's certificate and its key, where the coordinator asks for one; ``proxy`` as of
     `network.http_options`.
@@ -341,9 +296,4 @@ def options_to(
             files = f"--client-cert {own[0]}" + (f" and --client-key {own[1]}" if own[1] is not None else "")
             text = f"{files} cannot be used: {why(error)}"
             raise ClientError(Exit.USAGE, text) from None
-    return options
-
-
-def _origin(url: httpx.URL) -> str:
-    port = url.port or {"http": 80, "https": 443}.get(url.scheme)
-    return f"{url.scheme}://{url.host}:{port}"
+    return httpx.AsyncClient(timeout=TIMEOUT, **options)

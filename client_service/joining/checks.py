@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -13,14 +12,12 @@ from typing import Literal
 
 import torch
 
-from promptfed.client_service.settings import DEVICE_PATTERN
 from promptfed.shared.data import DataError, Source, Split
 from promptfed.shared.data.partition import class_counts
 from promptfed.shared.plain_text import alike_text, counted
 
 Verdict = Literal["pass", "warn", "fail"]
 
-CLOCK_SECONDS = 30.0  # that two clocks may differ: TLS certificates and reports begin to be wrong beyond
 FREE_BYTES = 1 << 30  # for features and a state; weights that open_clip downloads want more
 SAMPLE_IMAGES = 64  # of each split that are decoded: all are, before anything is sent, where features are kept
 FEW_IMAGES = 4  # of a class
@@ -50,8 +47,6 @@ def check_versions() -> Check:
 
 def check_device(wanted: str) -> Check:
     """Whether there is a GPU, and which device ``wanted`` (auto, cpu, cuda, cuda:N) means."""
-    if not re.fullmatch(DEVICE_PATTERN, wanted):
-        return Check("device", "fail", f"{wanted!r} names no device", "give --device auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted.startswith("cuda"):
         number = int(wanted.partition(":")[2] or 0)
@@ -94,17 +89,6 @@ def _writable(folder: Path) -> bool:
             return True
     except OSError:
         return False
-
-
-def check_clock(seconds: float | None) -> Check:
-    """How far this clock is ahead of the coordinator's."""
-    if seconds is None:
-        return Check("clock", "pass", "the coordinator does not tell its time")
-    if abs(seconds) > CLOCK_SECONDS:
-        where = "ahead of" if seconds > 0 else "behind"
-        advice = "set it by NTP: certificates and the times of reports go by it (deadlines do not)"
-        return Check("clock", "warn", f"{abs(seconds):.0f} s {where} the coordinator's", advice)
-    return Check("clock", "pass", "agrees with the coordinator's")
 
 
 def check_data(source: Source, role: str) -> list[Check]:

@@ -14,15 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
-
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.http.bodies import SentLog
-from promptfed.client_service.http.connection import BadAnswer, Refused, seconds_ahead
-from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http, options_of
+from promptfed.client_service.http.connection import BadAnswer, Refused
+from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.joining.checks import (
     Check,
-    check_clock,
     check_data,
     check_device,
     check_disk,
@@ -32,7 +29,6 @@ from promptfed.client_service.joining.disclosure import Disclosure, disclose
 from promptfed.client_service.joining.joining import (
     check_backbone,
     check_declaration,
-    check_protocol,
     declaration,
     enrol_request,
     explain,
@@ -52,12 +48,9 @@ from promptfed.shared.data import Source
 from promptfed.shared.messages import ENDED, EnrolmentInfo
 from promptfed.shared.methods import check_fits
 from promptfed.shared.methods.core.interface import Method, MethodError, ReadsDomains
-from promptfed.shared.service.net import explained
-from promptfed.shared.service.reasons import why
 from promptfed.shared.spec.spec import BackboneSpec, SpecError
 
 ANSWER_SECONDS = 5.0  # that a coordinator gets to answer
-NETWORK_ADVICE = "check the address, the port and --ca-file, or name a proxy with --proxy"
 NOBODY = "0" * 64  # in the place of a secret: none is made for a look
 NEEDED = {"coordinator": "http://localhost", "federation": "none", "data": "none"}  # for what is not looked at
 
@@ -70,33 +63,22 @@ Result = TypeVar("Result")
 class Examination:
     """What was found so far of a client with ``settings``.
 
-    ``missing`` ones were not given, and nobody looks at what needs them; ``trouble`` is what is wrong with those that
-    say where the coordinator is. ``backbone`` is the one to load where no coordinator names it.
+    ``missing`` ones were not given, and nobody looks at what needs them. ``backbone`` is the one to load where no
+    coordinator names it.
     """
 
     settings: Settings
-    folder: Path
     backbone: BackboneSpec = field(default_factory=BackboneSpec)
     missing: Collection[str] = ()
-    trouble: ClientError | None = None
     checks: list[Check] = field(default_factory=list)
     disclosure: Disclosure | None = None
     policy: Policy | None = None
 
     @classmethod
     def of(cls, backbone: BackboneSpec, **options: Any) -> Examination:
-        """Of settings of which any may be missing (None)."""
+        """Of settings of which any may be missing (None). Raises ClientError as `make_settings` does."""
         given = {key: value for key, value in options.items() if value is not None}
-        folder, missing = given.get("state_dir", Path.home()), NEEDED.keys() - given.keys()
-        # Any text at all: one that names no device is a line of its own, by `check_device`.
-        device = {"device": given.pop("device", "auto")}
-        try:
-            settings, trouble = make_settings(**ALONE | NEEDED | given), None
-        except ClientError as error:
-            # An address that is none, or plain HTTP to elsewhere: all but the coordinator is looked at.
-            trouble = error
-            settings = make_settings(**ALONE | given | NEEDED | {"data": given.get("data", NEEDED["data"])})
-        return cls(settings.model_copy(update=device), folder, backbone, missing, trouble)
+        return cls(make_settings(**ALONE | NEEDED | given), backbone, NEEDED.keys() - given.keys())
 
     @property
     def healthy(self) -> bool:
@@ -105,7 +87,7 @@ class Examination:
 
     def run(self) -> None:
         """Look at everything."""
-        self.checks += [check_versions(), check_device(self.settings.device), check_disk(self.folder)]
+        self.checks += [check_versions(), check_device(self.settings.device), check_disk(self.settings.state_dir)]
         source = self._source()
         path = self.settings.policy_file
         read = None if path is None else self._try("policy", lambda: read_policy(path))
@@ -146,53 +128,31 @@ class Examination:
             self.checks.append(Check("coordinator", "warn", "not asked", "the site's policy cannot be read"))
             return None
         token_file = self.settings.enrolment_token_file
-        if self.trouble is None and ("federation" in self.missing or token_file is None):
-            self._try("network", self._reach)
+        if "federation" in self.missing or token_file is None:
             advice = "give --federation and --enrolment-token-file, to check whether this machine can join"
-            self.checks.append(Check("coordinator", "warn", "its federation was not asked for", advice))
+            self.checks.append(Check("coordinator", "warn", "not asked", advice))
             return None
         return self._try("coordinator", lambda: self._ask(token_file))
 
-    def _reach(self) -> None:
-        """Whether a coordinator answers at all: name, port, proxy, certificate, and its clock."""
-        address = self.settings.first_coordinator
-        try:
-            with httpx.Client(timeout=ANSWER_SECONDS, **options_of(self.settings)) as http:
-                answer = http.get(f"{address}/healthz")
-        except httpx.TransportError as error:
-            self.checks.append(
-                Check("network", "fail", f"no answer: {explained(error, address) or why(error)}", NETWORK_ADVICE)
-            )
-            return
-        if not answer.is_success:
-            self.checks.append(Check("network", "fail", f"{address} answers {answer.status_code}", NETWORK_ADVICE))
-            return
-        self.checks.append(Check("network", "pass", "a coordinator answers"))
-        self.checks.append(check_clock(seconds_ahead(answer.headers.get("date"))))
-
-    def _ask(self, token_file: Path | None) -> EnrolmentInfo:
-        if self.trouble is not None or token_file is None:
-            raise self.trouble or ValueError("no token")
+    def _ask(self, token_file: Path) -> EnrolmentInfo:
         settings, token, policy = self.settings, read_token(token_file, "enrolment token"), self.policy
 
-        async def ask() -> tuple[EnrolmentInfo, float | None]:
+        async def ask() -> EnrolmentInfo:
             async with open_http(settings) as http:
                 coordinator = CoordinatorClient(http, settings.coordinator, settings.federation, ANSWER_SECONDS)
                 coordinator.may_move = partial(expect_origin, policy)
                 if settings.state_dir.is_dir():  # a look makes no folder
                     coordinator.sent = SentLog(SiteLog(settings.state_dir).note)
-                return await coordinator.enrolment(token), coordinator.traffic.clock
+                return await coordinator.enrolment(token)
 
         try:
-            info, clock = asyncio.run(ask())
+            info = asyncio.run(ask())
         except Refused as refused:
             raise explain(refused, settings) from None
-        check_protocol(info)
         text = f"answers, and takes the enrolment token; {info.name} is {info.state}"
         over = info.state in ENDED
         advice = "nobody can join it any more: ask the operator for another"
         self.checks.append(Check("coordinator", "fail" if over else "pass", text, advice if over else None))
-        self.checks.append(check_clock(clock))
         return info
 
     def _backbone(self, info: EnrolmentInfo | None) -> Backbone | None:

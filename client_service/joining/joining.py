@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.connection import Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient
-from promptfed.client_service.joining.checks import Check, check_clock, check_data, check_device
+from promptfed.client_service.joining.checks import Check, check_data, check_device
 from promptfed.client_service.joining.disclosure import Declared, Disclosure, disclose
 from promptfed.client_service.joining.parts import Consent, Parts
 from promptfed.client_service.monitor import Monitor
@@ -107,17 +107,6 @@ def check_backbone(backbone: Backbone, spec: BackboneSpec) -> None:
         raise ClientError(Exit.BACKBONE, f"{text} {expected}: install the same version of promptfed and of the weights")
 
 
-def check_protocol(info: EnrolmentInfo) -> None:
-    """Refuse secure sums without a rule of weights.
-
-    Raises:
-        ClientError: PROTOCOL.
-    """
-    if info.secure_aggregation is not None and info.weighting is None:
-        text = "the coordinator has no rule for the weights of its secure sums: it is of an earlier version"
-        raise ClientError(Exit.PROTOCOL, f"{text}; update it")
-
-
 def federation_method(info: EnrolmentInfo) -> Method:
     """The federation's method, which has to be installed here: nothing is ever fetched.
 
@@ -190,19 +179,9 @@ def enrol_request(declared: Declared, secret: str, backbone: Backbone, identity:
         ClientError: BAD_INPUT where the class names cannot be declared.
     """
     try:
-        request = EnrolRequest(
-            name=declared.name,
-            secret=secret,
-            role=declared.role,
-            num_samples=declared.num_samples,
-            class_names=list(declared.class_names),
-            domain=declared.domain,
-            backbone_fingerprint=backbone.fingerprint,
-            backbone_shape=shape_of(backbone),
-            device=declared.device,
-            release=declared.release,
-            system=declared.system,
-        )
+        told = {key: value for key, value in vars(declared).items() if key != "fingerprint"}
+        weights = {"backbone_fingerprint": backbone.fingerprint, "backbone_shape": shape_of(backbone)}
+        request = EnrolRequest.model_validate(told | weights | {"secret": secret})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -302,7 +281,6 @@ class Joining:
         token = self.parts.enrolment_token or enrolment_token(settings, identity)
         self.info, token = await self._info(token, identity)
         info = self.info
-        check_protocol(info)
         source, tests = split_by(info, source, tests, settings.role)
         identity = self.state.bind(identity, info.federation_id)
         self.coordinator.federation = info.federation_id
@@ -567,11 +545,7 @@ class Joining:
 
     def _checks(self, source: Source) -> list[Check]:
         """The checks, also those that passed."""
-        return [
-            *check_data(source, self.settings.role),
-            check_device(self.settings.device),
-            check_clock(self.coordinator.traffic.clock),
-        ]
+        return [*check_data(source, self.settings.role), check_device(self.settings.device)]
 
     async def _enrol(self, identity: Identity, token: str | None, request: EnrolRequest, source: Source) -> None:
         self.coordinator.token = identity.secret

@@ -6,7 +6,6 @@ On loopback it is open; elsewhere it needs a bearer token.
 from __future__ import annotations
 
 import asyncio
-import base64
 import hmac
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response, params
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
@@ -102,16 +101,15 @@ async def page_file(file: str, if_none_match: Annotated[str | None, Header()] = 
 
 
 MAX_IMAGE_BYTES = 20 << 20
-MAX_BATCH, MAX_BATCH_BYTES = 64, 64 << 20  # images, and the bytes of a request with all of them in base64
 BODY_SECONDS = 60.0  # that a body may take
-HELD_BYTES = 2 * MAX_BATCH_BYTES  # of all bodies of one route that are read or worked on
+HELD_BYTES = 128 << 20  # of all bodies that are read or worked on
 STOP_SECONDS = 1
 
 log = logging.getLogger("promptfed.client")
 
 
 class Held:
-    """The bytes of one route's bodies in memory, which have a maximum together."""
+    """The bytes of bodies in memory, which have a maximum together."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -169,36 +167,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": "Refused", "content": content} for status in statuses}
 
 
-class ImageAnswer(BaseModel):
-    """The prediction of one image of a batch, or what is wrong with it."""
-
-    prediction: Prediction | None = None
-    problem: Problem | None = None
-
-
-class Predictions(BaseModel):
-    """One answer for each image of a batch, in order."""
-
-    answers: list[ImageAnswer]
-
-
-def _decoded(text: object) -> bytes:
-    try:
-        return base64.b64decode(text if isinstance(text, str) else "%", validate=True)
-    except ValueError:  # binascii's, and of characters outside ASCII
-        raise ValueError("is not base64") from None
-
-
-class Batch(BaseModel):
-    """Several images, each in base64."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    images: Annotated[list[Annotated[bytes, BeforeValidator(_decoded)]], Field(min_length=1, max_length=MAX_BATCH)]
-
-
-IMAGE_TYPE, BATCH_TYPE = "application/octet-stream", "application/json"
-BATCH_BODY = {"requestBody": {"required": True, "content": {BATCH_TYPE: {"schema": Batch.model_json_schema()}}}}
+IMAGE_TYPE = "application/octet-stream"
 IMAGE_BODY = {
     "requestBody": {
         "required": True,
@@ -229,8 +198,8 @@ def _app(
 ) -> tuple[FastAPI, list[params.Depends]]:
     """The routes of both, and what guards those that a client adds."""
     app = FastAPI(title=title, docs_url=None, redoc_url=None)
-    app.state.held = {IMAGE_TYPE: Held(), BATCH_TYPE: Held()}
-    app.state.turn = asyncio.Lock()  # in which whoever waits comes in order, whether with one image or with many
+    app.state.held = Held()
+    app.state.turn = asyncio.Lock()  # in which whoever waits comes in order
     app.add_middleware(OwnPageOnly, local=token is None and is_loopback(host))
 
     def authorised(request: Request) -> None:
@@ -256,12 +225,6 @@ def _app(
         """What the service is doing."""
         return status_of()
 
-    _add_predict(app, predictor, guarded)
-    app.include_router(router)
-    return app, guarded
-
-
-def _add_predict(app: FastAPI, predictor: Predictor, guarded: list[params.Depends]) -> None:
     @app.post(
         "/v1/predict",
         dependencies=guarded,
@@ -273,29 +236,11 @@ def _add_predict(app: FastAPI, predictor: Predictor, guarded: list[params.Depend
         """Class probabilities of the image in the body, by the current prompts and, at a client, its private part."""
         return await _predicted(request, predictor, image)
 
-    @app.post(
-        "/v1/predictions",
-        dependencies=guarded,
-        responses=refusals(400, 401, 403, 408, 413, 415, 422, 503),
-        response_model_exclude_none=True,
-        openapi_extra=BATCH_BODY,
-    )
-    async def predictions(request: Request, images: Annotated[list[bytes], Depends(batch_body)]) -> Predictions:
-        """The same of several images, each with its prediction or with what is wrong with it, in order."""
-        answers = []
-        for image in images:
-            try:
-                answers.append(ImageAnswer(prediction=await _predicted(request, predictor, image)))
-            except ApiProblem as error:
-                if error.problem.status in (400, 503):  # nobody is there any more, or nothing to answer with
-                    raise
-                answers.append(ImageAnswer(problem=error.problem))
-        return Predictions(answers=answers)
+    app.include_router(router)
+    return app, guarded
 
 
 async def _predicted(request: Request, predictor: Predictor, image: bytes) -> Prediction:
-    if len(image) > MAX_IMAGE_BYTES:
-        raise _too_large(MAX_IMAGE_BYTES)
     try:
         async with request.app.state.turn:
             if await request.is_disconnected():
@@ -310,32 +255,11 @@ async def _predicted(request: Request, predictor: Predictor, image: bytes) -> Pr
 
 
 async def image_body(request: Request) -> AsyncIterator[bytes]:
-    """The request's body, refused as soon as it is larger than ``MAX_IMAGE_BYTES``."""
-    async with _body(request, IMAGE_TYPE, "the image's bytes", MAX_IMAGE_BYTES) as body:
-        yield body
-
-
-async def batch_body(request: Request) -> AsyncIterator[list[bytes]]:
-    """The images of a batch, refused as soon as its body is larger than ``MAX_BATCH_BYTES``."""
-    async with _body(request, BATCH_TYPE, "the images", MAX_BATCH_BYTES) as body:
-        try:
-            images = Batch.model_validate_json(body).images
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "body"
-            detail = f'{place}: {first["msg"]}; send {{"images": [...]}} with 1 to {MAX_BATCH} images in base64'
-            raise ApiProblem(422, "invalid-request", "Not a batch of images", detail) from None
-        del body
-        yield images
-
-
-@asynccontextmanager
-async def _body(request: Request, kind: str, what: str, most: int) -> AsyncIterator[bytes]:
-    """The body, which counts among what is held until the request is answered."""
-    if request.headers.getlist("content-type") != [kind]:
+    """The request's body, refused as soon as it is larger than ``MAX_IMAGE_BYTES``; it is held until the answer."""
+    if request.headers.getlist("content-type") != [IMAGE_TYPE]:
         # A page of elsewhere cannot send this type without being asked about it first.
-        raise ApiProblem(415, "media-type", "Another content type", f"send {what} as {kind}")
-    held: Held = request.app.state.held[kind]
+        raise ApiProblem(415, "media-type", "Another content type", f"send the image's bytes as {IMAGE_TYPE}")
+    held: Held = request.app.state.held
     parts: list[bytes] = []
     taken = 0
     try:
@@ -345,10 +269,11 @@ async def _body(request: Request, kind: str, what: str, most: int) -> AsyncItera
                     held.take(len(chunk))
                     taken += len(chunk)
                     parts.append(chunk)
-                    if taken > most:
-                        raise _too_large(most)
+                    if taken > MAX_IMAGE_BYTES:
+                        detail = f"more than {MAX_IMAGE_BYTES} bytes: send a smaller image"
+                        raise ApiProblem(413, "too-large", "Image too large", detail, {"Connection": "close"})
         except TimeoutError:
-            detail = f"it did not arrive in {BODY_SECONDS:g} s: send a smaller image, or fewer at once"
+            detail = f"it did not arrive in {BODY_SECONDS:g} s: send a smaller image"
             raise ApiProblem(408, "too-slow", "The body is too slow", detail, {"Connection": "close"}) from None
         except ClientDisconnect:
             raise _gone(request) from None
@@ -360,11 +285,6 @@ async def _body(request: Request, kind: str, what: str, most: int) -> AsyncItera
 def _gone(request: Request) -> ApiProblem:
     log.warning("%s: the caller hung up before it was answered", request.url.path)
     return ApiProblem(400, "gone", "The caller has gone", "the connection was closed")
-
-
-def _too_large(most: int) -> ApiProblem:
-    detail = f"more than {most} bytes: send a smaller image, or fewer at once"
-    return ApiProblem(413, "too-large", "Image too large", detail, {"Connection": "close"})
 
 
 class _Server(uvicorn.Server):

@@ -31,43 +31,22 @@ NO_TESTS: Mapping[str, Source] = MappingProxyType({})
 Cancelled = Callable[[], bool]
 
 
+@dataclass
 class LocalSplit:
-    """One split of a client's data (``promptfed.shared.methods.core.interface.Split``)."""
+    """One split of a client's data: what `promptfed.shared.methods.core.interface.Split` asks for, by functions.
 
-    def __init__(
-        self,
-        labels: Tensor,
-        features: Callable[[], Tensor],
-        images: Callable[[Tensor], Tensor],
-        raw_features: Callable[[], Tensor],
-        patches: Callable[[Tensor], Tensor],
-        soon: Callable[[Tensor], None] = lambda rows: None,
-    ):
-        self.labels = labels
-        self.soon = soon  # told which images (B,) the next step reads
-        self._features = features
-        self._raw_features = raw_features
-        self._images = images
-        self._patches = patches
+    ``soon`` is told which images ``(B,)`` the next step reads.
+    """
+
+    labels: Tensor
+    features: Callable[[], Tensor]
+    images: Callable[[Tensor], Tensor]
+    raw_features: Callable[[], Tensor]
+    patches: Callable[[Tensor], Tensor]
+    soon: Callable[[Tensor], None] = lambda rows: None
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def features(self) -> Tensor:
-        """``(N, d_e)`` float32, L2-normalised, on the backbone's device."""
-        return self._features()
-
-    def raw_features(self) -> Tensor:
-        """The same, not normalised."""
-        return self._raw_features()
-
-    def images(self, indices: Tensor) -> Tensor:
-        """``(B, 3, H, W)`` preprocessed images at ``indices (B,)``, on the backbone's device."""
-        return self._images(indices)
-
-    def patches(self, indices: Tensor) -> Tensor:
-        """``(B, M, d_e)`` float32, L2-normalised, on the backbone's device."""
-        return self._patches(indices)
 
 
 @dataclass(frozen=True)
@@ -166,10 +145,6 @@ class ClientData:
         """The number of patients (groups) of a split; None where the data name none."""
         groups = self._splits[which].groups
         return None if groups is None else len(set(groups))
-
-    def images_of(self, which: str) -> Split:
-        """A split's images as they were opened, with their patients (groups) and subgroups."""
-        return self._splits[which]
 
     def features(self, which: str, bar: bool = False, *, raw: bool = False) -> Tensor:
         """``(N, d_e)`` of a split, normalised unless ``raw``.

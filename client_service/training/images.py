@@ -142,12 +142,6 @@ class ReadAhead(Generic[Read]):
 AREA = (0.08, 1.0)
 ASPECT = (3 / 4, 4 / 3)  # width over height
 TRIES = 10
-FLOAT_BYTES = 4
-
-
-def kept_bytes(images: int, views: int, d_e: int) -> int:
-    """What the feature cache may come to hold: a feature and its length for each view of each image."""
-    return images * views * (d_e + 1) * FLOAT_BYTES
 
 
 def crop_box(width: int, height: int, draws: Generator) -> tuple[int, int, int, int]:

@@ -38,7 +38,6 @@ from promptfed.client_service.state.durable_files import TRAINING_POINT, point
 from promptfed.client_service.state.private_state import PrivateState, Serving, TensorOrigin, keep_round, select_round
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
-from promptfed.client_service.training.images import kept_bytes
 from promptfed.client_service.training.payloads import as_sent, check_payload, known_sizes, phase_of
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, shape_of
@@ -191,7 +190,6 @@ class TaskWork:
 
     def __post_init__(self) -> None:
         self.evaluation = Evaluation(self.data, self.name, self.record, self.agreement.figures)
-        self._told = False  # what augmentation costs
         self._kept_back: set[str] = set()
         self.progress: float | None = None  # the part of the present task's steps that is done
 
@@ -417,16 +415,6 @@ class TaskWork:
             return self.data.no_images()
         if training.augmentation == "none":
             return self.data.split(TRAIN, space)
-        if not self._told:
-            size, count = kept_bytes(self.data.count(TRAIN), training.views, self.backbone.d_e), self.data.count(TRAIN)
-            log.info(
-                "training images are cropped and flipped: where their features are kept, %d views of %d images "
-                "come to take up to %d bytes and as many passes of the image tower",
-                training.views,
-                count,
-                size,
-            )
-            self._told = True
         return self.data.augmented(space, training.views, purpose)
 
     def _prepared(self, method: Method, context: ClientContext, peers: list[Peer]) -> tuple[Tensors, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from email.message import Message as Header
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Path, Query, Request, Response, status
+from fastapi import Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -30,7 +30,7 @@ from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.bodies import JsonBody
 from promptfed.coordinator.http.callers import ClientCaller, EnrollingCaller, OperatorCaller, address_of, authenticate
-from promptfed.coordinator.problems import MEDIA_TYPE, MethodAbsent, NotFound, Refusal, Unreadable, Withdrawn, WrongRole
+from promptfed.coordinator.problems import MEDIA_TYPE, MethodAbsent, NotFound, Refusal, Withdrawn, WrongRole
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.opening import Signer
@@ -124,9 +124,6 @@ class Receipt(Response):
         point("answer-sent")
 
 
-Given = TypeVar("Given")
-
-
 # Asynchronous although they wait for nothing: the others would each be sent to a thread.
 def of_app(name: str) -> Callable[..., Awaitable[Any]]:
     """A dependency: an attribute of the application's state."""
@@ -135,13 +132,6 @@ def of_app(name: str) -> Callable[..., Awaitable[Any]]:
         return getattr(request.app.state, name)
 
     return attribute
-
-
-def answered(response: Response, new: bool, receipt: Given) -> Given:
-    """``receipt`` of what was created, with the route's own status 201; with 200 if it is not new."""
-    if not new:
-        response.status_code = status.HTTP_200_OK
-    return receipt
 
 
 SignerOf = Annotated[Signer, Depends(of_app("signer"))]
@@ -169,17 +159,13 @@ Limit = Annotated[int, Query(ge=1, le=1000, description="at most so many")]
 After = Annotated[str | None, Query(max_length=100, pattern=NO_NUL, description="`next` of the page before")]
 
 
-def _token(credentials: HTTPAuthorizationCredentials | None) -> str | None:
-    return credentials.credentials if credentials is not None else None
-
-
 def _who_may(role: OperatorRole, scheme: HTTPBearer) -> Callable[..., Awaitable[OperatorCaller]]:
     """A dependency: the operator that calls. Refuses operators with a lower role."""
 
     async def operator(
-        request: Request, registry: RegistryOf, credentials: HTTPAuthorizationCredentials | None = Depends(scheme)
+        request: Request, registry: RegistryOf, _: HTTPAuthorizationCredentials | None = Depends(scheme)
     ) -> OperatorCaller:
-        caller = await authenticate(request, registry, _token(credentials))
+        caller = await authenticate(request, registry, _bearer(request))
         if not isinstance(caller, OperatorCaller):
             raise WrongRole("this call takes the operator token")
         if LEVELS[caller.role] < LEVELS[role]:
@@ -289,11 +275,9 @@ def _own(registry: Registry, asked: str, own_id: str) -> Federation:
     federation = registry.find_any(own_id)
     if asked not in (federation.id, federation.name):
         raise NotFound(f"there is no federation {asked[:100]!r} here: check its name")
-    if federation.unreadable:
-        raise Unreadable(f"what is stored of {federation.name} cannot be read by this coordinator: ask its operator")
     if federation.absent is not None:
         # Why, which may hold a package's own error with this machine's paths, is for the operator.
-        raise MethodAbsent(f"{federation.name} waits for its method, which this coordinator lacks: ask its operator")
+        raise MethodAbsent(f"{federation.name} cannot go on at this coordinator now: ask its operator")
     return federation
 
 
@@ -330,7 +314,6 @@ ANY_CALLER: tuple[type[Refusal], ...] = (
     problems.Misdirected,
     problems.StorageDamaged,
     problems.MethodAbsent,
-    problems.Unreadable,
 )
 
 

@@ -26,7 +26,6 @@ from promptfed.coordinator.api.deps import (
 )
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import jobs, recovery, retention
-from promptfed.coordinator.engine.jobs import disk_told
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.bodies import Incoming
 from promptfed.coordinator.http.callers import OperatorCaller, fingerprint
@@ -99,7 +98,7 @@ def _view(
     if caller is not None and federation.spec.participation.is_secret and not knows_who_takes_part(caller):
         return without_participation(view)
     awaited = [_with_progress(registry, federation, one) for one in view.awaited]
-    return view.model_copy(update={"awaited": awaited, "disk": disk_told(registry, federation)})
+    return view.model_copy(update={"awaited": awaited})
 
 
 def _with_progress(registry: Registry, federation: Federation, awaited: Awaited) -> Awaited:

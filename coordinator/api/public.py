@@ -32,7 +32,7 @@ async def healthz() -> Health:
 @router.get("/readyz", responses=documented(NotReady), tags=["health"])
 def readyz(registry: RegistryOf) -> Health:
     """Ready: the store can be read and written, and the engine runs."""
-    if registry.away:
+    if registry.cut_off:
         raise NotReady("the database is away")
     try:
         readable = registry.database.answers()
@@ -42,6 +42,8 @@ def readyz(registry: RegistryOf) -> Health:
         raise NotReady("the store cannot be read, or the engine is stopping")
     if (why := registry.writable.why_not()) is not None:
         raise NotReady(why)
+    if registry.away:
+        raise NotReady("this coordinator's leases are old: others may have taken its federations")
     return Health(status="ok")
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from itertools import chain
 from pathlib import Path as FilePath
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response, status
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import BaseModel
 from sqlalchemy import select
@@ -41,50 +42,22 @@ from promptfed.coordinator.store.database import DatabaseAway
 from promptfed.coordinator.store.tables import EventRow
 from promptfed.shared.api.api_schemas import (
     CardSignature,
-    MetricList,
     PrivacyView,
-    PromptsView,
     RemarkList,
     SpendList,
-    TensorView,
 )
 from promptfed.shared.api.export_card import Facts
 from promptfed.shared.api.report_schemas import ReplayReport, RoundPage, RoundReport
 from promptfed.shared.canonical import SIGNATURE_HEADER, export_statement, statement
 from promptfed.shared.messages import ENDED
-from promptfed.shared.tensors import Arrays, decode_place
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
-
-WHOLE_BYTES = 64 << 10  # an answer up to here leaves in one piece, and with its length
 
 Round = Annotated[int, Path(ge=0, le=1_000_000)]
 RoundQuery = Annotated[str, Query(pattern=r"^(latest|\d{1,7})$", description="a round, or latest")]
 
-MOST_JSON_NUMBERS = 1_000_000
 TENSORS_TYPE = "application/octet-stream"
-TENSOR_TYPES = (TENSORS_TYPE, "application/vnd.safetensors", "application/*", "*/*")
 CARD_BODY = deps.body("application/json", {"type": "object"}, "`card.json`, byte for byte as the export holds it")
-
-
-def streamed(pieces: Iterator[bytes], media_type: str) -> Response:
-    """An answer that is sent while it is made. An error before its first bytes is still answered as a problem."""
-    begun = bytearray()
-    for piece in pieces:
-        begun += piece
-        if len(begun) >= WHOLE_BYTES:
-            return StreamingResponse(_gathered(begun, pieces), media_type=media_type)
-    return Response(bytes(begun), media_type=media_type)
-
-
-def _gathered(begun: bytearray, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Join small pieces: each one costs a switch to a thread and back."""
-    for piece in pieces:
-        begun += piece
-        if len(begun) >= WHOLE_BYTES:
-            yield bytes(begun)
-            begun.clear()
-    yield bytes(begun)
 
 
 def _json(report: BaseModel) -> Response:
@@ -123,11 +96,11 @@ def get_remarks(registry: RegistryOf, federation: Informed) -> RemarkList:
 
 @router.get(
     "/prompts",
-    response_model=PromptsView,
+    response_class=Response,
     responses={
-        200: {"content": {"application/octet-stream": {}}, "description": "safetensors, or JSON where Accept asks"},
+        200: {"content": {TENSORS_TYPE: {}}, "description": "safetensors"},
         304: {"description": "the state has the hash of If-None-Match"},
-        **deps.for_callers(problems.NoState, problems.NotAcceptable),
+        **deps.for_callers(problems.NoState),
     },
 )
 def get_prompts(
@@ -135,7 +108,6 @@ def get_prompts(
     signer: SignerOf,
     federation: Viewed,
     round: RoundQuery = "latest",
-    accept: Annotated[str, Header()] = "*/*",
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
     """The global state after a round. The ETag is its state hash, which `Promptfed-Signature` signs; `Repr-Digest` is
@@ -144,19 +116,12 @@ def get_prompts(
     with registry.database.read() as session:
         state = rounds.state_of(session, federation, round_number(round))
     signature = signer.sign(statement(federation.id, state.round, state.state_hash))
-    headers = {"ETag": f'"{state.state_hash}"', "Vary": "Accept", SIGNATURE_HEADER: signature}
+    headers = {"ETag": f'"{state.state_hash}"', SIGNATURE_HEADER: signature}
     known = [tag.strip().removeprefix("W/").strip('"') for tag in (if_none_match or "").split(",")]
     if state.state_hash in known or "*" in known:
         return Response(status_code=status.HTTP_304_NOT_MODIFIED, headers=headers)
-    kinds = [part.split(";")[0].strip().lower() for part in accept.split(",")]
-    place = registry.blobs.place(state.sha256)
-    for kind in kinds:
-        if kind in TENSOR_TYPES:
-            digest = base64.b64encode(bytes.fromhex(state.sha256.removeprefix("sha256:"))).decode()
-            return tensors_at(place, headers | {"Repr-Digest": f"sha-256=:{digest}:"})
-        if kind == "application/json":
-            return _as_json(state, decode_place(place)[0], headers)
-    raise problems.NotAcceptable("the state comes as application/octet-stream (safetensors) or application/json")
+    digest = base64.b64encode(bytes.fromhex(state.sha256.removeprefix("sha256:"))).decode()
+    return tensors_at(registry.blobs.place(state.sha256), headers | {"Repr-Digest": f"sha-256=:{digest}:"})
 
 
 def tensors_at(place: bytes | FilePath, headers: dict[str, str]) -> Response:
@@ -171,38 +136,19 @@ def round_number(round: str) -> int | None:
     return None if round == "latest" else int(round)
 
 
-def _as_json(state: rounds.StoredState, tensors: Arrays, headers: dict[str, str]) -> JSONResponse:
-    numbers = sum(tensor.size for tensor in tensors.values())
-    if numbers > MOST_JSON_NUMBERS:
-        text = f"the state has {numbers} numbers; JSON is given up to {MOST_JSON_NUMBERS}"
-        raise problems.NotAcceptable(f"{text}: ask for application/octet-stream")
-    view = PromptsView(
-        round=state.round,
-        state_hash=state.state_hash,
-        tensors={name: TensorView.of(tensor) for name, tensor in sorted(tensors.items())},
-    )
-    return JSONResponse(view.model_dump(mode="json"), headers=headers)
-
-
 @router.get(
     "/metrics",
-    response_model=MetricList,
-    responses={200: {"content": {"text/csv": {}}, "description": "JSON or CSV"}, **deps.for_callers()},
+    response_class=Response,
+    responses={200: {"content": {"text/csv": {}}, "description": "CSV"}, **deps.for_callers()},
 )
-def get_metrics(
-    registry: RegistryOf,
-    federation: Informed,
-    format: Annotated[Literal["json", "csv"], Query()] = "json",
-    limit: Annotated[int | None, Query(ge=1, le=1000, description="at most so many rounds; default: all")] = None,
-    after: After = None,
-) -> Response:
-    """All metrics by round: clients' metrics, accuracies, bytes, seconds. With ``limit`` in pages, as ``rounds``."""
+def get_metrics(registry: RegistryOf, federation: Informed) -> Response:
+    """All numbers by round: clients' metrics, accuracies, bytes, seconds."""
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
-        numbers, following = rounds.numbers_of_page(session, federation.id, limit, after)
-    if format == "csv":
-        return streamed(rounds.as_csv(registry.database, federation, numbers), "text/csv; charset=utf-8")
-    return streamed(rounds.as_json(registry.database, federation, numbers, following), "application/json")
+        numbers = rounds.rounds(session, federation.id)
+    pieces = rounds.as_csv(registry.database, federation, numbers)
+    begun = next(pieces)  # what fails before it is answered as a problem
+    return StreamingResponse(chain([begun], pieces), media_type="text/csv; charset=utf-8")
 
 
 async def _body(request: Request, _: Operated) -> bytes:

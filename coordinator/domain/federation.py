@@ -154,13 +154,8 @@ class Federation:
     _last_context: LastContext = field(default_factory=LastContext, repr=False, compare=False)
 
     @property
-    def unreadable(self) -> bool:
-        """Whether its stored data cannot be read; ``absent`` says why."""
-        return isinstance(self.method, UnreadableFederation)
-
-    @property
     def absent(self) -> str | None:
-        """Why the federation's method is not available; None if it is."""
+        """Why the federation stands still: its method is not here, or its rows cannot be read. None if it does not."""
         return self.method.why if isinstance(self.method, AbsentMethod) else None
 
     @property
@@ -344,7 +339,10 @@ def _refuse(self: AbsentMethod, *arguments: object, **named: object) -> NoReturn
 
 
 class AbsentMethod(Method):
-    """Replaces a method whose package is missing or broken. Its federation stands still."""
+    """Replaces a method whose package is missing or broken, or that of a federation whose rows cannot be read.
+
+    Its federation stands still; others continue.
+    """
 
     name = "absent"
     aggregate = classifier = dims = initial_state = phases = state_tensors = train = _refuse
@@ -352,10 +350,6 @@ class AbsentMethod(Method):
     def __init__(self, why: str):
         super().__init__(Hyperparameters())
         self.why = why
-
-
-class UnreadableFederation(AbsentMethod):
-    """Replaces the method of a federation whose stored data cannot be read. It stands still; others continue."""
 
 
 def kept_method(spec: FederationSpec) -> Method:

@@ -33,8 +33,8 @@ from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import Held, Stored, put_tensors, room
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.queries import means_by_round
-from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow, UpdateRow
-from promptfed.shared.api.api_schemas import DiskView, SelectionView
+from promptfed.coordinator.store.tables import PhaseRow, StateRow, SumRow, TaskRow, UpdateRow
+from promptfed.shared.api.api_schemas import SelectionView
 from promptfed.shared.methods.core.checks import check_clients, check_hopeless, check_sizes, needed_bytes
 from promptfed.shared.methods.core.interface import (
     Measured,
@@ -50,35 +50,6 @@ from promptfed.shared.spec.sections import FINAL, best
 from promptfed.shared.tensors import Arrays, TensorError, method_part, size_of, state_hash
 
 
-def disk_of(registry: Registry, federation: Federation, context: ServerContext) -> DiskView | None:
-    """Disk space for the enrolled trainers, or as many as the spec asks for; None if it is small.
-
-    Raises MethodError as ``dims`` does.
-    """
-    trainers = max(len(federation.run.trainers()), federation.spec.participation.min_clients)
-    needed = needed_bytes(federation.spec, federation.method, context, trainers)
-    if not needed:
-        return None
-    return DiskView(needed=needed, trainers=trainers, free=shutil.disk_usage(registry.blobs.incoming).free)
-
-
-def no_room(disk: DiskView) -> str:
-    """Why a federation does not fit, and what to do."""
-    trainers = counted(disk.trainers, "trainer needs", "trainers need")
-    text = f"{trainers} about {disk.needed:,} bytes of disk at once, and {disk.free:,} are free"
-    return f"{text}: make room, train less, or send transport: bfloat16 where the method has it"
-
-
-def disk_told(registry: Registry, federation: Federation) -> DiskView | None:
-    """As ``disk_of``; None while the backbone's shape is unknown."""
-    if federation.shape is None or federation.absent is not None:
-        return None
-    try:
-        return disk_of(registry, federation, federation.context())
-    except MethodError:
-        return None  # The start says why it cannot run.
-
-
 @dataclass(frozen=True)
 class Computed:
     """Result of an aggregation: the state, what the report keeps, what the rule made of each counted client."""
@@ -86,24 +57,23 @@ class Computed:
     after: Arrays
     measured: dict[str, Any]
     judged: Mapping[str, Judged]
-    clients: list[str]
-    summed: sums.Summed | None = None
+    total: SumRow | None = None
 
 
-def compute(registry: Registry, federation: Federation, state: Arrays, phase_id: int, given: Given) -> Computed:
+def compute(registry: Registry, federation: Federation, state: Arrays, closed: PhaseRow, given: Given) -> Computed:
     """The state after the closed phase, of its stored updates or its secure sum.
 
     Raises:
         SecureError: the sum cannot be one of honest clients.
     """
-    changed: dict[str, float] = {}
-    run = federation.run
     if federation.spec.secure_aggregation is not None:
-        summed = sums.summed(registry, federation, state, run.round, run.step)
-        return Computed(summed.after, summed.measured(), {}, [], summed)
-    phase = federation.method_phase(run.round, run.step)
+        after, total, norm = sums.summed(registry, federation, state, closed)
+        told = {"sum_clients": total.count, "sum_weight": total.weight, "mean_norm": norm}
+        return Computed(after, {"phase": told, "clients": {}}, {}, total)
+    phase = federation.method_phase(closed.round, closed.step)
     if federation.spec.privacy.protects_clients:
-        return _computed_with_noise(registry, federation, state, phase_id, phase, given)
+        return _computed_with_noise(registry, federation, state, closed, phase, given)
+    changed: dict[str, float] = {}
     context, rule = federation.context(), Rule(federation.spec.aggregation, state)
     payload = lru_cache(maxsize=8)(lambda sha256: registry.blobs.tensors(sha256)[0])  # of most, the same
     with room(registry.blobs) as rule.room:
@@ -111,27 +81,30 @@ def compute(registry: Registry, federation: Federation, state: Arrays, phase_id:
         measured = rows.measured(stored, lambda client: payload(given.payloads[client]), changed)
         after = global_state.after_phase(federation, state, phase, measured, rule, context)
     report = {**_finite(_measured(federation, state, phase, after, context)), "changes": _finite_numbers(changed)}
-    return Computed(after, report, rule.judged, [client for client, _, _ in given.updates])
+    return Computed(after, report, rule.judged)
 
 
 def _computed_with_noise(
     registry: Registry,
     federation: Federation,
     state: Arrays,
-    phase_id: int,
+    closed: PhaseRow,
     phase: Phase,
     given: Given,
 ) -> Computed:
+    terms = sums.terms_of(federation, closed)
     with registry.database.read() as session:
-        terms = sums.terms_of(federation, session.get_one(PhaseRow, phase_id))
         before = sums.released(session, federation)
     stream, context = global_state.stored_updates(registry.blobs, given.updates), federation.context()
-    noised = sums.noised(federation, state, phase, stream, terms, context)
-    measures = _measured(federation, state, phase, noised.after, context)
-    told = {"changes": noised.mean.lengths, "privacy": noised.measured(federation, before + 1, registry.noise.kind)}
-    return Computed(
-        noised.after, {**_finite(measures), **told}, noised.judged(), [client for client, _, _ in given.updates]
-    )
+    after, mean = sums.noised(federation, state, phase, stream, terms, context)
+    measures = _measured(federation, state, phase, after, context)
+    noise = sums.noise_told(federation, terms, before + 1, registry.noise.kind)
+    judged = {
+        client: Judged("clipped" if length > terms.clip else "counted", 1 / terms.divisor, None)
+        for client, length in mean.lengths.items()
+    }
+    report = {**_finite(measures), "changes": mean.lengths, "privacy": noise}
+    return Computed(after, report, judged)
 
 
 def note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) -> None:
@@ -249,11 +222,16 @@ def _expect_room(registry: Registry, federation: Federation, context: ServerCont
         check_sizes(federation.spec, federation.method, context, trainers)
         check_clients(federation.spec, trainers)
         check_hopeless(federation.method, federation.spec, context, trainers)
-        disk = disk_of(registry, federation, context)
+        needed = needed_bytes(federation.spec, federation.method, context, trainers)
     except MethodError as error:
         raise problems.CannotStart(str(error)) from None
-    if disk is not None and disk.needed > disk.free:
-        raise problems.CannotStart(no_room(disk))
+    free = shutil.disk_usage(registry.blobs.incoming).free
+    if needed > free:
+        who = counted(trainers, "trainer needs", "trainers need")
+        text = f"{who} about {needed:,} bytes of disk at once, and {free:,} are free"
+        raise problems.CannotStart(
+            f"{text}: make room, train less, or send transport: bfloat16 where the method has it"
+        )
 
 
 def _send_start(change: Change) -> None:
@@ -324,7 +302,7 @@ def aggregate(registry: Registry, id: str) -> None:
         counted = given(session, federation, phase.id)
     with registry.metrics.job_seconds.labels("aggregate").time():
         try:
-            result = compute(registry, federation, state, phase.id, counted)
+            result = compute(registry, federation, state, phase, counted)
         except SecureError as error:
             with registry.change(id) as change:
                 change.send(run_state.SumInvalid(f"{error.kind}: {error}"))
@@ -340,16 +318,17 @@ def aggregate(registry: Registry, id: str) -> None:
             _commit_state(change, result.after, stored, phase.name, phase.id)
             change.batch.phases[phase.id]["measured"] = result.measured
             note_judged(change.session, phase.id, result.judged)
-            if result.summed is not None:
-                change.session.add(result.summed.row(phase.id))
+            if result.total is not None:
+                change.session.add(result.total)
                 sums.forget_answers(change.session, federation, run.round)
             change.send(run_state.JobDone(clock.monotonic()))
             _serve_at_once(registry, change, held, result.after)
             point("state-before-commit")
     point("state-committed")
-    if result.summed is not None:
+    if result.total is not None:
         point("exchanges-deleted")
-    verdicts = Counter(result.judged[c].verdict if c in result.judged else "counted" for c in result.clients)
+    judged = result.judged
+    verdicts = Counter(judged[c].verdict if c in judged else "counted" for c, _, _ in counted.updates)
     for verdict, number in verdicts.items():
         registry.metrics.updates.labels(verdict).inc(number)
 

@@ -13,10 +13,10 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import (
+    AbsentMethod,
     Client,
     EnrolmentToken,
     Federation,
-    UnreadableFederation,
     federation_of,
     kept_method,
 )
@@ -121,7 +121,7 @@ def _unreadable(id: str, name: str, error: Exception) -> Federation:
         known = FederationSpec.model_validate(spec)
     except ValidationError:
         known = FederationSpec.model_validate(spec | {"name": id})
-    method = UnreadableFederation(f"its stored spec or rows cannot be read: {one_line(why)[:500]}")
+    method = AbsentMethod(f"its stored spec or rows cannot be read: {one_line(why)[:500]}")
     return replace(federation_of(id, known, method), run=Run(state="failed", reason=f"unreadable: {method.why}"))
 
 

@@ -28,7 +28,7 @@ from promptfed.coordinator.engine.audit import Operator, operator_of
 from promptfed.coordinator.engine.committer import Committer, RegistryClosed
 from promptfed.coordinator.engine.recorder import Change, Changes
 from promptfed.coordinator.engine.telemetry import LastSeen, Metrics
-from promptfed.coordinator.problems import FederationMoving, MethodAbsent, NotFound, Unreadable
+from promptfed.coordinator.problems import FederationMoving, MethodAbsent, NotFound
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database, DatabaseAway
 from promptfed.coordinator.store.leases import Fenced, Leases
@@ -166,8 +166,7 @@ class Registry:
     def _begin(self, federation: Federation) -> None:
         """Continue the run of a federation that was just read."""
         if federation.absent is not None:
-            text = "%s is left alone: %s" if federation.unreadable else "%s waits for its method: %s"
-            log.error(text, federation.name, federation.absent, extra=telemetry.where(federation))
+            log.error("%s is left alone: %s", federation.name, federation.absent, extra=telemetry.where(federation))
         elif federation.run.state not in ENDED:
             now = clock.monotonic()
             with self.change(federation.id) as change:
@@ -270,11 +269,9 @@ class Registry:
         if federation is None:
             self.expect_here(id)
             raise NotFound("there is no such federation")
-        if federation.unreadable:
-            raise Unreadable(f"{federation.name} is left alone: {federation.absent}")
         if federation.absent is not None:
-            why = f"{federation.name} waits for its method: {federation.absent}"
-            raise MethodAbsent(f"{why}; then start the coordinator again")
+            why = f"{federation.name} is left alone: {federation.absent}"
+            raise MethodAbsent(f"{why}; mend that, then start the coordinator again")
         return federation
 
     def find(self, id_or_name: str) -> Federation:
@@ -403,5 +400,5 @@ class Registry:
             keys += [(id, EVENTS), *((id, name) for name in names)]
         self.wake(keys)
         for change in changes.by_id.values():
-            for kind, data in telemetry.together(change.emitted):
+            for kind, data in change.emitted:
                 log.info(kind, extra=telemetry.of_event(change.federation.name, data))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Select, delete, or_, select, true, update
+from sqlalchemy import delete, or_, select, true, update
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Federation
@@ -121,18 +121,6 @@ def _named(session: Session, digests: list[str]) -> set[str]:
     }
 
 
-def digests_of(session: Session, id: str) -> set[str]:
-    """Every blob that a federation's rows name."""
-    mine = select(TaskRow.id).where(TaskRow.federation_id == id)
-    queries: list[Select[Any]] = [
-        select(StateRow.sha256).where(StateRow.federation_id == id),
-        select(UpdateRow.sha256).where(UpdateRow.task_id.in_(mine)),
-        select(TaskRow.payload_sha256).where(TaskRow.federation_id == id),
-        select(FederationRow.supplied_state).where(FederationRow.id == id),
-    ]
-    return {digest for query in queries for digest in session.scalars(query) if digest}
-
-
 def _kept_from(federation: Federation) -> int:
     return federation.run.round if federation.run.state in ENDED else federation.run.round - 1
 
@@ -212,7 +200,8 @@ def _delete_rows(registry: Registry, id: str) -> None:
         with registry.write(id) as session:
             any_rows, digests = _delete_some(session, id)
             if not any_rows:
-                digests = digests_of(session, id)
+                supplied = select(FederationRow.supplied_state).where(FederationRow.id == id)
+                digests = {digest for digest in session.scalars(supplied) if digest is not None}
                 session.execute(delete(FederationRow).where(FederationRow.id == id))
         point("federation-rows-deleted")
         collect(registry, digests)

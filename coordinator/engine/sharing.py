@@ -2,15 +2,16 @@
 
 One thread says every second that this coordinator is there and looks at all leases. A second one takes leases, many at
 once: what is free is the first one's that sees it. Others read federations into memory, running ones first; those of
-which nothing is due are read when somebody asks for them. One thread looks at the object store.
+which nothing is due are read when somebody asks for them. One thread looks at the object store: without it a
+coordinator does not say that it is there, and the others take its federations.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,7 +22,7 @@ from promptfed.coordinator.engine.audit import operator_of
 from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import Refusal
-from promptfed.coordinator.store.bucket import ObjectsWatch
+from promptfed.coordinator.store.bucket import Bucket, ObjectStoreAway
 from promptfed.coordinator.store.database import DatabaseAway
 from promptfed.coordinator.store.leases import RENEW_SECONDS, LeaseLook, Leases
 from promptfed.coordinator.store.tables import DELETING, FederationRow, OperatorRow
@@ -30,24 +31,26 @@ from promptfed.shared.messages import ENDED
 log = logging.getLogger("promptfed.coordinator")
 
 READERS = 4  # threads that read federations into memory
+LOOK_SECONDS = 1.0  # between two looks at the object store
+AWAY_SECONDS = 3.0  # for which the object store may not answer
 FAILURES = (SQLAlchemyError, DatabaseAway, Refusal, RegistryClosed)
 
 
 class Sharing:
     """Keeps the leases of one registry, and has it take up and let go of federations."""
 
-    def __init__(self, registry: Registry, leases: Leases, objects: ObjectsWatch | None):
+    def __init__(self, registry: Registry, leases: Leases, bucket: Bucket | None):
         self._registry = registry
         self._leases = leases
-        self._objects = objects
+        self._bucket = bucket
+        self._objects_seen = time.monotonic()
         self._ended = threading.Event()
         self._wanted: list[str] = []
-        self._given: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._work = threading.Event()
         self._readers = ThreadPoolExecutor(READERS, "sharing")
         self._warned = ""
         loops: list[Callable[[], None]] = [self._renew_all, self._take_all]
-        if objects is not None:
+        if bucket is not None:
             loops.append(self._look_at_objects)
         self._threads = [threading.Thread(target=loop, name=f"sharing{loop.__name__}", daemon=True) for loop in loops]
 
@@ -77,6 +80,9 @@ class Sharing:
 
     def renew(self) -> None:
         """Once: say that this one is there, let go of what was lost, and have taken up what is free."""
+        if self._bucket is not None and time.monotonic() - self._objects_seen > AWAY_SECONDS:
+            self._warn("the object store does not answer: other coordinators take over")
+            return
         try:
             self._plan(self._renew())
         except (SQLAlchemyError, DatabaseAway) as error:
@@ -86,7 +92,6 @@ class Sharing:
 
     def _renew(self) -> LeaseLook:
         """Renew the leases and let go of what was lost."""
-        self._leases.lost = self._objects.lost if self._objects is not None else None
         with self._leases.renew() as look:
             with self._registry.database.read() as session:
                 rows = session.scalars(select(OperatorRow)).all()
@@ -100,25 +105,9 @@ class Sharing:
             self.renew()
 
     def _plan(self, look: LeaseLook) -> None:
-        """Note what this coordinator is to take; give back what others should have, where the object store is away."""
-        me = self._leases.id
-        if me not in look.takers and self._objects is not None and self._objects.gives_away:
-            self._wanted = []
-            self._give([id for id, holder in look.leases.items() if holder == me])
-            return
-        free = [id for id, holder in look.leases.items() if holder is None]
-        self._wanted = [*look.dropped, *(free if me in look.takers else ())]
+        self._wanted = look.free
         if self._wanted:
             self._work.set()
-
-    def _give(self, ids: Sequence[str]) -> None:
-        if not ids:
-            return
-        self._leases.hand_over(ids)  # from here on it answers for none of them
-        for id in ids:
-            self._given.put(id)
-        self._work.set()
-        log.info("%d federations are handed over", len(ids))
 
     # Taking over
 
@@ -126,8 +115,6 @@ class Sharing:
         while not self._ended.is_set():
             self._work.wait()
             self._work.clear()
-            while not self._given.empty():
-                self._registry.lose(self._given.get())
             self._take(self._wanted)
 
     def _take(self, ids: Sequence[str]) -> None:
@@ -178,10 +165,13 @@ class Sharing:
     # The object store
 
     def _look_at_objects(self) -> None:
-        assert self._objects is not None
-        pause = 0.0
-        while not self._ended.wait(pause):
-            pause = self._objects.look()
+        assert self._bucket is not None
+        while not self._ended.wait(LOOK_SECONDS):
+            try:
+                self._bucket.probe(writes=False)
+                self._objects_seen = time.monotonic()
+            except ObjectStoreAway as error:
+                log.error("%s", error)
 
     def _warn(self, text: str) -> None:
         if text != self._warned:

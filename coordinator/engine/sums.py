@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state, secure_sums
-from promptfed.coordinator.aggregation.rules import Judged
 from promptfed.coordinator.aggregation.secure_sums import Attempt, NoiseTerms, PrivateMean, private_mean
 from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.run_state import SecureStep
@@ -42,32 +40,16 @@ def released(session: Session, federation: Federation) -> int:
     return session.scalar(select(func.count()).where(*mine)) or 0
 
 
-@dataclass(frozen=True)
-class Noised:
-    """A state with its noise, and what the round's report keeps."""
-
-    after: Arrays
-    mean: PrivateMean
-    terms: NoiseTerms
-
-    def judged(self) -> dict[str, Judged]:
-        """What became of each client's change."""
-        clip, share = self.terms.clip, 1 / self.terms.divisor
-        return {
-            client: Judged("clipped" if length > clip else "counted", share, None)
-            for client, length in self.mean.lengths.items()
-        }
-
-    def measured(self, federation: Federation, phases: int, noise: str) -> dict[str, Any]:
-        """Of the phase: what it was noised with, and what all ``phases`` so far have cost."""
-        return {
-            **costs(federation.spec, phases),
-            "delta": federation.spec.privacy.delta,
-            "clip": self.terms.clip,
-            "noise_multiplier": self.terms.noise_multiplier,
-            "expected": self.terms.expected,
-            "noise": "seeded" if noise == "seeded" else "central",
-        }
+def noise_told(federation: Federation, terms: NoiseTerms, phases: int, noise: str) -> dict[str, Any]:
+    """Of a phase: what it was noised with, and what all ``phases`` so far have cost."""
+    return {
+        **costs(federation.spec, phases),
+        "delta": federation.spec.privacy.delta,
+        "clip": terms.clip,
+        "noise_multiplier": terms.noise_multiplier,
+        "expected": terms.expected,
+        "noise": "seeded" if noise == "seeded" else "central",
+    }
 
 
 def noised(
@@ -77,11 +59,11 @@ def noised(
     updates: Iterable[ClientUpdate],
     terms: NoiseTerms,
     context: ServerContext,
-) -> Noised:
-    """The state after ``phase`` of these updates, whose mean is clipped and noised by ``terms``."""
+) -> tuple[Arrays, PrivateMean]:
+    """The state after ``phase`` of these updates, and their mean, which is clipped and noised by ``terms``."""
     payload = global_state.common_payload(federation, state, phase, context)
     mean = private_mean(updates, payload, secure_sums.shapes(federation, phase), terms)
-    return Noised(global_state.after_mean(federation, state, phase, mean.tensors, context), mean, terms)
+    return global_state.after_mean(federation, state, phase, mean.tensors, context), mean
 
 
 def attempt_of(registry: Registry, federation: Federation, round: int, step: int) -> Attempt:
@@ -107,38 +89,19 @@ def told(registry: Registry, federation: Federation, task: OpenTask) -> bytes:
     return attempt_of(registry, federation, task.round, task.step).told(task.client, task.kind)
 
 
-@dataclass(frozen=True)
-class Summed:
-    """A secure sum that was opened, and the state that follows from it."""
-
-    after: Arrays
-    total: Whole
-    weight: float
-    clients: int
-    norm: float
-
-    def measured(self) -> dict[str, Any]:
-        """What the round's report keeps: nothing of any one client."""
-        phase = {"sum_clients": self.clients, "sum_weight": self.weight, "mean_norm": self.norm}
-        return {"phase": phase, "clients": {}}
-
-    def row(self, phase_id: int) -> SumRow:
-        """The sum as it is kept."""
-        body = self.total.astype("<i8").tobytes()
-        return SumRow(phase_id=phase_id, sha256=digest_of(body), body=body, count=self.clients, weight=self.weight)
-
-
-def summed(registry: Registry, federation: Federation, state: Arrays, round: int, step: int) -> Summed:
-    """Open the sum of a closed attempt.
+def summed(registry: Registry, federation: Federation, state: Arrays, phase: PhaseRow) -> tuple[Arrays, SumRow, float]:
+    """Open the sum of a closed attempt, whose last step is ``phase``: the state, the sum, and the mean change's norm.
 
     Raises:
         SecureError: ``bad-shares`` or ``sum-invalid``: it cannot be a sum of honest clients.
     """
-    attempt = attempt_of(registry, federation, round, step)
-    total, phase = attempt.total(), federation.method_phase(round, step)
-    after, norm = state_after(federation, state, phase, total, attempt.weight, federation.context())
+    attempt = attempt_of(registry, federation, phase.round, phase.step)
+    total, of_method = attempt.total(), federation.method_phase(phase.round, phase.step)
+    after, norm = state_after(federation, state, of_method, total, attempt.weight, federation.context())
     point("sum-computed")
-    return Summed(after, total, attempt.weight, len(attempt.confirm.alive), norm)
+    body, count = total.astype("<i8").tobytes(), len(attempt.confirm.alive)
+    row = SumRow(phase_id=phase.id, sha256=digest_of(body), body=body, count=count, weight=attempt.weight)
+    return after, row, norm
 
 
 def state_after(

@@ -22,7 +22,6 @@ from promptfed.coordinator.domain import clock, run_state
 from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
 from promptfed.coordinator.engine import audit, recovery
-from promptfed.coordinator.engine.jobs import disk_told, no_room
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import has_expired
 from promptfed.coordinator.operations import tokens
@@ -101,7 +100,7 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
     """Create a federation, or return the one that this Idempotency-Key has created.
 
     Raises:
-        InvalidSpec, NameTaken, KeyReused, StorageFull: it cannot be created.
+        InvalidSpec, NameTaken, KeyReused: it cannot be created.
     """
     request_digest = _digest_of(raw)
     with registry.exclusively():
@@ -112,7 +111,6 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
         if any(spec.name in (federation.name, federation.id) for federation in registry.federations.values()):
             raise _taken(spec)
         federation = new_federation("fed-" + secrets.token_hex(8), spec)
-        _expect_room(registry, federation)
         federation = _budgeted(federation, registry.noise)
         if spec.participation.draw == "secret" and federation.sampling_key is None:
             federation = federation.drawing_with(secrets.token_hex(32))
@@ -126,13 +124,6 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
         registry.add(federation)
     point("federation-created")
     return federation
-
-
-def _expect_room(registry: Registry, federation: Federation) -> None:
-    """Refuse a federation that does not fit on the disk, if the spec gives the shape; ``start`` checks again."""
-    disk = disk_told(registry, federation)
-    if disk is not None and disk.needed > disk.free:
-        raise problems.StorageFull(no_room(disk))
 
 
 def _taken(spec: FederationSpec) -> problems.NameTaken:

@@ -296,7 +296,7 @@ def _computed(registry: Registry, federation: Federation, step: Step, before: Ar
     phase = federation.method_phase(step.state.round, step.number)
     updates = global_state.stored_updates(registry.blobs, step.given.updates)
     if step.terms is not None:
-        return sums.noised(federation, before, phase, updates, step.terms, context).after
+        return sums.noised(federation, before, phase, updates, step.terms, context)[0]
     if step.total is not None:
         total = np.frombuffer(step.total.body, dtype="<i8").astype(np.int64)
         return sums.state_after(federation, before, phase, total, step.total.weight, context)[0]

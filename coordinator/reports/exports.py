@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import and_, case, exists, func, select
-from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.reports.federations import client_view, federation_view, spent_in
-from promptfed.coordinator.reports.rounds import round_report, state_of
+from promptfed.coordinator.reports.federations import client_view, federation_view
+from promptfed.coordinator.reports.rounds import round_report, rounds, state_of
 from promptfed.coordinator.store import queries
-from promptfed.coordinator.store.tables import ClientRow, ExchangeRow, PhaseRow, StateRow, SumRow, TaskRow, UpdateRow
+from promptfed.coordinator.store.tables import ClientRow
 from promptfed.shared.api.api_schemas import ClientView, FederationView
 from promptfed.shared.api.export_card import (
     BACKBONE_CONFIG,
@@ -37,7 +34,6 @@ from promptfed.shared.api.export_card import (
     facts_of,
     spec_hash,
 )
-from promptfed.shared.api.report_schemas import CentralPrivacy, EvaluationReport
 from promptfed.shared.canonical import parse_json
 from promptfed.shared.methods import METHODS
 from promptfed.shared.spec.spec import SpecError
@@ -71,7 +67,8 @@ def known_of(registry: Registry, federation: Federation, round: int) -> Known:
         stored = state_of(session, federation, round)
         view = federation_view(session, federation)
         clients = [client_view(row) for row in session.scalars(queries.clients(federation.id).order_by(ClientRow.name))]
-        tally = tally_of(session, federation, round)
+        begun = (number for number in rounds(session, federation.id) if number <= round)
+        tally = Tally(round_report(session, federation, number) for number in begun)
     place = registry.blobs.place(stored.sha256)
     whole, _ = decode_place(place)
     state = method_part(whole)
@@ -80,62 +77,6 @@ def known_of(registry: Registry, federation: Federation, round: int) -> Known:
         size = len(place) if isinstance(place, bytes) else place.stat().st_size
         file = file.model_copy(update={"bytes": size, "sha256": stored.sha256.removeprefix("sha256:")})
     return Known(view, clients, tally, round, state_hash(state), file)
-
-
-def tally_of(session: Session, federation: Federation, round: int) -> Tally:
-    """What the reports of all rounds up to ``round`` add up to, without reading them all."""
-    tally = Tally()
-    until = (PhaseRow.federation_id == federation.id, PhaseRow.round <= round)
-    secure = federation.spec.secure_aggregation is not None
-    answers, kind = (ExchangeRow, "mask") if secure else (UpdateRow, "train")
-    counts = and_(TaskRow.counted, PhaseRow.kind == kind)
-    tasks = select(TaskRow).join(PhaseRow, PhaseRow.id == TaskRow.phase_id).where(*until)
-    last = func.max(case((answers.metrics.is_not(None), TaskRow.phase_id)))
-    sums = (func.sum(answers.bytes), func.sum(TaskRow.bytes_down), func.count(case((counts, 1))), last)
-    by_client = tasks.outerjoin(answers, answers.task_id == TaskRow.id).with_only_columns(TaskRow.client, *sums)
-    phases: dict[str, int] = {}
-    for client, up, down, counted, phase in session.execute(by_client.group_by(TaskRow.client)):
-        tally.up += int(up or 0)
-        tally.down += int(down or 0)
-        tally.counted[client] = counted
-        if phase is not None:
-            phases[client] = phase
-    states = (StateRow.federation_id == federation.id, StateRow.round <= round, StateRow.phase_id.is_not(None))
-    tally.states = session.scalar(select(func.count(StateRow.round.distinct())).where(*states)) or 0
-    tally.measured = _last_measured(session, federation, until)
-    if secure:
-        opened = select(func.min(SumRow.count)).join(PhaseRow, PhaseRow.id == SumRow.phase_id)
-        tally.smallest_sum = session.scalar(opened.where(*until))
-    if federation.spec.privacy.level == "sample":
-        counting = exists().where(TaskRow.phase_id == PhaseRow.id, counts)
-        tally.rounds_counted = (
-            session.scalar(select(func.count(PhaseRow.round.distinct())).where(*until, counting)) or 0
-        )
-        tally.spent = {client: cost for client, (_, cost) in spent_in(session, answers, phases).items()}
-    if federation.spec.privacy.level == "client":
-        tally.central = _last_release(session, until)
-    return tally
-
-
-def _last_measured(
-    session: Session, federation: Federation, until: Sequence[Any]
-) -> tuple[int, EvaluationReport] | None:
-    """The last of the rounds of which a client has evaluated the state, and the report of the evaluation."""
-    evaluated = select(PhaseRow.round).where(*until, PhaseRow.kind == "evaluate").distinct()
-    for number in session.scalars(evaluated.order_by(PhaseRow.round.desc())):
-        evaluation = round_report(session, federation, number).evaluation
-        if evaluation is not None and evaluation.clients:
-            return number, evaluation
-    return None
-
-
-def _last_release(session: Session, until: Sequence[Any]) -> CentralPrivacy | None:
-    """What the noised sums so far have cost, by the last one."""
-    query = select(PhaseRow.measured).where(*until, PhaseRow.measured.is_not(None))
-    for measured in session.scalars(query.order_by(PhaseRow.round.desc(), PhaseRow.step.desc())):
-        if measured.get("privacy") is not None:
-            return CentralPrivacy.model_validate(measured["privacy"])
-    return None
 
 
 def _described(tensors: Arrays) -> CardFile:

@@ -27,7 +27,6 @@ from promptfed.coordinator.store.tables import (
     UpdateRow,
 )
 from promptfed.shared.api import api_schemas as schemas
-from promptfed.shared.api import report_schemas
 from promptfed.shared.api.api_schemas import (
     FAILURES,
     CentralPrivacyView,
@@ -36,17 +35,18 @@ from promptfed.shared.api.api_schemas import (
     SpendList,
     SpendView,
 )
+from promptfed.shared.api.report_schemas import SpentPrivacy
 from promptfed.shared.messages import ENDED, PrivacyEvent, SpendReport
 from promptfed.shared.methods.core.checks import costs, drowned, noised_phases
 from promptfed.shared.methods.core.interface import MethodError
-from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION, Drowned
+from promptfed.shared.privacy.accounting import Drowned
 
 
 def federation_view(session: Session, federation: Federation) -> schemas.FederationView:
     """One federation: its state in memory, with its times and its newest state hash from the database."""
     columns = (FederationRow.created_at, FederationRow.started_at, FederationRow.ended_at)
     row = session.execute(select(*columns).where(FederationRow.id == federation.id)).one()
-    times = {name: _time(at) if federation.unreadable else at for name, at in row._mapping.items()}
+    times = {name: _time(at) for name, at in row._mapping.items()}
     run, stage = federation.run, federation.run.stage
     newest = queries.last_state(session, federation.id)
     awaited = stage.having("open") if stage is not None and not stage.closed else []
@@ -92,7 +92,7 @@ def _time(stored: object) -> datetime | None:
 
 def without_participation(view: schemas.FederationView) -> schemas.FederationView:
     """``view`` without anything that tells who takes part in the open phase, how many, or when they answer."""
-    told: dict[str, object] = {"disk": None, "stage": None, "asked": [], "answered": [], "failed": [], "awaited": []}
+    told: dict[str, object] = {"stage": None, "asked": [], "answered": [], "failed": [], "awaited": []}
     return view.model_copy(update=told)
 
 
@@ -154,38 +154,31 @@ def spends_of(session: Session, federation: Federation, client: Client) -> Spend
     return SpendList(federation_id=federation.id, client=client.name, spends=spends)
 
 
+def _reported(session: Session, federation: Federation, *where: Any) -> Iterator[tuple[Any, SpentPrivacy]]:
+    """The updates that report their privacy cost, in order of their phases; or masked vectors."""
+    table: type[UpdateRow | ExchangeRow] = UpdateRow
+    sent = UpdateRow.sha256
+    if federation.spec.secure_aggregation is not None:
+        table, sent = ExchangeRow, ExchangeRow.digest
+    for row in _answers(session, federation, table, sent.label("sent"), table.metrics, where=where):
+        spent = spent_privacy(row.metrics or {})
+        if spent is not None:
+            yield row, spent
+
+
 def _of_updates(session: Session, federation: Federation, client: Client) -> Iterator[SpendView]:
     """Updates, and masked vectors, whose changes are not known."""
-    plain = (UpdateRow.sha256.label("sent"), UpdateRow.metrics, UpdateRow.received_at)
-    masked = (ExchangeRow.digest.label("sent"), ExchangeRow.metrics, ExchangeRow.received_at)
-    for table, columns in ((UpdateRow, plain), (ExchangeRow, masked)):
-        for row in _answers(session, federation, client, table, *columns):
-            spent = spent_privacy(row.metrics or {})
-            if spent is not None:
-                release = row.sent.removeprefix("sha256:") if table is UpdateRow else None
-                q, z, count = (row.metrics[f"privacy_{name}"] for name in ("q", "z", "count"))
-                event = PrivacyEvent(mechanism="gaussian", q=q, z=z, count=round(count))
-                yield _spend(row, spent, [event], release, split="train")
-
-
-def spent_in(
-    session: Session, table: type[UpdateRow | ExchangeRow], phases: Mapping[str, int]
-) -> dict[str, tuple[int, report_schemas.SpentPrivacy]]:
-    """By client: the round and the privacy cost of its update, or masked vector, in the phase with this id."""
-    query = select(TaskRow.client, PhaseRow.id, PhaseRow.round, table.metrics).join(table, table.task_id == TaskRow.id)
-    query = query.join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
-    spent: dict[str, tuple[int, report_schemas.SpentPrivacy]] = {}
-    for client, phase, round, metrics in session.execute(query.where(PhaseRow.id.in_(set(phases.values())))):
-        cost = spent_privacy(metrics or {})
-        if cost is not None and phases.get(client) == phase:
-            spent[client] = (round, cost)
-    return spent
+    masked = federation.spec.secure_aggregation is not None
+    for row, spent in _reported(session, federation, TaskRow.client == client.name):
+        q, z, count = (row.metrics[f"privacy_{name}"] for name in ("q", "z", "count"))
+        event = PrivacyEvent(mechanism="gaussian", q=q, z=z, count=round(count))
+        yield _spend(row, spent, [event], None if masked else row.sent.removeprefix("sha256:"), split="train")
 
 
 def _of_evaluations(session: Session, federation: Federation, client: Client) -> Iterator[SpendView]:
     """Evaluations with noisy counts, which report their privacy cost."""
-    columns = (EvaluationRow.body, EvaluationRow.received_at)
-    for row in _answers(session, federation, client, EvaluationRow, *columns):
+    mine = (TaskRow.client == client.name,)
+    for row in _answers(session, federation, EvaluationRow, EvaluationRow.body, where=mine):
         if row.body.get("privacy") is not None:
             spent = SpendReport.model_validate(row.body["privacy"])
             yield _spend(row, spent, spent.events, None, split="test")
@@ -193,7 +186,7 @@ def _of_evaluations(session: Session, federation: Federation, client: Client) ->
 
 def _spend(
     row: Any,
-    spent: report_schemas.SpentPrivacy | SpendReport,
+    spent: SpentPrivacy | SpendReport,
     events: list[PrivacyEvent],
     release: str | None,
     split: Literal["train", "test"],
@@ -213,23 +206,22 @@ def _spend(
     )
 
 
-def _answers(session: Session, federation: Federation, client: Client, table: Any, *columns: Any) -> Iterator[Any]:
+def _answers(
+    session: Session, federation: Federation, table: Any, *columns: Any, where: Sequence[Any]
+) -> Iterator[Any]:
     query = (
-        select(TaskRow.id, PhaseRow.round, PhaseRow.name, *columns)
+        select(TaskRow.id, TaskRow.client, PhaseRow.round, PhaseRow.name, table.received_at, *columns)
         .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
         .join(table, table.task_id == TaskRow.id)
-        .where(TaskRow.federation_id == federation.id, TaskRow.client == client.name)
-        .order_by(table.received_at)
+        .where(TaskRow.federation_id == federation.id, *where)
+        .order_by(PhaseRow.id)
     )
     yield from session.execute(query)
 
 
 def privacy_view(session: Session, federation: Federation) -> PrivacyView:
     """The figures of all clients together, with warnings for the operator."""
-    given = federation.spec.privacy
-    trainers = [client for _, client in sorted(federation.clients.items()) if client.role == "trainer"]
-    protected = given.level == "sample"
-    clients = _of_clients(session, federation, trainers) if protected else []
+    clients = _of_clients(session, federation) if federation.spec.privacy.protects_records else []
     tasks = select(TaskRow.failure).where(TaskRow.federation_id == federation.id, TaskRow.failure.is_not(None))
     kinds = Counter(failure["type"] for failure in session.scalars(tasks))
     sums = (
@@ -238,15 +230,7 @@ def privacy_view(session: Session, federation: Federation) -> PrivacyView:
         .where(PhaseRow.federation_id == federation.id)
     )
     return PrivacyView(
-        level=given.level,
-        unit=given.unit if protected else None,
-        relation=RELATION,
-        accountant=ACCOUNTANT,
-        clip=given.clip,
-        noise_multiplier=given.noise_multiplier,
-        epsilon=given.epsilon,
-        delta=given.delta,
-        evaluation=given.evaluations if given.level != "none" else None,
+        level=federation.spec.privacy.level,
         withheld=_withheld(session, federation),
         clients=clients,
         smallest_sum=session.scalar(sums),
@@ -255,36 +239,21 @@ def privacy_view(session: Session, federation: Federation) -> PrivacyView:
     )
 
 
-def _of_clients(session: Session, federation: Federation, trainers: Sequence[Client]) -> list[ClientPrivacy]:
-    """ε of all releases, and the other figures of each client's last one: releases may be many."""
-    table = UpdateRow if federation.spec.secure_aggregation is None else ExchangeRow
-    epsilon = table.metrics["privacy_epsilon"].as_float()
-    query = select(TaskRow.client, TaskRow.phase_id, epsilon).join(table, table.task_id == TaskRow.id)
-    query = query.where(TaskRow.federation_id == federation.id, epsilon.is_not(None)).order_by(TaskRow.phase_id)
-    releases: dict[str, list[float]] = {}
-    last: dict[str, int] = {}
-    for client, phase, spent in session.execute(query):
-        releases.setdefault(client, []).append(spent)
-        last[client] = phase
-    told = spent_in(session, table, last)
-    return [_of_client(one, releases.get(one.name, []), *told.get(one.name, (None, None))) for one in trainers]
-
-
-def _of_client(
-    client: Client, releases: list[float], round: int | None, last: report_schemas.SpentPrivacy | None
-) -> ClientPrivacy:
-    return ClientPrivacy(
-        client=client.name,
-        planned=client.protection,
-        releases=len(releases),
-        round=round,
-        epsilon=last.epsilon if last is not None else None,
-        epsilon_replace_one=last.epsilon_replace_one if last is not None else None,
-        delta=last.delta if last is not None else None,
-        noise_multiplier=last.noise_multiplier if last is not None else None,
-        noise=last.noise if last is not None else None,
-        spent=releases,
-    )
+def _of_clients(session: Session, federation: Federation) -> list[ClientPrivacy]:
+    """ε of all releases, and the other figures of each trainer's last one."""
+    releases: dict[str, list[SpentPrivacy]] = {}
+    for row, spent in _reported(session, federation):
+        releases.setdefault(row.client, []).append(spent)
+    return [
+        ClientPrivacy(
+            client=name,
+            planned=client.protection,
+            spent=[spent.epsilon for spent in releases.get(name, [])],
+            last=releases[name][-1] if name in releases else None,
+        )
+        for name, client in sorted(federation.clients.items())
+        if client.role == "trainer"
+    ]
 
 
 def _withheld(session: Session, federation: Federation) -> int:
@@ -301,7 +270,7 @@ def _warnings(federation: Federation, clients: list[ClientPrivacy]) -> list[str]
     warnings = []
     if federation.privacy is None and federation.spec.secure_aggregation is None:
         warnings.append("nothing is protected: whoever has the prompts or an update can test for a training image")
-    seeded = [client.client for client in clients if client.noise == "seeded"]
+    seeded = [client.client for client in clients if client.last is not None and client.last.noise == "seeded"]
     if seeded:
         warnings.append(f"noise from a seed, which protects nothing: {', '.join(seeded)}")
     silent = [client.client for client in clients if client.planned is None]
@@ -310,7 +279,7 @@ def _warnings(federation: Federation, clients: list[ClientPrivacy]) -> list[str]
     over = [
         client.client
         for client in clients
-        if client.planned and client.epsilon and client.epsilon > client.planned.epsilon_planned * 1.01
+        if client.planned and client.last and client.last.epsilon > client.planned.epsilon_planned * 1.01
     ]
     if over:
         text = "ε of the ledger is over what this federation was to cost: other federations share it"
@@ -318,12 +287,12 @@ def _warnings(federation: Federation, clients: list[ClientPrivacy]) -> list[str]
     return warnings
 
 
-def spent_privacy(metrics: Mapping[str, float]) -> report_schemas.SpentPrivacy | None:
+def spent_privacy(metrics: Mapping[str, float]) -> SpentPrivacy | None:
     """The privacy cost of an update, which is stored among its metrics; None if it was not protected."""
     if "privacy_epsilon" not in metrics:
         return None
     noise: Literal["secret", "seeded"] = "seeded" if metrics["privacy_seeded"] else "secret"
-    return report_schemas.SpentPrivacy(
+    return SpentPrivacy(
         epsilon=metrics["privacy_epsilon"],
         epsilon_replace_one=metrics.get("privacy_replace_one"),
         delta=metrics["privacy_delta"],

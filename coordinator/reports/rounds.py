@@ -5,12 +5,10 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic_core import to_json
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session, defer
 
@@ -33,23 +31,13 @@ from promptfed.coordinator.store.tables import (
     TaskRow,
     UpdateRow,
 )
-from promptfed.shared.api import api_schemas as schemas
 from promptfed.shared.api import report_schemas
 from promptfed.shared.api.report_schemas import remarks
 from promptfed.shared.messages import ENDED
 from promptfed.shared.plain_text import csv_cell
 from promptfed.shared.spec.sections import FINAL
 
-AT_ONCE = 200  # rows of one piece, which take a millisecond or two in which no other thread runs
-
-T = TypeVar("T")
-
-
-def batches(rows: Iterable[T]) -> Iterator[list[T]]:
-    """``rows`` in lists of at most ``AT_ONCE``."""
-    rest = iter(rows)
-    while some := list(islice(rest, AT_ONCE)):
-        yield some
+AT_ONCE = 200  # rows that are fetched together, which takes a millisecond or two in which no other thread runs
 
 
 def attempts(federation: Federation, stages: Sequence[PhaseRow]) -> list[list[PhaseRow]]:
@@ -64,95 +52,12 @@ def attempts(federation: Federation, stages: Sequence[PhaseRow]) -> list[list[Ph
     return by_attempt
 
 
-def secure_report(session: Session, federation: Federation, stages: Sequence[PhaseRow]) -> report_schemas.SecureReport:
-    """The report of one attempt; ``stages``: its steps that have begun."""
-    plan = federation.rules.plan(stages[0].round, stages[0].step)
-    assert plan is not None, "it is an attempt's first step"
-    assert plan.secure is not None, "it is an attempt's first step"
-    steps = [_step(session, stage) for stage in stages]
-    total = session.scalars(select(SumRow).where(SumRow.phase_id.in_([stage.id for stage in stages]))).one_or_none()
-    measured = (stages[-1].measured or {}).get("phase", {})
-    return report_schemas.SecureReport(
-        attempt=plan.secure.attempt,
-        steps=steps,
-        sum_clients=total.count if total is not None else None,
-        sum_weight=total.weight if total is not None else None,
-        mean_norm=measured.get("mean_norm"),
-        privacy=_privacy(session, stages),
-    )
-
-
-def _privacy(session: Session, stages: Sequence[PhaseRow]) -> dict[str, report_schemas.SpentPrivacy] | None:
-    """The privacy cost of each client that sent a masked vector; None if nothing is protected."""
-    vectors = _masked_vectors(session, stages)
-    spent = {task.client: spent_privacy(exchange.metrics or {}) for task, exchange in vectors}
-    return {client: cost for client, cost in spent.items() if cost is not None} or None
-
-
-def _masked_vectors(session: Session, stages: Sequence[PhaseRow]) -> list[tuple[TaskRow, ExchangeRow]]:
-    """Tasks of an attempt's step ``mask`` with their answers (bodies deferred), in order of client name."""
-    masks = [stage.id for stage in stages[MASK : MASK + 1]]
-    query = select(TaskRow, ExchangeRow).join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
-    answered = query.where(TaskRow.phase_id.in_(masks)).order_by(TaskRow.client)
-    return [(task, exchange) for task, exchange in session.execute(answered.options(defer(ExchangeRow.body)))]
-
-
-def _step(session: Session, stage: PhaseRow) -> report_schemas.SecureStepReport:
-    rows = session.execute(select(TaskRow.client, TaskRow.status).where(TaskRow.phase_id == stage.id)).all()
-    return report_schemas.SecureStepReport(
-        kind="train" if stage.kind == "train" else stage.kind,  # type: ignore[arg-type]
-        asked=len({row.client for row in rows}),
-        answered=sum(row.status == "answered" for row in rows),
-        seconds=clock.seconds_between(stage.opened_at, stage.completed_at),
-    )
-
-
-def troubles(
-    session: Session, report: report_schemas.PhaseReport, stages: Sequence[PhaseRow]
-) -> dict[str, list[report_schemas.FailureReport] | list[str]]:
-    """Clients that failed or did not answer, in the training (``report``) or in a later step."""
-    later = [stage.id for stage in stages[1:]]
-    rows = session.execute(select(TaskRow.client, TaskRow.status, TaskRow.failure).where(TaskRow.phase_id.in_(later)))
-    failed, silent = list(report.failed), set(report.expired)
-    for row in rows.all():
-        if row.failure is not None:
-            why = row.failure
-            failed.append(report_schemas.FailureReport(client=row.client, type=why["type"], detail=why["detail"]))
-        elif row.status == "expired":
-            silent.add(row.client)
-    return {"failed": failed, "expired": sorted(silent)}
-
-
-def counted(session: Session, stages: Sequence[PhaseRow]) -> list[report_schemas.CountedUpdate]:
-    """The clients whose masked vectors are in the sum, with the digests of the vectors."""
-    return [
-        report_schemas.CountedUpdate(client=task.client, sha256=exchange.digest, weight=task.weight or 0.0)
-        for task, exchange in _masked_vectors(session, stages)
-        if task.counted
-    ]
-
-
-def bytes_up(session: Session, stages: Sequence[PhaseRow]) -> int:
-    """Bytes of all answers to an attempt's steps."""
-    tasks = select(TaskRow.id).where(TaskRow.phase_id.in_([stage.id for stage in stages]))
-    return sum(session.scalars(select(ExchangeRow.bytes).where(ExchangeRow.task_id.in_(tasks))))
-
-
 LAST_ROUND = 1 << 31  # beyond every round, and no more than databases take
 MOST_TASKS = 1000  # of the rounds of one page: their reports take less than a tenth of a second
 
 
-@dataclass(frozen=True)
-class StoredState:
-    """A committed state whose tensors are still kept."""
-
-    round: int
-    state_hash: str
-    sha256: str
-
-
-def state_of(session: Session, federation: Federation, round: int | None) -> StoredState:
-    """The last state of ``round``, or of all. Raises NoState."""
+def state_of(session: Session, federation: Federation, round: int | None) -> StateRow:
+    """The last state of ``round``, or of all, whose tensors are still kept. Raises NoState."""
     if round is not None and not _has_state(federation, round):
         now = federation.run.round
         raise NoState(f"round {round} is not over: {federation.name} is in round {now}; wait, or name an earlier one")
@@ -161,7 +66,7 @@ def state_of(session: Session, federation: Federation, round: int | None) -> Sto
         raise NoState(f"{federation.name} has no state yet: start it first")
     if not row.stored:
         raise NoState(f"the state of round {round} is no longer kept (retention: {federation.spec.retention})")
-    return StoredState(row.round, row.state_hash, row.sha256)
+    return row
 
 
 def _last_state(session: Session, federation: Federation, round: int | None) -> StateRow | None:
@@ -177,10 +82,10 @@ def _has_state(federation: Federation, round: int) -> bool:
     return round < run.round or (round == run.round and run.step >= len(phases))
 
 
-def rounds(session: Session, id: str, after: int = -1) -> list[int]:
-    """Numbers of the rounds after round ``after`` that have begun."""
-    mine = (PhaseRow.federation_id == id, PhaseRow.round > after)
-    return list(session.scalars(select(PhaseRow.round).where(*mine).distinct().order_by(PhaseRow.round)))
+def rounds(session: Session, id: str) -> list[int]:
+    """Numbers of the rounds that have begun."""
+    query = select(PhaseRow.round).where(PhaseRow.federation_id == id)
+    return list(session.scalars(query.distinct().order_by(PhaseRow.round)))
 
 
 def has_begun(session: Session, id: str, round: int) -> bool:
@@ -189,14 +94,12 @@ def has_begun(session: Session, id: str, round: int) -> bool:
     return session.scalar(select(PhaseRow.id).where(*here).limit(1)) is not None
 
 
-def numbers_of_page(session: Session, id: str, limit: int | None, after: str | None) -> tuple[list[int], str | None]:
-    """At most ``limit`` rounds after round ``after`` (None: all of them), and the last one's number if more follow.
+def numbers_of_page(session: Session, id: str, limit: int, after: str | None) -> tuple[list[int], str | None]:
+    """At most ``limit`` rounds after round ``after``, and the last one's number if more follow.
 
     A page with several rounds has at most `MOST_TASKS` tasks.
     """
     last = min(int(after), LAST_ROUND) if after is not None and after.isdecimal() else -1
-    if limit is None:
-        return rounds(session, id, last), None
     query = select(PhaseRow.round, func.count(TaskRow.phase_id)).outerjoin(TaskRow, TaskRow.phase_id == PhaseRow.id)
     query = query.where(PhaseRow.federation_id == id, PhaseRow.round > last).group_by(PhaseRow.round)
     numbers: list[int] = []
@@ -282,15 +185,19 @@ def _stage_report(stage: PhaseRow, tasks: list[Any]) -> dict[str, Any]:
         "payload_sha256": payloads.pop() if len(payloads) == 1 else None,
         "asked": sorted({task.client for task in tasks}),
         "answered": those("answered", "discarded"),
-        "failed": [
-            report_schemas.FailureReport(client=task.client, type=task.failure["type"], detail=task.failure["detail"])
-            for task in tasks
-            if task.failure is not None
-        ],
+        "failed": _failures(tasks),
         "expired": those("expired"),
         "withdrawn": those("withdrawn", "discarded"),
         "bytes_down": sum(task.bytes_down for task in tasks),
     }
+
+
+def _failures(tasks: list[Any]) -> list[report_schemas.FailureReport]:
+    return [
+        report_schemas.FailureReport(client=task.client, type=task.failure["type"], detail=task.failure["detail"])
+        for task in tasks
+        if task.failure is not None
+    ]
 
 
 def _rows(session: Session, table: type[Base], *where: Any) -> list[Any]:
@@ -343,18 +250,41 @@ def _secure_report(session: Session, federation: Federation, stages: list[PhaseR
     """The report of one attempt at a secure sum: as a phase, with the sum instead of updates."""
     first, last = stages[0], stages[-1]
     report = _phase_report(session, federation, first)
-    state = session.scalar(select(StateRow.state_hash).where(StateRow.phase_id == last.id))
-    down = session.scalar(select(func.sum(TaskRow.bytes_down)).where(TaskRow.phase_id.in_([s.id for s in stages])))
+    within = TaskRow.phase_id.in_([stage.id for stage in stages])
+    sent = select(func.sum(ExchangeRow.bytes)).join(TaskRow, TaskRow.id == ExchangeRow.task_id).where(within)
+    tasks = _rows(session, TaskRow, within)
+    later = [task for task in tasks if task.phase_id != first.id]
+    silent = {task.client for task in later if task.failure is None and task.status == "expired"}
+    masks = [stage.id for stage in stages[MASK : MASK + 1]]
+    vectors = select(TaskRow, ExchangeRow).join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
+    masked = vectors.where(TaskRow.phase_id.in_(masks)).order_by(TaskRow.client).options(defer(ExchangeRow.body))
+    answers = session.execute(masked).all()
+    spent = {task.client: spent_privacy(exchange.metrics or {}) for task, exchange in answers}
+    total = session.scalars(select(SumRow).where(SumRow.phase_id.in_([stage.id for stage in stages]))).one_or_none()
+    plan = federation.rules.plan(first.round, first.step)
+    assert plan is not None, "it is an attempt's first step"
+    assert plan.secure is not None, "it is an attempt's first step"
     return report.model_copy(
         update={
             "completed_at": clock.parse(last.completed_at) if last.completed_at is not None else None,
             "seconds": clock.seconds_between(first.opened_at, last.completed_at),
-            "counted": counted(session, stages),
-            "bytes_up": bytes_up(session, stages),
-            "bytes_down": int(down or 0),
-            "state_hash": state,
-            **troubles(session, report, stages),
-            "secure": secure_report(session, federation, stages),
+            "counted": [
+                report_schemas.CountedUpdate(client=task.client, sha256=exchange.digest, weight=task.weight or 0.0)
+                for task, exchange in answers
+                if task.counted
+            ],
+            "bytes_up": int(session.scalar(sent) or 0),
+            "bytes_down": sum(task.bytes_down for task in tasks),
+            "state_hash": session.scalar(select(StateRow.state_hash).where(StateRow.phase_id == last.id)),
+            "failed": [*report.failed, *_failures(later)],
+            "expired": sorted(silent.union(report.expired)),
+            "secure": report_schemas.SecureReport(
+                attempt=plan.secure.attempt,
+                sum_clients=total.count if total is not None else None,
+                sum_weight=total.weight if total is not None else None,
+                mean_norm=(last.measured or {}).get("phase", {}).get("mean_norm"),
+                privacy={client: cost for client, cost in spent.items() if cost is not None} or None,
+            ),
         }
     )
 
@@ -479,30 +409,28 @@ def _mean_accuracy(clients: list[report_schemas.ClientEvaluation]) -> dict[str, 
     return means
 
 
-FIELDS = tuple(schemas.Metric.model_fields)
+FIELDS = ("round", "phase", "client", "split", "name", "value")
 
 Number = tuple[int, str, str | None, str | None, str, float]
-"""The fields of a ``Metric``, in its order."""
-
-
-def as_json(
-    database: Database, federation: Federation, rounds: Sequence[int], following: str | None = None
-) -> Iterator[bytes]:
-    """A ``MetricList`` of these rounds, in pieces."""
-    before = b'{"metrics":['
-    for some in batches(_numbers(database, federation, rounds)):
-        yield before + to_json([dict(zip(FIELDS, number, strict=True)) for number in some])[1:-1]
-        before = b","
-    yield (b"" if before == b"," else before) + b'],"next":' + to_json(following) + b"}"
+"""One number: its `FIELDS`; the client is None for what concerns the whole phase."""
 
 
 def as_csv(database: Database, federation: Federation, rounds: Sequence[int]) -> Iterator[bytes]:
-    """The same as CSV, with a header line."""
-    lines: Iterator[tuple[object, ...]] = chain([FIELDS], _numbers(database, federation, rounds))
-    for some in batches(lines):
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([_cell(value) for value in row] for row in some)
-        yield text.getvalue().encode()
+    """All numbers of these rounds as CSV with a header line. Each round is read in a transaction of its own."""
+    header: list[tuple[object, ...]] = [FIELDS]
+    for number in rounds:
+        with database.read() as session:
+            report = round_report(session, federation, number)
+        yield _csv(chain(header, _numbers(report)))
+        header = []
+    if header:
+        yield _csv(header)
+
+
+def _csv(lines: Iterable[tuple[object, ...]]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([_cell(value) for value in line] for line in lines)
+    return text.getvalue().encode()
 
 
 def _cell(value: object) -> object:
@@ -510,15 +438,11 @@ def _cell(value: object) -> object:
     return csv_cell(value) if isinstance(value, str) else value
 
 
-def _numbers(database: Database, federation: Federation, rounds: Sequence[int]) -> Iterator[Number]:
-    """Read one round at a time, each in its own transaction: slow readers keep no transaction open."""
-    for number in rounds:
-        with database.read() as session:
-            report = round_report(session, federation, number)
-        for phase in report.phases:
-            yield from _of_phase(number, phase)
-        if report.evaluation is not None:
-            yield from _of_evaluation(number, report.evaluation)
+def _numbers(report: report_schemas.RoundReport) -> Iterator[Number]:
+    for phase in report.phases:
+        yield from _of_phase(report.round, phase)
+    if report.evaluation is not None:
+        yield from _of_evaluation(report.round, report.evaluation)
 
 
 def _of_phase(round: int, phase: report_schemas.PhaseReport) -> Iterator[Number]:

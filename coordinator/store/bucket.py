@@ -1,9 +1,8 @@
-"""An object store with the S3 protocol: bytes under keys, complete or absent; copies of those read last; a watch."""
+"""An object store with the S3 protocol: bytes under keys, complete or absent; copies of those read last."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import secrets
 import threading
@@ -46,8 +45,7 @@ class Bucket:
     """The objects under one prefix of a bucket; ``place`` is its URL.
 
     Credentials, region and endpoint come from where AWS's own tools take them: ``AWS_ACCESS_KEY_ID``,
-    ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``, ``AWS_ENDPOINT_URL``, a container's or a machine's role. ``failed``: a
-    request has failed since the last probe that worked.
+    ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``, ``AWS_ENDPOINT_URL``, a container's or a machine's role.
     """
 
     def __init__(self, url: str):
@@ -59,7 +57,6 @@ class Bucket:
             raise CannotOpen("an object store needs its library: pip install 'promptfed[s3]'") from None
         self._errors: tuple[type[Exception], ...] = (BaseError, OSError)
         self.place = url
-        self.failed = False
         endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), None)
 
         def store(connect: timedelta, seconds: timedelta, retries: int) -> S3Store:
@@ -126,7 +123,6 @@ class Bucket:
                 self._impatient.get(key).bytes()
                 if writes:
                     self._impatient.delete(key)
-                    self.failed = False
         except NoObject:
             raise ObjectStoreAway(f"the object store at {self.place} does not have {key}, which was written") from None
 
@@ -137,7 +133,6 @@ class Bucket:
         except FileNotFoundError:  # obstore's word for an object that is not there
             raise NoObject from None
         except self._errors as error:
-            self.failed = True
             raise ObjectStoreAway(f"the object store at {self.place} does not answer: {_first_line(error)}") from None
 
 
@@ -226,62 +221,3 @@ def write_hashed(parts: Iterator[bytes], path: Path) -> str:
             digest.update(part)
             file.write(part)
     return digest.hexdigest()
-
-
-log = logging.getLogger("promptfed.coordinator")
-
-LOOK_SECONDS = 1.5
-AGAIN_SECONDS = 0.5  # after a first failure
-WRITE_SECONDS = 30.0  # between two writes while everything works
-FAILURES = 2  # in a row that are a loss
-PATIENCE_SECONDS = 3.0  # from the loss until federations are given away: others may have lost the same store
-TRIAL_SECONDS = 15.0  # that the store must work after a loss
-
-
-class ObjectsWatch:
-    """What a coordinator knows of its object store.
-
-    ``lost``: why it should carry out nothing, from a loss on until the store has worked for a while again.
-    """
-
-    def __init__(self, bucket: Bucket):
-        self.lost: str | None = None
-        self._bucket = bucket
-        self._failures = 0
-        self._lost_at = float("-inf")
-        self._works_since = self._written = time.monotonic()
-
-    @property
-    def gives_away(self) -> bool:
-        """Whether the store has been away for so long that other coordinators should take the federations."""
-        return self._failures >= FAILURES and time.monotonic() - self._lost_at >= PATIENCE_SECONDS
-
-    def look(self) -> float:
-        """Look once; returns the seconds until the next look."""
-        now = time.monotonic()
-        writes = self._bucket.failed or self._failures > 0 or now - self._written >= WRITE_SECONDS
-        try:
-            self._bucket.probe(writes)
-        except ObjectStoreAway as error:
-            self._note_failure(str(error))
-            return AGAIN_SECONDS if self._failures < FAILURES else LOOK_SECONDS
-        if writes:
-            self._written = now
-        self._note_success()
-        return LOOK_SECONDS
-
-    def _note_failure(self, why: str) -> None:
-        self._failures += 1
-        if self._failures != FAILURES:
-            return
-        self._lost_at = time.monotonic()
-        self.lost = "the object store does not answer"
-        log.error("%s", why)
-
-    def _note_success(self) -> None:
-        now = time.monotonic()
-        if self._failures:
-            self._failures, self._works_since = 0, now
-        if self.lost is not None and now - self._works_since >= TRIAL_SECONDS:
-            self.lost = None
-            log.info("the object store answers again")

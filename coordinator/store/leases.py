@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from sqlalchemy import Engine, Float, Integer, cast, delete, func, insert, literal, literal_column, or_, select, update
 from sqlalchemy.orm import Session
@@ -42,37 +42,27 @@ class Place:
 
 @dataclass(frozen=True)
 class LeaseLook:
-    """All leases, oldest federation first: by federation, which living coordinator holds it (None: it is free).
+    """What one look at all leases tells. ``lost``: federations whose lease this coordinator had.
 
-    lost: federations whose lease this coordinator had. dropped: those whose lease it has without knowing its epoch.
-    living: coordinators that are there; True for those that have lost nothing that federations need.
+    free: federations that no living coordinator holds, or this one without knowing the epoch; oldest first.
     """
 
     lost: list[str]
-    leases: dict[str, str | None]
-    dropped: list[str] = field(default_factory=list)
-    living: dict[str, bool] = field(default_factory=dict)
-
-    @property
-    def takers(self) -> list[str]:
-        """The coordinators that should hold leases: those that have lost nothing, or all if there is none."""
-        whole = [id for id, is_whole in self.living.items() if is_whole]
-        return sorted(whole or self.living)
+    free: list[str]
 
 
 class Leases:
     """The leases of one coordinator, whose address is ``url``.
 
-    held: epochs of its leases, by federation. lost: why it should have none, for others to see. addresses: of all
-    coordinators, those that are there first. engine: separate connections, so that transactions on federations do not
-    delay signs of life. backend: the database's process id of the session that writes federations.
+    held: epochs of its leases, by federation. addresses: of all coordinators, those that are there first. engine:
+    separate connections, so that transactions on federations do not delay signs of life. backend: the database's
+    process id of the session that writes federations.
     """
 
     def __init__(self, engine: Engine, url: str, backend: Callable[[], int | None]):
         self.id = secrets.token_hex(8)
         self.url = url
         self.held: dict[str, int] = {}
-        self.lost: str | None = None
         self.addresses: list[str] = [url]
         self._engine = engine
         self._backend = backend
@@ -123,22 +113,19 @@ class Leases:
                 .outerjoin(LeaseRow, LeaseRow.federation_id == FederationRow.id)
                 .order_by(FederationRow.created_at)
             ).all()
-        living = {row.id: row for row, is_there in coordinators if is_there}
+        urls = {row.id: row.url for row, is_there in coordinators if is_there}
         by_presence = sorted(coordinators, key=lambda found: not found.is_there)
         self.addresses = list(dict.fromkeys(found.CoordinatorRow.url for found in by_presence))
         with self._lock:
             held = dict(self.held)
         mine = {row.id: row.epoch for row in rows if row.holder == self.id}
-        urls = {id: coordinator.url for id, coordinator in living.items()}
         shown = [row for row in rows if row.state != DELETING]
         by_id = {row.id: Place(row.id, row.name, urls.get(row.holder)) for row in shown}
         self._places = {row.name: by_id[row.id] for row in shown} | by_id
         self._looked = begun
         return LeaseLook(
             lost=[id for id in before & set(held) if mine.get(id) != held[id]],
-            leases={row.id: row.holder if row.holder in living else None for row in rows},
-            dropped=[id for id in mine if id not in held],
-            living={id: coordinator.lost is None for id, coordinator in living.items()},
+            free=[row.id for row in rows if row.holder not in urls or (row.id in mine and row.id not in held)],
         )
 
     def look_again(self) -> None:
@@ -182,25 +169,6 @@ class Leases:
         with self._lock:
             self.held.update(epochs)
         return [id for id in ids if id in epochs]
-
-    def hand_over(self, ids: Sequence[str]) -> None:
-        """Give leases back: others may take them. One that a transaction still uses is ``dropped`` at the next look.
-
-        Raises SQLAlchemyError.
-        """
-        with self._lock:
-            for id in ids:
-                self.held.pop(id, None)
-        given = set(ids)
-        places = self._places.items()
-        self._places = {key: replace(place, url=None) if place.id in given else place for key, place in places}
-        with self._session() as session:
-            mine = select(LeaseRow.federation_id).where(LeaseRow.federation_id.in_(ids), LeaseRow.holder == self.id)
-            unused = list(session.scalars(mine.with_for_update(skip_locked=True)))
-            session.execute(
-                update(LeaseRow).where(LeaseRow.federation_id.in_(unused)).values(holder=None),
-                execution_options={"synchronize_session": False},
-            )
 
     def add(self, session: Session, id: str) -> None:
         """Insert this coordinator's lease, in the transaction that creates a federation."""
@@ -250,7 +218,7 @@ class Leases:
         self._engine.dispose()
 
     def _say_so(self, session: Session) -> None:
-        known = {"seen": NOW, "backend": self._backend(), "lost": self.lost}
+        known = {"seen": NOW, "backend": self._backend()}
         done = session.execute(update(CoordinatorRow).where(CoordinatorRow.id == self.id).values(**known))
         if done.rowcount == 0:  # type: ignore[attr-defined]
             session.execute(insert(CoordinatorRow).values(id=self.id, url=self.url, **known))

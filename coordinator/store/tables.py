@@ -333,7 +333,6 @@ class CoordinatorRow(Base):
     """One of several coordinators at work on this database: where it is reached, and when it was seen last.
 
     ``seen``: seconds of the epoch by the database's clock. ``backend``: the process id of its writing session there.
-    ``lost``: why it cannot carry out federations at present, as its object store is away.
     """
 
     __tablename__ = "coordinators"
@@ -342,7 +341,6 @@ class CoordinatorRow(Base):
     url: Mapped[str]
     seen: Mapped[float]
     backend: Mapped[int | None]
-    lost: Mapped[str | None]
 
 
 class LeaseRow(Base):

@@ -72,13 +72,11 @@ class Commands(typer.Typer):
     def __init__(self, **settings: Any):
         super().__init__(cls=SectionedGroup, rich_markup_mode=None, **{"no_args_is_help": True} | settings)
 
-    def add(
-        self, name: str | None = None, section: Section | None = None, epilog: str | None = None
-    ) -> Callable[[Callable[..., None]], Any]:
-        """Decorates a command; its docstring is its help, ``epilog`` its end. ``name``: default: the function's."""
+    def add(self, name: str | None = None, section: Section | None = None) -> Callable[[Callable[..., None]], Any]:
+        """Decorates a command; its docstring is its help. ``name``: default: the function's."""
 
         def decorate(function: Callable[..., None]) -> Callable[..., None]:
-            self.command(name, rich_help_panel=section, epilog=epilog)(with_options(function))
+            self.command(name, rich_help_panel=section)(with_options(function))
             return function
 
         return decorate

@@ -22,7 +22,6 @@ Page = TypeVar(
     "Page",
     schemas.FederationPage,
     schemas.ClientPage,
-    schemas.MetricList,
     report_schemas.RoundPage,
     api_schemas.TokenPage,
     api_schemas.OperatorPage,
@@ -31,7 +30,6 @@ Page = TypeVar(
 
 Spec = FederationSpec | Mapping[str, Any]  # resolved or not
 FEDERATIONS = "/v1/federations"
-Accept = Literal["application/json", "application/octet-stream"]
 Verb = Literal["start", "pause", "resume", "cancel"]
 ROUNDS_AT_ONCE = 20  # with a thousand clients a report has megabytes
 READY = Request("GET", "/readyz", schemas.Health)
@@ -134,14 +132,9 @@ def delete_updates(federation: str, client: str) -> Request[schemas.Nothing]:
     return Request("DELETE", f"{FEDERATIONS}/{federation}/clients/{client}/updates", schemas.Nothing)
 
 
-def list_metrics(federation: str) -> Operation[list[Answer[schemas.MetricList]]]:
-    """All metrics by round."""
-    return _pages(f"{FEDERATIONS}/{federation}/metrics", schemas.MetricList, limit=ROUNDS_AT_ONCE)
-
-
-def get_metrics_csv(federation: str) -> Request[schemas.MetricList]:
-    """All metrics by round as CSV: only ``body`` can be read."""
-    return Request("GET", f"{FEDERATIONS}/{federation}/metrics", schemas.MetricList, _query(format="csv"))
+def get_metrics(federation: str) -> Request[schemas.Nothing]:
+    """All numbers by round as CSV, in the answer's ``body``."""
+    return Request("GET", f"{FEDERATIONS}/{federation}/metrics", schemas.Nothing)
 
 
 def get_privacy(federation: str) -> Request[PrivacyView]:
@@ -169,12 +162,9 @@ def get_rounds(federation: str, after: str | None = None) -> Request[report_sche
     )
 
 
-def get_prompts(
-    federation: str, round: int | str = "latest", accept: Accept = "application/octet-stream"
-) -> Request[schemas.PromptsView]:
-    """The global state after a round, as JSON or as a safetensors body under its hash."""
-    path, options = f"{FEDERATIONS}/{federation}/prompts", _query(round=round)
-    return Request("GET", path, schemas.PromptsView, options | {"headers": {"Accept": accept}})
+def get_prompts(federation: str, round: int | str = "latest") -> Request[schemas.Nothing]:
+    """The global state after a round: a safetensors ``body`` under its hash."""
+    return Request("GET", f"{FEDERATIONS}/{federation}/prompts", schemas.Nothing, _query(round=round))
 
 
 def replay(federation: str, round: int) -> Request[ReplayReport]:

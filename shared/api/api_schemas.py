@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from promptfed.shared.api.report_schemas import SpentPrivacy
 from promptfed.shared.messages import Domain, EnrolledProtection, FederationState, Message, PrivacyEvent, Role, TaskKind
 from promptfed.shared.service.net import check_addresses
 from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.sections import SelectionSpec
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, Name
-from promptfed.shared.tensors import Array
 
 
 class SweptRate(BaseModel):
@@ -95,14 +95,6 @@ class DrawView(BaseModel):
     secret: str | None = Field(description="once the federation has ended: all draws can be made again with it")
 
 
-class DiskView(BaseModel):
-    """What large updates and states take of the coordinator's disk at once, at most, and what is free of it."""
-
-    needed: int
-    trainers: int = Field(description="for so many: those that are enrolled, or as many as the spec asks for")
-    free: int
-
-
 class ClientCounts(BaseModel):
     """How many are enrolled; the withdrawn are in neither of the others."""
 
@@ -173,9 +165,6 @@ class FederationView(BaseModel):
         default=None, description="how the class names of trainers differ who therefore cannot start together"
     )
     draw: DrawView = DrawView(commitment=None, secret=None)
-    disk: DiskView | None = Field(
-        default=None, description="null: its updates are small, or what the backbone looks like is not known yet"
-    )
     clients: ClientCounts
     stage: StageView | None
     asked: list[str]
@@ -278,45 +267,6 @@ class RemarkList(BaseModel):
     """One sentence for each apparent problem of a federation, with advice."""
 
     remarks: list[str]
-
-
-class Metric(BaseModel):
-    """One number; ``client`` is empty for what concerns the whole phase."""
-
-    round: int
-    phase: str
-    client: str | None
-    split: str | None
-    name: str
-    value: float
-
-
-class MetricList(BaseModel):
-    """Every metric by round; ``next`` is the following page's ``after`` where a ``limit`` was given."""
-
-    metrics: list[Metric]
-    next: str | None = None
-
-
-class TensorView(BaseModel):
-    """A tensor as nested lists."""
-
-    dtype: str
-    shape: list[int]
-    data: Any
-
-    @classmethod
-    def of(cls, tensor: Array) -> TensorView:
-        """The view of ``tensor``."""
-        return cls(dtype=tensor.dtype.name, shape=list(tensor.shape), data=tensor.tolist())
-
-
-class PromptsView(BaseModel):
-    """A global state in JSON."""
-
-    round: int
-    state_hash: str
-    tensors: dict[str, TensorView]
 
 
 class Health(BaseModel):
@@ -541,28 +491,14 @@ class ClientPrivacy(BaseModel):
 
     client: str
     planned: EnrolledProtection | None
-    releases: int
-    round: int | None = Field(description="of the last release")
-    epsilon: float | None
-    epsilon_replace_one: float | None = None
-    delta: float | None
-    noise_multiplier: float | None
-    noise: Literal["secret", "seeded"] | None
     spent: list[float] = Field(description="ε after each release, in order")
+    last: SpentPrivacy | None = Field(description="what the last release has told")
 
 
 class PrivacyView(BaseModel):
     """``GET .../privacy``: differential privacy and secure sums of a federation, as its operator sees them."""
 
     level: Literal["none", "sample", "client"]
-    unit: str | None
-    relation: str
-    accountant: str
-    clip: float | None
-    noise_multiplier: float | None
-    epsilon: float | None = Field(description="that the spec allows")
-    delta: float | None
-    evaluation: str | None
     withheld: int = Field(description="evaluations of which a site has kept the accuracies")
     clients: list[ClientPrivacy]
     smallest_sum: int | None = Field(description="clients in the smallest secure sum so far")

@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from promptfed.shared.messages import Role, SplitResult, TaskKind
+from promptfed.shared.messages import Role, SplitResult
 from promptfed.shared.plain_text import counted
 from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.spec import FederationSpec
@@ -118,20 +118,10 @@ class MeasuredView(BaseModel):
     clients: dict[str, dict[str, float]] = {}
 
 
-class SecureStepReport(BaseModel):
-    """One of the five steps of a secure sum: how many were asked, and how many answered."""
-
-    kind: TaskKind
-    asked: int
-    answered: int
-    seconds: float | None
-
-
 class SecureReport(BaseModel):
     """An attempt at a secure sum. Of single updates nothing is known: no norm, no agreement, no verdict."""
 
     attempt: int
-    steps: list[SecureStepReport]
     sum_clients: int | None = Field(description="clients in the sum")
     sum_weight: float | None
     mean_norm: float | None = Field(description="L2 norm of the mean change")

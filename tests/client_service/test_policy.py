@@ -257,7 +257,7 @@ def test_the_doctor_tells_every_rule_and_what_the_budget_would_be(tmp_path: Path
     given = {"limits": {"rounds": 1}, "ledger": str(tmp_path / "ledger.jsonl"), "privacy": {"delta": 1e-3}}
     path = written(tmp_path, given)
     own, (policy, _) = make.settings.model_copy(update={"policy": path}), read_policy(path)
-    examination = Examination(own, tmp_path, policy=policy)
+    examination = Examination(own, policy=policy)
     examination._policy(info, source)
     found = {check.name: check for check in examination.checks}
     assert {name.removeprefix("policy ") for name in found} == {*RULES, "privacy"}
@@ -266,7 +266,7 @@ def test_the_doctor_tells_every_rule_and_what_the_budget_would_be(tmp_path: Path
     assert found["privacy"].verdict == "warn"  # a ledger that is new
     assert "planned, 0 spent of 8 at δ = 0.001; noise of 8 times the clip" in found["privacy"].text
     Ledger(tmp_path / "ledger.jsonl").open(1e-3)
-    again = Examination(own, tmp_path, policy=policy)
+    again = Examination(own, policy=policy)
     again._policy(info, source)
     assert {check.name: check for check in again.checks}["privacy"].verdict == "pass"
 

@@ -26,7 +26,6 @@ from pydantic import BaseModel
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.checks import (
     Check,
-    check_clock,
     check_data,
     check_device,
     check_disk,
@@ -370,7 +369,6 @@ def answers(response: Response) -> dict[str, Any]:
     ({"fingerprint": "sha256:" + "0" * 64}, {}, Exit.BACKBONE, "has other weights here"),
     ({"protocol_version": "1-3"}, {}, Exit.PROTOCOL, r"version 3 of the protocol.*: update the coordinator$"),
     ({"protocol_version": "99"}, {}, Exit.PROTOCOL, r"version 99 of the protocol.*: update this client$"),
-    ({"secure_aggregation": {"minimum": 3}}, {}, Exit.PROTOCOL, "it is of an earlier version"),
     ({"unknown": "of-tomorrow"}, {}, Exit.PROTOCOL, "of-tomorrow"),
     ({"unknown": "other", "method_package": "promptfed-other==2.1"}, {}, Exit.PROTOCOL,
      r"it comes from the package promptfed-other==2\.1: install it beside promptfed, if you trust it"),
@@ -699,7 +697,7 @@ def test_a_log_of_json_has_the_disclosure_as_one_event(
 ) -> None:
     with caplog.at_level(logging.INFO, "promptfed.client"):
         terminal = Terminal("json", ask=False)
-        assert asyncio.run(terminal.consent([Check("clock", "pass", "agrees")], disclosure))
+        assert asyncio.run(terminal.consent([Check("images", "pass", "were read")], disclosure))
     events = {record.event: record.facts for record in caplog.records}
     assert events["check"]["verdict"] == "pass"
     assert events["disclosure"]["declared"]["class_names"] == NAMES
@@ -726,14 +724,6 @@ def test_a_state_folder_knows_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert make_settings(**given(state_dir=tmp_path)).name == "ward-3"
     (tmp_path / "identity.json").write_text("damaged")
     assert make_settings(**given(state_dir=tmp_path)).name == "0f3c9a"
-
-
-def test_the_clock() -> None:
-    assert check_clock(-2.0).verdict == "pass"
-    assert check_clock(None).verdict == "pass"
-    ahead = check_clock(120.0)
-    assert (ahead.verdict, "120 s ahead" in ahead.text) == ("warn", True)
-    assert "behind" in check_clock(-90.0).text
 
 
 def test_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

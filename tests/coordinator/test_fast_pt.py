@@ -15,7 +15,7 @@ from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.tensors import Tensors
 from promptfed.testing.clients import DEADLINE, ScriptedClient, update_body
 from tests.support.coordinators import InThread
-from tests.support.open_phases import answer_all, answer_next, prompts, refusal
+from tests.support.open_phases import answer_all, answer_next, metrics, prompts, refusal
 from tests.support.two_phase import TwoPhase
 from tests.support.waiting import wait_for
 
@@ -222,7 +222,7 @@ def test_what_the_method_measures_stands_in_the_report(coordinator: InThread) ->
     assert first["measured"] == {"phase": {}, "clients": {}}
     assert second["measured"]["phase"] == {"prompts": 2.0}
     assert {name: found["first"] for name, found in second["measured"]["clients"].items()} == pytest.approx(wanted)
-    rows = coordinator.get(f"{federation}/metrics")["metrics"]
+    rows = metrics(coordinator, federation)
     found = {row["client"]: row["value"] for row in rows if row["phase"] == "aggregators" and row["name"] == "first"}
     assert found == pytest.approx(wanted)
     assert [row["value"] for row in rows if row["name"] == "prompts"] == [2.0]

@@ -132,7 +132,6 @@ def test_with_30_percent_lost_in_a_step_the_sum_is_exact(coordinator: InThread, 
     assert phase["secure"]["sum_clients"] == len(names)
     assert phase["secure"]["sum_weight"] == sum(weights[name] for name in names)
     assert phase["updates"] == [], "no client has a norm"
-    assert [one["kind"] for one in phase["secure"]["steps"]] == ["train", "share", "mask", "confirm", "unmask"]
     again = coordinator.post(f"{federation}/rounds/1/replay", {})
     assert all(one["same"] for one in again["states"]), again
     told = coordinator.http.get("/metrics", headers=coordinator.operator).text

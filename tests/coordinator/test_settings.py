@@ -181,7 +181,7 @@ def test_an_unreadable_federation_is_listed_and_the_others_run(folder: Path, sta
         assert listed["done"]["state"] == "failed"
         assert listed["done"]["reason"].startswith(f"unreadable: its stored spec or rows cannot be read: {why}")
         assert listed["runs"]["state"] == "running"
-        assert coordinator.get("done", status=503)["type"].endswith("/unreadable")
+        assert coordinator.get("done", status=503)["type"].endswith("/method-absent")
         drive([coordinator.client("runs", name) for name in "ab"])
         assert coordinator.get("runs")["state"] == "finished"
         with coordinator.registry.database.write() as session:
@@ -229,7 +229,7 @@ def test_an_unreadable_federation_can_be_deleted(folder: Path, spec: str) -> Non
         session.execute(text("UPDATE federations SET spec = :spec WHERE name = 'done'"), {"spec": spec})
     with in_thread(folder) as coordinator:
         refused = coordinator.client("done", "a").task()
-        assert (refused.status_code, kind(refused), refused.headers["Retry-After"]) == (503, "unreadable", "60")
+        assert (refused.status_code, kind(refused), refused.headers["Retry-After"]) == (503, "method-absent", "60")
         coordinator.delete("done")
         assert [one["name"] for one in coordinator.get("/v1/federations")["federations"]] == ["runs"]
 

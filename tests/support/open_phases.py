@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,3 +102,10 @@ def paused_phase(coordinator: InThread, **changes: Any) -> tuple[str, list[Scrip
     coordinator.post(f"{federation}/pause")
     answer_all(clients, tasks)
     return federation, clients
+
+
+def metrics(coordinator: OperatorCalls, federation: str) -> list[dict[str, Any]]:
+    """The lines of the federation's metrics; an empty field is None."""
+    answer = coordinator.http.get(f"/v1/federations/{federation}/metrics", headers=coordinator.operator)
+    lines = csv.DictReader(io.StringIO(answer.text))
+    return [{key: value or None for key, value in line.items()} | {"value": float(line["value"])} for line in lines]

@@ -1,12 +1,11 @@
-// Privacy: what differential privacy has cost each client, the steps of secure sums, and what is not known because of them.
+// Privacy: what differential privacy has cost each client, secure sums, and what is not known because of them.
 
 import { Plot } from "./charts.js";
 import { fill, h, panel, table } from "./dom.js";
 import { counted, figure } from "./format.js";
 
 const SERIES = 8;
-const RECENT = 5; // rounds whose steps are shown
-const STEPS = { train: "keys", share: "shares", mask: "masked changes", confirm: "signatures", unmask: "shares revealed" };
+const RECENT = 5; // rounds whose sums are shown
 export const HIDDEN = "Clients mask their changes, and only the sum is known. Norms, directions and verdicts of single clients are unknown, and clients send no number that they measured in training.";
 const LEVELS = { sample: "Each client trains with differential privacy; ε is what its own ledger says.", client: "Whole clients are protected by noise in the mean; ε is the federation's, which this coordinator computes itself." };
 
@@ -22,22 +21,22 @@ export class Privacy {
   update({ privacy, places, view }) {
     this.element.hidden = !privacy;
     if (!privacy) return;
-    fill(this.facts, [`${LEVELS[privacy.level]} ${asked(privacy)}`, view.privacy && central(view.privacy)].filter(Boolean).join(" "));
+    fill(this.facts, [`${LEVELS[privacy.level]} ${asked(view.spec.privacy, privacy)}`, view.privacy && central(view.privacy)].filter(Boolean).join(" "));
     fill(this.warnings, [...privacy.warnings, ...Object.entries(privacy.failures).map(([kind, count]) => `${counted(count, "task")} refused: ${kind}`)].map((one) => h("li", {}, one)));
     this.warnings.hidden = !this.warnings.childElementCount;
     const spending = privacy.clients.filter((one) => one.spent.length);
     this.plot.element.hidden = spending.length === 0;
     if (spending.length) {
       const series = spending.slice(0, SERIES).map((one) => ({ label: one.client, place: places.get(one.client) ?? 0, data: one.spent.map((value, at) => ({ x: at + 1, y: value })) }));
-      this.plot.update(series, `ε of the clients by release; now: ${spending.slice(0, SERIES).map((one) => `${one.client} ${figure(one.epsilon, 2)}`).join(", ")}`);
+      this.plot.update(series, `ε of the clients by release; now: ${spending.slice(0, SERIES).map((one) => `${one.client} ${figure(one.last.epsilon, 2)}`).join(", ")}`);
     }
     fill(this.clients, privacy.clients.length ? clientTable(privacy.clients) : null);
   }
 }
 
 /** What the spec asks for, in words. */
-function asked({ level, unit, clip, noise_multiplier: noise, epsilon, delta, evaluation, withheld, smallest_sum: sum }) {
-  const parts = [`Level ${level}`, unit && `one ${unit} is protected`, clip !== null && `clip ${clip}`, noise !== null && `noise ${noise} times the clip`, epsilon !== null && `ε of at most ${epsilon}`, delta !== null && `δ = ${delta}`, `accuracies: ${evaluation}${withheld ? `, ${counted(withheld, "evaluation")} withheld` : ""}`, sum !== null && `smallest sum: ${counted(sum, "client")}`];
+function asked({ level, unit, clip, noise_multiplier: noise, epsilon, delta, evaluation }, { withheld, smallest_sum: sum }) {
+  const parts = [`Level ${level}`, level === "sample" && `one ${unit} is protected`, clip !== null && `clip ${clip}`, noise !== null && `noise ${noise} times the clip`, epsilon !== null && `ε of at most ${epsilon}`, delta !== null && `δ = ${delta}`, `accuracies: ${evaluation ?? "withheld"}${withheld ? `, ${counted(withheld, "evaluation")} withheld` : ""}`, sum !== null && `smallest sum: ${counted(sum, "client")}`];
   return `${parts.filter(Boolean).join("; ")}.`;
 }
 
@@ -50,14 +49,14 @@ function central({ epsilon, epsilon_planned: planned, epsilon_planned_replace_on
 function clientTable(clients) {
   const number = (title) => ({ title, class: "number" });
   const shown = (value, digits = 2) => (value === null || value === undefined ? "–" : figure(value, digits));
-  const rows = clients.map((one) => [one.client, shown(one.epsilon), shown(one.epsilon_replace_one), shown(one.planned?.epsilon_planned), String(one.releases), shown(one.noise_multiplier ?? one.planned?.noise_multiplier), one.delta ?? one.planned?.delta ?? "–", one.noise === "seeded" ? h("strong", {}, "seeded: no guarantee") : (one.noise ?? "–")]);
+  const rows = clients.map((one) => [one.client, shown(one.last?.epsilon), shown(one.last?.epsilon_replace_one), shown(one.planned?.epsilon_planned), String(one.spent.length), shown((one.last ?? one.planned)?.noise_multiplier), (one.last ?? one.planned)?.delta ?? "–", one.last?.noise === "seeded" ? h("strong", {}, "seeded: no guarantee") : (one.last?.noise ?? "–")]);
   return table("What clients have spent", ["client", number("ε spent"), number("replace-one"), number("ε planned"), number("releases"), number("noise z"), number("δ"), "noise"], rows);
 }
 
 export class Sums {
   constructor() {
-    this.steps = h("div");
-    this.element = panel("Secure aggregation", { hidden: true }, this.steps, h("p", { class: "remark" }, HIDDEN));
+    this.sums = h("div");
+    this.element = panel("Secure aggregation", { hidden: true }, this.sums, h("p", { class: "remark" }, HIDDEN));
   }
 
   update({ view, rounds }) {
@@ -65,7 +64,7 @@ export class Sums {
     if (this.element.hidden) return;
     const attempts = [...rounds.values()].slice(-RECENT).flatMap((one) => one.phases.filter((phase) => phase.secure).map((phase) => [one.round, phase])).reverse();
     const least = view.spec.secure_aggregation.minimum;
-    fill(this.steps, attempts.map(([round, phase]) => [h("h3", {}, `Round ${round}, ${phase.phase}`), h("p", {}, told(phase, least)), stepTable(round, phase)]));
+    fill(this.sums, attempts.map(([round, phase]) => [h("h3", {}, `Round ${round}, ${phase.phase}`), h("p", {}, told(phase, least))]));
   }
 }
 
@@ -73,10 +72,4 @@ export class Sums {
 function told({ secure }, least) {
   if (secure.sum_clients === null) return `Attempt ${secure.attempt}: no sum yet; one of at least ${counted(least, "client")} is opened.`;
   return `Attempt ${secure.attempt}: the sum of ${counted(secure.sum_clients, "client")}, weight ${secure.sum_weight.toLocaleString("en")}; the mean change has the norm ${figure(secure.mean_norm, 3)}.`;
-}
-
-function stepTable(round, { phase, secure }) {
-  const number = (title) => ({ title, class: "number" });
-  const rows = secure.steps.map((one, at) => [`U${at + 1}`, h("span", {}, one.kind, h("small", { class: "under" }, STEPS[one.kind])), String(one.asked), String(one.answered), one.seconds === null ? "–" : `${figure(one.seconds, 1)} s`]);
-  return table(`Steps of round ${round}, ${phase}, attempt ${secure.attempt}`, ["", "step", number("asked"), number("answered"), number("took")], rows);
 }

@@ -63,7 +63,7 @@ export class Result {
   }
 
   async #numbers() {
-    const { blob } = await this.api.file(`${this.path}/metrics?format=csv`);
+    const { blob } = await this.api.file(`${this.path}/metrics`);
     return [`${this.#name}-metrics.csv`, blob];
   }
 

@@ -67,10 +67,6 @@ def _show_created(view: FederationView) -> None:
     say(f"Created {view.name} ({view.id}), state {view.state}.")
     for text in view.privacy.warnings if view.privacy is not None else ():
         say(f"warning: {text}")
-    if view.disk is not None:
-        needed, free = size(view.disk.needed), size(view.disk.free)
-        text = f"With {view.disk.trainers} trainers it takes up to {needed} of the coordinator's disk at once"
-        say(f"{text}; {free} are free.")
 
 
 @group.add("list")
@@ -187,16 +183,12 @@ def delete(federation: Federation, api: Api, yes: Yes = False, as_json: Json = F
 def prompts(
     federation: Federation,
     api: Api,
-    out: Annotated[Path | None, typer.Option(help="write safetensors here; default: print JSON")] = None,
+    out: Annotated[Path, typer.Option(help="the safetensors file to write")],
     round: Round = "latest",
     as_json: Json = False,
 ) -> None:
     """Fetch the global state of a round: prompts, aggregators, generators."""
-    accept: operations.Accept = "application/json" if out is None else "application/octet-stream"
-    answer = api.send(operations.get_prompts(federation, round, accept))
-    if out is None:
-        print_json(answer.json)
-        return
+    answer = api.send(operations.get_prompts(federation, round))
     written = {"file": str(out), "bytes": len(answer.body), "state_hash": answer.headers["etag"].strip('"')}
     write_file(out, answer.body)
     tell(as_json, written, f"Wrote {out} ({size(len(answer.body))}), state {written['state_hash']}.")
@@ -261,11 +253,7 @@ def metrics(
     as_json: Json = False,
 ) -> None:
     """Print every number by round as CSV: clients' metrics, accuracies, bytes, seconds."""
-    if as_json and out is None:
-        pages = api.run(operations.list_metrics(federation))
-        print_json({"metrics": [number for page in pages for number in page.json["metrics"]]})
-        return
-    body = api.send(operations.get_metrics_csv(federation)).body
+    body = api.send(operations.get_metrics(federation)).body
     if out is None:
         typer.echo(body.decode(), nl=False)
         return
@@ -327,10 +315,10 @@ def privacy(federation: Federation, api: Api, as_json: Json = False) -> None:
 
 
 def _spent(client: ClientPrivacy) -> list[str]:
-    planned = client.planned.epsilon_planned if client.planned else None
-    numbers = [client.epsilon, client.epsilon_replace_one, planned, client.delta, client.noise_multiplier]
-    shown = ["-" if value is None else f"{value:.4g}" for value in numbers]
-    return [client.client, str(client.releases), *shown, client.noise or "-"]
+    planned, last = client.planned.epsilon_planned if client.planned else None, client.last
+    spent = (last.epsilon, last.epsilon_replace_one, last.delta, last.noise_multiplier) if last else (None,) * 4
+    shown = ["-" if value is None else f"{value:.4g}" for value in (*spent[:2], planned, *spent[2:])]
+    return [client.client, str(len(client.spent)), *shown, last.noise if last else "-"]
 
 
 @group.add("signing-key")

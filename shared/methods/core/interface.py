@@ -40,10 +40,10 @@ class Split(Protocol):
     def raw_features(self) -> Tensor:
         """The same features without normalisation."""
 
-    def images(self, indices: Tensor) -> Tensor:
+    def images(self, indices: Tensor, /) -> Tensor:
         """``(B, 3, H, W)`` preprocessed images at ``indices (B,)``, on the backbone's device."""
 
-    def patches(self, indices: Tensor) -> Tensor:
+    def patches(self, indices: Tensor, /) -> Tensor:
         """``(B, M, d_e)`` float32, L2-normalised features of the patches of the images at ``indices (B,)``.
 
         They are cached on the client's disk in float16, for methods that need them, and returned on the backbone's

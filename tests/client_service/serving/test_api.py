@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import io
-import json
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -178,7 +176,6 @@ def test_status_and_metrics_tell_the_course(serving: Worker) -> None:
     assert status["zero_shot"] is not None
     text = call(serving, "GET", "/metrics").text
     assert 'promptfed_client_events_total{event="evaluated"} 1.0' in text
-    assert "promptfed_client_bytes_up" in text
     assert 'promptfed_client_accuracy{prompts="template"}' in text
     assert "hospital-a" not in text
 
@@ -285,7 +282,7 @@ def test_one_image_at_a_time_is_decoded(serving: Worker, source: Source, monkeyp
 
 def test_the_api_is_described(idle: Worker) -> None:
     paths = call(idle, "GET", "/openapi.json").json()["paths"]
-    assert set(paths) == {"/healthz", "/status", "/metrics", "/v1/predict", "/v1/predictions"}
+    assert set(paths) == {"/healthz", "/status", "/metrics", "/v1/predict"}
     assert {"200", "401", "413", "422", "503"} <= set(paths["/v1/predict"]["post"]["responses"])
 
 
@@ -350,24 +347,7 @@ async def opened(worker: Worker) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]
         yield http, app
 
 
-ONE, MANY = ({"Content-Type": kind} for kind in (api.IMAGE_TYPE, api.BATCH_TYPE))
-
-
-def test_a_batch_lets_single_images_come_between(idle: Worker) -> None:
-    idle.predictor = Counted()
-    images = {"images": [base64.b64encode(b"of a batch").decode()] * 30}
-
-    async def play() -> tuple[int, int]:
-        async with opened(idle) as (http, _):
-            batches = [asyncio.create_task(http.post("/v1/predictions", json=images)) for _ in range(3)]
-            await asyncio.sleep(0.05)
-            one = (await http.post("/v1/predict", content=b"alone", headers=ONE)).json()
-            last = [answer["prediction"]["round"] for batch in batches for answer in (await batch).json()["answers"]]
-            return one["round"], max(last)
-
-    alone, last = asyncio.run(play())
-    assert last == 91
-    assert alone <= 30, "it waited for about one image of each batch"
+ONE = {"Content-Type": api.IMAGE_TYPE}
 
 
 async def slowly(parts: int, seconds: float) -> AsyncIterator[bytes]:
@@ -383,13 +363,9 @@ def test_bodies_have_a_deadline_and_one_maximum_together(idle: Worker, monkeypat
 
     async def play() -> None:
         async with opened(idle) as (http, app):
-            held = app.state.held[api.BATCH_TYPE]
-            posts = (http.post("/v1/predictions", content=slowly(50, 0.09), headers=MANY) for _ in range(4))
-            waiting = [asyncio.create_task(post) for post in posts]
-            await asyncio.sleep(0.05)
-            single = await http.post("/v1/predict", content=b"alone", headers=ONE)
-            assert single.status_code == 200, "single images have a share of their own"
-            answers = await asyncio.gather(*waiting)
+            held = app.state.held
+            posts = (http.post("/v1/predict", content=slowly(50, 0.09), headers=ONE) for _ in range(4))
+            answers = await asyncio.gather(*posts)
             assert {answer.status_code for answer in answers} == {408, 503}
             assert {answer.json()["type"].rsplit("/", 1)[-1] for answer in answers} == {"too-slow", "busy"}
             assert held.bytes == 0
@@ -399,28 +375,27 @@ def test_bodies_have_a_deadline_and_one_maximum_together(idle: Worker, monkeypat
 
 def test_who_hangs_up_is_one_line_and_keeps_the_model_no_longer(idle: Worker, caplog: pytest.LogCaptureFixture) -> None:
     idle.predictor = Counted()
-    images = json.dumps({"images": [base64.b64encode(b"x").decode()] * 50}).encode()
 
     async def play() -> None:
         app = create_app(idle.monitor, idle.predictor, None, "127.0.0.1")
         async with api.running_api(app, "127.0.0.1", 0) as url:
             host, port = url.removeprefix("http://").split(":")
             await asyncio.sleep(0.3)  # until it listens
-            for whole in (True, False):
-                head = f"POST /v1/predictions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: {api.BATCH_TYPE}\r\n"
-                body = images if whole else images[:40]
-                _, writer = await asyncio.open_connection(host, int(port))
-                writer.write(f"{head}Content-Length: {len(images)}\r\n\r\n".encode() + body)
-                await writer.drain()
-                await asyncio.sleep(0.1)
-                writer.close()
-                await asyncio.sleep(0.2)
+            async with app.state.turn:  # which another image has
+                for body in (b"x" * 40, b"x" * 10):
+                    head = f"POST /v1/predict HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: {api.IMAGE_TYPE}\r\n"
+                    _, writer = await asyncio.open_connection(host, int(port))
+                    writer.write(f"{head}Content-Length: 40\r\n\r\n".encode() + body)
+                    await writer.drain()
+                    await asyncio.sleep(0.1)
+                    writer.close()
+            await asyncio.sleep(0.2)
 
     with caplog.at_level("WARNING"):
         asyncio.run(play())
-    assert idle.predictor.seen < 30
+    assert idle.predictor.seen == 0
     assert [record.getMessage() for record in caplog.records] == [
-        "/v1/predictions: the caller hung up before it was answered"
+        "/v1/predict: the caller hung up before it was answered"
     ] * 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from promptfed.client_service.training.data import ClientData
-from promptfed.client_service.training.images import ImageCache, Views, crop_box, crop_flip, kept_bytes
+from promptfed.client_service.training.images import ImageCache, Views, crop_box, crop_flip
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
 from promptfed.shared.clip import Backbone, FeatureCache
@@ -62,7 +61,7 @@ def test_a_view_is_the_same_in_every_task(backbone: Backbone) -> None:
     assert len(set.union(*seen.values())) > 2.9 * len(split)
 
 
-def test_the_cache_holds_what_was_told(backbone: Backbone, tmp_path: Path) -> None:
+def test_the_cache_holds_each_view_once(backbone: Backbone, tmp_path: Path) -> None:
     source, cache = open_source(DATA), FeatureCache(tmp_path)
     data = ClientData(source, backbone, cache)
     for task in range(40):
@@ -72,7 +71,7 @@ def test_the_cache_holds_what_was_told(backbone: Backbone, tmp_path: Path) -> No
         assert torch.allclose(raw / raw.norm(dim=1, keepdim=True), features, atol=1e-6)
         assert not torch.allclose(raw, features, atol=1e-2)
     kept = [row for path in tmp_path.rglob("*.safetensors") for row in load_file(path).values()]
-    assert sum(row.numel() * 4 for row in kept) == kept_bytes(len(source.train), 2, backbone.d_e)
+    assert sum(row.numel() * 4 for row in kept) == 4 * 2 * len(source.train) * (backbone.d_e + 1), "and a length"
     assert cache.images_computed == 2 * len(source.train)
 
 
@@ -97,14 +96,12 @@ def test_nothing_of_it_stands_in_a_spec_without_it() -> None:
 
 
 @pytest.mark.parametrize("method", [{"name": "promptfl", "m": 2}, {"name": "plan", "m": 1, "depth": 1}])
-def test_federations_train_on_crops(method: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_federations_train_on_crops(method: dict[str, Any], tmp_path: Path) -> None:
     def run(**training: Any) -> str:
         spec: dict[str, Any] = {"name": "crops", "method": method, "rounds": 2, "evaluation": {"every": 2}}
         spec["training"] = {"batch_size": 8, **training}
         return simulate(spec, [Site("a", DATA)], features=tmp_path / "features").state_hash
 
-    caplog.set_level(logging.INFO, logger="promptfed.client")
     cropped = run(augmentation="crop_flip", views=2)
-    assert f"up to {kept_bytes(20, 2, 96)} bytes" in caplog.text
     assert cropped == run(augmentation="crop_flip", views=2)
     assert cropped != run()

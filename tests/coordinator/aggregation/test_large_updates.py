@@ -12,7 +12,6 @@ import torch
 
 from promptfed.coordinator.aggregation import rows, rules
 from promptfed.coordinator.aggregation.rules import Rule, weighted_mean
-from promptfed.coordinator.api import results
 from promptfed.coordinator.store.blobs import Blobs, put_tensors, room
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.checks import check_sizes, exchanged, needed_bytes, update_limit
@@ -22,7 +21,6 @@ from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import decode_file, encode, encode_file, state_hash
 from promptfed.shared.tensors.torch_tensors import arrays_of
 from tests.support.coordinators import InThread
-from tests.support.open_phases import open_first_phase
 
 SIZES = {"d_t": 512, "d_v": 768, "d_e": 512, "text_layers": 12, "vision_layers": 12, "context_length": 77}
 VIT_B_32 = BackboneShape(patch_size=32, mlp_width=3072, positions=50, **SIZES)
@@ -138,7 +136,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         check_sizes(spec_of(), method, ServerContext(TrainingSpec(), giant, None, (), seed=0, rounds=2), 1)
 
 
-# Whole towers: the disk that they need is told when a federation is created; their states are no JSON.
+# Whole towers: the disk that they need is looked at before the start.
 
 
 BYTES = 4 * 87_849_216  # of a ViT-B/32's tower
@@ -147,42 +145,19 @@ BYTES = 4 * 87_849_216  # of a ViT-B/32's tower
 Usage = namedtuple("Usage", "total used free")
 
 
-def tower_spec(name: str, **method: Any) -> dict[str, Any]:
-    backbone = {"model": "ViT-B-32", "pretrained": "openai", "shape": VIT_B_32.model_dump(mode="json")}
-    return {"name": name, "method": {"name": "fedavg", **method}, "backbone": backbone, "rounds": 2}
-
-
-def free(monkeypatch: pytest.MonkeyPatch, bytes: int) -> None:
-    monkeypatch.setattr("promptfed.coordinator.engine.jobs.shutil.disk_usage", lambda path: Usage(0, 0, bytes))
-
-
-def test_the_disk_that_is_needed_is_told_at_creation(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    free(monkeypatch, 10 * BYTES)
-    created = coordinator.post("/v1/federations", json=tower_spec("whole"), status=201)
-    # Updates and payload of two rounds, and two states that are being written, for as many as the spec asks for.
-    least = created["spec"]["participation"]["min_clients"]
-    needed = 2 * (least + 1) * BYTES + 2 * BYTES
-    assert created["disk"] == {"needed": needed, "trainers": least, "free": 10 * BYTES}
-    assert coordinator.get("whole")["disk"] == created["disk"]
-    assert coordinator.post("/v1/federations", json=tower_spec("norms", trainable="norms"), status=201)["disk"] is None
-    unknown = tower_spec("unknown") | {"backbone": {"model": "ViT-B-32", "pretrained": "openai"}}
-    assert coordinator.post("/v1/federations", json=unknown, status=201)["disk"] is None
-
-
-def test_a_disk_without_room_is_told_at_creation(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    free(monkeypatch, BYTES)
-    refused = coordinator.post("/v1/federations", json=tower_spec("whole"), status=507)
-    assert refused["type"].endswith("/storage-full")
-    assert f"bytes of disk at once, and {BYTES:,} are free: make room" in refused["detail"]
-    assert coordinator.get("/v1/federations")["federations"] == []
-
-
-def test_a_large_state_is_no_json(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    federation, _, _ = open_first_phase(coordinator)
-    assert results.MOST_JSON_NUMBERS == 1_000_000
-    monkeypatch.setattr(results, "MOST_JSON_NUMBERS", 31)
-    refused = coordinator.get(f"{federation}/prompts", status=406, headers={"Accept": "application/json"})
-    assert "the state has 32 numbers; JSON is given up to 31: ask for application/octet-stream" in refused["detail"]
-    url = f"/v1/federations/{federation}/prompts"
-    answer = coordinator.http.get(url, headers=coordinator.operator | {"Accept": "application/octet-stream"})
-    assert answer.status_code == 200
+def test_a_disk_without_room_keeps_a_federation_from_starting(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = VIT_B_32.model_dump(mode="json")
+    backbone = {"model": "ViT-B-32", "pretrained": "openai", "shape": shape}
+    spec = {"name": "whole", "method": {"name": "fedavg"}, "backbone": backbone, "rounds": 2}
+    coordinator.post("/v1/federations", json=spec, status=201)
+    coordinator.enrol("whole", "a", "b", backbone_shape=shape)
+    # Updates and payload of two rounds, and two states that are being written.
+    needed = 2 * (2 + 1) * BYTES + 2 * BYTES
+    free = needed - 1
+    usage = "promptfed.coordinator.engine.jobs.shutil.disk_usage"
+    monkeypatch.setattr(usage, lambda path: Usage(0, 0, free))
+    refused = coordinator.post("whole/start", status=409)
+    assert refused["type"].endswith("/cannot-start")
+    assert f"2 trainers need about {needed:,} bytes of disk at once, and {free:,} are free: make" in refused["detail"]

@@ -20,7 +20,7 @@ from promptfed.shared.tensors.torch_tensors import decode, state_hash
 from promptfed.testing.clients import CLASSES, ScriptedClient, drive, trained, update_body
 from tests.support import literal_rules as literal
 from tests.support.coordinators import InThread
-from tests.support.open_phases import answer_next, launched, prompts
+from tests.support.open_phases import answer_next, launched, metrics, prompts
 
 NAMES = [f"c{i}" for i in range(7)]
 
@@ -66,7 +66,7 @@ def test_krum_rejects_the_bad_update_and_says_so(coordinator: InThread) -> None:
     vectors = [sent[name]["context"].reshape(-1).tolist() for name in NAMES]
     wanted = torch.tensor(literal.multi_krum(vectors, 1)).reshape(4, 8)
     assert torch.allclose(state(coordinator, federation), wanted, atol=1e-5)
-    shown = coordinator.get(f"{federation}/metrics")["metrics"]
+    shown = metrics(coordinator, federation)
     influence = {one["client"]: one["value"] for one in shown if one["name"] == "influence"}
     assert influence == {name: updates[name]["influence"] for name in NAMES}
 

@@ -39,7 +39,7 @@ def test_its_federation_waits_and_the_others_go_on(tmp_path: Path, monkeypatch: 
             answer = client.task(0)
             assert (answer.status_code, answer.headers["Retry-After"]) == (503, "60")
             # And no more: why may hold the machine's paths.
-            told = "waits waits for its method, which this coordinator lacks: ask its operator"
+            told = "waits cannot go on at this coordinator now: ask its operator"
             assert answer.json()["detail"] == told
         assert coordinator.get(other)["state"] == "enrolling"
         assert len(coordinator.get("/v1/federations")["federations"]) == 2

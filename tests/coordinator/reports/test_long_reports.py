@@ -19,7 +19,6 @@ from promptfed.coordinator.engine import retention, scheduler
 from promptfed.coordinator.reports import rounds
 from promptfed.coordinator.store.database import DatabaseAway
 from promptfed.coordinator.store.tables import BlobRow
-from promptfed.shared.api.api_schemas import MetricList
 from promptfed.shared.api.report_schemas import RoundPage, RoundReport
 from promptfed.testing.clients import ScriptedClient
 from tests.support.coordinators import InThread, Make
@@ -68,15 +67,9 @@ def test_rounds_and_metrics_are_what_the_rows_say(coordinator: InThread) -> None
         mean = report.evaluation.by_split["trainer"]["test"]
         assert (mean["accuracy"], mean["ece"], mean["macro_f1"]) == (0.5, 0.125, 0.375)
     answer = coordinator.http.get(f"{path}/metrics", headers=coordinator.operator)
-    numbers = MetricList.model_validate_json(answer.content).metrics
-    counted = Counter(number.name for number in numbers)
+    counted = Counter(line["name"] for line in csv.DictReader(io.StringIO(answer.text)))
     assert counted["loss"] == ROUNDS * (MANY + 1)
     assert (counted["ece"], counted["trainer_ece"], counted["macro_f1"]) == (ROUNDS * MANY, ROUNDS, ROUNDS * MANY)
-    answer = coordinator.http.get(f"{path}/metrics?format=csv", headers=coordinator.operator)
-    lines = csv.DictReader(io.StringIO(answer.text))
-    named = [number.model_dump() for number in numbers]
-    read = [{key: value or None for key, value in line.items()} for line in lines]
-    assert [line | {"round": int(line["round"]), "value": float(line["value"])} for line in read] == named
 
 
 def test_pages_of_rounds_follow_each_other(coordinator: InThread, federation: str) -> None:
@@ -94,18 +87,6 @@ def test_a_page_ends_before_it_is_long(coordinator: InThread, federation: str, m
     monkeypatch.setattr(rounds, "MOST_TASKS", 1)
     second = coordinator.get(f"{federation}/rounds?after=1")
     assert ([report["round"] for report in second["rounds"]], second["next"]) == ([2], "2"), "one round at least"
-
-
-def test_metrics_have_pages_where_a_limit_is_given(coordinator: InThread, federation: str) -> None:
-    whole = coordinator.get(f"{federation}/metrics")
-    assert whole["next"] is None
-    first = coordinator.get(f"{federation}/metrics?limit=2")
-    second = coordinator.get(f"{federation}/metrics?limit=2&after={first['next']}")
-    assert (first["next"], second["next"]) == ("2", None)
-    assert first["metrics"] + second["metrics"] == whole["metrics"]
-    address = f"/v1/federations/{federation}/metrics?format=csv&after=2"
-    lines = coordinator.http.get(address, headers=coordinator.operator).text.splitlines()
-    assert {line.partition(",")[0] for line in lines[1:]} == {"3"}
 
 
 class Counting:
@@ -130,15 +111,13 @@ def test_a_round_is_read_in_its_turn_and_no_transaction_waits(coordinator: InThr
     rounds.page(database, known, [1, 2, 3], None)
     assert (database.begun, database.open) == (3, 0)
     database = Counting(coordinator)
-    pieces = rounds.as_json(database, known, [1, 2, 3])
-    for _ in range(3):
-        next(pieces)
+    pieces = rounds.as_csv(database, known, [1, 2, 3])
+    next(pieces)
     assert (database.begun, database.open) == (1, 0), "the first round"
 
 
-@pytest.mark.parametrize("path", ["metrics", "metrics?format=csv"])
 def test_an_answer_that_cannot_be_finished_is_cut_off_and_one_that_cannot_begin_is_refused(
-    coordinator: InThread, federation: str, path: str, monkeypatch: pytest.MonkeyPatch
+    coordinator: InThread, federation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = rounds.round_report
     last = 3
@@ -149,7 +128,7 @@ def test_an_answer_that_cannot_be_finished_is_cut_off_and_one_that_cannot_begin_
         return read(session, known, number)
 
     monkeypatch.setattr(rounds, "round_report", fails)
-    address = f"/v1/federations/{federation}/{path}"
+    address = f"/v1/federations/{federation}/metrics"
     with pytest.raises(httpx.RemoteProtocolError):
         coordinator.http.get(address, headers=coordinator.operator)
     last = 1
@@ -261,9 +240,7 @@ def test_a_late_round_reads_no_more_than_an_early_one(coordinator_with: Make, ke
     assert late <= 1.1 * early
 
 
-@pytest.mark.parametrize(
-    "path", ["", "/rounds?after={last}", "/rounds?limit=2", "/rounds/{last}", "/metrics?limit=2", "/prompts"]
-)
+@pytest.mark.parametrize("path", ["", "/rounds?after={last}", "/rounds?limit=2", "/rounds/{last}", "/prompts"])
 def test_a_page_reads_no_more_of_a_long_federation(coordinator_with: Make, path: str) -> None:
     def ask(coordinator: InThread, id: str, _: object) -> None:
         last = coordinator.get(id)["round"] - 1

@@ -1,9 +1,7 @@
-"""An export served over HTTP: the answers of `predict`, in batches too, and what is refused."""
+"""An export served over HTTP: the answers of `predict`; and what is refused."""
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 import signal
@@ -12,12 +10,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from fastapi.testclient import TestClient
-from PIL import Image
 
 from promptfed.cli.scoring import model_of_export
 from promptfed.client_service.serving import api
@@ -51,60 +47,25 @@ def ask(exported: Path) -> Ask:
     return make
 
 
-def batch(http: TestClient, contents: list[bytes], **more: Any) -> httpx.Response:
-    return http.post("/v1/predictions", json={"images": [base64.b64encode(one).decode() for one in contents], **more})
+TYPED = {"Content-Type": api.IMAGE_TYPE}
 
 
 def test_answers_are_those_of_predict(exported: Path, images: list[Path], ask: Ask) -> None:
     told = json.loads(command("predict", *images, "--export", exported, "--json").stdout)
-    http, typed = ask(), {"Content-Type": "application/octet-stream"}
-    single = [http.post("/v1/predict", content=path.read_bytes(), headers=typed).json() for path in images]
-    together = batch(http, [path.read_bytes() for path in images]).json()["answers"]
-    for wanted, alone, answer in zip(told, single, together, strict=True):
-        wanted = {key: value for key, value in wanted.items() if key != "image" and value is not None}
-        assert alone == wanted
-        assert answer == {"prediction": wanted}
-
-
-def test_a_batch_goes_on_after_an_image_that_cannot_be_read(
-    images: list[Path], ask: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bomb = io.BytesIO()
-    Image.new("1", (6000, 6000)).save(bomb, "PNG")
-    good = images[0].read_bytes()
-    monkeypatch.setattr(api, "MAX_IMAGE_BYTES", len(good) + len(bomb.getvalue()))
-    answers = batch(ask(), [good, b"nothing", bomb.getvalue(), bytes(api.MAX_IMAGE_BYTES + 1), good]).json()["answers"]
-    assert [answer.get("problem", {}).get("status") for answer in answers] == [None, 422, 413, 413, None]
-    assert "PNG, JPEG or another common format" in answers[1]["problem"]["detail"]
-    assert answers[0] == answers[4]
-
-
-@pytest.mark.parametrize(("sent", "status", "text"), [
-    ({"json": {"images": []}}, 422, "1 to 64 images"),
-    ({"json": {"images": ["AAAA"] * 65}}, 422, "1 to 64 images"),
-    ({"json": {"images": ["%"]}}, 422, "images.0"),
-    ({"json": {"pictures": []}}, 422, "in base64"),
-    ({"content": b"[", "headers": {"Content-Type": "application/json"}}, 422, "in base64"),
-    ({"content": b"{}", "headers": {"Content-Type": "text/plain"}}, 415, "application/json"),
-    ({"content": b" " * 2000, "headers": {"Content-Type": "application/json"}}, 413, "fewer at once"),
-])  # fmt: skip
-def test_what_is_no_batch_is_refused(
-    ask: Ask, monkeypatch: pytest.MonkeyPatch, sent: dict[str, Any], status: int, text: str
-) -> None:
-    monkeypatch.setattr(api, "MAX_BATCH_BYTES", 1500)
-    answer = ask().post("/v1/predictions", **sent)
-    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
-    assert text in answer.json()["detail"]
+    answers = [ask().post("/v1/predict", content=path.read_bytes(), headers=TYPED).json() for path in images]
+    for wanted, answer in zip(told, answers, strict=True):
+        assert answer == {key: value for key, value in wanted.items() if key != "image" and value is not None}
 
 
 def test_the_page_is_there_and_a_token_guards_the_rest(ask: Ask, images: list[Path]) -> None:
     http = ask("secret")
     assert "What is in these images?" in http.get("/").text
     assert http.get("/healthz").status_code == 200
-    assert http.get("/status").status_code == batch(http, [b""]).status_code == 401
+    assert http.get("/status").status_code == 401
+    assert http.post("/v1/predict", content=b"x", headers=TYPED).status_code == 401
     http.headers["Authorization"] = "Bearer secret"
     assert http.get("/status").json()["stage"] == "serving"
-    assert batch(http, [images[0].read_bytes()]).status_code == 200
+    assert http.post("/v1/predict", content=images[0].read_bytes(), headers=TYPED).status_code == 200
 
 
 def test_what_cannot_be_served_is_refused_in_one_line(exported: Path, tmp_path: Path) -> None:
@@ -134,8 +95,7 @@ def test_the_command_serves_until_it_is_interrupted(exported: Path, images: list
     try:
         assert process.stdout is not None
         [url] = re.findall(r"http://[\d.]+:\d+", process.stdout.readline())[:1]
-        typed = {"Content-Type": "application/octet-stream"}
-        answer = httpx.post(f"{url}/v1/predict", content=images[0].read_bytes(), headers=typed, timeout=PATIENCE)
+        answer = httpx.post(f"{url}/v1/predict", content=images[0].read_bytes(), headers=TYPED, timeout=PATIENCE)
         assert answer.json()["class_name"] in SHAPES
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
