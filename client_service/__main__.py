@@ -9,6 +9,7 @@ from typing import Literal
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.monitor import EventJsonLines, EventTextLines
 from promptfed.client_service.settings import Settings, make_settings
+from promptfed.client_service.state.site_log import help_lines, sent_lines
 from promptfed.shared.service.process import given_settings, log_to_stderr
 from promptfed.shared.service.reasons import leave
 
@@ -34,6 +35,9 @@ def start(settings: Settings) -> int:
 
             print(own_fingerprint(settings.state_dir))
             return Exit.OK
+        if settings.sent:
+            print("\n".join(sent_lines(settings.state_dir, settings.log_format)))
+            return Exit.OK
     except ClientError as error:
         logging.getLogger("promptfed.client").error("%s", error)
         return error.exit
@@ -58,8 +62,9 @@ def check(settings: Settings) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code of a client with the settings that the command line gives."""
+    sent = "\n".join(help_lines())
     try:
-        settings = make_settings(**given_settings(Settings, "client_service", arguments))
+        settings = make_settings(**given_settings(Settings, "client_service", arguments, sent))
     except ClientError as error:
         print(error, file=sys.stderr)
         return error.exit

@@ -147,6 +147,10 @@ class Settings(BaseSettings):
         bool,
         Field(description="print the fingerprint of this client's identity key, for owners to compare, and end"),
     ] = False
+    sent: Annotated[
+        bool,
+        Field(description="print every message that has left this machine, from the state folder's record, and end"),
+    ] = False
     check: Annotated[
         bool, Field(description="only check everything, show what would leave this machine, and end without joining")
     ] = False
@@ -165,8 +169,12 @@ class Settings(BaseSettings):
         role = {"role": invited["role"]} if invited.get("role") and not given.get("role") else {}
         coordinator, federation = str(given.get("coordinator")), str(given.get("federation"))
         folder = given.get("state_dir") or _own_folder(coordinator, federation, str(name))
-        unasked = given.get("withdraw") or given.get("fingerprint")
+        unasked = given.get("withdraw") or given.get("fingerprint") or given.get("sent")
         unread = {"data": "none"} if unasked and not given.get("data") else {}
+        if given.get("sent") and given.get("state_dir"):
+            # The record lies in the state folder: nobody is asked.
+            unread |= {"coordinator": given.get("coordinator") or "http://127.0.0.1"}
+            unread |= {"federation": given.get("federation") or "none"}
         return {**given, "name": name, "state_dir": folder, **role, **unread}
 
     @field_validator("test")

@@ -21,6 +21,7 @@ import torch
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
+from promptfed.client_service.__main__ import main, start
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body, SentLog
 from promptfed.client_service.joining.checks import Check
@@ -30,16 +31,24 @@ from promptfed.client_service.state import site_log
 from promptfed.client_service.state.durable_files import VARIABLE
 from promptfed.client_service.state.private_state import Pending, PrivateState, Serving, TensorOrigin
 from promptfed.client_service.state.site_log import (
+    ENROLMENT,
+    EVALUATION,
+    FAILURE,
     FILE,
     HEAD,
+    SECURE_SUM,
+    SENT,
+    UPDATE,
     ChangedLog,
     SiteLog,
     chained,
+    help_lines,
     read,
     verify,
 )
-from promptfed.shared.messages import TaskConfig
+from promptfed.shared.messages import EnrolRequest, EvaluationRequest, FailureRequest, TaskConfig, UpdateMetadata
 from promptfed.shared.plain_text import plain
+from promptfed.shared.secagg.messages import ConfirmAnswer, KeysAnswer, SharesAnswer, UnmaskAnswer
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.client_service.conftest import Killed, Make
@@ -490,6 +499,26 @@ def test_what_was_shown_and_agreed_to_is_in_it(make: Make) -> None:
     assert all(line["what"] != "sent" for line in lines[:4])
 
 
+def test_the_list_has_every_field_of_every_message() -> None:
+    assert ENROLMENT.keys() == EnrolRequest.model_fields.keys()
+    assert UPDATE.keys() == UpdateMetadata.model_fields.keys() | {"tensors"}
+    assert EVALUATION.keys() == EvaluationRequest.model_fields.keys()
+    assert FAILURE.keys() == FailureRequest.model_fields.keys()
+    answers = (KeysAnswer, SharesAnswer, ConfirmAnswer, UnmaskAnswer)
+    assert SECURE_SUM.keys() == {name for answer in answers for name in answer.model_fields} | {"masked"}
+
+
+def test_both_helps_show_it(capsys: pytest.CaptureFixture[str]) -> None:
+    command = CliRunner().invoke(app, ["client", "--help"]).output
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    for text in (command, capsys.readouterr().out):
+        lines = [line.strip() for line in text.splitlines()]
+        assert all(line.strip() in lines for line in help_lines())
+        assert any("domain's name and description" in line for line in lines)
+    assert len(help_lines()) > sum(map(len, SENT.values()))
+
+
 TRAINING = TrainingSpec(learning_rate=0.1, batch_size=8).model_dump()
 
 
@@ -498,9 +527,9 @@ def messages(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read(folder) if line["what"] == "sent"]
 
 
-def test_every_request_is_in_it_before_it_leaves(make: Make) -> None:
+def test_every_request_is_in_it_before_it_leaves(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     coordinator = make.coordinator(rounds=2, method={"name": "promptfl", "m": 4}, training=TRAINING)
-    bodies = list[bytes]()
+    bodies, shown = list[bytes](), list[str]()
 
     def look(request: httpx.Request) -> None:
         lines = [json.loads(line) for line in (make.settings.state_dir / FILE).read_text().splitlines()]
@@ -525,14 +554,17 @@ def test_every_request_is_in_it_before_it_leaves(make: Make) -> None:
     for line, body in updates:
         shapes = {name: f"F32 {list(tensor.shape)}" for name, tensor in decode(body)[0].items()}
         assert line["tensors"] == shapes
+        shown.extend(f"tensor {name}: {shape}" for name, shape in shapes.items())
         assert {"task_id", "metrics", "payload_sha256"} <= set(line["fields"])
     secret = json.loads((make.settings.state_dir / "identity.json").read_text())["secret"]
     assert secret not in (make.settings.state_dir / FILE).read_text()
 
-    told = CliRunner().invoke(app, ["site-log", "show", str(make.settings.state_dir)]).output
+    assert start(make.settings.model_copy(update={"sent": True})) == Exit.OK
+    told = capsys.readouterr().out
+    assert f"{len(bodies)} messages of {sum(map(len, bodies)):,} bytes" in told
     assert all(hashlib.sha256(body).hexdigest() in told for body in bodies)
-    assert shapes
-    assert all(name in told for name in shapes)
+    assert shown
+    assert all(text in told for text in shown)
 
 
 @pytest.mark.parametrize("arrives", [False, True])

@@ -321,6 +321,8 @@ def read_everything(sites: Sites, browser: Browser) -> None:
         sites.done("federation", command, "scans", *(["--json"] if command in ("clients", "rounds") else []))
     for site in ("east", "far"):
         sites.done("site-log", "show", sites.out / site, "--json")
+    sent = sites.run("client", "--sent", "--state-dir", sites.out / "east")[1]
+    assert re.search(r"no line was changed or removed\n  enrolment: 1 message, [\d,]+ bytes\n", sent)
     page = browser.new_page()
     page.goto(f"{sites.server.url}/")
     (sites.out / "page.html").write_text(page.content())
