@@ -33,7 +33,6 @@ from promptfed.shared.data.medical.phantoms import dataset, scan, write_patients
 from promptfed.shared.data.partition import grouped
 from promptfed.shared.data.readers import Request, readers
 from promptfed.shared.spec.spec import PrivacySpec
-from tests.support.own_images import union_uri
 
 DRAWS = np.random.default_rng(5)
 
@@ -322,23 +321,6 @@ def test_no_patient_is_on_two_sides_in_a_thousand_partitions(tmp_path: Path) -> 
         assert sum(map(len, patients)) == len(set().union(*patients))
         if "validation" not in values:
             assert sum(len(side.train) + len(side.test) for side in sides) == 120
-
-
-def test_a_union_keeps_patients_whole_and_tells_what_is_left_out(tmp_path: Path) -> None:
-    """Two folders with the same patients: their tables give the splits, or one would train on whom the other tests."""
-    roots = [write_patients(tmp_path / name, 8, 3, seed) for seed, name in enumerate("ab")]
-    (roots[1] / "P0003" / "0001.dcm").write_bytes(b"no DICOM at all" * 40)
-    uris = [f"dicom:{root}?on_unreadable=skip" for root in roots]
-    assert "trains on the group" in str(refused(union_uri([uris[0], f"{uris[1]}&split_seed=3"])))
-    both = open_source(union_uri(uris))
-    assert len(set(both.train.groups)) + len(set(both.test.groups)) == 8
-    assert any("0001.dcm: it is not a DICOM file" in text for text in both.left_out)
-    assert not set(both.train.groups) & set(both.test.groups)
-    for name in both.class_names:
-        (tmp_path / "c" / name).mkdir(parents=True)
-        for number in range(3):
-            both.train.image(number).save(tmp_path / "c" / name / f"{number}.png")
-    assert "some sources have groups" in str(refused(union_uri([uris[0], f"folder:{tmp_path / 'c'}"])))
 
 
 def test_a_group_has_its_most_frequent_class() -> None:
