@@ -147,17 +147,13 @@ def _expect_at_hand(name: str) -> None:
         raise BackboneError(f"{name} is not on this machine, and {endpoint()} {reason}")
 
 
-CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+WRAPPERS = ("state_dict", "model", "model_ema")  # keys under which training scripts keep the weights
 
 
 def permits(allowed: AllowedBackbones, spec: BackboneSpec) -> bool:
-    """Whether all in the spec that lies outside open_clip's registry is permitted, by the very names in the spec."""
-    if isinstance(allowed, bool):
-        return allowed
-    weights = spec.pretrained or ""
-    if ":" not in spec.model:
-        return weights in allowed
-    return spec.model in allowed and (weights in allowed or not weights.endswith(CHECKPOINT_SUFFIXES))
+    """Whether the spec's model, if it lies outside open_clip's registry, is permitted by its very name."""
+    return allowed if isinstance(allowed, bool) else spec.model in allowed
 
 
 def expect_permitted(model: str, allow_unregistered: bool) -> None:
@@ -169,18 +165,10 @@ def expect_permitted(model: str, allow_unregistered: bool) -> None:
         )
 
 
-def expect_permitted_checkpoint(model: str, pretrained: str, tags: list[str], allow_unregistered: bool) -> None:
-    """Refuse a `pretrained` that is neither one of `tags` nor a checkpoint file that the data owner has permitted."""
-    if not os.path.isfile(pretrained):
-        hint = near(pretrained, tags) or "; it has none, use 'random' or a checkpoint (--allow-backbone)" * (not tags)
-        raise BackboneError(f"The model {model} has no weights {pretrained!r}{hint}.")
-    if not allow_unregistered:
-        raise BackboneError(
-            f"The checkpoint {pretrained!r} is a local file: the data owner must permit it by "
-            f"--allow-backbone {pretrained}."
-        )
-    if not pretrained.endswith(CHECKPOINT_SUFFIXES):
-        raise BackboneError(f"The checkpoint {pretrained!r} is of unknown type: use {', '.join(CHECKPOINT_SUFFIXES)}.")
+def unknown_weights(model: str, pretrained: str, tags: list[str]) -> BackboneError:
+    """The error of a `pretrained` that is none of the model's `tags`."""
+    hint = near(pretrained, tags) or "; it has none, use 'random'"
+    return BackboneError(f"The model {model} has no weights {pretrained!r}{hint}. A file of them is --backbone-file.")
 
 
 # File names in folders, the safer format first.
@@ -202,8 +190,8 @@ def weights_in(path: Path) -> Path:
         return file
     if not path.is_file():
         raise BackboneError(f"There is no file {path} of weights.")
-    if not str(path).endswith(CHECKPOINT_SUFFIXES):
-        raise BackboneError(f"The checkpoint {str(path)!r} is of unknown type: use {', '.join(CHECKPOINT_SUFFIXES)}.")
+    if not str(path).endswith(SUFFIXES):
+        raise BackboneError(f"The file {path} of weights is of unknown type: use {', '.join(SUFFIXES)}.")
     return path
 
 
@@ -217,7 +205,7 @@ def load_into(model: Any, path: Path, name: str) -> None:
     """
     from open_clip.factory import load_checkpoint
 
-    tensors = _read(path)
+    tensors = read_weights(path)
     try:
         load_checkpoint(model, str(path), weights_only=True)
     except Exception as error:  # open_clip and torch raise many kinds of errors for a file of another model
@@ -225,7 +213,8 @@ def load_into(model: Any, path: Path, name: str) -> None:
         raise BackboneError(f"The weights in {path} are not those of {name}: {told}.") from error
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights in a file by name; code in it is never executed. BackboneError if it holds something else."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -235,17 +224,19 @@ def _read(path: Path) -> Mapping[str, Any]:
     except Exception as error:
         advice = "save them as safetensors"
         raise BackboneError(f"{path} cannot be read as weights alone; {advice} ({one_line(error)}).") from error
-    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):  # of a training script
-        loaded = loaded["state_dict"]
+    for key in WRAPPERS:
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
     if not isinstance(loaded, Mapping):
         raise BackboneError(f"{path} holds no weights by name.")
-    return {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
+    named = {str(name).removeprefix("module."): tensor for name, tensor in loaded.items()}
+    return {name: tensor for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _misfits(model: Any, tensors: Mapping[str, Any]) -> str:
     """The names of tensors that do not fit a model; empty if all fit."""
     own = model.state_dict()
-    given = {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes = [
         f"{name} {list(given[name])} for {list(tensor.shape)}"
         for name, tensor in own.items()
