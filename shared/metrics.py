@@ -29,19 +29,10 @@ def finite(numbers: ArrayLike) -> NDArray[np.float64]:
     return known
 
 
-@dataclass(frozen=True)
-class Bin:
-    """Images whose confidence lies in (lower, upper]; means are 0 where there is none."""
+def calibration_error(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> float:
+    """ECE = Σ n_b/N·|accuracy_b − confidence_b| over equal bins (lower, upper] of confidences (N,) in [0, 1].
 
-    lower: float
-    upper: float
-    count: int
-    confidence: float
-    accuracy: float
-
-
-def reliability(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> list[Bin]:
-    """The reliability diagram of confidences (N,) in [0, 1] and whether each answer was ``right`` (N,).
+    ``right`` (N,): whether each answer was.
 
     Raises:
         ValueError: the lists are empty or differ in length, or a number is not finite.
@@ -50,20 +41,8 @@ def reliability(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> li
     if len(sure) != len(hits) or not len(sure):
         raise ValueError(f"{len(sure)} confidences for {len(hits)} answers")
     place = np.clip(np.ceil(sure * bins).astype(int) - 1, 0, bins - 1)
-    groups = []
-    for k in range(bins):
-        inside = place == k
-        count = int(inside.sum())
-        means = (float(sure[inside].mean()), float(hits[inside].mean())) if count else (0.0, 0.0)
-        groups.append(Bin(k / bins, (k + 1) / bins, count, *means))
-    return groups
-
-
-def calibration_error(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> float:
-    """ECE = Σ n_b/N·|accuracy_b − confidence_b| over equal bins. Raises ValueError as `reliability`."""
-    filled = reliability(confidence, right, bins)
-    total = sum(group.count for group in filled)
-    return sum(group.count / total * abs(group.accuracy - group.confidence) for group in filled)
+    inside = [place == k for k in range(bins) if (place == k).any()]
+    return sum(int(own.sum()) / len(sure) * abs(float(hits[own].mean()) - float(sure[own].mean())) for own in inside)
 
 
 def class_accuracies(labels: ArrayLike, predicted: ArrayLike) -> dict[int, float]:
