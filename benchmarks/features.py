@@ -6,9 +6,7 @@
 Pictures are 320 x 240 JPEG files of noise; the weights of ViT-B/16 are random. ``rate`` compares, in turns over parts
 of the pictures, the features that a client computes (decoding, preprocessing, the tower, the cache's files) with a loop
 that only runs the tower over batches of preprocessed images. ``ratio_of_cpu_seconds`` is that of one core, whatever
-else the machine does. ``pipeline`` replaces the tower by one that takes no time (numbers are made of pixels where a
-tower is), and compares it, in turns and on as many threads, with a loop that only decodes and resizes the same files by
-PIL.
+else the machine does.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -33,13 +30,11 @@ from promptfed.sdk.backbone import open_backbone
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.caches import batch_size
 from promptfed.shared.data import open_source
-from promptfed.shared.data.image_files import READERS
 from promptfed.shared.machine import processors
 from promptfed.shared.spec.spec import BackboneSpec
 
 Precision = Literal["fp32", "fp16", "bf16"]
 MODEL, PRETRAINED = "ViT-B-16", "random"
-TURN = 512  # pictures after which the pipeline and PIL take turns
 
 
 def write_pictures(folder: Path, count: int) -> None:
@@ -80,49 +75,6 @@ def rate(count: int, model: str, pretrained: str, device: str, precision: Precis
     return figures
 
 
-def pipeline(count: int, model: str, pretrained: str, device: str) -> dict[str, Any]:
-    """Pictures per second without a tower's time and of PIL alone, and the median ratio."""
-    torch.set_num_threads(1)
-    backbone = open_backbone(BackboneSpec(model=model, pretrained=pretrained), allow_backbone=False, device=device)
-    backbone.encode_images = _no_tower(backbone)  # type: ignore[method-assign]
-    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(READERS) as threads:
-        write_pictures(Path(place) / "images", 2 * count)
-        split = open_source(f"folder:{place}/images").train
-        parts = [range(start, start + TURN) for start in range(0, len(split) - TURN + 1, TURN)]
-        turns = []
-        for number, rows in enumerate(parts):
-            cache = FeatureCache(Path(place) / f"features-{number}")
-            cache.features(backbone, split, indices=[rows.start - 1])  # the places of a batch are measured
-            paths = [split.path(row) for row in rows]
-            turns.append(
-                (
-                    _timed(partial(list, threads.map(_by_pil, paths))),
-                    _timed(partial(cache.features, backbone, split, indices=rows)),
-                )
-            )
-    return {
-        "pictures": sum(map(len, parts)),
-        "processors": processors(),
-        "pil_per_second": round(TURN / statistics.median(pil[0] for pil, _ in turns), 1),
-        "ours_per_second": round(TURN / statistics.median(ours[0] for _, ours in turns), 1),
-        "ratio": round(statistics.median(pil[0] / ours[0] for pil, ours in turns), 3),
-        "ratio_of_cpu_seconds": round(statistics.median(pil[1] / ours[1] for pil, ours in turns), 3),
-    }
-
-
-def _by_pil(path: Path) -> Image.Image:
-    """What a preprocessing of 224 pixels does with a picture of 320 x 240, up to the numbers."""
-    with Image.open(path) as image:
-        return image.convert("RGB").resize((298, 224), Image.Resampling.BICUBIC).crop((37, 0, 261, 224))
-
-
-def _no_tower(backbone: Backbone) -> Callable[..., torch.Tensor]:
-    def encode(images: torch.Tensor, **options: bool) -> torch.Tensor:
-        return images[:, 0].flatten(1)[:, : backbone.d_e].float().to(backbone.device)
-
-    return encode
-
-
 def _bare(backbone: Backbone, count: int) -> tuple[float, float]:
     size = batch_size(backbone.device)
     images = torch.randn(size, 3, *backbone.image_size)
@@ -146,19 +98,14 @@ def _timed(loop: Callable[[], object]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measure both."""
+    """Measure and print."""
     command = parser(__doc__)
     command.add_argument("--count", type=int, default=1024, help="pictures")
     command.add_argument("--model", default=MODEL)
     command.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    command.add_argument("--pipeline", action="store_true", help="only the pipeline without a tower")
     options = command.parse_args()
-    if options.pipeline:
-        print(json.dumps(pipeline(options.count, options.model, PRETRAINED, options.device)))
-        return
-    numbers: dict[str, Any] = {"about": machine(), "model": options.model, "device": options.device}
-    numbers["pipeline"] = pipeline(options.count, options.model, PRETRAINED, options.device)
-    numbers["rate"] = rate(options.count, options.model, PRETRAINED, options.device)
+    figures = rate(options.count, options.model, PRETRAINED, options.device)
+    numbers = {"about": machine(), "model": options.model, "device": options.device, "rate": figures}
     print(json.dumps(numbers, indent=1))
     write(options.json, numbers)
 
