@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -173,7 +173,6 @@ def unknown_weights(model: str, pretrained: str, tags: list[str]) -> BackboneErr
 
 # File names in folders, the safer format first.
 IN_FOLDERS = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
-_TOLD = 8  # names of each kind that are listed; of further ones only the number
 
 
 def weights_in(path: Path) -> Path:
@@ -201,16 +200,15 @@ def load_into(model: Any, path: Path, name: str) -> None:
     Code in a file is never executed: it is read as safetensors or with ``weights_only``.
 
     Raises:
-        BackboneError: the file cannot be read, or holds the weights of another model; the text lists what did not fit.
+        BackboneError: the file cannot be read, or holds the weights of another model.
     """
     from open_clip.factory import load_checkpoint
 
-    tensors = read_weights(path)
     try:
         load_checkpoint(model, str(path), weights_only=True)
     except Exception as error:  # open_clip and torch raise many kinds of errors for a file of another model
-        told = _misfits(model, tensors) or one_line(error)
-        raise BackboneError(f"The weights in {path} are not those of {name}: {told}.") from error
+        read_weights(path)  # or it holds none
+        raise BackboneError(f"The weights in {path} are not those of {name}: {one_line(error)}") from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -231,28 +229,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise BackboneError(f"{path} holds no weights by name.")
     named = {str(name).removeprefix("module."): tensor for name, tensor in loaded.items()}
     return {name: tensor for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
-
-
-def _misfits(model: Any, tensors: Mapping[str, Any]) -> str:
-    """The names of tensors that do not fit a model; empty if all fit."""
-    own = model.state_dict()
-    given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    shapes = [
-        f"{name} {list(given[name])} for {list(tensor.shape)}"
-        for name, tensor in own.items()
-        if name in given and given[name] != tuple(tensor.shape)
-    ]
-    kinds = {
-        "missing": [name for name in own if name not in given],
-        "not of this model": [name for name in given if name not in own],
-        "of another shape": shapes,
-    }
-    return "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
-    return ", ".join(names[:_TOLD]) + more
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
