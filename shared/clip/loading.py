@@ -350,7 +350,6 @@ def _load_clip(
 ) -> Backbone:
     """A model of open_clip."""
     if model in EMBEDDED and pretrained == EMBEDDED[model].PRETRAINED and precision == "fp32" and own_weights is None:
-        _check_embedded(model, pretrained, random=False)
         config = EMBEDDED[model].config()
         with load_errors(model, pretrained, precision), Undrawn():
             built = plain.CLIP(**config)
@@ -414,7 +413,8 @@ def _weights_of(
     """open_clip's name of the model, its weights if open_clip reads them, and the options to build it."""
     if model in EMBEDDED:
         EMBEDDED[model].register()
-        _check_embedded(model, pretrained, random)
+        if not random and pretrained != EMBEDDED[model].PRETRAINED:
+            raise BackboneError(f"Unknown weights {pretrained!r} of {model}: use {EMBEDDED[model].PRETRAINED!r}.")
         return model, None, {}
     model = model if ":" in model else model.replace("/", "-")
     return model, *_resolve(model, pretrained, random, allow_unregistered)
@@ -460,19 +460,6 @@ def expect_device(device: str) -> None:
         else:
             reason = one_line(error)
         raise BackboneError(f"The device {device!r} cannot be used: {reason}. Or give --device cpu.") from error
-
-
-def _check_embedded(model: str, pretrained: str | None, random: bool) -> None:
-    embedded = EMBEDDED[model]
-    if random:
-        return
-    if pretrained != embedded.PRETRAINED:
-        raise BackboneError(f"Unknown weights {pretrained!r} of {model}: use {embedded.PRETRAINED!r}.")
-    if not embedded.weights_path().is_file():
-        raise BackboneError(
-            f"{model} has no weights in this version of promptfed: use {tiny.MODEL}, or pre-train it with "
-            "python -m benchmarks.backbones.emoji.pretrain."
-        )
 
 
 def embedded_weights(model: str) -> dict[str, torch.Tensor]:

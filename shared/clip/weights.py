@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import emoji, tiny
 from promptfed.shared.clip.errors import BackboneError, near, one_line
 from promptfed.shared.service.reasons import why
@@ -233,8 +234,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def config_digest(config: Mapping[str, Any]) -> str:
     """`sha256:<hex>` of a JSON-like mapping in canonical form (sorted keys, no spaces; tuples count as lists)."""
-    text = json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+    return "sha256:" + hashlib.sha256(canonical_json(config).encode()).hexdigest()
 
 
 def weights_fingerprint(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
