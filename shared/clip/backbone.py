@@ -314,20 +314,18 @@ class Backbone:
         """Token embeddings `(k, d_t)` of words, without special tokens and positions."""
         return _wide(self._text.embed(self._tokenizer.words(words)))
 
-    def class_prompts(self, class_names: Sequence[str], context_length: int, *, suffix: str = ".") -> ClassPrompts:
-        """Tokenised texts `[SOS] ctx×m name . [EOT]`. "_" in a name is a space; `suffix` follows the name directly.
+    def class_prompts(self, class_names: Sequence[str], context_length: int) -> ClassPrompts:
+        """Tokenised texts `[SOS] ctx×m name. [EOT]`. "_" in a name is a space.
 
         BackboneError names the class whose name is empty or too long.
         """
         self._text.require()
 
         def make() -> ClassPrompts:
-            return make_class_prompts(
-                self._tokenizer, class_names, context_length, suffix, pooled_position=self._text.pooled_position
-            )
+            return make_class_prompts(self._tokenizer, class_names, context_length, self._text.pooled_position)
 
         named = class_names if isinstance(class_names, str) else tuple(class_names)
-        return self._tokenised.get((named, context_length, suffix), make)
+        return self._tokenised.get((named, context_length), make)
 
     def encode_prompts(
         self,

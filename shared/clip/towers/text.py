@@ -87,7 +87,7 @@ class PromptTokenizer:
             raise BackboneError(f"The words {words!r} have no token: give at least one word.")
         return torch.tensor(ids)
 
-    def class_ids(self, names: Sequence[str], context_length: int, suffix: str) -> tuple[torch.Tensor, int]:
+    def class_ids(self, names: Sequence[str], context_length: int) -> tuple[torch.Tensor, int]:
         """Token ids `(C, L)` with placeholders, and the first context position."""
         placeholder = int(self.words(PLACEHOLDER_WORD)[0])
         texts = [name.replace("_", " ").strip() for name in names]
@@ -95,9 +95,9 @@ class PromptTokenizer:
             if not text:
                 raise BackboneError(f"The class name {name!r} is empty: give it a word.")
         if self._simple:
-            rows = [self._simple_row(n, t + suffix, context_length) for n, t in zip(names, texts, strict=True)]
+            rows = [self._simple_row(n, f"{t}.", context_length) for n, t in zip(names, texts, strict=True)]
             return torch.stack([self._insert(*row, 1, context_length, placeholder) for row in rows]), 1
-        ids = self._tokenizer([text + suffix for text in texts], context_length=self._length)
+        ids = self._tokenizer([f"{text}." for text in texts], context_length=self._length)
         start = 1 if int(ids[0, 0]) in self._special else 0  # a start token, or NLLB's language
         return torch.stack(
             [self._insert(n, row, start, context_length, placeholder) for n, row in zip(names, ids, strict=True)]
@@ -135,7 +135,6 @@ def make_class_prompts(
     tokenizer: PromptTokenizer,
     class_names: Sequence[str],
     context_length: int,
-    suffix: str,
     pooled_position: Callable[[torch.Tensor], torch.Tensor],
 ) -> ClassPrompts:
     """See `Backbone.class_prompts`; `pooled_position`: ids `(C, L)` -> positions `(C,)` that the tower pools."""
@@ -143,7 +142,7 @@ def make_class_prompts(
         raise BackboneError("No class names were given: pass a list with at least one name.")
     if context_length < 1:
         raise BackboneError(f"A context of {context_length} tokens was asked for: use at least 1.")
-    ids, start = tokenizer.class_ids(class_names, context_length, suffix)
+    ids, start = tokenizer.class_ids(class_names, context_length)
     end = pooled_position(ids)
     buckets: dict[int, list[int]] = {}
     for index, position in enumerate(end.tolist()):
