@@ -67,9 +67,7 @@ class Settings(BaseSettings):
     device: Annotated[str, Field(description="auto, cpu, cuda or cuda:N")] = "auto"
     allow_backbone: Annotated[
         list[str],
-        Field(
-            description="a model or checkpoint outside open_clip's registry that the federation may name; repeatable"
-        ),
+        Field(description="a model outside open_clip's registry that the federation may name; repeatable"),
     ] = []
     backbone_file: Annotated[
         Path | None,

@@ -29,19 +29,10 @@ def finite(numbers: ArrayLike) -> NDArray[np.float64]:
     return known
 
 
-@dataclass(frozen=True)
-class Bin:
-    """Images whose confidence lies in (lower, upper]; means are 0 where there is none."""
+def calibration_error(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> float:
+    """ECE = Σ n_b/N·|accuracy_b − confidence_b| over equal bins (lower, upper] of confidences (N,) in [0, 1].
 
-    lower: float
-    upper: float
-    count: int
-    confidence: float
-    accuracy: float
-
-
-def reliability(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> list[Bin]:
-    """The reliability diagram of confidences (N,) in [0, 1] and whether each answer was ``right`` (N,).
+    ``right`` (N,): whether each answer was.
 
     Raises:
         ValueError: the lists are empty or differ in length, or a number is not finite.
@@ -50,20 +41,8 @@ def reliability(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> li
     if len(sure) != len(hits) or not len(sure):
         raise ValueError(f"{len(sure)} confidences for {len(hits)} answers")
     place = np.clip(np.ceil(sure * bins).astype(int) - 1, 0, bins - 1)
-    groups = []
-    for k in range(bins):
-        inside = place == k
-        count = int(inside.sum())
-        means = (float(sure[inside].mean()), float(hits[inside].mean())) if count else (0.0, 0.0)
-        groups.append(Bin(k / bins, (k + 1) / bins, count, *means))
-    return groups
-
-
-def calibration_error(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> float:
-    """ECE = Σ n_b/N·|accuracy_b − confidence_b| over equal bins. Raises ValueError as `reliability`."""
-    filled = reliability(confidence, right, bins)
-    total = sum(group.count for group in filled)
-    return sum(group.count / total * abs(group.accuracy - group.confidence) for group in filled)
+    inside = [place == k for k in range(bins) if (place == k).any()]
+    return sum(int(own.sum()) / len(sure) * abs(float(hits[own].mean()) - float(sure[own].mean())) for own in inside)
 
 
 def class_accuracies(labels: ArrayLike, predicted: ArrayLike) -> dict[int, float]:
@@ -211,10 +190,12 @@ def auroc_estimate(truth: NDArray[np.bool_], scores: Floats) -> Estimate:
     Raises:
         ValueError: a score is not finite.
     """
+    from scipy.stats import rankdata
+
     scores = finite(scores)
     positive, negative = scores[truth], scores[~truth]
-    within = [_midranks(part) for part in (positive, negative)]
-    ranks = _midranks(np.concatenate([positive, negative]))
+    within = [rankdata(part) for part in (positive, negative)]
+    ranks = rankdata(np.concatenate([positive, negative]))
     m, n = len(positive), len(negative)
     above = (ranks[:m] - within[0]) / n  # the share of negatives below each positive
     below = 1 - (ranks[m:] - within[1]) / m  # the share of positives above each negative
@@ -225,20 +206,16 @@ def auroc_estimate(truth: NDArray[np.bool_], scores: Floats) -> Estimate:
 
 def on_logit_scale(value: float, se: float, cases: int, reach: float = Z) -> Estimate:
     """The estimate whose interval is ±``reach`` standard errors of the logit; at 0 or 1 Wilson's of ``cases`` cases."""
+    from scipy import special
+
     spread = value * (1 - value)
     if spread <= 0 or se <= 0:
         bound = proportion(round(value * cases), cases)
         assert bound is not None
         return Estimate(value=value, low=min(value, bound.low), high=max(value, bound.high))
-    middle, scaled = math.log(value / (1 - value)), se / spread
-    low, high = (logistic(middle + side * reach * scaled) for side in (-1, 1))
+    middle, scaled = special.logit(value), se / spread
+    low, high = (float(special.expit(middle + side * reach * scaled)) for side in (-1, 1))
     return Estimate(value=value, low=low, high=high, se=scaled)
-
-
-def logistic(logit: float) -> float:
-    """1/(1 + exp(−logit)), of any number."""
-    power = math.exp(-abs(logit))
-    return (1 if logit >= 0 else power) / (1 + power)
 
 
 def average_precision(truth: NDArray[np.bool_], scores: Floats, weights: Floats) -> Floats:
@@ -300,14 +277,6 @@ def precision_estimate(truth: NDArray[np.bool_], scores: Floats, groups: Sequenc
     return on_logit_scale(value, se, int(truth.sum()), float(special.stdtrit(free, 0.975)))
 
 
-def _midranks(values: Floats) -> Floats:
-    """Ranks from 1; equal values share the mean of theirs."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    ranks: Floats = (last - (counts - 1) / 2)[place]
-    return ranks
-
-
 LEAST_SE, MOST_SE = 1e-6, 1e6  # of a logit; a site may say any number
 MOST_LOGIT = 28.0  # of one of 2⁴⁰ cases
 
@@ -356,16 +325,16 @@ def pool(values: ArrayLike, variances: ArrayLike) -> Pooled:
 
 def pool_estimates(estimates: Sequence[Estimate]) -> Pooled | None:
     """The mean of figures between 0 and 1, pooled as logits; sites without a sound standard error are left out."""
+    from scipy.special import expit, logit
+
     known = [(each.value, each.se) for each in estimates if each.se is not None and LEAST_SE <= each.se <= MOST_SE]
     if len(known) < 2:
         return None
     # A proportion of 0 or 1 keeps a finite logit: it moves by the half case that its standard error counts.
-    logits = [math.log(value / (1 - value)) if 0 < value < 1 else _edge(value, se) for value, se in known]
-    logits = [max(-MOST_LOGIT, min(logit, MOST_LOGIT)) for logit in logits]
-    pooled = pool(logits, [se * se for _, se in known])
-    back = [logistic(number) for number in (pooled.mean, pooled.low, pooled.high)]
-    ahead = None if pooled.prediction is None else (logistic(pooled.prediction[0]), logistic(pooled.prediction[1]))
-    mean, low, high = back
+    logits = [logit(value) if 0 < value < 1 else _edge(value, se) for value, se in known]
+    pooled = pool(np.clip(logits, -MOST_LOGIT, MOST_LOGIT), [se * se for _, se in known])
+    mean, low, high = map(float, expit([pooled.mean, pooled.low, pooled.high]))
+    ahead = None if pooled.prediction is None else tuple(map(float, expit(pooled.prediction)))
     return pooled.model_copy(update={"mean": mean, "low": low, "high": high, "prediction": ahead})
 
 

@@ -189,10 +189,6 @@ class Views:
         draws = generator(0, self._split.digest(index), "view", self._chosen[index])
         return crop_flip(self._split.image(index), self._backbone.image_size, draws)
 
-    def expect(self, indices: Sequence[int]) -> None:
-        """As `Split.expect`."""
-        self._split.expect(indices)
-
     def digest(self, index: int) -> str:
         """Of the image and the view."""
         return f"{self._split.digest(index)}-crop_flip-{self._chosen[index]}"

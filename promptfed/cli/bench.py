@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from statistics import fmean
 
 from pydantic import BaseModel
 from rich.markup import escape
@@ -41,7 +40,6 @@ from promptfed.experiments.bench.tables import (
 )
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.output import console, messages, note, print_json, read_spec, say, table, whole_numbers, write_file
-from promptfed.shared.api.report_schemas import near_chance
 from promptfed.shared.spec.spec import AllowedBackbones
 
 
@@ -70,25 +68,6 @@ def run_shown(bench: Bench, runner: Runner) -> list[BenchRun]:
                 note(f"{done + 1} of {total}: {job.title}")
 
         return runner.run_all(jobs, show)
-
-
-def remarks_on(runs: Sequence[BenchRun]) -> list[str]:
-    """Remarks on zero-shot near chance on the clients' own test images, by class count and backbone."""
-    templates: dict[tuple[int, str], list[float]] = {}
-    best: dict[tuple[int, str], float] = {}  # the mean accuracy of the best run
-    for run in runs:
-        names, backbone = run.spec.get("class_names"), run.spec.get("backbone")
-        if isinstance(names, list) and isinstance(backbone, dict):
-            known = [row for row in run.last() if row.split == "test" and row.zero_shot is not None]
-            key = len(names), str(backbone.get("model"))
-            templates.setdefault(key, []).extend(row.zero_shot or 0.0 for row in known)
-            best[key] = max(best.get(key, 0.0), fmean(row.accuracy for row in known) if known else 0.0)
-    return [
-        remark
-        for key, values in templates.items()
-        if values
-        for remark in near_chance(fmean(values), *key, best.get(key, 0.0))
-    ]
 
 
 EVALUATIONS = 10  # of a federation beside the first: a curve, for a tenth of what evaluating each round may cost
@@ -124,7 +103,9 @@ def run_bench(
     if protocol.startswith("paper:"):
         run_preset(protocol, options.root, seeds, runner, spec, rounds, as_json)
         return
-    run_and_show(make_bench(protocol, options.methods, setting, seeds, spec, rounds, options.m), runner, as_json)
+    results = finish(make_bench(protocol, options.methods, setting, seeds, spec, rounds, options.m), runner, as_json)
+    if as_json:
+        print_json(results.model_dump(exclude={"runs"}))
 
 
 def setting_of(options: BenchOptions) -> Setting:
@@ -222,30 +203,8 @@ class BenchResults(BaseModel):
     measures: list[Measures] = []
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A bench that was run, and whose files are written."""
-
-    bench: Bench
-    results: BenchResults
-    written: tuple[str, ...]
-
-
-def run_and_show(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[TableRow] = ()) -> None:
-    """Run a bench and show the table, or one JSON object.
-
-    Raises:
-        CommandError: as `finish`.
-    """
-    finished = finish(bench, runner, paper)
-    if as_json:
-        print_json(finished.results.model_dump(exclude={"runs"}))
-    else:
-        _show(finished, runner.out)
-
-
-def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Finished:
-    """Run it, and write ``results.json``, ``table.md`` and plots into the runner's folder.
+def finish(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[TableRow] = ()) -> BenchResults:
+    """Run it, write ``results.json``, ``table.md`` and plots into the runner's folder, and show the table.
 
     ``paper`` are rows that a paper prints, shown behind ours of the same label.
 
@@ -267,8 +226,11 @@ def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Fini
     write_json(runner.out / "results.json", results)
     lines = [markdown(bench, rows), *measures_table(results.measures)]
     write_file(runner.out / "table.md", ("\n".join(lines) + "\n").encode())
-    plots = draw(bench, rows, runs, runner.out)
-    return Finished(bench, results, ("results.json", "table.md", *(path.name for path in plots)))
+    plots = [path.name for path in draw(bench, rows, runs, runner.out)]
+    if not as_json:
+        _show(bench, rows)
+        say(f"Wrote {', '.join(['results.json', 'table.md', *plots])} in {runner.out}.")
+    return results
 
 
 def run_embedded(runner: Runner, reduced: bool, seeds: str | None, as_json: bool) -> None:
@@ -281,23 +243,19 @@ def run_embedded(runner: Runner, reduced: bool, seeds: str | None, as_json: bool
     made = {}
     for name, preset in embedded_presets().items():
         own = replace(runner, out=runner.out / name)
-        finished = finish(preset.bench(numbers, reduced=reduced), own)
-        made[name] = finished.results.model_dump(exclude={"runs"})
         if not as_json:
             say(preset.title)
-            _show(finished, own.out)
+        results = finish(preset.bench(numbers, reduced=reduced), own, as_json)
+        made[name] = results.model_dump(exclude={"runs"})
     if as_json:
         print_json(made)
 
 
-def _show(finished: Finished, out: Path) -> None:
-    header, lines = cells(finished.bench.columns, finished.results.table)
+def _show(bench: Bench, rows: Sequence[TableRow]) -> None:
+    header, lines = cells(bench.columns, rows)
     for columns in (range(1, len(header) - len(COSTS)), range(len(header) - len(COSTS), len(header))):
         shown = [0, *columns]  # accuracies, then costs: one table would be too wide for most terminals
         console.print(table(None, [header[k] for k in shown], [[line[k] for k in shown] for line in lines]))
-    for remark in remarks_on(finished.results.runs):
-        say(remark)
-    say(f"Wrote {', '.join(finished.written)} in {out}.")
 
 
 def run_preset(
@@ -316,11 +274,13 @@ def run_preset(
             say(preset.title + (f": {panel}" if own is not runner else ""))
         bench = preset.bench(numbers, panel=panel, root=root, changes=changes)
         try:
-            run_and_show(bench, own, as_json, preset.figures(panel))
+            results = finish(bench, own, as_json, preset.figures(panel))
         except CommandError as error:
             if Path(root).is_dir() and not any(text in str(error) for text in MISSING):
                 raise
             raise CommandError(f"{error} ({preset.wanted(root)})", error.exit) from None
+        if as_json:
+            print_json(results.model_dump(exclude={"runs"}))
     if preset.notes and not as_json:
         say(preset.notes)
 

@@ -29,10 +29,6 @@ class BenchOptions:
     reduced: Annotated[bool, typer.Option("--reduced", help="embedded: seed 0 and fewer targets")] = False
     domains: Annotated[str, typer.Option(help="names by commas, for data with {domain}")] = ""
     targets: Annotated[str, typer.Option(help="leave-one-domain-out: only these as targets")] = ""
-    class_names: Annotated[
-        Literal["same", "union"],
-        typer.Option(help="union: domains may have other classes, which are all told apart everywhere"),
-    ] = "same"
     clients: Annotated[int, typer.Option(min=1, help="clients that each data set is divided over")] = 10
     classes_per_client: Annotated[int | None, typer.Option(min=1, help="instead of --clients, base-to-novel")] = None
     partition: Annotated[str, typer.Option(help="pathological, dirichlet or iid, for personalisation")] = "pathological"

@@ -62,9 +62,7 @@ Key = Annotated[
 ]
 AllowedNames = Annotated[
     list[str] | None,
-    typer.Option(
-        "--allow-backbone", help="a model or checkpoint outside open_clip's registry that may be loaded; repeatable"
-    ),
+    typer.Option("--allow-backbone", help="a model outside open_clip's registry that may be loaded; repeatable"),
 ]
 BackboneFile = Annotated[
     Path | None,

@@ -57,7 +57,7 @@ def verify_export(
         folder: a folder that `promptfed export` wrote, or the archive (.zip) of the page.
         key: the public key in hexadecimal, from ``GET /v1/signing-key``. Without it the signature is not checked.
         recompute: load the backbone and recompute the class weights and the merged model.
-        allow_backbone: names of a model or checkpoint outside open_clip's registry that may be loaded; True: any.
+        allow_backbone: names of models outside open_clip's registry that may be loaded; True: any.
         backbone: the backbone, if it is loaded already.
 
     Raises:

@@ -67,7 +67,7 @@ def run(
         folder: a new folder for the state of coordinator and clients; default: a temporary one.
         pool: clients that compute at once.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-        allow_backbone: names of a model or checkpoint outside open_clip's registry that may be loaded; True: any.
+        allow_backbone: names of models outside open_clip's registry that may be loaded; True: any.
         progress: whether to show progress; default: in a terminal and in a notebook.
         **spec: further keys of a run file: ``rounds``, ``class_names``, ``training``, ``seed``, ...
 

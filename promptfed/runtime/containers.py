@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import secrets
 import shutil
-import socket
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from requests.exceptions import RequestException
 from promptfed.runtime.processes import Services, Site, client_options, revive
 from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Coordinator, Exit
+from promptfed.shared.service.net import bind
 
 LABEL = "promptfed.launch"
 IMAGES = {"coordinator": "promptfed-coordinator", "client": "promptfed-client"}
@@ -306,8 +306,7 @@ def _archive(name: str, text: str) -> bytes:
 
 def _free_port() -> int:
     """A free port. If the engine chose the port, it would change with each restart of the container."""
-    with socket.socket() as listening:
-        listening.bind((LOOPBACK, 0))
+    with bind(LOOPBACK, 0) as listening:
         return int(listening.getsockname()[1])
 
 

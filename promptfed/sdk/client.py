@@ -141,7 +141,6 @@ class Coordinator:
         self.url = ",".join(addresses_of(url))
         self._book = AddressBook(self.url)
         self._failed = self.url  # the address that did not answer last
-        self._timeout = timeout
         self._meanwhile = meanwhile
         self._http = httpx.Client(headers=_authorization(token), timeout=timeout, **_connection(self.url))
 
@@ -235,25 +234,11 @@ class Coordinator:
 
     def _asked(self, address: str, request: Request[Any]) -> httpx.Response:
         """The answer of one coordinator. With several of them, one that is gone is given up after some seconds."""
-        send = partial(self._http.request, request.verb, address + request.path)
+        send = partial(self._http.request, request.verb, address + request.path, **request.options)
         if not self._book.several:
-            return send(**request.options)
-        if request.verb != "GET":
-            if not self._is_there(address):
-                raise httpx.ConnectError(f"{address} does not answer")
-            return self._sent_once(address, partial(send, **request.options))
-        longest, seconds = request.options.get("timeout", self._timeout), GONE_SECONDS
-        while seconds < longest:
-            try:
-                return send(**{**request.options, "timeout": seconds})
-            except httpx.ReadTimeout:
-                if not self._is_there(address):
-                    raise
-                seconds *= 2  # It is there, and needs longer for this answer.
-        return send(**request.options)
-
-    def _sent_once(self, address: str, send: Callable[[], httpx.Response]) -> httpx.Response:
-        """The answer to what must not be sent twice. Raises httpx.ReadTimeout soon after the coordinator is gone."""
+            return send()
+        if request.verb != "GET" and not self._is_there(address):
+            raise httpx.ConnectError(f"{address} does not answer")
         answer: Future[httpx.Response] = Future()
 
         def run() -> None:
@@ -264,11 +249,10 @@ class Coordinator:
 
         # A thread that nobody waits for: where the coordinator hangs, it would take the request's whole time.
         threading.Thread(target=run, daemon=True).start()
-        while True:
-            if wait([answer], QUIET_SECONDS).done:
-                return answer.result()
+        while not wait([answer], QUIET_SECONDS).done:
             if not self._is_there(address):
                 raise httpx.ReadTimeout(f"{address} does not answer any more")
+        return answer.result()
 
     def _is_there(self, address: str) -> bool:
         try:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -29,33 +30,8 @@ from promptfed.shared.messages import ENDED, Role
 from promptfed.shared.plain_text import plain
 from promptfed.shared.service.reasons import why
 
-RECENT = 5  # rounds whose mean duration estimates that of the next rounds
+PACE_SECONDS = 3600  # rounds of the last hour estimate the time that is left
 LABELS: dict[Role, str] = {"trainer": "accuracy", "evaluator": "unseen"}
-
-
-class Pace:
-    """Counts the finished rounds out of ``rounds`` and estimates the remaining time; ``clock`` returns seconds."""
-
-    def __init__(self, rounds: int, clock: Callable[[], float] = time.monotonic):
-        self._rounds, self._clock = rounds, clock
-        self._seconds: list[float] = []
-        self._seen = clock()
-        self.last = -1
-
-    def count(self, round: int, seconds: float | None) -> None:
-        """Count a finished round and its time, if it is known. Round 0 trains nothing, so its time does not count."""
-        self.last = round
-        self._seen = self._clock()
-        if round > 0 and seconds is not None:
-            self._seconds.append(seconds)
-
-    def left(self) -> float | None:
-        """Estimated seconds until the last round ends, from the mean of the newest rounds; None before the first."""
-        if not self._seconds or self.last >= self._rounds:
-            return None
-        each = fmean(self._seconds[-RECENT:])
-        # Even if the open round is late, the rounds after it take the mean time.
-        return (self._rounds - self.last - 1) * each + max(0.0, each - (self._clock() - self._seen))
 
 
 def loss_of(report: RoundReport) -> float | None:
@@ -80,16 +56,6 @@ def describe_round(report: RoundReport) -> str:
     if report.seconds is not None:
         told.append(f"{report.seconds:.1f} s")
     return f"round {report.round}: {', '.join(told) or 'over'}"
-
-
-def duration(seconds: float) -> str:
-    """``75`` as ``1 min 15 s``."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 POLL_SECONDS = 0.3
@@ -160,15 +126,19 @@ class Watcher:
             TimeElapsedColumn(),
             TextColumn("{task.description}"),
         )
-        self._progress = Progress(*columns, console=messages, disable=quiet, transient=True)
+        self._progress = Progress(
+            *columns,
+            console=messages,
+            disable=quiet,
+            transient=True,
+            get_time=clock,
+            speed_estimate_period=PACE_SECONDS,
+        )
         self._task = self._progress.add_task("", total=rounds)
         self._quiet = quiet
         self._plain = not quiet and not messages.is_terminal
         self._last: tuple[str, int, str | None] | None = None
         self._said = ""
-        self._clock = clock
-        self._pace: Pace | None = None
-        self._open = 0, 0.0  # the round that runs, and when it began
 
     def __enter__(self) -> Watcher:
         if not self._plain:
@@ -192,27 +162,15 @@ class Watcher:
 
     def show(self, snapshot: Snapshot) -> None:
         """Show the state of the federation, followed by the remaining time."""
-        left = self._left(snapshot)
         done = snapshot.rounds if snapshot.state == "finished" else max(0, snapshot.round - 1)
         self._progress.update(self._task, completed=done, total=snapshot.rounds)
         key = (snapshot.state, snapshot.round, snapshot.phase)
         if not self._plain or key != self._last:  # a log file gets one line for each phase, not for each answer
-            where = f"round {snapshot.round}, " if snapshot.state == "running" else ""
-            self.say(where + snapshot.describe() + (f"; {left}" if left else ""))
+            left = self._progress.tasks[0].time_remaining
+            told = f"; about {timedelta(seconds=left)} left" if left else ""
+            running = snapshot.state == "running"
+            self.say(f"round {snapshot.round}, {snapshot.describe()}{told}" if running else snapshot.describe())
         self._last = key
-
-    def _left(self, snapshot: Snapshot) -> str:
-        if snapshot.state != "running" or snapshot.round < 1:
-            return ""
-        now = self._clock()
-        if self._pace is None:
-            self._pace, self._open = Pace(snapshot.rounds, self._clock), (snapshot.round, now)
-        first, begun = self._open
-        for passed in range(first, snapshot.round):  # several where rounds are quicker than looks
-            self._pace.count(passed, (now - begun) / (snapshot.round - first))
-            self._open = snapshot.round, now
-        left = self._pace.left()
-        return f"about {duration(left)} left" if left is not None else ""
 
 
 def result_table(accuracies: Sequence[Accuracy], title: str) -> Table:

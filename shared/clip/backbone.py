@@ -33,7 +33,7 @@ from promptfed.shared.data.image_files import Cut, middle
 from promptfed.shared.spec.spec import BackboneShape
 from promptfed.shared.tensors.transfer import sent_to
 
-_FILTERS = {"bicubic": int(Image.Resampling.BICUBIC), "bilinear": int(Image.Resampling.BILINEAR)}
+FILTERS = {"bicubic": int(Image.Resampling.BICUBIC), "bilinear": int(Image.Resampling.BILINEAR)}
 
 
 @dataclass(frozen=True)
@@ -47,32 +47,12 @@ class Halves:
 
     @classmethod
     def of_config(cls, given: Mapping[str, Any]) -> Halves | None:
-        """The halves of open_clip's usual preprocessing, without torchvision; None of another one."""
-        if given.get("resize_mode") != "shortest" or given["interpolation"] not in _FILTERS:
-            return None
+        """The halves of a preprocessing of open_clip, without torchvision; None of one with other steps than these."""
         height, width = (given["size"],) * 2 if isinstance(given["size"], int) else given["size"]
-        if height != width:
+        scale = {"shortest": height if height == width else None, "squash": (height, width)}.get(given["resize_mode"])
+        if scale is None or given["interpolation"] not in FILTERS:
             return None
-        return cls(Cut(height, (height, width), _FILTERS[given["interpolation"]]), given["mean"], given["std"])
-
-    @classmethod
-    def of(cls, transform: Any) -> Halves | None:
-        """The halves of a preprocessing of torchvision; None if it has other steps than these."""
-        from torchvision.transforms.functional import pil_modes_mapping
-
-        steps = {type(step).__name__.removeprefix("Maybe"): step for step in transform.transforms}
-        steps.pop("ConvertMode", None)
-        if [name for name in steps if name != "CenterCrop"] != ["Resize", "ToTensor", "Normalize"]:
-            return None
-        resize, normalize = steps["Resize"], steps["Normalize"]
-        scale = resize.size if isinstance(resize.size, int) else tuple(resize.size)
-        scale = scale[0] if isinstance(scale, tuple) and len(scale) == 1 else scale
-        crop = tuple(steps["CenterCrop"].size) if "CenterCrop" in steps else scale
-        least = (scale, scale) if isinstance(scale, int) else scale
-        if not isinstance(crop, tuple) or resize.max_size is not None or crop[0] > least[0] or crop[1] > least[1]:
-            return None
-        cut = Cut(scale, crop, int(pil_modes_mapping[resize.interpolation]))
-        return cls(cut, torch.as_tensor(normalize.mean).tolist(), torch.as_tensor(normalize.std).tolist())
+        return cls(Cut(scale, (height, width), FILTERS[given["interpolation"]]), given["mean"], given["std"])
 
     def numbers(self, pixels: Tensor, device: torch.device) -> Tensor:
         """`(B, 3, H, W)` float32 on ``device`` of uint8 pixels, of which a quarter as many bytes are sent there."""
@@ -334,20 +314,18 @@ class Backbone:
         """Token embeddings `(k, d_t)` of words, without special tokens and positions."""
         return _wide(self._text.embed(self._tokenizer.words(words)))
 
-    def class_prompts(self, class_names: Sequence[str], context_length: int, *, suffix: str = ".") -> ClassPrompts:
-        """Tokenised texts `[SOS] ctx×m name . [EOT]`. "_" in a name is a space; `suffix` follows the name directly.
+    def class_prompts(self, class_names: Sequence[str], context_length: int) -> ClassPrompts:
+        """Tokenised texts `[SOS] ctx×m name. [EOT]`. "_" in a name is a space.
 
         BackboneError names the class whose name is empty or too long.
         """
         self._text.require()
 
         def make() -> ClassPrompts:
-            return make_class_prompts(
-                self._tokenizer, class_names, context_length, suffix, pooled_position=self._text.pooled_position
-            )
+            return make_class_prompts(self._tokenizer, class_names, context_length, self._text.pooled_position)
 
         named = class_names if isinstance(class_names, str) else tuple(class_names)
-        return self._tokenised.get((named, context_length, suffix), make)
+        return self._tokenised.get((named, context_length), make)
 
     def encode_prompts(
         self,
@@ -481,7 +459,7 @@ class Backbone:
 
     @cached_property
     def _halves(self) -> Halves | None:
-        return Halves.of_config(self._preprocess_config) or Halves.of(self._transform)
+        return Halves.of_config(self._preprocess_config)
 
     @cached_property
     def _tokenizer(self) -> PromptTokenizer:

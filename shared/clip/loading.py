@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import re
 import threading
@@ -24,17 +25,19 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 from promptfed.shared.clip import emoji, tiny
-from promptfed.shared.clip.backbone import Backbone, Supports, finish
+from promptfed.shared.clip.backbone import FILTERS, Backbone, Halves, Supports, finish
 from promptfed.shared.clip.errors import BackboneError, near, one_line
 from promptfed.shared.clip.towers import copies, plain, vision
 from promptfed.shared.clip.weights import (
     EMBEDDED,
     expect_at_hand,
     expect_permitted,
-    expect_permitted_checkpoint,
     load_into,
+    read_weights,
+    unknown_weights,
     weights_in,
 )
+from promptfed.shared.data.image_files import Cut
 
 RANDOM_SEED = 20_240_229
 DRAWING = (
@@ -170,6 +173,14 @@ class VisualBackbone(Backbone):
         return self.model
 
     @cached_property
+    def _halves(self) -> Halves | None:
+        given, (height, width) = self._preprocess, self.image_size
+        if given["crop_mode"] != "center" or height != width or given["interpolation"] not in FILTERS:
+            return None
+        scale = math.floor(height / given["crop_pct"])
+        return Halves(Cut(scale, (height, width), FILTERS[given["interpolation"]]), given["mean"], given["std"])
+
+    @cached_property
     def _transform(self) -> Any:
         from timm.data.transforms_factory import create_transform
 
@@ -193,14 +204,19 @@ class VisualBackbone(Backbone):
 
 
 PREFIX = "timm:"
-WRAPPERS = ("state_dict", "model", "model_ema")  # keys under which training scripts keep the weights
 CLASSIFIER = ("head.", "head_dist.")
 
 
 def load_timm(
-    model: str, pretrained: str | None, *, precision: str, device: str, allow_unregistered: bool
+    model: str,
+    pretrained: str | None,
+    *,
+    precision: str,
+    device: str,
+    allow_unregistered: bool,
+    own_weights: Path | None,
 ) -> VisualBackbone:
-    """Load the backbone `timm:NAME` with the weights `pretrained`: a tag, a checkpoint file, None or "random".
+    """Load the backbone `timm:NAME` with the weights `pretrained` (a tag, None or "random"), or with a file's.
 
     timm is outside open_clip's registry, so the data owner must permit each model by name. BackboneError gives the
     reason if the backbone cannot be loaded.
@@ -211,14 +227,15 @@ def load_timm(
     name = model.removeprefix(PREFIX)
     _expect_known(name)
     expect_permitted(model, allow_unregistered)
-    random = pretrained in (None, "random")
-    tag, checkpoint = _weights(name, None if random else pretrained, allow_unregistered)
+    random = pretrained in (None, "random") and own_weights is None
+    tag = "" if random or own_weights is not None else f".{_tag(name, str(pretrained))}"
     with load_errors(model, pretrained, precision):
         with seeded():
-            built = timm.create_model(f"{name}.{tag}" if tag else name, pretrained=tag is not None, num_classes=0)
+            built = timm.create_model(name + tag, pretrained=bool(tag), num_classes=0)
         _expect_plain(name, built)
-        if checkpoint is not None:
-            built.load_state_dict(_read(checkpoint))
+        if own_weights is not None:  # without a classifier, which the client's head replaces
+            own = read_weights(own_weights)
+            built.load_state_dict({key: value for key, value in own.items() if not key.startswith(CLASSIFIER)})
         built = built.to(device=device, dtype=_dtype(precision))
     backbone = VisualBackbone(
         built,
@@ -248,17 +265,14 @@ def _expect_known(name: str) -> None:
     raise BackboneError(f"timm has no model {name!r}{near(name, known)}.")
 
 
-def _weights(name: str, pretrained: str | None, allow_unregistered: bool) -> tuple[str | None, str | None]:
-    """The tag, or the checkpoint file, that `pretrained` names."""
+def _tag(name: str, pretrained: str) -> str:
+    """`pretrained`, which must be a tag of timm's model."""
     import timm
 
-    if pretrained is None:
-        return None, None
     tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{name}.*")]
-    if pretrained in tags:
-        return pretrained, None
-    expect_permitted_checkpoint(f"{PREFIX}{name}", pretrained, tags, allow_unregistered)
-    return None, pretrained
+    if pretrained not in tags:
+        raise unknown_weights(PREFIX + name, pretrained, tags)
+    return pretrained
 
 
 def _expect_plain(name: str, built: Any) -> None:
@@ -269,22 +283,6 @@ def _expect_plain(name: str, built: Any) -> None:
             f"timm's {name} is a {type(built).__name__}, which takes no visual prompts: choose a plain vision "
             "transformer, such as timm:vit_base_patch16_224."
         )
-
-
-def _read(path: str) -> dict[str, Tensor]:
-    """The weights of a checkpoint without its classifier, which the client's head replaces."""
-    from safetensors.torch import load_file
-
-    if path.endswith(".safetensors"):
-        weights: Any = load_file(path)
-    else:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-    for key in WRAPPERS:
-        if isinstance(weights, dict) and isinstance(weights.get(key), dict):
-            weights = weights[key]
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise BackboneError(f"The checkpoint {path!r} holds no weights by name: save the model's state_dict().")
-    return {key: value for key, value in weights.items() if not key.startswith(CLASSIFIER)}
 
 
 def _dtype(precision: str) -> torch.dtype:
@@ -312,11 +310,10 @@ def load_backbone(
         model: a name of open_clip's registry; `promptfed-tiny` or `promptfed-emoji`. With `allow_unregistered` also
             `hf-hub:owner/name` or `local-dir:path`, which include their weights, and `timm:name`, a plain vision
             transformer without text.
-        pretrained: a tag of that model; `embedded`; None or "random" for random weights, always the same; with
-            `allow_unregistered` also a checkpoint file.
-        weights_file: a file of open_clip, or a folder with one, that replaces a download. A tokenizer in the folder is
-            used too. For `hf-hub:owner/name` a folder with that
-            repository's files.
+        pretrained: a tag of that model; `embedded`; None or "random" for random weights, always the same; any word for
+            those of a file.
+        weights_file: a file of open_clip or timm, or a folder with one, that replaces a download. A tokenizer in the
+            folder is used too. For `hf-hub:owner/name` a folder with that repository's files.
         precision: fp32, fp16 or bf16.
 
     Raises BackboneError if it cannot be loaded; the text gives the reason.
@@ -329,7 +326,14 @@ def load_backbone(
     expect_device(device)
     own_weights = _own_weights(weights_file, model)  # before a model is built
     if model.startswith("timm:"):
-        return load_timm(model, pretrained, precision=precision, device=device, allow_unregistered=allow_unregistered)
+        return load_timm(
+            model,
+            pretrained,
+            precision=precision,
+            device=device,
+            allow_unregistered=allow_unregistered,
+            own_weights=own_weights,
+        )
     backbone = _load_clip(model, pretrained, precision, device, allow_unregistered, own_weights)
     if weights_file is not None and weights_file.expanduser().is_dir():
         backbone.tokenizer_folder = weights_file.expanduser()
@@ -346,7 +350,6 @@ def _load_clip(
 ) -> Backbone:
     """A model of open_clip."""
     if model in EMBEDDED and pretrained == EMBEDDED[model].PRETRAINED and precision == "fp32" and own_weights is None:
-        _check_embedded(model, pretrained, random=False)
         config = EMBEDDED[model].config()
         with load_errors(model, pretrained, precision), Undrawn():
             built = plain.CLIP(**config)
@@ -389,8 +392,8 @@ def _own_weights(weights_file: Path | None, model: str) -> Path | None:
         return None
     if model.startswith(HUB):
         return weights_file.expanduser()
-    if ":" in model or model in EMBEDDED:
-        raise BackboneError(f"A file of weights is for models of open_clip, not for {model!r}: leave it out.")
+    if model in EMBEDDED or (":" in model and not model.startswith(PREFIX)):
+        raise BackboneError(f"A file of weights is for models of open_clip or timm, not for {model!r}: leave it out.")
     return weights_in(weights_file)
 
 
@@ -410,7 +413,8 @@ def _weights_of(
     """open_clip's name of the model, its weights if open_clip reads them, and the options to build it."""
     if model in EMBEDDED:
         EMBEDDED[model].register()
-        _check_embedded(model, pretrained, random)
+        if not random and pretrained != EMBEDDED[model].PRETRAINED:
+            raise BackboneError(f"Unknown weights {pretrained!r} of {model}: use {EMBEDDED[model].PRETRAINED!r}.")
         return model, None, {}
     model = model if ":" in model else model.replace("/", "-")
     return model, *_resolve(model, pretrained, random, allow_unregistered)
@@ -458,19 +462,6 @@ def expect_device(device: str) -> None:
         raise BackboneError(f"The device {device!r} cannot be used: {reason}. Or give --device cpu.") from error
 
 
-def _check_embedded(model: str, pretrained: str | None, random: bool) -> None:
-    embedded = EMBEDDED[model]
-    if random:
-        return
-    if pretrained != embedded.PRETRAINED:
-        raise BackboneError(f"Unknown weights {pretrained!r} of {model}: use {embedded.PRETRAINED!r}.")
-    if not embedded.weights_path().is_file():
-        raise BackboneError(
-            f"{model} has no weights in this version of promptfed: use {tiny.MODEL}, or pre-train it with "
-            "python -m benchmarks.backbones.emoji.pretrain."
-        )
-
-
 def embedded_weights(model: str) -> dict[str, torch.Tensor]:
     """All weights of an embedded model, including those that promptfed-emoji shares with promptfed-tiny."""
     own = load_file(EMBEDDED[model].weights_path())
@@ -497,13 +488,12 @@ def _resolve(
     if random:
         return None, {}
     assert pretrained is not None
-    if is_pretrained_cfg(model, pretrained):
-        # Weights trained with QuickGELU give other features under GELU, and open_clip only warns.
-        expect_at_hand(model, pretrained)
-        quick = bool(get_pretrained_cfg(model, pretrained).get("quick_gelu", False))
-        return pretrained, {"force_quick_gelu": True} if quick else {}
-    expect_permitted_checkpoint(model, pretrained, list_pretrained_tags_by_model(model), allow_unregistered)
-    return pretrained, {}
+    if not is_pretrained_cfg(model, pretrained):
+        raise unknown_weights(model, pretrained, list_pretrained_tags_by_model(model))
+    expect_at_hand(model, pretrained)
+    # Weights trained with QuickGELU give other features under GELU, and open_clip only warns.
+    quick = bool(get_pretrained_cfg(model, pretrained).get("quick_gelu", False))
+    return pretrained, {"force_quick_gelu": True} if quick else {}
 
 
 def _create(
@@ -523,18 +513,7 @@ def _create(
             # open_clip leaves the caption decoder's unused projection uninitialised: it would change the fingerprint.
             projection = built.text_decoder.text_projection
             torch.nn.init.normal_(projection, std=projection.shape[0] ** -0.5)
-        if precision != "fp32":
-            _cast_rest(open_clip, built)
     return built
-
-
-def _cast_rest(open_clip: Any, built: Any) -> None:
-    """Cast what open_clip leaves in float32 beside half precision: parts of CoCa, which would not run."""
-    for part in built.modules():
-        if isinstance(part, open_clip.transformer.AttentionalPooler):
-            part.to(part.attn.out_proj.weight.dtype)
-        elif getattr(part, "cls_emb", None) is not None:
-            part.cls_emb.data = part.cls_emb.data.to(part.transformer.get_cast_dtype())
 
 
 @contextmanager

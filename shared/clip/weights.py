@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import emoji, tiny
 from promptfed.shared.clip.errors import BackboneError, near, one_line
 from promptfed.shared.service.reasons import why
@@ -172,17 +173,13 @@ def _expect_at_hand(name: str) -> None:
         raise BackboneError(f"{name} is not on this machine, and {endpoint()} {reason}")
 
 
-CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+WRAPPERS = ("state_dict", "model", "model_ema")  # keys under which training scripts keep the weights
 
 
 def permits(allowed: AllowedBackbones, spec: BackboneSpec) -> bool:
-    """Whether all in the spec that lies outside open_clip's registry is permitted, by the very names in the spec."""
-    if isinstance(allowed, bool):
-        return allowed
-    weights = spec.pretrained or ""
-    if ":" not in spec.model:
-        return weights in allowed
-    return spec.model in allowed and (weights in allowed or not weights.endswith(CHECKPOINT_SUFFIXES))
+    """Whether the spec's model, if it lies outside open_clip's registry, is permitted by its very name."""
+    return allowed if isinstance(allowed, bool) else spec.model in allowed
 
 
 def expect_permitted(model: str, allow_unregistered: bool) -> None:
@@ -194,23 +191,14 @@ def expect_permitted(model: str, allow_unregistered: bool) -> None:
         )
 
 
-def expect_permitted_checkpoint(model: str, pretrained: str, tags: list[str], allow_unregistered: bool) -> None:
-    """Refuse a `pretrained` that is neither one of `tags` nor a checkpoint file that the data owner has permitted."""
-    if not os.path.isfile(pretrained):
-        hint = near(pretrained, tags) or "; it has none, use 'random' or a checkpoint (--allow-backbone)" * (not tags)
-        raise BackboneError(f"The model {model} has no weights {pretrained!r}{hint}.")
-    if not allow_unregistered:
-        raise BackboneError(
-            f"The checkpoint {pretrained!r} is a local file: the data owner must permit it by "
-            f"--allow-backbone {pretrained}."
-        )
-    if not pretrained.endswith(CHECKPOINT_SUFFIXES):
-        raise BackboneError(f"The checkpoint {pretrained!r} is of unknown type: use {', '.join(CHECKPOINT_SUFFIXES)}.")
+def unknown_weights(model: str, pretrained: str, tags: list[str]) -> BackboneError:
+    """The error of a `pretrained` that is none of the model's `tags`."""
+    hint = near(pretrained, tags) or "; it has none, use 'random'"
+    return BackboneError(f"The model {model} has no weights {pretrained!r}{hint}. A file of them is --backbone-file.")
 
 
 # File names in folders, the safer format first.
 IN_FOLDERS = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
-_TOLD = 8  # names of each kind that are listed; of further ones only the number
 
 
 def weights_in(path: Path) -> Path:
@@ -227,8 +215,8 @@ def weights_in(path: Path) -> Path:
         return file
     if not path.is_file():
         raise BackboneError(f"There is no file {path} of weights.")
-    if not str(path).endswith(CHECKPOINT_SUFFIXES):
-        raise BackboneError(f"The checkpoint {str(path)!r} is of unknown type: use {', '.join(CHECKPOINT_SUFFIXES)}.")
+    if not str(path).endswith(SUFFIXES):
+        raise BackboneError(f"The file {path} of weights is of unknown type: use {', '.join(SUFFIXES)}.")
     return path
 
 
@@ -238,19 +226,19 @@ def load_into(model: Any, path: Path, name: str) -> None:
     Code in a file is never executed: it is read as safetensors or with ``weights_only``.
 
     Raises:
-        BackboneError: the file cannot be read, or holds the weights of another model; the text lists what did not fit.
+        BackboneError: the file cannot be read, or holds the weights of another model.
     """
     from open_clip.factory import load_checkpoint
 
-    tensors = _read(path)
     try:
         load_checkpoint(model, str(path), weights_only=True)
     except Exception as error:  # open_clip and torch raise many kinds of errors for a file of another model
-        told = _misfits(model, tensors) or one_line(error)
-        raise BackboneError(f"The weights in {path} are not those of {name}: {told}.") from error
+        read_weights(path)  # or it holds none
+        raise BackboneError(f"The weights in {path} are not those of {name}: {one_line(error)}") from error
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights in a file by name; code in it is never executed. BackboneError if it holds something else."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -260,39 +248,18 @@ def _read(path: Path) -> Mapping[str, Any]:
     except Exception as error:
         advice = "save them as safetensors"
         raise BackboneError(f"{path} cannot be read as weights alone; {advice} ({one_line(error)}).") from error
-    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):  # of a training script
-        loaded = loaded["state_dict"]
+    for key in WRAPPERS:
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
     if not isinstance(loaded, Mapping):
         raise BackboneError(f"{path} holds no weights by name.")
-    return {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
-
-
-def _misfits(model: Any, tensors: Mapping[str, Any]) -> str:
-    """The names of tensors that do not fit a model; empty if all fit."""
-    own = model.state_dict()
-    given = {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
-    shapes = [
-        f"{name} {list(given[name])} for {list(tensor.shape)}"
-        for name, tensor in own.items()
-        if name in given and given[name] != tuple(tensor.shape)
-    ]
-    kinds = {
-        "missing": [name for name in own if name not in given],
-        "not of this model": [name for name in given if name not in own],
-        "of another shape": shapes,
-    }
-    return "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
-    return ", ".join(names[:_TOLD]) + more
+    named = {str(name).removeprefix("module."): tensor for name, tensor in loaded.items()}
+    return {name: tensor for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
     """`sha256:<hex>` of a JSON-like mapping in canonical form (sorted keys, no spaces; tuples count as lists)."""
-    text = json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+    return "sha256:" + hashlib.sha256(canonical_json(config).encode()).hexdigest()
 
 
 def weights_fingerprint(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:

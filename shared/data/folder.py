@@ -157,7 +157,7 @@ WORDS_FILE = "domain.txt"  # file in a folder that describes its images in words
 SKIP = "on_unreadable"  # the option that leaves out what cannot be read
 _SPLITS = ("train", "test")
 _OF_FILE_MANAGERS = frozenset({"thumbs.db", "desktop.ini"})  # files that Windows creates beside images
-_NAMED = 20  # classes listed for one problem in a message; of further ones only the number
+_LEAVE_OUT = "Leave classes out with only=NAME,NAME or, those of fewer images, with min_per_class=2."
 
 
 @dataclass(frozen=True)
@@ -374,14 +374,11 @@ def _source(listing: _Listing, options: Options) -> Source:
     """The source without the classes that ``only=`` and ``min_per_class=`` exclude. Raises DataError."""
     names = tuple(sorted({item.label for item in listing.items}))
     if not names:
-        _refuse(listing.wrong, _emptiness(listing.empty), _emptiness(listing.empty, None))
+        _refuse(listing.wrong, _emptiness(listing.empty))
     wanted = kept_names(names, _usable(listing, options), options)
     items, unreadable, left_out = _readable([item for item in listing.items if item.label in wanted], options)
-    if not options.names_only:
-        files = [*listing.wrong, *unreadable]
-        _refuse(files, _problems(listing, items, options), _problems(listing, items, options, None))
-    elif listing.wrong:
-        _refuse(listing.wrong)
+    classes = [] if options.names_only else _problems(listing, items, options)
+    _refuse([*listing.wrong, *unreadable], classes, _LEAVE_OUT)
     # Labels refer to all names, so that the seeded split of a class does not depend on excluded classes.
     labels = torch.tensor([names.index(item.label) for item in items])
     source = replace(_divided(replace(listing, items=items), names, labels, options), left_out=left_out)
@@ -405,10 +402,11 @@ def _divided(listing: _Listing, names: tuple[str, ...], labels: torch.Tensor, op
     return divided(whole, [item.split for item in items], names, listing.domain, TEMPLATE, options)
 
 
-def _refuse(files: Sequence[str], classes: Sequence[str] = (), all_classes: Sequence[str] = ()) -> None:
-    """Raise DataError for problems of files and of classes, if there are any; ``all_classes`` names every class."""
+def _refuse(files: Sequence[str], classes: Sequence[str] = (), advice: str = "") -> None:
+    """Raise DataError for problems of files and of classes, if there are any; ``advice``: what helps with classes."""
     if files or classes:
-        raise DataError(" ".join([*classes, *shortened(files)]), [*all_classes, *files])
+        told = [*shortened(classes), *([advice] if classes and advice else []), *shortened(files)]
+        raise DataError(" ".join(told), [*classes, *files])
 
 
 def _usable(listing: _Listing, options: Options) -> Counter[str]:
@@ -428,48 +426,25 @@ def _absent(items: Iterable[_Item]) -> dict[str, str]:
     return {label: split for split in sorted(filter(None, splits)) for label in labels if (label, split) not in present}
 
 
-def _problems(listing: _Listing, items: list[_Item], options: Options, most: int | None = _NAMED) -> list[str]:
-    """One sentence for each problem of classes, of which each names at most ``most``."""
+def _problems(listing: _Listing, items: list[_Item], options: Options) -> list[str]:
+    """One sentence for each class that cannot be used."""
     problems = []
     if options.text("only") is None and options.text("min_per_class") is None:  # may exclude empty folders
-        problems += _emptiness(listing.empty, most)
+        problems += _emptiness(listing.empty)
     if options.is_whole_test:
         return problems
     if items and items[0].split is None:
         counts = Counter(item.label for item in items)
         single = sorted(label for label, count in counts.items() if count < 2)
-        if single:
-            several = f"classes {_listed(single, most)} have one image"
-            classes = f"class {single[0]} has one image" if len(single) == 1 else several
-            problems.append(f"{listing.where}: the {classes}; two are needed to split.")
+        problems += [f"{listing.where}: the class {label} has one image; two are needed to split." for label in single]
     elif listing.by_folders:  # a table may have classes without test images
-        problems += _lacking(listing, items, most)
-    if problems:
-        problems.append("Leave classes out with only=NAME,NAME or, those of fewer images, with min_per_class=2.")
+        lacking = sorted(_absent(items).items(), key=lambda both: both[1])
+        problems += [f"{listing.where / split} has no folder for the class {label}." for label, split in lacking]
     return problems
 
 
-def _emptiness(folders: Collection[Path], most: int | None = _NAMED) -> list[str]:
-    if not folders:
-        return []
-    several = f"class folders {_listed(folders, most)} are"
-    classes = f"class folder {next(iter(folders))} is" if len(folders) == 1 else several
-    return [f"the {classes} empty; add images or remove {'it' if len(folders) == 1 else 'them'}."]
-
-
-def _lacking(listing: _Listing, items: list[_Item], most: int | None) -> list[str]:
-    absent = _absent(items)
-    problems = []
-    for split in sorted(set(absent.values())):
-        labels = [label for label, missing in absent.items() if missing == split]
-        classes = f"class {labels[0]}" if len(labels) == 1 else f"classes {_listed(labels, most)}"
-        problems.append(f"{listing.where / split} has no folder for the {classes}.")
-    return problems
-
-
-def _listed(things: Collection[object], most: int | None) -> str:
-    shown = ", ".join(str(thing) for thing in list(things)[:most])
-    return shown + (f" and {len(things) - most} more" if most is not None and len(things) > most else "")
+def _emptiness(folders: Iterable[Path]) -> list[str]:
+    return [f"the class folder {folder} is empty; add images or remove it." for folder in folders]
 
 
 def skips(options: Options) -> bool:

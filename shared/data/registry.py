@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import permutations
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from promptfed.shared.data.digits import open_digits
 from promptfed.shared.data.emoji.source import open_emoji, open_scenes
@@ -19,43 +17,9 @@ from promptfed.shared.data.folder import open_csv, open_folder
 from promptfed.shared.data.medical.opening import open_dicom
 from promptfed.shared.data.options import CUTTING_OPTIONS, Options, Parts, Role, apply_common
 from promptfed.shared.data.public_sets import open_hugging_face, open_torchvision
-from promptfed.shared.data.source import DataError, Source, joined
+from promptfed.shared.data.source import DataError, Source
 from promptfed.shared.data.symbols import open_symbols
 from promptfed.shared.plain_text import alike_text
-
-UNION = "union"
-
-
-def open_union(body: str, options: Options, open_one: Callable[[str], Source]) -> Source:
-    """Open the concatenated training images and the concatenated test images of all sources.
-
-    Raises:
-        DataError: a part cannot be used, the parts have different classes, or a group would be trained and tested on.
-    """
-    options.check_names(())
-    parts = [open_one(unquote(uri)) for uri in body.split(",") if uri]
-    if not parts:
-        raise DataError(f"{options.uri}: names no source; write union:URI,URI with each URI percent-encoded.")
-    names = parts[0].class_names
-    for part in parts[1:]:
-        if part.class_names != names:
-            raise DataError(f"{options.uri}: {part.uri} has other classes than {parts[0].uri}.")
-    _check_groups(parts, options)
-    train, test = joined(*(part.train for part in parts)), joined(*(part.test for part in parts))
-    left_out = tuple(text for part in parts for text in part.left_out)
-    return Source(options.uri, names, None, parts[0].template, train, test, left_out=left_out)
-
-
-def _check_groups(parts: Sequence[Source], options: Options) -> None:
-    """Raise DataError if only some parts know their groups, or if one part trains on a group that another tests on."""
-    if len({split.groups is None for part in parts for split in (part.train, part.test)}) > 1:
-        raise DataError(f"{options.uri}: some sources have groups, such as patients, and others none; give all group=.")
-    for first, second in permutations(parts, 2):
-        both = sorted(set(first.train.groups or ()) & set(second.test.groups or ()))
-        if both and not options.names_only:
-            text = f"{first.uri} trains on the group {both[0]}, and {second.uri} tests on it"
-            raise DataError(f"{options.uri}: {text}; give the splits in both, or both as one folder or table.")
-
 
 log = logging.getLogger("promptfed.data")
 
@@ -69,7 +33,6 @@ SCHEMES: dict[str, Callable[[str, Options], Source]] = {
     "dicom": open_dicom,
     "torchvision": open_torchvision,
     "hf": open_hugging_face,
-    UNION: lambda body, options: open_union(body, options, lambda uri: _part(uri, options)),
 }
 """Opener by scheme: what stands between the colon and the question mark, and the options -> the whole source."""
 
@@ -79,7 +42,7 @@ _CLASSES = frozenset({"only", "min_per_class"})
 AT_OPENING = {"folder": _CLASSES, "csv": _CLASSES}
 """Common options that the opener of a scheme applies itself: a class left out may be as it likes."""
 
-BY_ROLE = frozenset({"folder", "csv", "dicom", UNION})
+BY_ROLE = frozenset({"folder", "csv", "dicom"})
 """Schemes that give an evaluator other images than a trainer."""
 
 REDRAWN = frozenset({"symbols"})
@@ -122,8 +85,7 @@ def parse_uri(uri: str, role: Role = "trainer") -> tuple[str, str, Options]:
     """
     address, _, query = uri.partition("?")
     scheme, _, body = address.partition(":")
-    if scheme != UNION:  # whose parts are percent-encoded whole
-        body = re.sub("%(25)?((?:25)*3[Ff])", lambda found: f"%{found[2]}" if found[1] else "?", body)
+    body = re.sub("%(25)?((?:25)*3[Ff])", lambda found: f"%{found[2]}" if found[1] else "?", body)
     if scheme not in SCHEMES:
         known = f"unknown data source {scheme!r}; known are {', '.join(sorted(SCHEMES))}"
         meant = f"; write folder:{address} for folders of images" if Path(address).is_dir() else ""
@@ -143,15 +105,6 @@ def open_whole(scheme: str, body: str, options: Options) -> Source:
 def cut(scheme: str, source: Source, options: Options, known: Parts | None = None) -> Source:
     """Apply the common options to ``source``, the whole data set."""
     return apply_common(source, options.without(AT_OPENING.get(scheme, ())), known)
-
-
-def _part(uri: str, options: Options) -> Source:
-    """One source of a union, opened for the same role as the union."""
-    scheme, body, own = parse_uri(uri, options.role)
-    own = replace(own, names_only=options.names_only)
-    source = cut(scheme, open_whole(scheme, body, own), own)
-    check_filled(source, options.role)
-    return source
 
 
 def check_filled(source: Source, role: Role = "trainer") -> None:

@@ -67,12 +67,11 @@ class Split:
         groups: Sequence[str] | None = None,
         *,
         digest: Callable[[int], str] | None = None,
-        ahead: Callable[[Sequence[int]], None] | None = None,
         path: Callable[[int], Path | None] = lambda row: None,
     ) -> None:
         """read: returns the RGB image at a row of ``labels``; digest: returns its `image_digest` without computing it.
 
-        ahead: as `expect`, of rows of ``labels``; path: the file from which `read_image` reads a row.
+        path: the file from which `read_image` reads a row.
         """
         if groups is not None and len(groups) != len(labels):
             raise ValueError(f"{len(groups)} groups for {len(labels)} labels")
@@ -80,7 +79,6 @@ class Split:
         self.groups = None if groups is None else tuple(groups)
         self._rows = torch.arange(len(labels))
         self._read = read
-        self._ahead = ahead
         self._path = path
         self._digest = digest or cache(lambda row: image_digest(read(row)))
 
@@ -94,11 +92,6 @@ class Split:
     def path(self, index: int) -> Path | None:
         """The file of one image, where `read_image` reads it as it is."""
         return self._path(int(self._rows[index]))
-
-    def expect(self, indices: Sequence[int]) -> None:
-        """Say which images are asked for next, so that they can be decoded meanwhile."""
-        if self._ahead is not None:
-            self._ahead([int(self._rows[index]) for index in indices])
 
     def digest(self, index: int) -> str:
         """SHA-256 (hex) of one image, computed once for all selections of a split."""
@@ -140,12 +133,8 @@ def joined(*parts: Split) -> Split:
         part, index = places[row]
         return part.path(index)
 
-    def ahead(rows: Sequence[int]) -> None:
-        for part in {id(places[row][0]): places[row][0] for row in rows}.values():
-            part.expect([index for own, index in map(places.__getitem__, rows) if own is part])
-
     labels = torch.cat([part.labels for part in parts])
-    whole = Split(labels, image, groups, digest=digest, ahead=ahead, path=path)
+    whole = Split(labels, image, groups, digest=digest, path=path)
     shared = set.intersection(*(set(part.subgroups) for part in parts))
     whole.subgroups = {
         name: tuple(value for part in parts for value in part.subgroups[name]) for name in sorted(shared)

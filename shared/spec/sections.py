@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -211,17 +211,6 @@ class SecureAggregationSpec(Section):
 Key = TypeVar("Key", str, int)
 
 
-class WeightRule(Protocol):
-    """What `shares` needs of a rule."""
-
-    @property
-    def weighting(self) -> Literal["samples", "uniform"]:
-        """Whether clients count by their samples."""
-
-    def weight_cap(self, count: int) -> float:
-        """The largest share of one of ``count`` clients."""
-
-
 class Weighting(BaseModel):
     """The rule for the weights of a secure sum: every client computes all weights itself (`whole_weights`).
 
@@ -248,7 +237,7 @@ class Weighting(BaseModel):
         return AggregationSpec(weighting=self.weighting, max_weight_share=self.max_weight_share).weight_cap(count)
 
 
-def shares(samples: Mapping[Key, int], rules: WeightRule) -> dict[Key, float]:
+def shares(samples: Mapping[Key, int], rules: AggregationSpec | Weighting) -> dict[Key, float]:
     """Each client's weight, summing to 1: by samples or equal, none over ``max_weight_share``.
 
     What the cap takes from some goes to the others in proportion to their weights. A cap under 1/K, which K clients
@@ -280,7 +269,7 @@ WHOLE_WEIGHT = 1 << 16
 """The weight of the heaviest client; every client's is a whole number of 65,536ths of it, at least 1."""
 
 
-def whole_weights(samples: Mapping[Key, int], rules: WeightRule) -> dict[Key, int]:
+def whole_weights(samples: Mapping[Key, int], rules: AggregationSpec | Weighting) -> dict[Key, int]:
     """Each client's weight as a whole number of 1…65,536, in the ratio of its `shares`; equal ones are all 65,536."""
     given = shares(samples, rules)
     largest = max(given.values(), default=1.0)

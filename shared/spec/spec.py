@@ -196,7 +196,7 @@ class BackboneShape(Section):
 
 
 AllowedBackbones = bool | Sequence[str]
-"""Names of models and checkpoints outside open_clip's registry that may be loaded; True: any."""
+"""Names of models outside open_clip's registry that may be loaded; True: any."""
 
 
 class BackboneSpec(Section):

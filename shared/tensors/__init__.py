@@ -39,7 +39,7 @@ UNREADABLE = (SafetensorError, KeyError, TypeError, ValueError, OverflowError, R
 CHANGE = "change."  # prefix of tensors that clients send as changes, instead of new values
 SERVER = "server."  # before the names of what a server optimizer keeps in a global state
 DTYPES = {name: np.dtype(kind) for name, kind in (
-    ("float32", np.float32), ("int64", np.int64), ("bfloat16", ml_dtypes.bfloat16),
+    ("float32", np.float32), ("int64", np.int64), ("bfloat16", ml_dtypes.bfloat16), ("int8", np.int8),
 )}  # fmt: skip
 FILE_DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64,

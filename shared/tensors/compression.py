@@ -12,13 +12,7 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
-from promptfed.shared.tensors import (
-    CHANGE,
-    Array,
-    Arrays,
-    Shape,
-    TensorError,
-)
+from promptfed.shared.tensors import CHANGE, Array, Arrays, Shape, TensorError, check
 
 BLOCK = 1024
 LEVELS = 127
@@ -45,7 +39,10 @@ def decompressed(encoded: Mapping[str, Array], expected: Expected, up: str) -> A
     Raises:
         TensorError: the tensors are not those of such changes, or hold NaN or infinity.
     """
-    _check(encoded, expected, up)
+    check(encoded, _wanted(expected, up))
+    for name, array in encoded.items():
+        if name.endswith(SCALE) and array.size and array.min() < 0:
+            raise TensorError("not-finite", f"tensor {name!r} holds a negative scale")
     changes: Arrays = {}
     for name, (_, dtype) in expected.items():
         if dtype != "float32":
@@ -119,21 +116,3 @@ def _wanted(expected: Expected, up: str) -> dict[str, tuple[Shape, str]]:
         else:
             wanted |= {name: (shape, "int8"), name + SCALE: ((-(-size // BLOCK),), "float32")}
     return wanted
-
-
-def _check(encoded: Mapping[str, Array], expected: Expected, up: str) -> None:
-    wanted = _wanted(expected, up)
-    for name in sorted(set(encoded) ^ set(wanted)):
-        kind, fault = ("missing-tensor", "is missing") if name in wanted else ("unknown-tensor", "was not asked for")
-        told = ", ".join(sorted(wanted))
-        raise TensorError(kind, f"tensor {name[:100]!r} {fault}; expected tensors with compression {up}: {told}")
-    for name, (shape, kind) in wanted.items():
-        array = encoded[name]
-        if array.shape != shape:
-            raise TensorError("wrong-shape", f"tensor {name!r} has shape {array.shape}; expected {shape}")
-        if array.dtype.name != kind:
-            raise TensorError("wrong-dtype", f"tensor {name!r} is {array.dtype.name}; {kind} was asked for")
-        if kind in ("float32", "bfloat16") and not np.isfinite(array).all():
-            raise TensorError("not-finite", f"tensor {name!r} holds NaN or infinity")
-        if name.endswith(SCALE) and array.size and array.min() < 0:
-            raise TensorError("not-finite", f"tensor {name!r} holds a negative scale")

@@ -5,18 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 SHAPES = ("circle", "square", "cross", "bar")
 SIDE = 48
-
-
-def union_uri(uris: Sequence[str]) -> str:
-    """The URI of the images of several sources for one client."""
-    return "union:" + ",".join(quote(uri, safe="") for uri in uris)
 
 
 def write_scenes(root: Path, count: int, seed: int = 0) -> Path:

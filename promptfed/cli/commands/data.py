@@ -35,7 +35,6 @@ SOURCES = {
     "digits": ("digits?domain=inverted", "1,797 handwritten digits", "embedded"),
     "emoji": ("emoji:flat", "521 things as three designers drew them, in seven styles", "embedded"),
     "emoji-scenes": ("emoji-scenes:flat", "scenes of one to five emoji, with several labels each", "embedded"),
-    "union": ("union:URI,URI", "several sources as one, each percent-encoded", "any"),
     "folder": ("folder:/data/pets", "class folders of images", "yours"),
     "csv": ("csv:/data/table.csv", "a table of paths and labels, one or several for each image", "yours"),
     "dicom": ("dicom:/data/scans", "DICOM images, series or studies with a table of labels", "promptfed[medical]"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +13,7 @@ from promptfed.cli.common import KEY_VARIABLE, AllowBackbone, AskedLater, ClassN
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.operations import take
 from promptfed.sdk.output import say, tell
+from promptfed.shared.machine import on_signals
 from promptfed.shared.plain_text import plain
 
 if TYPE_CHECKING:
@@ -131,9 +130,7 @@ async def _serve(api: FastAPI, host: str, port: int) -> None:
     from promptfed.client_service.serving.api import running_api
 
     stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with suppress(NotImplementedError):  # Windows
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    on_signals(asyncio.get_running_loop(), lambda number: stopped.set())
     async with running_api(api, host, port, "--port") as url:
         say(f"Serving on {url}: the page is there, images go to {url}/v1/predict. Ctrl-C ends it.")
         await stopped.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -53,6 +52,7 @@ from promptfed.sdk.progress import Snapshot, Watcher, follow, open_tracker, reco
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.plain_text import counted
+from promptfed.shared.service.net import bind
 from promptfed.shared.service.reasons import leave
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, SpecError
 
@@ -355,13 +355,11 @@ def check_port(port: int) -> None:
     Raises:
         CommandError: it is in use.
     """
-    with socket.socket() as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind(("127.0.0.1", port))
-        except OSError as error:
-            text = f"port {port} cannot be used ({error.strerror}): give --port another, or 0 for any free one"
-            raise CommandError(text, Exit.BAD_INPUT) from None
+    try:
+        bind("127.0.0.1", port).close()
+    except OSError as error:
+        text = f"port {port} cannot be used ({error.strerror}): give --port another, or 0 for any free one"
+        raise CommandError(text, Exit.BAD_INPUT) from None
 
 
 def show_result(result: FederationResult, seconds: float) -> None:

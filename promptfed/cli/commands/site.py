@@ -33,7 +33,6 @@ from promptfed.shared.spec.spec import BackboneSpec
 
 if TYPE_CHECKING:
     from promptfed.shared.api.api_schemas import SpendList
-    from promptfed.shared.service.net import addresses_of
 
 
 @app.add(section="Operate federations")
@@ -189,6 +188,7 @@ def known_spends(folder: Path, coordinator: str | None, ca_file: Path | None) ->
     from promptfed.client_service.privacy.agreement import FILE
     from promptfed.client_service.state.site_log import SiteLog
     from promptfed.shared.api.api_schemas import SpendList
+    from promptfed.shared.service.net import addresses_of
 
     try:
         identity = json.loads((folder / "identity.json").read_bytes())

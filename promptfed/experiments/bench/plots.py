@@ -1,4 +1,4 @@
-"""Plots of a bench for a paper: accuracy by round, accuracy over bytes, and few-shot curves."""
+"""Plots of a bench for a paper: accuracy by round, and few-shot curves."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from statistics import fmean, pstdev
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from promptfed.experiments.bench.protocols import FewShot, headline
+from promptfed.experiments.bench.protocols import FewShot
 from promptfed.experiments.bench.runner import Bench, BenchRun
 from promptfed.experiments.bench.tables import TableRow
-from promptfed.sdk.output import size
 
-# Okabe and Ito's colours, which people with any colour vision can tell apart; line styles and markers help in grey.
+# Okabe and Ito's colours, which people with any colour vision can tell apart; line styles help in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A00")
-STYLES, MARKERS = ("-", "--", "-.", ":"), "osD^"
+STYLES = ("-", "--", "-.", ":")
 GREY = "#6E6E6E"
 
 
@@ -31,9 +30,6 @@ def draw(bench: Bench, rows: Sequence[TableRow], runs: Sequence[BenchRun], out: 
     figures: dict[str, Figure] = {}
     if isinstance(bench.protocol, FewShot):
         figures["few-shot"] = _few_shot(bench, rows)
-    sending = rows_over_bytes(rows)
-    if len(sending) > 1:
-        figures["accuracy-over-bytes"] = _over_bytes(rows, sending)
     for role in ("trainer", "evaluator"):
         curves = _by_round(bench, runs, role)
         if any(len(points) > 2 for points in curves.values()):
@@ -55,9 +51,9 @@ def _axes(x: str, y: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def look(number: int, of: Sequence[str]) -> tuple[str, str]:
-    """Colour and style (or marker) of the entry ``number``: twenty entries differ."""
-    return COLOURS[number % len(COLOURS)], of[number // len(COLOURS) % len(of)]
+def look(number: int) -> tuple[str, str]:
+    """Colour and line style of the entry ``number``: twenty entries differ."""
+    return COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
 
 
 def _zero_shot(axes: Axes, rows: Sequence[TableRow], values: Sequence[float]) -> None:
@@ -73,7 +69,7 @@ def _few_shot(bench: Bench, rows: Sequence[TableRow]) -> Figure:
     for number, row in enumerate(row for row in whole if not row.is_zero_shot):
         means = [100 * row.mean(column) for column in columns]
         spread = [100 * (row.sd(column) or 0.0) for column in columns]
-        colour, style = look(number, STYLES)
+        colour, style = look(number)
         axes.errorbar(
             places, means, spread, label=row.label, color=colour, linestyle=style, marker="o", ms=3, capsize=2
         )
@@ -81,31 +77,6 @@ def _few_shot(bench: Bench, rows: Sequence[TableRow]) -> Figure:
     _zero_shot(axes, templates, [100 * row.mean(columns[0]) for row in templates])
     axes.set_xticks(list(places), [column.split()[0] for column in columns])
     axes.legend(frameon=False, fontsize=7)
-    return figure
-
-
-def rows_over_bytes(rows: Sequence[TableRow]) -> list[tuple[TableRow, float]]:
-    """The rows that have a headline number and send bytes, with those of a client and round, both ways."""
-    found = []
-    for row in rows:
-        spent = 0.0 if row.costs is None else row.costs["bytes_up"] + row.costs["bytes_down"]
-        if spent and {"mean", "harmonic mean"} & set(row.scores[0]):
-            found.append((row, spent))
-    return found
-
-
-def _over_bytes(rows: Sequence[TableRow], sending: Sequence[tuple[TableRow, float]]) -> Figure:
-    """Each row's headline number over the bytes of a round, with the first zero-shot row as a line."""
-    figure, axes = _axes("bytes of a client in a round, up and down", "accuracy (%)")
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
-    for number, (row, spent) in enumerate(sending):
-        values = [100 * headline(scores) for scores in row.scores]
-        colour, marker = look(number, MARKERS)
-        axes.errorbar([spent], [fmean(values)], [pstdev(values)], label=row.label, color=colour, marker=marker, ms=4)
-    templates = [row for row in rows if row.is_zero_shot][:1]
-    _zero_shot(axes, templates, [100 * fmean(map(headline, row.scores)) for row in templates])
-    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
@@ -125,7 +96,7 @@ def _rounds(curves: Mapping[str, Mapping[int, Sequence[float]]], role: str) -> F
     whose = "clients' own test images" if role == "trainer" else "unseen domains"
     figure, axes = _axes("round", f"accuracy (%), {whose}")
     for number, (label, points) in enumerate(curves.items()):
-        colour, style = look(number, STYLES)
+        colour, style = look(number)
         rounds = sorted(points)
         means, spread = [fmean(points[k]) for k in rounds], [pstdev(points[k]) for k in rounds]
         axes.plot(rounds, means, label=label, color=colour, linestyle=style)

@@ -26,8 +26,8 @@ class Setting:
     """A bench's data and their division over clients. Each of ``domains`` replaces ``{domain}`` in ``data``.
 
     ``target_images``: an unseen domain is tested on its ``test`` split or on ``all`` its images.
-    ``class_names``: domains have the ``same`` classes, or use the ``union`` of theirs. Sources
-    that draw their test images draw others for every seed, so that a spread over seeds includes their sampling.
+    Sources that draw their test images draw others for every seed, so that a spread over seeds includes their
+    sampling.
     """
 
     data: tuple[str, ...]
@@ -41,7 +41,6 @@ class Setting:
     validation: float | None = None
     curve: tuple[int, ...] = (1, 2, 4, 8, 16)
     target_images: str = "test"
-    class_names: str = "same"
 
     def uri(self, data: str, seed: int, **options: Any) -> str:
         """``data`` with the setting's options for this seed and ``options`` (None: left out)."""
@@ -85,10 +84,6 @@ def with_options(uri: str, options: Mapping[str, Any]) -> str:
 
 
 _SHOWN = 5  # classes of one data set that an error lists
-_WAYS = (
-    "give --class-names union to tell all classes apart everywhere, or name those to keep in the data URI, "
-    "only=NAME,NAME"
-)
 
 
 @cache
@@ -109,28 +104,22 @@ def forget_names() -> None:
     names_of.cache_clear()
 
 
-def label_space(kind: str, first: str, uris: Mapping[str, str]) -> list[str]:
-    """The class names of the data sets ``uris`` (by name).
-
-    ``kind`` is ``same`` (the classes of the data set ``first``; no other data set may have more) or ``union`` (all
-    classes, those of ``first`` in front).
+def label_space(first: str, uris: Mapping[str, str]) -> list[str]:
+    """The class names of the data set ``first`` among ``uris`` (by name).
 
     Raises:
-        CommandError: with ``same``, data sets have classes that ``first`` lacks (the text names all); or data cannot be
-            used.
+        CommandError: data sets have classes that ``first`` lacks (the text names all); or data cannot be used.
     """
-    spaces = {name: names_of(uri) for name, uri in uris.items()}
-    own = spaces[first]
-    if kind == "union":
-        return list(dict.fromkeys([*own, *(name for names in spaces.values() for name in names)]))
+    own = names_of(uris[first])
     problems = []
-    for name, names in spaces.items():
-        more = [class_name for class_name in names if class_name not in own]
+    for name, uri in uris.items():
+        more = [class_name for class_name in names_of(uri) if class_name not in own]
         if more:
             shown = ", ".join(more[:_SHOWN]) + (f" and {len(more) - _SHOWN} more" if len(more) > _SHOWN else "")
             problems.append(f"{name} has classes that {first} lacks ({shown})")
     if problems:
-        raise CommandError(f"{'; '.join(problems)}: {_WAYS}", Exit.BAD_INPUT)
+        text = f"{'; '.join(problems)}: name those to keep in the data URI, only=NAME,NAME"
+        raise CommandError(text, Exit.BAD_INPUT)
     return list(own)
 
 
@@ -138,7 +127,6 @@ DOMAIN = "{domain}"
 TARGET = "target"
 Pick = Callable[[Accuracy], float | None]
 _TRAINING = frozenset({"shots", "validation"})
-_DOMAINS = frozenset({"domains", "class_names"})
 
 
 @dataclass(frozen=True)
@@ -242,7 +230,7 @@ class LeaveOneDomainOut(Protocol):
     def used(self, setting: Setting) -> frozenset[str]:
         """Fields of training, domains and targets; every domain is a client."""
         held_out = setting.validation is not None
-        return _TRAINING | _DOMAINS | {"targets"} | (set() if held_out else {"target_images"})
+        return _TRAINING | {"domains", "targets"} | (set() if held_out else {"target_images"})
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """The targets, their mean, and the clients' own domains."""
@@ -259,7 +247,7 @@ class LeaveOneDomainOut(Protocol):
         trials = []
         for target in self._targets(setting):
             uris = uris_beside(target, setting)
-            names = label_space(setting.class_names, target, uris)
+            names = label_space(target, uris)
             unseen = setting.unseen(uris[target], seed)
             tests = {TARGET: unseen} if personal else {}
             sites = [
@@ -297,7 +285,7 @@ class Personalisation(Protocol):
 
     def used(self, setting: Setting) -> frozenset[str]:
         """Fields of training, and domains or a partition."""
-        return _TRAINING | (_DOMAINS if any(DOMAIN in data for data in setting.data) else _partition(setting))
+        return _TRAINING | ({"domains"} if any(DOMAIN in data for data in setting.data) else _partition(setting))
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """The domains if each has a client; the mean, standard deviation and minimum over the clients."""
@@ -312,7 +300,7 @@ class Personalisation(Protocol):
         if DOMAIN in data:
             if not setting.domains:
                 raise CommandError(f"{data} needs --domains", Exit.BAD_INPUT)
-            names = label_space(setting.class_names, setting.domains[0], setting.domain_uris())
+            names = label_space(setting.domains[0], setting.domain_uris())
             uris = {domain: setting.uri(uri, seed) for domain, uri in setting.domain_uris().items()}
         else:
             alpha = setting.alpha if setting.partition == "dirichlet" else None

@@ -1,7 +1,7 @@
 """Opens DICOM files as a source: the images of each line of a table of labels, with their patients as groups.
 
 What is known of the files of a folder is stored as an index, so that a later start takes one listing. It has keyed ids
-in place of values. A line of it is ``["f", file, size, time, facts]`` or ``["p", pixels, width, height, digest]``.
+in place of values. A line of it is ``["f", file, size, time, facts]`` or ``["p", pixels, digest]``.
 Failures are not stored: a package installed meanwhile, or more memory, may mend them.
 """
 
@@ -14,11 +14,7 @@ import os
 import secrets
 import struct
 import sys
-import threading
-from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +37,7 @@ from promptfed.shared.data.folder import (
     subgroup_of,
 )
 from promptfed.shared.data.options import Options, divided
-from promptfed.shared.data.readers import Answer, Request, readers
+from promptfed.shared.data.readers import Request, readers
 from promptfed.shared.data.source import Source, Split
 from promptfed.shared.files import write_whole
 from promptfed.shared.service.reasons import named, why
@@ -119,14 +115,6 @@ class Listed(NamedTuple):
     time: int
 
 
-class Shown(NamedTuple):
-    """The size of an image in pixels and its `image_digest` in bytes."""
-
-    width: int
-    height: int
-    digest: bytes
-
-
 class Item(NamedTuple):
     """One image: a place in a file."""
 
@@ -150,7 +138,7 @@ class Index:
         self._file = folder / f"{keys.id('root', root.resolve())}.jsonl"
         self._settings = json.dumps(self.settings, sort_keys=True)
         self._facts: dict[str, tuple[int, int, Facts | None]] = {}
-        self._shown: dict[str, Shown] = {}
+        self._digests: dict[str, bytes] = {}
         self._load()
 
     def listed(self) -> list[Listed]:
@@ -197,10 +185,10 @@ class Index:
         """The keyed id of a header's value."""
         return self.keys.id(name, text) if text else ""
 
-    def shown(self, items: Sequence[Item]) -> tuple[list[Shown | None], list[Broken]]:
-        """Size and digest of each image, each decoded once; None for images that cannot be decoded."""
+    def digests(self, items: Sequence[Item]) -> tuple[list[bytes | None], list[Broken]]:
+        """The `image_digest` of each image, each decoded once; None for images that cannot be decoded."""
         names = ((self._name(item), item) for item in items)  # computed twice, since all of them take memory
-        new = list({name: item for name, item in names if name not in self._shown}.items())
+        new = list({name: item for name, item in names if name not in self._digests}.items())
         requests = (self.request("check", item.file.path, item.place) for _, item in new)
         broken = []
         with self._file.open("a") as lines:
@@ -209,14 +197,14 @@ class Index:
                 if answer.error is not None:
                     broken.append(Broken(item.file, answer.error))
                     continue
-                self._shown[name] = Shown(answer.size[0], answer.size[1], bytes.fromhex(answer.digest))
-                lines.write(json.dumps(["p", name, *answer.size, answer.digest]) + "\n")
-        return [self._shown.get(self._name(item)) for item in items], broken
+                self._digests[name] = bytes.fromhex(answer.digest)
+                lines.write(json.dumps(["p", name, answer.digest]) + "\n")
+        return [self._digests.get(self._name(item)) for item in items], broken
 
     def release(self) -> None:
         """Forget what is not needed once the images are known: of many files it takes much memory."""
         self._facts.clear()
-        self._shown.clear()
+        self._digests.clear()
 
     def request(self, do: str, path: str, place: int) -> Request:
         """Have the pixels of an image read."""
@@ -233,7 +221,7 @@ class Index:
             for line in lines:
                 count += 1
                 self._take(line)
-        live = len(self._facts) + len(self._shown)
+        live = len(self._facts) + len(self._digests)
         if count > _STALE * live + 100:
             write_whole(self._file, "".join(self._stored()).encode(), mode=0o600)
         elif count:
@@ -244,8 +232,7 @@ class Index:
         try:
             kind, name, *values = json.loads(line)
             if kind == "p":
-                width, height, digest = values
-                self._shown[name] = Shown(width, height, bytes.fromhex(digest))
+                self._digests[name] = bytes.fromhex(values[-1])  # behind the sizes that earlier versions wrote
             else:
                 size, time, facts = values
                 self._facts[name] = size, time, None if facts is None else self._read(name, size, time, facts)
@@ -273,8 +260,8 @@ class Index:
     def _stored(self) -> Iterator[str]:
         for name in self._facts:
             yield self._line(name)
-        for name, shown in self._shown.items():
-            yield json.dumps(["p", name, shown.width, shown.height, shown.digest.hex()]) + "\n"
+        for name, digest in self._digests.items():
+            yield json.dumps(["p", name, digest.hex()]) + "\n"
 
 
 def _entries(root: Path, under: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
@@ -408,7 +395,6 @@ def refuse(options: Options, problems: Sequence[tuple[str, str]], advice: str = 
 OPTIONS = ("labels", "columns", "group", "groups", "index", SKIP)
 TABLE = "labels.csv"
 DIGEST = 32  # bytes of an image's digest
-AHEAD_BYTES = 64_000_000  # of decoded images that wait to be used
 
 Found = Sequence[tuple[Listed, Facts]]
 
@@ -434,17 +420,18 @@ def open_files(body: str, options: Options, settings: Mapping[str, Any], level: 
         found, broken = index.facts(_listed(index, options))
         items, lines, missing = _items(table, index, found, level, pick)
         del found  # of many files it takes much memory
-        shown, undecoded = index.shown(items)
+        digests, undecoded = index.digests(items)
     told = tuple(local for _, local in _left_out(root, [*broken, *undecoded], missing, options))
-    if not (kept := [row for row, size in enumerate(shown) if size is not None]):
+    kept = [(row, digest) for row, digest in enumerate(digests) if digest is not None]
+    if not kept:
         raise DataError(f"{options.uri}: no image can be read.", told)
-    items = [items[row] for row in kept]
-    images = _Images(index, items, [shown[row] for row in kept], options.uri)
-    rows = [lines[row] for row in kept]
+    items = [items[row] for row, _ in kept]
+    images = _Images(index, items, [digest for _, digest in kept], options.uri)
+    rows = [lines[row] for row, _ in kept]
     splits = [table.splits[row] for row in rows]
     groups = _groups(table, index, items, rows)
     index.release()
-    whole = Split(table.labels[rows], images.read, groups, digest=images.digest, ahead=images.ahead)
+    whole = Split(table.labels[rows], images.read, groups, digest=images.digest)
     whole.subgroups = {column: tuple(values[row] for row in rows) for column, values in table.subgroups.items()}
     return divided(whole, splits, table.names, None, TEMPLATE, options, told)
 
@@ -545,54 +532,23 @@ def _groups(table: Table, index: Index, items: Sequence[Item], lines: Sequence[i
 
 
 class _Images:
-    """The images of a source. Those that are soon asked for are decoded ahead, up to `AHEAD_BYTES`.
+    """The images of a source, which threads read at the same time. Of each little is kept: there may be very many."""
 
-    Threads that preprocess images read at the same time. Of each image little is kept, since there may be very many.
-    """
-
-    def __init__(self, index: Index, items: Sequence[Item], shown: Sequence[Shown | None], uri: str) -> None:
-        self.paths = [item.file.path for item in items]
+    def __init__(self, index: Index, items: Sequence[Item], digests: Sequence[bytes], uri: str) -> None:
+        self._paths = [item.file.path for item in items]
         self._places = [item.place for item in items]
         self._index, self._uri = index, uri
-        known = [size for size in shown if size is not None]
-        self._digests = b"".join(size.digest for size in known)
-        self._sizes = array("q", (3 * size.width * size.height for size in known))
-        self._ahead: dict[int, Future[Answer]] = {}
-        self._wanted: deque[int] = deque()
-        self._turn = threading.Lock()
+        self._digests = b"".join(digests)
 
     def digest(self, row: int) -> str:
         return self._digests[DIGEST * row : DIGEST * (row + 1)].hex()
 
-    def ahead(self, rows: Sequence[int]) -> None:
-        """Have the images at ``rows`` decoded before they are read; those of earlier calls are forgotten."""
-        known = set(rows)
-        with self._turn:
-            self._ahead = {row: waiting for row, waiting in self._ahead.items() if row in known}
-            self._wanted = deque(row for row in rows if row not in self._ahead)
-            self._fill()
-
-    def _fill(self) -> None:
-        room = AHEAD_BYTES - sum(self._sizes[row] for row in self._ahead)
-        while self._wanted and (room >= self._sizes[self._wanted[0]] or not self._ahead):
-            row = self._wanted.popleft()
-            self._ahead[row] = self._submitted(row)
-            room -= self._sizes[row]
-
     def read(self, row: int) -> Image.Image:
-        with self._turn:
-            if row in self._wanted:
-                self._wanted.remove(row)
-            waiting = self._ahead.pop(row, None) or self._submitted(row)
-            self._fill()
-        answer = waiting.result()
+        answer = readers().submit(self._index.request("pixels", self._paths[row], self._places[row])).result()
         if answer.image is None or answer.digest != self.digest(row):
             why = answer.error or "it is not what it was when the data were opened; start again"
-            raise DataError(f"{self._uri}: file {self._index.keys.id('file', self.paths[row])}: {why}.")
+            raise DataError(f"{self._uri}: file {self._index.keys.id('file', self._paths[row])}: {why}.")
         return answer.image
-
-    def _submitted(self, row: int) -> Future[Answer]:
-        return readers().submit(self._index.request("pixels", self.paths[row], self._places[row]))
 
 
 def open_dicom(body: str, options: Options) -> Source:

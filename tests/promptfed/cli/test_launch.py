@@ -335,7 +335,7 @@ def test_every_problem_of_a_folder_is_listed(tmp_path: Path) -> None:
         assert listed.exit_code == Exit.BAD_INPUT
         for path in (*wrong, own / "bar" / "deeper", *(own / name for name in many)):
             assert str(path) in listed.stdout
-        assert "more" not in listed.stdout
+        assert " more" not in listed.stdout
     problems = json.loads(listed.stdout)["problems"]
     assert sum("cannot be read as an image" in problem for problem in problems) == 7
     with pytest.raises(DataError, match=r"And 5 more; `promptfed data show` lists all"):

@@ -18,7 +18,7 @@ from promptfed.cli.main import app
 from promptfed.coordinator.app import create_app
 from promptfed.coordinator.settings import Settings
 from promptfed.sdk.client import Exit
-from promptfed.sdk.progress import Pace, Snapshot, Watcher, duration
+from promptfed.sdk.progress import Snapshot, Watcher
 from promptfed.testing.clients import ScriptedClient, drive
 from tests.support.coordinators import InThread, in_thread
 
@@ -227,32 +227,11 @@ def test_status_and_watch_remark_what_looks_wrong(server: InThread, command: Com
     assert "zero-shot by" not in command("status", "good").stdout
 
 
-def test_the_rest_takes_as_long_as_the_newest_rounds_took() -> None:
-    now = 100.0
-    pace = Pace(10, clock=lambda: now)
-    pace.count(0, 60.0)
-    assert pace.left() is None  # the first evaluation is no round
-    pace.count(1, 50.0)
-    for round in range(2, 7):
-        pace.count(round, 10.0)
-    assert pace.left() == 40.0  # four more, as the newest five: the slow first round no longer counts
-    now += 7
-    assert pace.left() == 33.0
-    now += 100
-    assert pace.left() == 30.0  # the open round is late; three more are to come
-    pace.count(10, 10.0)
-    assert pace.left() is None
-
-
 def test_progress_shows_time_left_also_where_rounds_are_quicker_than_looks(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
     with Watcher(10, clock=lambda: now) as watcher:
-        for seconds, round in ((0.0, 0), (100.0, 1), (108.0, 3)):
+        for seconds, round in ((0.0, 0), (100.0, 1), (108.0, 3), (116.0, 5)):
             now = seconds
             watcher.show(Snapshot("running", None, round, 10, "train", (), ()))
     told = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert [line.partition("; ")[2] for line in told] == ["", "", "about 32 s left"]
-
-
-def test_a_time_in_words() -> None:
-    assert [duration(seconds) for seconds in (59.4, 75, 3900)] == ["59 s", "1 min 15 s", "1 h 5 min"]
+    assert [line.partition("; ")[2] for line in told] == ["", "", "", "about 0:00:24 left"]

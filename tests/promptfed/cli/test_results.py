@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from promptfed.cli.main import app
 from promptfed.cli.scoring import confusion, scores
+from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.state.site_log import read, verify
 from promptfed.coordinator.store.tables import TaskRow
@@ -24,6 +25,7 @@ from promptfed.experiments.simulation.simulation import simulate
 from promptfed.export.export import ExportOptions, export
 from promptfed.runtime.processes import Site
 from promptfed.sdk.client import Exit
+from promptfed.shared.api.api_schemas import SpendList
 from promptfed.shared.clip import FeatureCache, load_backbone, tiny
 from promptfed.shared.data import open_source
 from promptfed.shared.metrics import Estimate, pool_estimates
@@ -276,6 +278,19 @@ def test_adopt_records_its_question_before_it_is_sent(tmp_path: Path, monkeypatc
     told = read(tmp_path)
     assert ([line["asked"] for line in told], told[0]["to"]) == ([{"spends": 1}], "http://127.0.0.1:1")
     verify(tmp_path)
+
+
+def test_what_a_coordinator_knows_and_is_in_the_ledger_is_not_added(tmp_path: Path, monkeypatch: Any) -> None:
+    async def ask(*_: Any) -> SpendList:
+        return SpendList(federation_id="f", client="eyes", spends=[])
+
+    monkeypatch.setattr(CoordinatorClient, "ask", ask)
+    (tmp_path / "identity.json").write_text(json.dumps({"federation_id": "f", "secret": "s"}))
+    ledger = Ledger(tmp_path / "ledger.jsonl", "eyes")
+    ledger.open(1e-4)
+    given = "--state-dir", str(tmp_path), "--coordinator", "http://127.0.0.1:1", "--ledger", str(ledger.path)
+    adopted = run("ledger", "adopt", *given)
+    assert (adopted.exit_code, "it lacks nothing" in adopted.stdout) == (0, True), adopted.output
 
 
 def test_a_ledger_that_is_not_there_is_named(tmp_path: Path) -> None:

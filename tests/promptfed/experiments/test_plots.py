@@ -11,9 +11,8 @@ import pytest
 from matplotlib.axes import Axes
 from PIL import Image
 
-from promptfed.experiments.bench import plots
 from promptfed.experiments.bench.entries import parse_entries
-from promptfed.experiments.bench.plots import draw
+from promptfed.experiments.bench.plots import draw, look
 from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
 from promptfed.experiments.bench.runner import Bench, BenchRun
 from promptfed.experiments.bench.tables import (
@@ -48,7 +47,7 @@ def filled(path: Path) -> bool:
     return len(np.unique(np.asarray(Image.open(path).convert("L")))) > 10
 
 
-def test_a_bench_gets_its_rounds_and_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bench_gets_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[list[float], list[float]]] = []
     plot = Axes.plot
 
@@ -60,7 +59,7 @@ def test_a_bench_gets_its_rounds_and_its_bytes(tmp_path: Path, monkeypatch: pyte
     described = bench("personalisation")
     found = results()
     paths = draw(described, rows_of(described, found), found, tmp_path)
-    assert {path.name for path in paths} == {"accuracy-over-bytes.png", "rounds-trainers.png"}
+    assert {path.name for path in paths} == {"rounds-trainers.png"}
     assert all(filled(path) and path.with_suffix(".pdf").stat().st_size > 1000 for path in paths)
     assert drawn == [([0, 1, 2], pytest.approx([30, 40, 50])), ([0, 1, 2], pytest.approx([50, 60, 70]))]
 
@@ -68,8 +67,7 @@ def test_a_bench_gets_its_rounds_and_its_bytes(tmp_path: Path, monkeypatch: pyte
 def test_two_evaluations_are_no_curve(tmp_path: Path) -> None:
     described = bench("personalisation")
     found = results(rounds=(0, 2))
-    names = [path.name for path in draw(described, rows_of(described, found), found, tmp_path)]
-    assert names == ["accuracy-over-bytes.png"]
+    assert draw(described, rows_of(described, found), found, tmp_path) == []
 
 
 def test_few_shot_curves(tmp_path: Path) -> None:
@@ -85,22 +83,7 @@ def test_few_shot_curves(tmp_path: Path) -> None:
 
 
 def test_more_methods_than_colours_differ_in_style() -> None:
-    for styles in (plots.STYLES, plots.MARKERS):
-        assert len({plots.look(number, styles) for number in range(20)}) == 20
-
-
-def test_accuracy_over_bytes_has_a_point_for_each_row_that_something_travels_for() -> None:
-    costs = {"bytes_up": 2000.0, "bytes_down": 10.0}
-    rows = [
-        TableRow("zero-shot", ({"mean": 0.2, "harmonic mean": 0.2},)),
-        TableRow("promptfl", ({"mean": 0.3, "harmonic mean": 0.25}, {"mean": 0.5, "harmonic mean": 0.35}), costs),
-        TableRow("coop", ({"mean": 0.4},), costs),
-        TableRow("silent", ({"mean": 0.4},), dict.fromkeys(costs, 0.0)),
-        TableRow("by shots", ({"1 shot": 0.4},), costs),
-        TableRow("coop (paper)", ({"mean": 0.4},)),
-    ]
-    found = [(row.label, spent) for row, spent in plots.rows_over_bytes(rows)]
-    assert found == [("promptfl", 2010.0), ("coop", 2010.0)]
+    assert len({look(number) for number in range(20)}) == 20
 
 
 # Tables in Markdown: names that somebody else chose (methods of packages, domains, clients, data), and their rows.

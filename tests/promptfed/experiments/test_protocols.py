@@ -263,22 +263,8 @@ def test_domains_with_other_classes_are_all_told_before_anything_is_computed(tmp
     with pytest.raises(CommandError) as caught:
         lodo.trials(setting, 0, False)
     text = str(caught.value)
-    for part in ("b has classes that a lacks (cross)", "c has classes that a lacks (square)", "--class-names union"):
+    for part in ("b has classes that a lacks (cross)", "c has classes that a lacks (square)", "only=NAME,NAME"):
         assert part in text
-
-
-def test_domains_are_told_apart_over_the_union(tmp_path: Path) -> None:
-    setting = domain_folders(
-        tmp_path, {"a": ("circle", "bar"), "b": ("circle", "bar", "cross"), "c": ("bar", "circle")}
-    )
-    lodo = PROTOCOLS["leave-one-domain-out"]
-    union = lodo.trials(replace(setting, class_names="union"), 0, False)
-    assert [trial.spec["class_names"] for trial in union] == [
-        ["bar", "circle", "cross"],
-        ["bar", "circle", "cross"],
-        ["bar", "circle", "cross"],
-    ]
-    assert all("only=" not in site.data for trial in union for site in trial.sites)
 
 
 def test_the_unseen_domain_of_a_folder_keeps_to_its_test_split_unless_told_otherwise(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from promptfed.cli.bench import make_bench, remarks_on
+from promptfed.cli.bench import make_bench
 from promptfed.cli.main import app
 from promptfed.experiments.bench import runner as bench_module
 from promptfed.experiments.bench.entries import parse_entries
@@ -399,23 +399,6 @@ def test_a_claim_that_is_killed_while_it_writes_leaves_a_folder_that_can_be_read
 def test_accuracy_by_round_is_drawn(tmp_path: Path) -> None:
     assert bench(tmp_path, methods="promptfl:m=2:rounds=3")[0] == 0
     assert (tmp_path / "rounds-trainers.png").exists()
-
-
-def test_a_bench_remarks_a_template_that_is_near_chance() -> None:
-    def run(zero_shot: float, accuracy: float) -> BenchRun:
-        rows = [Accuracy(1, "a", "trainer", None, "test", accuracy, zero_shot, 10)]
-        spec: Any = {"class_names": [f"class {k}" for k in range(50)], "backbone": {"model": "promptfed-tiny"}}
-        return BenchRun(
-            label="x", seed=0, trial="all", accuracies=rows, rounds=1, costs={}, wall_seconds=0, setup_seconds=0,
-            spec=spec,
-        )  # fmt: skip
-
-    assert remarks_on([run(0.5, 0.5), run(0.4, 0.5)]) == []
-    assert remarks_on([run(0.02, 0.5), run(0.04, 0.5)]) == []  # training showed that it does know them
-    [said] = remarks_on([run(0.02, 0.1), run(0.04, 0.1)])
-    assert said.startswith(
-        "Zero-shot is right in 3.0 %, guessing among 50 classes in 2.0 %: promptfed-tiny hardly knows"
-    )
 
 
 LARGER = "symbols:{domain}?topic=weather&per_class=4&test_per_class=3"

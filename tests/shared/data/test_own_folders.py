@@ -20,7 +20,7 @@ from promptfed.shared.data import DataError, image_files, open_source, public_se
 from promptfed.shared.data.image_files import LARGE, SHRUNK, read_image
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.registry import SharedSources, class_names_of
-from tests.support.own_images import picture, tiff_with_a_fraction_as_an_offset, union_uri, write_folder
+from tests.support.own_images import picture, tiff_with_a_fraction_as_an_offset, write_folder
 
 
 def digests(uri: str, role: str = "trainer", part: str = "test") -> set[str]:
@@ -75,9 +75,6 @@ def test_shared_sources_keep_a_trainers_and_an_evaluators_apart(tmp_path: Path) 
     uri = f"folder:{write_folder(tmp_path, each=5)}"
     shared = SharedSources()
     assert [len(shared.open(uri, role).test) for role in ("trainer", "evaluator", "trainer")] == [4, 20, 4]
-    both = union_uri([uri, f"{uri}?split_seed=1"])
-    assert [len(shared.open(both, role).test) for role in ("trainer", "evaluator")] == [8, 40]
-    assert len(open_source(both, "evaluator").test) == 40
 
 
 def test_an_evaluators_part_of_a_partition_is_of_all_its_images(tmp_path: Path) -> None:
@@ -96,7 +93,13 @@ def test_all_problems_of_a_folder_come_in_one_message(tmp_path: Path) -> None:
     (tmp_path / "bar").mkdir()
     (tmp_path / "cross" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n nothing")
     text = refused(f"folder:{tmp_path}")
-    for part in ("bar is empty", "the classes circle, square have one image", "broken.png", "min_per_class=2"):
+    for part in (
+        "bar is empty",
+        "the class circle has one image",
+        "the class square has",
+        "broken.png",
+        "min_per_class=2",
+    ):
         assert part in text
     assert "\n" not in text
 
@@ -126,7 +129,7 @@ def test_classes_that_a_split_lacks_are_named_together_and_can_be_left_out(tmp_p
     write_folder(tmp_path / "train", each=2)
     write_folder(tmp_path / "test", ("circle",), each=2, seed=1)
     text = refused(f"folder:{tmp_path}")
-    assert "test has no folder for the classes bar, cross, square." in text
+    assert all(f"test has no folder for the class {name}." in text for name in ("bar", "cross", "square"))
     assert open_source(f"folder:{tmp_path}?min_per_class=1").class_names == ("circle",)
 
 
@@ -141,7 +144,6 @@ def test_class_names_are_found_without_reading_an_image(tmp_path: Path) -> None:
     (tmp_path / "circle" / "broken.png").write_bytes(b"no image")
     assert class_names_of(f"folder:{tmp_path}") == ("bar", "circle")
     assert class_names_of(f"folder:{tmp_path}?validation=0.25&classes=base") == ("bar",)
-    assert class_names_of(union_uri([f"folder:{tmp_path}"] * 2)) == ("bar", "circle")
 
 
 # words

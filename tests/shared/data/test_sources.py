@@ -10,21 +10,20 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from promptfed.shared.data import DataError, Source, Split, open_source, symbols
+from promptfed.shared.data import DataError, Source, open_source, symbols
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.data.folder import contact_sheet
 from promptfed.shared.data.image_files import image_digest, read_image
 from promptfed.shared.data.partition import class_counts, strata
 from promptfed.shared.data.registry import SharedSources, class_names_of
 from promptfed.shared.spec.spec import TrainingSpec
-from tests.support.own_images import SHAPES, union_uri, write_scenes
+from tests.support.own_images import SHAPES, write_scenes
 from tests.support.waiting import PATIENCE
 
 
@@ -300,7 +299,7 @@ def test_libraries_of_hospitals_are_imported_by_their_sources_alone() -> None:
 import sys
 import promptfed.cli.main, promptfed.client_service.worker, promptfed.coordinator.app
 from promptfed.shared.data import open_source
-open_source({union_uri(["symbols:sketch?only=sun,cloud&per_class=2&test_per_class=1"] * 2)!r})
+open_source("symbols:sketch?only=sun,cloud&per_class=2&test_per_class=1")
 print([name for name in {heavy} if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
@@ -366,7 +365,7 @@ def test_a_path_may_hold_a_question_mark(tmp_path: Path) -> None:
     for name, written in (("what?", "what%3F"), ("a%3Fb", "a%253Fb"), ("a%20b", "a%20b"), ("50%", "50%")):
         (tmp_path / name).mkdir()
         uri = own_table(tmp_path / name, f"path,label\n{ROWS}").replace(name, written)
-        for own in (uri, f"{uri}?split_seed=1", f"union:{quote(uri, safe='')}"):
+        for own in (uri, f"{uri}?split_seed=1"):
             assert open_source(own).class_names == ("blue", "red")
     with pytest.raises(DataError, match=r"a \? of a path is written %3F"):
         open_source(f"folder:{tmp_path}/what?/i")
@@ -754,25 +753,6 @@ def test_training_settings_are_a_spec_s(demo: Demo) -> None:
 def test_the_settings_are_read_without_torch() -> None:
     code = "import promptfed.shared.data.demo, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def digests(split: Split) -> list[str]:
-    return [split.digest(row) for row in range(len(split))]
-
-
-def test_a_union_has_all_images_of_its_parts() -> None:
-    uris = ["symbols:sketch?topic=games&per_class=2&test_per_class=1", "symbols:neon?topic=games&per_class=3&shots=2"]
-    whole, parts = open_source(union_uri(uris)), [open_source(uri) for uri in uris]
-    for name in ("train", "test"):
-        wanted = [digest for part in parts for digest in digests(getattr(part, name))]
-        assert digests(getattr(whole, name)) == wanted
-        labels = [label for part in parts for label in getattr(part, name).labels.tolist()]
-        assert getattr(whole, name).labels.tolist() == labels
-    assert whole.class_names == parts[0].class_names
-    with pytest.raises(DataError, match="has other classes than"):
-        open_source(union_uri([uris[0], "digits"]))
-    with pytest.raises(DataError, match="names no source"):
-        open_source("union:")
 
 
 # Sources with several labels per image: drawn scenes, tables and data sets of the Hugging Face library.

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +28,11 @@ from promptfed.client_service.privacy.protection import groups_of
 from promptfed.shared.data import DataError, Source, open_source
 from promptfed.shared.data import readers as reading
 from promptfed.shared.data.image_files import image_digest
-from promptfed.shared.data.medical import opening
 from promptfed.shared.data.medical.dicom import pixels, windowed
-from promptfed.shared.data.medical.opening import Shown
 from promptfed.shared.data.medical.phantoms import dataset, scan, write_patients
 from promptfed.shared.data.partition import grouped
-from promptfed.shared.data.readers import Answer, Readers, Request, readers
+from promptfed.shared.data.readers import Request, readers
 from promptfed.shared.spec.spec import PrivacySpec
-from tests.support.own_images import union_uri
 
 DRAWS = np.random.default_rng(5)
 
@@ -326,23 +323,6 @@ def test_no_patient_is_on_two_sides_in_a_thousand_partitions(tmp_path: Path) -> 
             assert sum(len(side.train) + len(side.test) for side in sides) == 120
 
 
-def test_a_union_keeps_patients_whole_and_tells_what_is_left_out(tmp_path: Path) -> None:
-    """Two folders with the same patients: their tables give the splits, or one would train on whom the other tests."""
-    roots = [write_patients(tmp_path / name, 8, 3, seed) for seed, name in enumerate("ab")]
-    (roots[1] / "P0003" / "0001.dcm").write_bytes(b"no DICOM at all" * 40)
-    uris = [f"dicom:{root}?on_unreadable=skip" for root in roots]
-    assert "trains on the group" in str(refused(union_uri([uris[0], f"{uris[1]}&split_seed=3"])))
-    both = open_source(union_uri(uris))
-    assert len(set(both.train.groups)) + len(set(both.test.groups)) == 8
-    assert any("0001.dcm: it is not a DICOM file" in text for text in both.left_out)
-    assert not set(both.train.groups) & set(both.test.groups)
-    for name in both.class_names:
-        (tmp_path / "c" / name).mkdir(parents=True)
-        for number in range(3):
-            both.train.image(number).save(tmp_path / "c" / name / f"{number}.png")
-    assert "some sources have groups" in str(refused(union_uri([uris[0], f"folder:{tmp_path / 'c'}"])))
-
-
 def test_a_group_has_its_most_frequent_class() -> None:
     classes, members = grouped(["b", "a", "b", "b"], torch.tensor([0, 2, 1, 1]))
     assert (classes.tolist(), [rows.tolist() for rows in members]) == ([1, 2], [[0, 2, 3], [1]])
@@ -363,38 +343,12 @@ def test_privacy_clips_by_patient(tmp_path: Path) -> None:
         assert len({source.train.groups[row] for row in unit}) == 1
 
 
-def test_images_are_decoded_ahead_within_a_bound_and_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_read_the_images_that_the_digests_are_of(tmp_path: Path) -> None:
     source = open_source(f"dicom:{write_patients(tmp_path / 'a', 5, 4, 3)}")
-    one = 3 * 64 * 64
-    monkeypatch.setattr(opening, "AHEAD_BYTES", 3 * one)
-    asked: list[str] = []
-    submit = Readers.submit
-    monkeypatch.setattr(Readers, "submit", lambda self, request: (asked.append(request.path), submit(self, request))[1])
     rows = range(len(source.train))
-    source.train.expect(rows)
-    assert len(asked) == 3
-    for row in rows:
-        assert source.train.image(row).size == (64, 64)
-        assert len(asked) == min(len(rows), row + 1 + 3)
-    shown = [Image.fromarray(pixels(Path(path), 0, {})).convert("RGB") for path in asked]
-    assert [image_digest(image) for image in shown] == [source.train.digest(row) for row in rows]
-
-
-def test_threads_read_images_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They decode nothing here, and take turns as often as the interpreter lets them."""
-    count, done = 400, Future[Answer]()
-    done.set_result(Answer(digest="00" * 32, image=Image.new("RGB", (64, 64))))
-    monkeypatch.setattr(opening._Images, "_submitted", lambda self, row: done)
-    images = opening._Images(None, [], [Shown(64, 64, bytes(32))] * count, "dicom:x")
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            for _ in range(20):
-                images.ahead(range(count))
-                assert all(pool.map(images.read, range(count)))
-    finally:
-        sys.setswitchinterval(interval)
+    with ThreadPoolExecutor(8) as pool:
+        digests = list(pool.map(lambda row: image_digest(source.train.image(row)), rows))
+    assert digests == [source.train.digest(row) for row in rows]
 
 
 # Files that are broken, hostile or slow, and the index that spares reading files again.
