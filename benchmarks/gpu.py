@@ -5,22 +5,28 @@
     python -m benchmarks.gpu --page                                   # writes docs/results/gpu.md
     python -m benchmarks.gpu --device cpu --smoke --out smoke.jsonl   # all parts on the embedded backbone
 
-It needs promptfed and this repository, but no network and no weights: those of ViT-B/16 are random. Each case is a line
-of JSON as soon as it is measured; the last line of a case counts. Cases that were skipped for lack of time are listed.
-Parts, by their worth:
+It needs promptfed and this repository, but no network and no weights: those of ViT-B/16, L/14 and SigLIP SO400M are
+random, and words stand in for the tokens of SigLIP's tokenizer. Each case is written as a line of JSON as soon as it is
+measured; the last line of a case counts. Cases that were skipped for lack of time are listed. Parts, by their worth:
 
   methods     every registered method on ViT-B/16: seconds of a client's task, peak memory, and, within seconds
               of their own, the distance of the state from that of the same run on the CPU
   steps       a step of PromptFL with 10, 100 and 1,000 classes and one of PLAN, each beside a plain open_clip loop
   features    image features per second against the bare tower (`benchmarks.features`)
   twice       two runs with `deterministic: true`: the same bits
+  clients     four clients of one process that share a device and a backbone: the same state at once and in turn
+  crews       two processes on one device, each with a backbone, as `promptfed simulate --engine ray` starts them
   hundred     a hundred clients, a tenth in each round, beside one: memory, and how busy the device is in the rounds
+  precision   fp32, TF32 and bfloat16 on each backbone: time, memory, loss
+  memory      a device that is too small for a step holds fewer images' activations at once: the same state but for
+              rounding; if it has no room at all, the failure is named, and the run continues from where it stopped
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -28,6 +34,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -42,17 +49,24 @@ from torch import Tensor
 from benchmarks.features import Precision, rate
 from benchmarks.harness import DOCS, machine, table
 from benchmarks.step import Task, make_task
+from promptfed.client_service.training.trainer import TaskWork
+from promptfed.experiments.cluster.crew import Assignment, Share, work
+from promptfed.experiments.cluster.run import Conductor
+from promptfed.experiments.simulation.preparation import prepare
+from promptfed.experiments.simulation.run_folder import RunFolder
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.runtime.processes import Site
+from promptfed.runtime.processes import LocalFederation, Processes, Site
 from promptfed.sdk.backbone import open_backbone
-from promptfed.sdk.client import CommandError
+from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, shape_of
+from promptfed.shared.clip.towers.text import PromptTokenizer
 from promptfed.shared.data import open_source
 from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface import ServerContext
+from promptfed.shared.metrics import Outcomes
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneSpec
 from promptfed.shared.tensors import Tensors
@@ -61,6 +75,33 @@ BATCH = 32
 NO_RATE = 1e-30
 PROMPTS = {"promptfl": 16, "plan": 8}  # vectors: those of the methods' papers
 REPEATS = 3
+
+
+class WordTokenizer:
+    """Each word is a token, numbered by a checksum: it stands in for a tokenizer that would have to be downloaded."""
+
+    pad_token_id = 1  # SigLIP's, which also ends a text
+    all_special_ids = (1,)
+
+    def __init__(self, vocabulary: int):
+        self.tokenizer = self  # as open_clip wraps those of transformers
+        self._numbers = vocabulary - 2
+
+    def __call__(self, texts: Sequence[str], context_length: int) -> Tensor:
+        ids = torch.full((len(texts), context_length), self.pad_token_id)
+        for row, text in zip(ids, texts, strict=True):
+            words = text.replace(".", " .").split()[: context_length - 1]
+            row[: len(words)] = torch.tensor([2 + zlib.crc32(word.encode()) % self._numbers for word in words])
+        return ids
+
+
+def with_words(backbone: Backbone) -> Backbone:
+    """The backbone, with `WordTokenizer` where its own tokenizer is one of the Hugging Face hub."""
+    text = backbone.open_clip_config["model_cfg"].get("text_cfg", {})
+    if text.get("hf_tokenizer_name"):
+        words = WordTokenizer(int(text["vocab_size"]))
+        backbone.__dict__["_tokenizer"] = PromptTokenizer(words, backbone.context_length)
+    return backbone
 
 
 class PlainLoop:
@@ -180,36 +221,140 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return statistics.median(seconds[1:])
 
 
+KEY = "a5" * 32
 MIB = 1 << 20
 
 
-Moments = list[tuple[float, int]]
-"""When the device was looked at (monotonic seconds), and how busy it was just before, in percent."""
+@dataclass(frozen=True)
+class Limit:
+    """Bytes of device memory that a process may allocate. None, for the CPU: every step raises OutOfMemoryError."""
+
+    bytes: int | None
+
+    def apply(self) -> None:
+        """Apply the limit to this process."""
+        if self.bytes is not None:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(self.bytes / total)
+            return
+
+        def fail(*_: object) -> dict[str, float]:
+            raise torch.OutOfMemoryError("as if the device were full")
+
+        TaskWork.train = fail  # type: ignore[method-assign, assignment]
+
+
+def _play(assignment: Assignment, limit: Limit | None, answers: Any) -> None:
+    if limit is not None:
+        limit.apply()
+    try:
+        answers.put(work(assignment))
+    except CommandError as error:
+        answers.put((str(error), error.exit))
+
+
+@dataclass
+class SpawnedCrews:
+    """Crews as child processes of this one."""
+
+    limit: Limit | None = None
+    _context: Any = field(default_factory=lambda: multiprocessing.get_context("spawn"))
+    _processes: list[Any] = field(default_factory=list)
+    _outcomes: list[Outcomes] = field(default_factory=list)
+    _answered: int = 0
+
+    def begin(self, assignments: Sequence[Assignment]) -> None:
+        """Start a process for each assignment."""
+        self._answers = self._context.Queue()
+        for assignment in assignments:
+            process = self._context.Process(target=_play, args=(assignment, self.limit, self._answers), daemon=True)
+            process.start()
+            self._processes.append(process)
+
+    def check(self) -> None:
+        """CommandError if a process has failed or died."""
+        while self._processes and not self._answers.empty():
+            self._take(self._answers.get())
+        dead = [process for process in self._processes if process.exitcode not in (None, 0)]
+        if dead:
+            raise CommandError(f"a crew's process ended with {dead[0].exitcode}", Exit.FAILED)
+
+    def _take(self, answer: Any) -> None:
+        if isinstance(answer, tuple):
+            raise CommandError(*answer)
+        self._outcomes += answer
+        self._answered += 1
+
+    def outcomes(self, seconds: float) -> list[Outcomes]:
+        """Wait for all crews, ``seconds`` for each answer; their outcomes."""
+        while self._answered < len(self._processes):
+            self._take(self._answers.get(timeout=seconds))
+        return self._outcomes
+
+    def stop(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+
+@dataclass
+class Watched:
+    """MiB that all processes used on the device at most (None on a CPU), and at which times it worked for how much."""
+
+    most: int | None = None
+    busy: list[tuple[float, int]] = field(default_factory=list)  # monotonic seconds, percent of the moment before
+
+    def busy_between(self, start: float, end: float) -> float | None:
+        """The mean percentage; None on a CPU."""
+        found = [percent for moment, percent in self.busy if start <= moment <= end]
+        return round(statistics.mean(found), 1) if found else None
 
 
 @contextmanager
-def _watched(device: str) -> Iterator[Moments]:
-    """How busy the device is in the block; nothing of a CPU."""
-    moments: Moments = []
+def _watched(device: str) -> Iterator[Watched]:
+    """What the device did in the block."""
+    watched = Watched()
     ended = threading.Event()
 
     def watch() -> None:
-        while device != "cpu" and not ended.wait(0.1):
-            moments.append((time.monotonic(), torch.cuda.utilization()))
+        while not ended.wait(0.1):
+            free, total = torch.cuda.mem_get_info()
+            watched.most = max(watched.most or 0, (total - free) // MIB)
+            watched.busy.append((time.monotonic(), torch.cuda.utilization()))
 
     thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
+    if device != "cpu":
+        thread.start()
     try:
-        yield moments
+        yield watched
     finally:
         ended.set()
-        thread.join()
+        if device != "cpu":
+            thread.join()
 
 
-def busy_between(moments: Moments, start: float, end: float) -> float | None:
-    """The mean percentage; None on a CPU."""
-    found = [percent for moment, percent in moments if start <= moment <= end]
-    return round(statistics.mean(found), 1) if found else None
+def conducted(
+    spec: dict[str, Any], sites: Sequence[Site], crews: int, device: str, folder: Path, limit: Limit | None = None
+) -> tuple[FederationResult, int | None]:
+    """Run or continue a federation in ``folder``; its result, and the largest device memory in MiB (None on a CPU).
+
+    Raises:
+        CommandError: the federation did not finish.
+    """
+    wanted, initial, _ = prepare(spec, sites, 1, None, allow_backbone=False)
+    spawned = SpawnedCrews(limit)
+    with (
+        Processes(folder) as processes,
+        LocalFederation(processes, folder) as local,
+        _watched(device) as watched,
+    ):
+        conductor = Conductor(local, spawned, RunFolder(folder, KEY, lasting=True), None, lambda snapshot: None)
+        try:
+            result = conductor.conduct(wanted, initial, tuple(sites), Share(crews, 1, device, False))
+        finally:
+            spawned.stop()
+    return result, watched.most
 
 
 PAGE = DOCS / "results" / "gpu.md"
@@ -245,8 +390,12 @@ def read(path: Path) -> dict[str, Any]:
 
 TITLES = {
     "Steps beside a plain loop": "steps",
+    "Clients at once": "clients",
+    "Crews on one device": "crews",
     "A hundred clients": "hundred",
     "The same bits again": "twice",
+    "Precision": "precision",
+    "Too little memory": "memory",
     "Image features": "features",
 }
 
@@ -284,20 +433,25 @@ def _cell(value: object) -> str:
     return text[:19] + "..." if text.startswith("sha256:") else text
 
 
-MODEL = "ViT-B-16", "random"
-SMALL = "promptfed-tiny", "embedded"
+MODELS = {"ViT-B-16": "random", "ViT-L-14": "random", "ViT-SO400M-14-SigLIP": "random"}
+SMALL = {"promptfed-tiny": "embedded"}
 STYLES = ("painting", "sketch", "neon", "chalk")  # of the clients in turn: some methods need several domains
 DATA = "symbols:{style}?topic=faces&per_class=1&test_per_class=1"  # six images for each client
 HUNDRED = "symbols:blueprint?topic=faces&per_class={images}&test_per_class=50&partition=iid&clients=100"
-SHORT = {"m": 4, "mst_steps": 4}
-BUDGETS = {  # seconds
+SHORT = {"m": 4, "mst_steps": 4}  # a context that fits beside the names into SigLIP's sixteen positions; few steps
+BUDGETS = {  # seconds for one backbone
     "methods": 125.0,
     "steps": 48.0,
     "features": 55.0,
     "twice": 12.0,
+    "clients": 15.0,
+    "crews": 20.0,
     "hundred": 55.0,
+    "precision": 10.0,
+    "memory": 20.0,
 }
 REFERENCES = 25.0  # of the methods' seconds, for runs on the CPU alone
+BACKBONES = {"precision": 3}  # how many of the backbones a part runs with; the others with the first
 STARTING = 20.0  # further seconds until a part is ended: for its start and its last case
 SOME = ("promptfl", "plan", "fedotp")  # with text prompts, with prompts in both towers, and with patch features
 REPEATABLE = {"deterministic": True}  # where hashes are compared: the fastest kernels of a GPU add in any order
@@ -309,13 +463,13 @@ class Part:
     """A part that runs until ``until`` (monotonic seconds). Each case is also a line of the file ``out``."""
 
     device: str
-    spec: BackboneSpec
+    models: Mapping[str, str]
     until: float
     out: Path
     smoke: bool
     name: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
-    _backbones: dict[tuple[str, str], Backbone] = field(default_factory=dict)
+    _backbones: dict[tuple[str, str, str], Backbone] = field(default_factory=dict)
     _sources: SharedSources = field(default_factory=SharedSources)
 
     @cached_property
@@ -335,45 +489,50 @@ class Part:
         self.figures[name] = outcome
         append(self.out, {"part": self.name, "case": name} | outcome)
 
-    @property
-    def model(self) -> str:
-        """The backbone's name, with which the names of cases begin."""
-        return self.spec.model
-
-    def backbone(self, device: str, precision: Precision = "fp32") -> Backbone:
+    def backbone(self, model: str, device: str, precision: Precision = "fp32") -> Backbone:
         """The backbone on this device in this precision, which is loaded once."""
-        key = device, precision
+        key = model, device, precision
         if key not in self._backbones:
-            spec = self.spec.model_copy(update={"precision": precision})
-            self._backbones[key] = open_backbone(spec, allow_backbone=False, device=device)
+            spec = BackboneSpec(model=model, pretrained=self.models[model], precision=precision)
+            self._backbones[key] = with_words(open_backbone(spec, allow_backbone=False, device=device))
         return self._backbones[key]
 
-    def run(self, method: str, device: str, **training: Any) -> tuple[FederationResult, dict[str, Any]]:
+    def run(
+        self, model: str, method: str | dict[str, Any], device: str, *, clients: int = 2, pool: int = 1, **changes: Any
+    ) -> tuple[FederationResult, dict[str, Any]]:
         """Run a federation of two rounds; its result, and memory (MiB) and seconds of the second round's tasks."""
-        backbone = self.backbone(device)
-        spec, sites = plan(self.spec, method, 2, **training)
+        precision = changes.pop("precision", "fp32")
+        backbone = self.backbone(model, device, precision)
+        spec, sites = plan(model, self.models[model], method, clients, precision, **changes)
         _begin(device)
-        features = FeatureCache(self.place / f"features-{device.replace(':', '-')}")
+        features = FeatureCache(self.place / f"features-{device.replace(':', '-')}-{precision}")
         result = simulate(
-            spec, sites, pool=1, backbone=backbone, features=features, sources=self._sources, device=device
+            spec, sites, pool=pool, backbone=backbone, features=features, sources=self._sources, device=device
         )
-        return result, {"peak_mib": _peak(device), **_task(result)}
+        return result, {"peak_mib": _peak(device), "weights_mib": _weights(backbone), **_task(result)}
 
 
-def plan(backbone: BackboneSpec, method: str, clients: int, **training: Any) -> tuple[dict[str, Any], list[Site]]:
+def plan(
+    model: str, pretrained: str, method: str | dict[str, Any], clients: int, precision: str = "fp32", **changes: Any
+) -> tuple[dict[str, Any], list[Site]]:
     """The spec and clients of the federation that all parts run."""
+    threads = min(8, os.cpu_count() or 1)
+    training = {"batch_size": 4, "epochs": 1, "threads": threads, **changes.pop("training", {})}
     uris = [DATA.format(style=STYLES[n % len(STYLES)]) for n in range(clients)]
-    known = METHODS[method].Hyper.model_fields
+    chosen: dict[str, Any] = {"name": method} if isinstance(method, str) else method
+    known = METHODS[chosen["name"]].Hyper.model_fields
+    chosen = {key: value for key, value in SHORT.items() if key in known} | chosen
     spec = {
         "name": "gpu",
-        "method": {"name": method} | {key: value for key, value in SHORT.items() if key in known},
+        "method": chosen,
         "class_names": list(open_source(uris[0]).class_names),
         "rounds": 2,
         "seed": 1,
-        "backbone": backbone.model_dump(),
-        "training": {"batch_size": 4, "epochs": 1, "threads": min(8, os.cpu_count() or 1), **training},
+        "backbone": {"model": model, "pretrained": pretrained, "precision": precision},
+        "training": training,
         "participation": {"min_clients": clients},
         "evaluation": {"every": 2},
+        **changes,
     }
     return spec, [Site(f"site-{n}", uri) for n, uri in enumerate(uris)]
 
@@ -387,6 +546,11 @@ def _begin(device: str) -> None:
 
 def _peak(device: str) -> int | None:
     return None if device == "cpu" else round(torch.cuda.max_memory_allocated() / MIB)
+
+
+def _weights(backbone: Backbone) -> int:
+    sizes: list[int] = [value.numel() * value.element_size() for value in backbone.model.parameters()]
+    return round(sum(sizes) / MIB)
 
 
 def _task(result: FederationResult) -> dict[str, Any]:
@@ -413,23 +577,54 @@ def distance(state: Tensors, wanted: Tensors) -> float:
 
 def methods(part: Part) -> None:
     """Run every method on the device, then on the CPU while time is left."""
-    results: dict[str, FederationResult] = {}
+    results: dict[tuple[str, str], FederationResult] = {}
 
-    def on_device(name: str) -> dict[str, Any]:
-        results[name], figures = part.run(name, part.device)
+    def on_device(model: str, name: str) -> dict[str, Any]:
+        results[model, name], figures = part.run(model, name, part.device)
         return figures
 
-    def on_cpu(name: str) -> dict[str, Any]:
-        wanted, figures = part.run(name, "cpu")
-        return {"task_seconds": figures["task_seconds"], "distance": distance(results[name].state, wanted.state)}
+    def on_cpu(model: str, name: str) -> dict[str, Any]:
+        wanted, figures = part.run(model, name, "cpu")
+        apart = distance(results[model, name].state, wanted.state)
+        return {"task_seconds": figures["task_seconds"], "distance": apart}
 
     end = part.until
     part.until -= REFERENCES
-    for name in sorted(METHODS):
-        part.case(f"{part.model} {name}", partial(on_device, name))
+    for model in part.models:
+        for name in sorted(METHODS):
+            part.case(f"{model} {name}", partial(on_device, model, name))
     part.until = end
-    for name in list(results):
-        part.case(f"{part.model} {name} cpu", partial(on_cpu, name))
+    for model, name in list(results):
+        part.case(f"{model} {name} cpu", partial(on_cpu, model, name))
+
+
+def clients(part: Part) -> None:
+    """Four clients in turn and at once."""
+    hashes: dict[str, str] = {}
+
+    def measure(model: str, pool: int) -> dict[str, Any]:
+        result, numbers = part.run(model, "promptfl", part.device, clients=4, pool=pool, training=dict(REPEATABLE))
+        in_turn = hashes.setdefault(model, result.state_hash)
+        same = {"same_state_as_in_turn": result.state_hash == in_turn}
+        return numbers | {"seconds": round(result.wall_seconds, 2)} | same
+
+    for model in part.models:
+        for pool in (1, 4):
+            part.case(f"{model} pool {pool}", partial(measure, model, pool))
+
+
+def crews(part: Part) -> None:
+    """One and two processes on the device, over HTTP."""
+
+    def measure(model: str, count: int) -> dict[str, Any]:
+        spec, sites = plan(model, part.models[model], "promptfl", 4, training=dict(REPEATABLE))
+        with tempfile.TemporaryDirectory(dir=part.out.parent) as folder:
+            result, used = conducted(spec, sites, count, part.device, Path(folder))
+        return {"seconds": round(result.wall_seconds, 2), "device_mib": used, "state_hash": result.state_hash}
+
+    for model in part.models:
+        for count in (1, 2):
+            part.case(f"{model} crews {count}", partial(measure, model, count))
 
 
 def hundred(part: Part) -> None:
@@ -439,10 +634,10 @@ def hundred(part: Part) -> None:
     """
     alone: dict[str, int] = {}
 
-    def measure(method: str, count: int, training: dict[str, int]) -> dict[str, Any]:
+    def measure(model: str, method: str, count: int, training: dict[str, int]) -> dict[str, Any]:
         data = HUNDRED.format(images=70 if part.smoke else 528)
         sites = [Site(f"site-{number}", f"{data}&client={number}") for number in range(count)]
-        spec, _ = plan(part.spec, method, count, **training)
+        spec, _ = plan(model, part.models[model], method, count, training=dict(training))
         spec |= {"rounds": 3, "participation": {"fraction": 0.1 if count > 1 else 1.0}, "evaluation": {"every": 3}}
         running: list[float] = []
 
@@ -450,10 +645,10 @@ def hundred(part: Part) -> None:
             if snapshot.state != "enrolling":
                 running.append(time.monotonic())
 
-        backbone = part.backbone(part.device)
+        backbone = part.backbone(model, part.device)
         _begin(part.device)
         began = time.monotonic()
-        with _watched(part.device) as moments:
+        with _watched(part.device) as watched:
             result = simulate(
                 spec, sites, pool=8, backbone=backbone, sources=part._sources, device=part.device, progress=progress
             )
@@ -462,7 +657,7 @@ def hundred(part: Part) -> None:
         figures = {
             "seconds": round(result.wall_seconds, 2),
             "rounds, s": round(ended - began, 2),
-            "busy in rounds, %": busy_between(moments, began, ended),
+            "busy in rounds, %": watched.busy_between(began, ended),
             "peak_mib": peak,
         }
         if peak is not None:
@@ -470,43 +665,92 @@ def hundred(part: Part) -> None:
         return figures
 
     long = {"batch_size": 4, "epochs": 1 if part.smoke else 10}
-    counts = (1, 12 if part.smoke else 100)
-    for count in counts:
-        for steps, training in {"1 step": {"batch_size": BATCH}, "80 steps": long}.items():
-            part.case(f"{part.model} promptfl {count}, {steps}", partial(measure, "promptfl", count, training))
-    for count in counts:
-        part.case(f"{part.model} plan {count}, 1 step", partial(measure, "plan", count, {"batch_size": BATCH}))
+    for model in part.models:
+        for count in (1, 12 if part.smoke else 100):
+            for steps, training in {"1 step": {"batch_size": BATCH}, "80 steps": long}.items():
+                part.case(f"{model} promptfl {count}, {steps}", partial(measure, model, "promptfl", count, training))
+        for count in (1, 12 if part.smoke else 100):
+            part.case(f"{model} plan {count}, 1 step", partial(measure, model, "plan", count, {"batch_size": BATCH}))
 
 
 def twice(part: Part) -> None:
     """Run the same federation two times and compare the states."""
 
-    def measure(name: str) -> dict[str, Any]:
-        hashes = [part.run(name, part.device, **REPEATABLE)[0].state_hash for _ in range(2)]
+    def measure(model: str, name: str) -> dict[str, Any]:
+        hashes = [part.run(model, name, part.device, training=dict(REPEATABLE))[0].state_hash for _ in range(2)]
         return {"state_hashes": hashes, "same": hashes[0] == hashes[1]}
 
-    for name in SOME[:1] if part.smoke else SOME:
-        part.case(f"{part.model} {name}", partial(measure, name))
+    for model in part.models:
+        for name in SOME[:1] if part.smoke else SOME:
+            part.case(f"{model} {name}", partial(measure, model, name))
+
+
+def precision(part: Part) -> None:
+    """Run PLAN, which trains the image tower's prompts, and PromptFL in each precision that they have."""
+
+    def measure(model: str, method: dict[str, Any], **changes: Any) -> dict[str, Any]:
+        return part.run(model, method, part.device, **changes)[1]
+
+    for model in part.models:
+        for name in ("plan", "promptfl"):
+            case = partial(measure, model, {"name": name})
+            part.case(f"{model} {name} fp32", case)
+            part.case(f"{model} {name} tf32", partial(case, training={"tf32": True}))
+            part.case(f"{model} {name} bf16", partial(case, precision="bf16"))
+        part.case(f"{model} plan autocast", partial(measure, model, {"name": "plan", "autocast": "bf16"}))
+
+
+def memory(part: Part) -> None:
+    """Run clients on a device that holds the backbone but not a step, then on one without room for anything."""
+    model, pretrained = next(iter(part.models.items()))
+    training = {"batch_size": 32, **REPEATABLE}
+    spec, sites = plan(model, pretrained, "plan", 2, training=training)
+
+    def measure() -> dict[str, Any]:
+        wanted, figures = part.run(model, "plan", part.device, training=training)
+        part._backbones.clear()
+        _begin(part.device)
+        with tempfile.TemporaryDirectory(dir=part.out.parent) as place:
+            folder, none = Path(place), Limit(None)
+            for name in ("small", "none"):
+                (folder / name).mkdir()
+            if figures["peak_mib"] is not None:
+                none = Limit((figures["weights_mib"] + 16) * MIB)
+                between = Limit((figures["weights_mib"] + figures["peak_mib"]) * MIB // 2)
+                small, _ = conducted(spec, sites, 1, part.device, folder / "small", between)
+                figures["distance_on_a_small_device"] = distance(small.state, wanted.state)
+            try:
+                conducted(spec, sites, 1, part.device, folder / "none", none)
+            except CommandError as error:
+                failure = str(error)
+            else:
+                return {"failed": "nothing failed without memory", **figures}
+            after, _ = conducted(spec, sites, 1, part.device, folder / "none")
+        same = after.state_hash == figures["state_hash"]
+        return {"failure": failure, "named": "OutOfMemoryError" in failure, "same_state_after": same, **figures}
+
+    part.case(f"{model} plan", measure)
 
 
 def features_per_second(part: Part) -> None:
     """The cache's features against the bare tower."""
+    model = next(iter(part.models))
     count = 64 if part.smoke else 2048
     for precision in PRECISIONS:
-        measure = partial(rate, count, part.model, part.spec.pretrained or "random", part.device, precision)
-        part.case(f"{part.model} {precision}", measure)
+        part.case(f"{model} {precision}", partial(rate, count, model, part.models[model], part.device, precision))
 
 
 def steps(part: Part) -> None:
     """A step beside that of a plain loop, in this process."""
+    model = next(iter(part.models))
     precisions: tuple[Precision, ...] = ("fp32",) if part.device == "cpu" else ("fp32", "bf16")
     backbones: dict[Precision, Backbone] = {
-        precision: part.backbone(part.device, precision) for precision in precisions
+        precision: part.backbone(model, part.device, precision) for precision in precisions
     }
     counts = (2, 2) if part.smoke else (100, 10)
     for classes in (10, 30) if part.smoke else (10, 100, 1000):
-        part.case(f"{part.model} promptfl {classes}", partial(beside, backbones, "promptfl", classes, counts))
-    part.case(f"{part.model} plan 10", partial(beside, backbones, "plan", 10, (counts[1], counts[1])))
+        part.case(f"{model} promptfl {classes}", partial(beside, backbones, "promptfl", classes, counts))
+    part.case(f"{model} plan 10", partial(beside, backbones, "plan", 10, (counts[1], counts[1])))
 
 
 PARTS: dict[str, Callable[[Part], None]] = {
@@ -514,7 +758,11 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "steps": steps,
     "features": features_per_second,
     "twice": twice,
+    "clients": clients,
+    "crews": crews,
     "hundred": hundred,
+    "precision": precision,
+    "memory": memory,
 }
 
 
@@ -534,16 +782,18 @@ def append(out: Path, line: Mapping[str, Any]) -> None:
 
 
 def run_parts(options: argparse.Namespace) -> None:
-    """Run the parts in processes, which add their cases to the file behind a line of the machine."""
+    """Run the parts for each backbone in processes, which add their cases to the file behind a line of the machine."""
+    models = SMALL if options.smoke else MODELS
     append(options.out, {"about": about(options.device), "smoke": options.smoke})
     began = time.monotonic()
     for name in options.parts:
-        _in_process(options, name)
+        for model in list(models)[: BACKBONES.get(name, 1)]:
+            _in_process(options, name, model)
     append(options.out, {"seconds": round(time.monotonic() - began, 1)})
 
 
-def _in_process(options: argparse.Namespace, name: str) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--here", "--parts", name, "--out", str(options.out)]
+def _in_process(options: argparse.Namespace, name: str, model: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--parts", name, "--model", model, "--out", str(options.out)]
     command += ["--device", options.device, *(["--smoke"] if options.smoke else [])]
     budget = options.seconds or BUDGETS[name]
     command += ["--seconds", str(budget)]
@@ -554,7 +804,7 @@ def _in_process(options: argparse.Namespace, name: str) -> None:
     except subprocess.TimeoutExpired:
         ended = f"ended after {seconds:.0f} s"
     if ended:
-        append(options.out, {"part": name, "case": "(part)", "failed": ended})
+        append(options.out, {"part": name, "case": f"{model} (part)", "failed": ended})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -566,7 +816,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--smoke", action="store_true", help="the embedded backbone only")
     command.add_argument("--seconds", type=float, help="time limit of each part; by default all end within ten minutes")
     command.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="by default all")
-    command.add_argument("--here", action="store_true", help="run one part in this process")
+    command.add_argument("--model", help="run one part with this backbone, in this process")
     options = command.parse_args(arguments)
     if options.page:
         PAGE.write_text(page(read(options.out), PAGE.read_text()))
@@ -574,14 +824,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here: --device cpu --smoke shows that all parts run", file=sys.stderr)
         return 1
-    if not options.here:
+    models = SMALL if options.smoke else MODELS
+    if options.model is None:
         run_parts(options)
         return 0
     name = options.parts[0]
     until = time.monotonic() + (options.seconds or BUDGETS[name])
-    model, pretrained = SMALL if options.smoke else MODEL
-    spec = BackboneSpec(model=model, pretrained=pretrained)
-    PARTS[name](Part(options.device, spec, until, options.out, options.smoke, name))
+    chosen = {options.model: models[options.model]}
+    PARTS[name](Part(options.device, chosen, until, options.out, options.smoke, name))
     return 0
 
 

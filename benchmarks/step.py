@@ -1,6 +1,7 @@
 """CPU time of one local training step of PromptFL, without and with each optimisation of `shared/clip`.
 
     python -m benchmarks.step --json step.json
+    python -m benchmarks.step --models ViT-B-16 --operations --protected
 
 Every variant calls the method's own `train`. They differ in the backbone and the images that the method is given:
 
@@ -14,17 +15,25 @@ The last two are averaged over a task of several steps. One step from the same s
 way; otherwise the run ends. With more than 100 classes the plain text pass would not fit into memory: it runs in chunks
 of 100 under activation checkpointing. The additional forward pass is not timed, so that the plain variant does not pay
 for the chunks.
+
+With --operations nothing is timed: a JSON line for each method and number of classes says how many operations that are
+not views a step has, on a CPU, on a GPU's path (forced on the CPU) and with every position of every text passing
+open_clip's blocks. The text tower has the model's blocks and is narrow.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import version
+from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -40,6 +49,7 @@ from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors.replay import Operations
 
 
 @dataclass
@@ -90,11 +100,59 @@ class PlainBatch(KeptBatch):
         return self._features
 
 
+WIDTH = 64
+WAYS = {
+    "cpu": "prefix",
+    "gpu": "dense",
+    "plain": "plain",
+}  # text passes; plain: all positions, open_clip's blocks
+NO_WORK = ("aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::lift_fresh")
+
+
+def narrow(model: str) -> Backbone:
+    """A backbone with the blocks of ``model``'s towers, but narrow: the operations are the same, and soon done."""
+    import open_clip
+
+    config = open_clip.get_model_config(model)
+    if config is None or "layers" not in config["text_cfg"]:
+        raise SystemExit(f"open_clip has no text tower of its own in {model!r}: name another model, such as ViT-B-16")
+    vision = {"image_size": 32, "layers": config["vision_cfg"]["layers"], "width": WIDTH, "patch_size": 16}
+    name = f"narrow-{model}"
+    with tempfile.TemporaryDirectory() as folder:
+        own = config | {"embed_dim": WIDTH, "vision_cfg": vision, "text_cfg": config["text_cfg"] | {"width": WIDTH}}
+        (Path(folder) / f"{name}.json").write_text(json.dumps(own))
+        open_clip.add_model_config(folder)
+        return load_backbone(name, "random")
+
+
+def works(operation: Any) -> bool:
+    """Whether an operation computes or copies: views and new memory do neither."""
+    schema = operation._schema
+    viewed = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+    return schema.name.startswith("aten::") and not viewed and not schema.name.startswith(NO_WORK)
+
+
+def of_a_step(backbone: Backbone, way: str, steps: Callable[[int], object]) -> int:
+    """The operations, without views, by which two ``steps`` are more than one; the optimizer's among them."""
+    backbone.text_path = WAYS[way]  # type: ignore[assignment]
+    try:
+        steps(1)  # what is made once
+        found = []
+        for count in (1, 2):
+            with Operations(backbone.device) as passed:
+                steps(count)
+            found.append(sum(works(noted[0]) for noted in passed.noted))
+    finally:
+        del backbone.text_path
+    return found[1] - found[0]
+
+
 TEMPLATE = "a photo of a {}."
 CHUNK = 100
 RATE_OF_COMPARISON = 1000.0  # one step changes weights by the gradient times this: float32 then holds all its digits
 RATE_OF_STANDING = 1e-30
 MOST_DEVIATION = 1e-4
+METHODS = ("promptfl", "fedpgp")  # the second one's operations alone are counted
 COLUMNS = {"plain": "plain", "cached": "+ feature cache", "short": "+ short text", "ours": "+ shared prefix"}
 FAST = ("short", "ours")
 TextPath = Literal["plain", "short"]
@@ -273,6 +331,15 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     return table(["backbone", "classes", *COLUMNS.values(), "times faster"], rows)
 
 
+def count_operations(model: str, name: str, classes: int, batch: int, protected: bool) -> dict[str, Any]:
+    """The operations of a step, by the way (`WAYS`) that prompts pass the text tower."""
+    backbone = narrow(model)
+    task = make_task(backbone, name, classes, batch)
+    steps = partial(task.steps, "protected" if protected else "ours", rate=RATE_OF_STANDING)
+    counts = {way: of_a_step(backbone, way, steps) for way in WAYS}
+    return {"model": model, "method": name, "protected": protected, "classes": classes, "operations": counts}
+
+
 def random_backbone(model: str) -> Backbone:
     """``model`` with random weights, whose values do not matter to a clock."""
     try:
@@ -282,15 +349,22 @@ def random_backbone(model: str) -> Backbone:
 
 
 def main() -> None:
-    """Measure every backbone and number of classes, and print a table."""
+    """Measure every backbone and number of classes, and print a table; or count operations."""
     command = parser(__doc__)
     command.add_argument("--models", nargs="+", default=["ViT-B-16", "promptfed-tiny"], help="of open_clip")
     command.add_argument("--classes", type=int, nargs="+", default=[10, 100, 1000])
     command.add_argument("--batch", type=int, default=32)
     command.add_argument("--repeats", type=int, default=3, help="plain steps; a third of it above 100 classes")
     command.add_argument("--steps", type=int, default=5, help="steps of a task of a fast variant")
+    command.add_argument("--operations", action="store_true", help="count the operations of a step instead")
+    command.add_argument("--protected", action="store_true", help="with --operations: also of promptfl with DP-SGD")
     options = command.parse_args()
     torch.set_num_threads(1)
+    if options.operations:
+        for model, name, classes in product(options.models, METHODS, options.classes):
+            for protected in (False, True)[: 1 + (options.protected and name == "promptfl")]:
+                print(json.dumps(count_operations(model, name, classes, options.batch, protected)), flush=True)
+        return
     results = []
     for model in options.models:
         backbone = random_backbone(model)

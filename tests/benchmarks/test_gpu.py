@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,25 @@ import open_clip
 import pytest
 import torch
 
-from benchmarks import coordinator_load, gpu
+from benchmarks import coordinator_load, gpu, step
 from benchmarks import step as benchmark
 from benchmarks.flower import beside
+from benchmarks.gpu import with_words
 from benchmarks.step import MOST_DEVIATION, RATE_OF_COMPARISON, Step, Task, make_task, measure
 from promptfed.experiments.simulation.preparation import prepare
 from promptfed.shared.clip import Backbone, load_backbone, tiny
 from promptfed.shared.clip.towers import dense
-from promptfed.shared.clip.towers.text import Path as TextPath
 from promptfed.shared.data import open_source
 from promptfed.shared.methods import METHODS
-from promptfed.shared.spec.spec import BackboneSpec
-from promptfed.shared.tensors.replay import Operations
 
-TINY = BackboneSpec(model=gpu.SMALL[0], pretrained=gpu.SMALL[1])
+SIGLIP = {
+    "embed_dim": 16, "custom_text": True, "init_logit_bias": -10,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {
+        "context_length": 16, "vocab_size": 1000, "hf_tokenizer_name": "nobody/has-this", "width": 24, "heads": 4,
+        "layers": 2, "no_causal_mask": True, "proj_bias": True, "pool_type": "last",
+    },
+}  # fmt: skip
 
 
 def test_the_distance_of_two_states() -> None:
@@ -41,7 +45,7 @@ def test_the_distance_of_two_states() -> None:
 
 
 def test_a_case_that_fails_or_has_no_time_is_told_and_the_others_stay(tmp_path: Path) -> None:
-    part = gpu.Part("cpu", TINY, time.monotonic() + 300, tmp_path / "figures.jsonl", True, "steps")
+    part = gpu.Part("cpu", gpu.SMALL, time.monotonic() + 300, tmp_path / "figures.jsonl", True, "steps")
 
     def full() -> dict[str, object]:
         raise torch.OutOfMemoryError("the device is\nfull")
@@ -65,7 +69,8 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], m
 
 
 def test_all_parts_end_within_ten_minutes() -> None:
-    assert sum(budget + gpu.STARTING for budget in gpu.BUDGETS.values()) <= 600
+    runs = [budget + gpu.STARTING for name, budget in gpu.BUDGETS.items() for _ in range(gpu.BACKBONES.get(name, 1))]
+    assert sum(runs) <= 600
     assert gpu.BUDGETS["methods"] / 2 > gpu.REFERENCES
     assert set(gpu.BUDGETS) == set(gpu.PARTS)
 
@@ -92,10 +97,13 @@ def test_the_page_shows_a_method_beside_its_run_on_the_cpu() -> None:
     assert "| ViT-B-16 plan | True | sha256:aaaaaaaaaaaa... |" in shown
 
 
-def test_each_method_has_a_federation_that_fits() -> None:
-    backbone = load_backbone("promptfed-tiny", "embedded")
+@pytest.mark.parametrize("model", ["promptfed-tiny", "small-siglip"])
+def test_each_method_has_a_federation_that_fits(model: str, tmp_path: Path) -> None:
+    (tmp_path / "small-siglip.json").write_text(json.dumps(SIGLIP))
+    open_clip.add_model_config(tmp_path)
+    backbone = with_words(load_backbone(model, "embedded" if model == "promptfed-tiny" else None))
     for name in sorted(METHODS):
-        spec, sites = gpu.plan(TINY, name, 2)
+        spec, sites = gpu.plan(model, backbone.pretrained or "random", name, 2)
         domains = {open_source(site.data).domain.description for site in sites}
         assert len(domains) == 2
         prepare(spec, sites, 1, backbone, False)
@@ -119,10 +127,16 @@ def test_all_parts_run_without_a_gpu(tmp_path: Path) -> None:
     assert set(parts) == set(gpu.PARTS)
     cases = [case for part in parts.values() for case in part.values()]
     assert not [case for case in cases if {"failed", "skipped"} & set(case)]
-    model = TINY.model
+    model = next(iter(gpu.SMALL))
     for name in METHODS:
         assert parts["methods"][f"{model} {name} cpu"]["distance"] == 0  # the same computation on the same device
+    assert parts["clients"][f"{model} pool 4"]["same_state_as_in_turn"]
+    hashes = {parts["crews"][f"{model} crews {count}"]["state_hash"] for count in (1, 2)}
+    assert hashes == {parts["clients"][f"{model} pool 1"]["state_hash"]}
     assert parts["twice"][f"{model} promptfl"]["same"]
+    full = parts["memory"][f"{model} plan"]
+    assert full["named"], full["failure"]
+    assert full["same_state_after"]
 
 
 # The benchmark of a training step: every way is the same step, and another step ends the run.
@@ -182,41 +196,10 @@ def test_the_command_prints_a_table_and_writes_all_numbers(
     assert report["provenance"]["threads"] == 1
 
 
-WIDTH = 64
-NO_WORK = ("aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::lift_fresh")
-
-
 @pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
-    """A backbone with the blocks of ViT-B/16's towers, but narrow: the operations are the same, and soon done."""
+def narrow() -> Backbone:
     torch.set_num_threads(1)
-    folder, config = tmp_path_factory.mktemp("narrow"), open_clip.get_model_config("ViT-B-16")
-    vision = {"image_size": 32, "layers": config["vision_cfg"]["layers"], "width": WIDTH, "patch_size": 16}
-    own = config | {"embed_dim": WIDTH, "vision_cfg": vision, "text_cfg": config["text_cfg"] | {"width": WIDTH}}
-    (folder / "narrow.json").write_text(json.dumps(own))
-    open_clip.add_model_config(folder)
-    return load_backbone("narrow", "random")
-
-
-def works(operation: Any) -> bool:
-    """Whether an operation computes or copies: views and new memory do neither."""
-    schema = operation._schema
-    viewed = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
-    return schema.name.startswith("aten::") and not viewed and not schema.name.startswith(NO_WORK)
-
-
-def operations_of_a_step(
-    backbone: Backbone, path: TextPath, steps: Callable[[int], object], monkeypatch: pytest.MonkeyPatch
-) -> int:
-    """The operations, without views, by which two ``steps`` are more than one; the optimizer's among them."""
-    monkeypatch.setattr(backbone, "text_path", path)
-    steps(1)  # what is made once
-    found = []
-    for count in (1, 2):
-        with Operations(backbone.device) as passed:
-            steps(count)
-        found.append(sum(works(noted[0]) for noted in passed.noted))
-    return found[1] - found[0]
+    return step.narrow("ViT-B-16")
 
 
 @pytest.mark.parametrize("rows", [dense.ROWS, 8], ids=["one sequence", "several sequences"])
@@ -228,16 +211,27 @@ def test_a_step_on_a_gpu_s_path_starts_few_operations(
     monkeypatch.setattr(dense, "ROWS", rows)
     task = make_task(narrow, "promptfl" if name == "protected" else name, 10, BATCH)
     steps = partial(task.steps, "protected" if name == "protected" else "ours", rate=RATE_OF_COMPARISON)
-    assert 200 < operations_of_a_step(narrow, "dense", steps, monkeypatch) <= most
+    assert 200 < step.of_a_step(narrow, "gpu", steps) <= most
 
 
-def test_a_step_of_the_image_tower_starts_few_more_than_open_clip_s(
-    narrow: Backbone, monkeypatch: pytest.MonkeyPatch
+def test_the_command_counts_operations(
+    narrow: Backbone, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(step, "narrow", lambda model: narrow)
+    monkeypatch.setattr(step, "METHODS", ("promptfl",))
+    options = ["--models", "ViT-B-16", "--classes", "3", "--batch", "4", "--operations", "--protected"]
+    monkeypatch.setattr(sys, "argv", ["step", *options])
+    benchmark.main()
+    plain, protected = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (plain["protected"], protected["protected"]) == (False, True)
+    assert 200 < plain["operations"]["gpu"] < plain["operations"]["plain"] < plain["operations"]["cpu"]
+
+
+def test_a_step_of_the_image_tower_starts_few_more_than_open_clip_s(narrow: Backbone) -> None:
     task = gpu.step_task(narrow, "plan", CLASSES)
     loop = gpu.PlainLoop(task, gpu.PROMPTS["plan"], True, False)
-    ours = operations_of_a_step(narrow, "dense", partial(task.steps, "ours", rate=gpu.NO_RATE), monkeypatch)
-    assert 300 < ours <= 1.2 * operations_of_a_step(narrow, "plain", loop.steps, monkeypatch)
+    ours = step.of_a_step(narrow, "gpu", partial(task.steps, "ours", rate=gpu.NO_RATE))
+    assert 300 < ours <= 1.2 * step.of_a_step(narrow, "plain", loop.steps)
 
 
 # The coordinator's benchmark: its table, and a case of each server.
