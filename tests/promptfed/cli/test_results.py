@@ -250,24 +250,6 @@ def test_a_plan_adds_what_the_ledger_of_the_data_has_spent(tmp_path: Path) -> No
     assert client["replace-one"] > client["epsilon"]
 
 
-def test_a_ledger_names_its_federations_and_their_dates(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl", "eyes")
-    ledger.open(1e-4)
-    about = {"federation_id": "f-1", "coordinator": "http://x", "round": 1, "phase": "train", "task_id": "t"}
-    event = Event("gaussian", 1.0, 8.0, 1)
-    ledger.spend("1" * 64, [event], 8.0, {**about, "federation": "retina", "noise": "secret"}, "train")
-    shown = run("ledger", "show", "--ledger", str(ledger.path), "--json")
-    facts = json.loads(shown.stdout.splitlines()[-1])
-    (told,) = facts["federations"]
-    today = date.today().isoformat()
-    assert (told["name"], told["first"] <= today, told["last"] == told["first"]) == ("retina", True, True)
-    assert date.fromisoformat(told["first"])
-    assert facts["epsilon_replace_one"] > facts["epsilon"]
-    in_words = run("ledger", "show", "--ledger", str(ledger.path)).stdout
-    assert "retina" in in_words
-    assert "one record of the training images" in " ".join(in_words.split())
-
-
 def test_adopt_records_its_question_before_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("promptfed.cli.commands.site.ANSWER_SECONDS", 0.1)
     (tmp_path / "identity.json").write_text(json.dumps({"federation_id": "f", "secret": "s"}))
@@ -308,6 +290,7 @@ def test_the_ledger_is_shown_and_verified(tmp_path: Path) -> None:
     event = Event("gaussian", 1.0, 8.0, 1)
     for number, federation in enumerate(("a", "b")):
         about = {"federation_id": federation, "coordinator": "http://x", "round": 1, "phase": "train", "task_id": "t"}
+        about["federation"] = "retina"
         ledger.spend(str(number) * 64, [event], 8.0, {**about, "noise": "secret"}, "train")
     shown = run("ledger", "show", "--ledger", str(path), "--json")
     assert shown.exit_code == 0, shown.output
@@ -315,7 +298,14 @@ def test_the_ledger_is_shown_and_verified(tmp_path: Path) -> None:
     assert facts["epsilon"] == epsilon_of([event, event], 1e-4)
     assert facts["left"] == 8.0 - facts["epsilon"]
     assert [one["federation"] for one in facts["federations"]] == ["a", "b"]
-    assert facts["federations"][0]["epsilon"] == epsilon_of([event], 1e-4)
+    first = facts["federations"][0]
+    assert first["epsilon"] == epsilon_of([event], 1e-4)
+    assert first["name"] == "retina"
+    assert first["first"] == first["last"] <= date.today().isoformat()
+    assert facts["epsilon_replace_one"] > facts["epsilon"]
+    in_words = " ".join(run("ledger", "show", "--ledger", str(path)).stdout.split())
+    assert "retina" in in_words
+    assert "one record of the training images" in in_words
     assert run("ledger", "verify", "--ledger", str(path)).exit_code == 0
     path.write_bytes(path.read_bytes().replace(b'"z": 8.0', b'"z": 9.0', 1))
     broken = run("ledger", "verify", "--ledger", str(path))
