@@ -78,13 +78,6 @@ def test_services_look_like_other_commands(service: str) -> None:
     assert wrong.stderr.startswith("Usage: ")
 
 
-def test_a_client_says_in_one_line_what_is_missing() -> None:
-    done = CliRunner().invoke(app, ["client", "--coordinator", "http://127.0.0.1:1"])
-    assert done.exit_code == Exit.USAGE
-    assert done.stderr.startswith("promptfed: --federation: is missing")
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
 def test_shell_completion() -> None:
     words = {"_PROMPTFED_COMPLETE": "complete_bash", "COMP_WORDS": "promptfed federation cl", "COMP_CWORD": "2"}
     code = "from promptfed.cli.main import app; app(prog_name='promptfed')"

@@ -190,17 +190,6 @@ def test_another_run_than_was_recorded_is_a_failure(replay: Callable[..., Result
     assert done.stderr.startswith("promptfed: not the run that was recorded: round 1, train: sha256:")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "exit", "says"),
-    [(["nobody"], Exit.REFUSED, "no federation"), (["eyes", "--round", "9"], Exit.REFUSED, "round 9 is not over")],
-)
-def test_each_error_is_one_line(replay: Callable[..., Result], arguments: list[str], exit: Exit, says: str) -> None:
-    done = replay(*arguments)
-    assert done.exit_code == exit
-    assert says in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
 # `promptfed privacy`, `ledger` and `policy` at the command line.
 
 
@@ -224,10 +213,6 @@ def test_a_plan_says_what_a_federation_will_cost_each_size_of_client(tmp_path: P
     (one,) = json.loads(done.stdout.splitlines()[-1])["clients"]
     assert (one["delta"], one["sampling"], one["steps"], one["noise"]) == (1e-4, 0.1, 250, 2.0)
     assert one["epsilon"] == pytest.approx(3.25, abs=0.01)  # the table of the documentation
-    plain = {key: value for key, value in SPEC.items() if key != "privacy"}
-    (tmp_path / "spec.json").write_text(json.dumps(plain))
-    refused = run("privacy", "plan", str(tmp_path / "spec.json"), "--samples", "800")
-    assert (refused.exit_code, "not protected" in refused.stderr) == (Exit.BAD_INPUT, True)
 
 
 def test_a_plan_adds_what_the_ledger_of_the_data_has_spent(tmp_path: Path) -> None:
@@ -258,11 +243,6 @@ def test_adopt_records_its_question_before_it_is_sent(tmp_path: Path, monkeypatc
     told = read(tmp_path)
     assert ([line["asked"] for line in told], told[0]["to"]) == ([{"spends": 1}], "http://127.0.0.1:1")
     verify(tmp_path)
-
-
-def test_a_ledger_that_is_not_there_is_named(tmp_path: Path) -> None:
-    shown = run("ledger", "show", "--ledger", str(tmp_path / "none.jsonl"))
-    assert (shown.exit_code, "none.jsonl" in shown.stderr) == (Exit.BAD_INPUT, True)
 
 
 def test_a_plan_says_what_a_federation_of_whole_clients_will_cost(tmp_path: Path) -> None:

@@ -191,35 +191,8 @@ def test_a_job_that_cannot_run_is_named_and_finished_ones_stay(tmp_path: Path) -
     assert len(list((tmp_path / "runs").glob("*.json"))) == 1
 
 
-@pytest.mark.parametrize(("change", "complaint"), [
-    ({"--seeds": "0,0"}, "must be different"),
-    ({"--seeds": "a"}, "write whole numbers"),
-    ({"--methods": "promptfl:m=[1"}, "the value of 'm=[1' cannot be read"),
-    ({"--methods": "promptfl:seed=3"}, "seeds are given by --seeds"),
-    ({"--data": DATA + "&client=0"}, "sets client itself"),
-    ({"--data": DATA + "&shots=1", "--shots": "2"}, "sets shots itself"),
-    ({"--methods": "nothing"}, "there is no method"),
-    ({"--data": "symbols:nowhere"}, "unknown domain"),
-    ({"--methods": "promptfl:training.epochs=0"}, "training.epochs"),
-])  # fmt: skip
-def test_bad_arguments_are_one_line(tmp_path: Path, change: dict[str, str], complaint: str) -> None:
-    arguments = dict(zip(ARGUMENTS[2:-1:2], ARGUMENTS[3:-1:2], strict=True)) | {"--seeds": "0"} | change
-    code, _, stderr = invoke(
-        "bench", "personalisation", *(part for pair in arguments.items() for part in pair), "--out", str(tmp_path)
-    )
-    assert code == Exit.BAD_INPUT
-    assert complaint in " ".join(stderr.split())
-
-
-def test_an_unknown_protocol_and_a_method_in_the_spec_are_refused(tmp_path: Path) -> None:
-    code, _, stderr = invoke("bench", "guessing", *ARGUMENTS[2:], "--out", str(tmp_path))
-    assert code == Exit.BAD_INPUT
-    assert "there is no protocol 'guessing'" in stderr
+def test_a_seed_in_the_spec_is_refused(tmp_path: Path) -> None:
     spec = tmp_path / "base.yaml"
-    spec.write_text("method: {name: promptfl}\n")
-    code, _, stderr = invoke(*ARGUMENTS, "--spec", str(spec), "--out", str(tmp_path))
-    assert code == Exit.BAD_INPUT
-    assert "names a method" in " ".join(stderr.split())
     spec.write_text("seed: 1\n")
     code, _, stderr = invoke(*ARGUMENTS, "--spec", str(spec), "--out", str(tmp_path))
     assert (code, "names a seed" in " ".join(stderr.split())) == (Exit.BAD_INPUT, True)
@@ -250,44 +223,6 @@ def test_a_damaged_result_is_told_in_one_line(finished: tuple[Path, dict[str, An
     assert "; costs: must be a mapping" in told
     assert "\n" not in told
     assert "https://" not in told
-
-
-OF_DATA = ["--data", DATA, "--methods", "zero_shot"]
-
-
-OF_DOMAINS = ["--data", DATA.replace("neon", "{domain}"), "--methods", "zero_shot", "--domains"]
-
-
-NOTHING = "takes no {}:"
-
-
-UNUSED = "takes no {}: it looks at none with"
-
-
-@pytest.mark.parametrize(("arguments", "complaint"), [
-    (["embedded", "--methods", "promptfl", "--rounds", "2"], NOTHING.format("--methods, --rounds")),
-    (["paper:plan-pacs", "--data", DATA], NOTHING.format("--data")),
-    (["personalisation", "--data", DATA, "--reduced"], NOTHING.format("--reduced")),
-    (["base-to-novel", *OF_DATA, "--partition", "iid", "--alpha", "1", "--curve", "2"],
-     UNUSED.format("--alpha, --curve, --partition")),
-    (["base-to-novel", *OF_DATA, "--classes-per-client", "2", "--clients", "3"], UNUSED.format("--clients")),
-    (["leave-one-domain-out", *OF_DATA, "--domains", "a,b", "--clients", "3"], UNUSED.format("--clients")),
-    (["personalisation", *OF_DATA, "--partition", "iid", "--alpha", "1"], UNUSED.format("--alpha")),
-    (["personalisation", *OF_DATA, "--domains", "neon,sketch", "--classes-per-client", "2"],
-     UNUSED.format("--classes-per-client, --domains")),
-    (["cross-dataset", *OF_DATA, "--targets", "neon"], UNUSED.format("--targets")),
-    (["few-shot:personalisation", *OF_DATA, "--shots", "3"], UNUSED.format("--shots")),
-    (["leave-one-domain-out", *OF_DOMAINS, "neon,neon"], "--domains: neon is given twice"),
-    (["leave-one-domain-out", *OF_DOMAINS, "neon,sketch", "--targets", "neon,neon"], "--targets: neon is given twice"),
-    (["few-shot:leave-one-domain-out", *OF_DOMAINS, "neon,sketch", "--curve", "0,1"], "at least 1"),
-])  # fmt: skip
-def test_options_that_change_nothing_or_cannot_be_are_refused(
-    tmp_path: Path, arguments: list[str], complaint: str
-) -> None:
-    code, _, stderr = invoke("bench", *arguments, "--out", str(tmp_path / "out"))
-    assert code == Exit.BAD_INPUT
-    assert complaint in " ".join(stderr.split())
-    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_protocol_looks_at_is_what_changes_its_federations() -> None:
@@ -440,9 +375,3 @@ def test_calibration_stands_in_the_document(finished: tuple[Path, dict[str, Any]
     right = [a == b for one in told for a, b in zip(one["labels"], one["predicted"], strict=True)]
     assert row["ece"] == [pytest.approx(calibration_error(sure, right), abs=1e-12)]
     assert "| method | test set | accuracy | ECE | macro-F1 |" in (finished[0] / "table.md").read_text()
-
-
-def test_a_bench_needs_a_folder() -> None:
-    code, _, stderr = invoke("bench", "personalisation", "--data", DATA)
-    assert code == Exit.BAD_INPUT
-    assert "needs a folder for its results: give --out" in " ".join(stderr.split())
