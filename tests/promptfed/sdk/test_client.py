@@ -422,12 +422,6 @@ def test_a_federation_is_followed(tmp_path: Path, ended: bool) -> None:
     assert end.state == ("finished" if ended else "cancelled")
 
 
-@pytest.mark.parametrize("where", ["tensorboard", "tensorboard:", "wandb:x", ""])
-def test_an_unknown_tracker(where: str) -> None:
-    with pytest.raises(CommandError, match="tensorboard:FOLDER or mlflow:URI"):
-        open_tracker(where).__enter__()
-
-
 def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module, where in (("torch.utils.tensorboard", f"tensorboard:{tmp_path}"), ("mlflow", "mlflow:sqlite://")):
         monkeypatch.setitem(sys.modules, module, None)
