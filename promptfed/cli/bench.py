@@ -185,7 +185,7 @@ def _check(protocol: str, setting: Setting) -> None:
     for option, names in (("--domains", setting.domains), ("--targets", setting.targets), ("--data", setting.data)):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise CommandError(f"{option}: {twice[0]} is given twice", Exit.BAD_INPUT)
+            raise CommandError(f"{option}: {twice[0]} is given twice; leave one out", Exit.BAD_INPUT)
     if min(setting.curve) < 1:
         raise CommandError("--curve: the numbers of shots must be at least 1", Exit.BAD_INPUT)
 

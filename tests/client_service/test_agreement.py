@@ -495,6 +495,7 @@ def test_a_task_with_less_protection_than_was_agreed_is_refused(
     asyncio.run(make.worker(coordinator, settings=own).run())
     assert {one["type"] for one in coordinator.failures} == {"NotAgreed"}
     assert all("privacy" in one["detail"] for one in coordinator.failures)
+    assert coordinator.count("GET", "/payload") == 0
     assert coordinator.accepted == {}
     assert Ledger(own.ledger_file).spends() == []
 

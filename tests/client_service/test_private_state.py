@@ -198,22 +198,6 @@ def test_a_folder_of_another_client_is_refused(tmp_path: Path, name: str, role: 
     assert refusal.value.exit is Exit.STATE
 
 
-def test_a_folder_of_another_federation_is_refused(tmp_path: Path) -> None:
-    state = PrivateState(tmp_path)
-    identity = state.bind(state.identity("a", "trainer"), "fed-1")
-    with pytest.raises(ClientError, match="belongs to federation fed-1, not to fed-2"):
-        state.bind(identity, "fed-2")
-
-
-def test_two_processes_cannot_use_one_folder(tmp_path: Path) -> None:
-    first = PrivateState(tmp_path)
-    with pytest.raises(ClientError, match="is in use by another client process") as refusal:
-        PrivateState(tmp_path)
-    assert refusal.value.exit is Exit.STATE
-    first.close()
-    PrivateState(tmp_path).close()
-
-
 @pytest.mark.parametrize("name", ["identity.json", "committed.safetensors", "serving.json", "enrolment.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b'{"a": 1}'])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:

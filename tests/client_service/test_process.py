@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -126,49 +125,11 @@ def last_line(captured: pytest.CaptureFixture[str]) -> str:
     return text.splitlines()[-1]
 
 
-def test_nothing_answers(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as silent:  # bound, so that nobody else gets the port, and not listening
-        silent.bind(("127.0.0.1", 0))
-        port = silent.getsockname()[1]
-        assert command(coordinator=f"http://127.0.0.1:{port}", give_up_after="0.5") == Exit.UNREACHABLE
-    assert f"no answer from the coordinator at http://127.0.0.1:{port}" in last_line(capsys)
-
-
 def test_a_data_uri_that_is_unknown(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert command(coordinator="http://127.0.0.1:1", data="floppy:a", log_format="json") == Exit.BAD_INPUT
     said = json.loads(last_line(capsys))
     assert said["level"] == "error"
     assert "unknown data source 'floppy'" in said["message"]
-
-
-def test_the_api_port_is_taken(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert command(coordinator="http://127.0.0.1:1", api_port=port) == Exit.USAGE
-    assert "(--api-port): the address is in use; give another port" in last_line(capsys)
-
-
-def test_an_api_token_that_cannot_be_read(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    code = command(coordinator="http://127.0.0.1:1", api_host="0.0.0.0", api_token_file="/absent")
-    assert code == Exit.NOT_ALLOWED
-    assert "cannot read the API token in /absent" in last_line(capsys)
-
-
-@pytest.mark.parametrize(("arguments", "words"), [
-    ([], "--coordinator: is missing; --federation: is missing"),
-    (["--coordinator=http://10.1.2.3", "--federation=f", "--name=n", "--data=d", "--state-dir=s"],
-     "--allow-plain-http"),
-    (["--no-such-option"], "--no-such-option"),
-    (["--coordinator=http://localhost", "--federation=f", "--data=d", "--device=gpu"],
-     "--device: 'gpu' is no device: give auto, cpu, cuda or cuda:N"),
-])  # fmt: skip
-def test_a_wrong_command_line(arguments: list[str], words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "promptfed.client_service", *arguments], capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == Exit.USAGE
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_help_names_the_command_and_what_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pty
 import re
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -249,16 +249,6 @@ def test_the_owner_is_shown_seed_and_peers(make: Make, monkeypatch: pytest.Monke
     text = "\n".join(owner.shown[0].lines())
     assert "4711" in text
     assert f"domain descriptions of at most {MOST_PEERS:,} clients" in text
-
-
-@pytest.mark.parametrize(("what", "value"), [("seed", 8), ("template", "a scan of a {}.")])
-def test_another_offer_after_a_restart_is_asked_again(make: Make, what: str, value: Any) -> None:
-    coordinator, owner = make.coordinator(rounds=0), Owner()
-    asyncio.run(make.worker(coordinator, consent=owner.consent).run())
-    setattr(coordinator, what, value)
-    owner.answer = False
-    with pytest.raises(ClientError, match=f"the federation is not what you agreed to .*{what}"):
-        asyncio.run(make.worker(coordinator, consent=owner.consent).run())
 
 
 def test_an_offer_that_is_lost_is_fetched_again(make: Make, settings: Settings) -> None:
@@ -500,22 +490,10 @@ def test_refusal_of_enrolment_leaves_nothing_that_hinders_a_second_try(make: Mak
     assert asyncio.run(make.worker(coordinator).run()) is Exit.OK
 
 
-class Told:
-    """A data owner who says ``answer``."""
-
-    def __init__(self, answer: bool = True):
-        self.answer = answer
-        self.calls: list[tuple[Sequence[Check], Disclosure]] = []
-
-    async def consent(self, checks: Sequence[Check], disclosure: Disclosure) -> bool:
-        self.calls.append((checks, disclosure))
-        return self.answer
-
-
 def test_what_is_told_is_what_is_sent(make: Make, backbone: Backbone) -> None:
-    owner, coordinator = Told(), make.coordinator(rounds=2)
+    owner, coordinator = Owner(), make.coordinator(rounds=2)
     assert asyncio.run(make.worker(coordinator, consent=owner.consent).run()) is Exit.OK
-    (_, told), *others = owner.calls
+    told, *others = owner.shown
     assert others == []
     assert coordinator.client is not None
     sent = coordinator.client.model_dump(exclude={"secret", "backbone_shape"})
@@ -535,20 +513,12 @@ def test_what_is_told_is_what_is_sent(make: Make, backbone: Backbone) -> None:
 
 
 def test_a_no_sends_nothing(make: Make) -> None:
-    owner, coordinator = Told(answer=False), make.coordinator()
+    owner, coordinator = Owner(answer=False), make.coordinator()
     with pytest.raises(ClientError, match="nothing of the above was sent") as end:
         asyncio.run(make.worker(coordinator, consent=owner.consent).run())
     assert end.value.exit is Exit.DECLINED
     assert coordinator.client is None
     assert [(verb, path) for verb, path, _ in coordinator.calls if not path.endswith("/enrolment")] == []
-
-
-def test_who_has_joined_is_not_asked_again(make: Make) -> None:
-    coordinator, owner = make.coordinator(rounds=0), Told()
-    asyncio.run(make.worker(coordinator, consent=owner.consent).run())
-    coordinator.plan = [("evaluate", 0)]
-    asyncio.run(make.worker(coordinator, consent=Told(answer=False).consent).run())
-    assert len(owner.calls) == 1
 
 
 def info_of(method: str) -> EnrolmentInfo:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from promptfed.coordinator.operations.submissions import asked_task
 from promptfed.shared.tensors.compression import added, compressed, decompressed
 from promptfed.shared.tensors.torch_tensors import arrays_of, tensors_of
 from promptfed.testing.clients import SHAPE, ScriptedClient, update_body
@@ -131,15 +130,3 @@ def test_plain_updates_are_refused_where_compressed_ones_are_asked_for(coordinat
     response = clients[0].send(task, update_body(clients[0].payload(task), task))
     assert response.status_code == 422
     assert "#scale' is missing" in response.json()["detail"]
-
-
-def test_the_digest_of_the_sent_bytes_is_the_accepted_one(coordinator: InThread) -> None:
-    federation, clients = began(coordinator, "int8")
-    task = coordinator.task(clients[0])
-    body = update_body(tensors_of(made(clients[0], task, "int8")[0]), task)
-    receipt = clients[0].send(task, body).json()
-    live = coordinator.registry.get(coordinator.get(federation)["id"])
-    stored = asked_task(coordinator.registry.database, live, live.clients["a"], task["task_id"])
-    assert stored.accepted == receipt["sha256"]
-    digest = coordinator.get(f"{federation}/rounds/1")["phases"][0]["updates"][0]["sha256"]
-    assert coordinator.registry.blobs.places([digest])

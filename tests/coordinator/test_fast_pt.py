@@ -170,21 +170,6 @@ def two_phase_federation(coordinator: InThread, *names: str, **changes: Any) -> 
     return federation, clients
 
 
-def test_each_client_gets_its_own_payload_and_no_other_s(coordinator: InThread) -> None:
-    federation, clients = two_phase_federation(coordinator, "b", "a")
-    tasks = coordinator.training(clients)
-    first = prompts(coordinator, federation)
-    for client, task, row in zip(clients, tasks, (1, 0), strict=True):
-        own = client.payload(task)
-        assert list(own) == ["prompt"]
-        assert torch.equal(own["prompt"], first["prompt"] + first["descriptors"][row].sum())
-        assert client.payload(task)["prompt"].equal(own["prompt"])
-    assert tasks[0]["payload"]["sha256"] != tasks[1]["payload"]["sha256"]
-    assert clients[0].http.get(tasks[1]["payload"]["url"], headers=clients[0].headers).status_code == 404
-    swapped = update_body({"prompt": torch.ones(4, 8)}, tasks[0], payload_sha256=tasks[1]["payload"]["sha256"])
-    assert clients[0].send(tasks[0], swapped).json()["type"].endswith("/wrong-payload")
-
-
 @pytest.mark.both_databases
 def test_phase_two_gets_what_phase_one_brought(coordinator: InThread, leap: Callable[[InThread, float], None]) -> None:
     federation, clients = two_phase_federation(coordinator, "a", "b", "c", rounds=1, participation={"quorum": 0.6})
@@ -226,24 +211,6 @@ def test_what_the_method_measures_stands_in_the_report(coordinator: InThread) ->
     found = {row["client"]: row["value"] for row in rows if row["phase"] == "aggregators" and row["name"] == "first"}
     assert found == pytest.approx(wanted)
     assert [row["value"] for row in rows if row["name"] == "prompts"] == [2.0]
-
-
-def test_a_newcomer_gets_its_row_where_its_name_stands(coordinator: InThread) -> None:
-    federation, clients = two_phase_federation(coordinator, "a", "c", rounds=2)
-    tasks = coordinator.training(clients)
-    [late] = coordinator.enrol(federation, "b")
-    everybody = [*clients, late]
-    answer_all(clients, tasks)
-    answer_next(coordinator, clients)
-    before = prompts(coordinator, federation)
-    answer_next(coordinator, clients)
-    tasks = [coordinator.task(client) for client in everybody]
-    after = prompts(coordinator, federation)
-    assert after["descriptors"].shape == (3, 2)
-    assert torch.equal(after["descriptors"][[0, 2]], before["descriptors"])
-    assert torch.equal(after["descriptors"][1], before["descriptors"].mean(dim=0))
-    own = late.payload(tasks[2])["prompt"]
-    assert torch.equal(own, after["prompt"] + after["descriptors"][1].sum())
 
 
 def test_a_method_that_breaks_fails_its_federation(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -17,7 +16,7 @@ from promptfed.shared.methods.pfedpg import DESCRIPTORS, PFedPG
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import state_hash
-from promptfed.testing.clients import DEADLINE, ScriptedClient, bearer, update_body
+from promptfed.testing.clients import ScriptedClient, bearer, update_body
 from tests.support.coordinators import InThread, Make
 from tests.support.open_phases import prompts
 
@@ -125,25 +124,6 @@ def test_a_change_whose_square_is_no_float32_is_refused_and_the_round_goes_on(co
     answer(clients[1], tasks[1])
     assert coordinator.task(clients[0])["kind"] == "evaluate", "the server's step came to a state"
     assert all(tensor.double().isfinite().all() for tensor in prompts(coordinator, federation).values())
-
-
-def test_who_misses_a_round_keeps_its_place(coordinator: InThread, leap: Callable[[InThread, float], None]) -> None:
-    federation, clients = federation_of(coordinator, "a", "b", "c", rounds=2, participation={"quorum": 0.6})
-    tasks = coordinator.training(clients)
-    before = prompts(coordinator, federation)
-    for client, task in list(zip(clients, tasks, strict=True))[:2]:
-        answer(client, task)
-    leap(coordinator, DEADLINE)
-    coordinator.task(clients[0])
-    after = prompts(coordinator, federation)
-    for name in ("descriptors", "adam_mean.descriptors", "adam_square.descriptors", "adam_steps.descriptors"):
-        assert after[name][2].equal(before[name][2])
-        assert not after[name][0].equal(before[name][0])
-    assert after["adam_steps.descriptors"].tolist() == [1, 1, 0]
-    evaluation = coordinator.task(clients[2])
-    info = context_of("a", "b", "c").clients[2]
-    expected = method().payload(after, None, info, context_of("a", "b", "c"))["prompts"]
-    assert clients[2].payload(evaluation)["prompts"].equal(expected), "its prompts follow the generator"
 
 
 def test_descriptors_last_and_who_comes_back_is_itself(coordinator_with: Make) -> None:

@@ -59,26 +59,6 @@ def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(rf"--{name.replace('_', '-')}[ ,]", help_), name
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--host", "0.0.0.0"], "can be reached from outside"),
-        (["--port", "99999"], "--port"),
-        (["--tls-cert", "x"], "both a certificate and its key"),
-        (["--enrolment-token-file", "x"], "needs --bootstrap"),
-        (["--bootstrap", "/nowhere/spec.yaml", "--data-dir", "{folder}", "--port", "0"], "cannot read"),
-        (["--data-dir", "/dev/null/x", "--port", "0"], "a part of the path is no folder"),
-    ],
-)
-def test_what_cannot_start_is_said_in_one_line(
-    arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([one.replace("{folder}", str(tmp_path)) for one in arguments]) == 2
-    output = capsys.readouterr().err
-    assert told in output
-    assert len(output.strip().splitlines()) == 1
-
-
 def test_a_token_that_cannot_be_written_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec, token = tmp_path / "spec.yaml", tmp_path / "join" / "enrolment.token"
     spec.write_text("name: eyes\nmethod: {name: promptfl}\n")

@@ -121,8 +121,10 @@ def test_the_page_of_the_spec_is_what_the_code_says() -> None:
     assert not load("generate").stale(), "run python docs/generate.py"
 
 
-def test_the_readme_lists_each_method_once() -> None:
-    listed = (ROOT / "README.md").read_text().partition("## Methods\n")[2].partition("\n## ")[0]
+def test_the_readme_is_short_and_lists_each_method_once() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    listed = text.partition("## Methods\n")[2].partition("\n## ")[0]
     assert sorted(re.findall(r"`(\w+)`", listed.replace("`promptfed methods`", ""))) == sorted(METHODS)
 
 
@@ -222,20 +224,6 @@ def test_a_message_that_nobody_writes_is_found() -> None:
     assert missing(
         "| `the moon is not full: ... wait` | |\n| `the coordinator is here` |", "the coordinator is here"
     ) == ["the moon is not full: ... wait"]
-
-
-# The README: short, and every file that it names exists.
-
-
-MOST_LINES = 150
-
-
-def test_the_readme_is_short_and_names_only_files_that_exist() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= MOST_LINES
-    linked = re.findall(r"\]\((?!http)([^)#]+)\)", text)
-    assert linked
-    assert [name for name in linked if not (ROOT / name).exists()] == []
 
 
 # What a round of each method costs, and the exit codes: both pages say what the code does.

@@ -299,15 +299,6 @@ def test_macro_f1_and_class_accuracies_count_one_class_after_the_other(count: in
     assert all(abs(found[k] - share) < 1e-12 for k, share in shares.items())
 
 
-def test_worked_out_by_hand() -> None:
-    assert metrics.calibration_error([0.9, 0.9, 0.9, 0.9], [1, 1, 1, 0]) == pytest.approx(0.15)
-    assert metrics.calibration_error([1.0, 1.0], [True, True]) == 0
-    assert metrics.calibration_error([0.6, 0.95], [0, 1], bins=10) == pytest.approx((0.6 + 0.05) / 2)
-    assert metrics.macro_f1([0, 0, 1, 1], [0, 0, 0, 1]) == pytest.approx((0.8 + 2 / 3) / 2)
-    assert metrics.macro_f1([0, 0], [1, 1]) == 0
-    assert metrics.class_accuracies([0, 0, 1, 1], [0, 0, 0, 1]) == {0: 1.0, 1: 0.5}
-
-
 def test_lists_that_do_not_fit_are_refused() -> None:
     for sure, right in (([], []), ([0.5], [1, 0])):
         with pytest.raises(ValueError, match="confidences for"):

@@ -34,8 +34,13 @@ def test_what_is_omitted_takes_the_defaults() -> None:
 
 
 def test_a_resolved_spec_resolves_to_itself() -> None:
-    spec = resolve_spec(GOOD | {"training": {"epochs": 3}, "class_names": ["a", "b"]})
-    assert resolve_spec(spec.model_dump()) == spec
+    for change in (
+        {},
+        {"training": {"epochs": 3}, "class_names": ["a", "b"]},
+        {"aggregation": {"rule": "trimmed_mean"}},
+    ):
+        spec = resolve_spec(GOOD | change)
+        assert resolve_spec(spec.model_dump(mode="json")) == spec
 
 
 def test_rules_other_than_the_mean_weigh_all_alike_unless_told_otherwise() -> None:
@@ -46,10 +51,6 @@ def test_rules_other_than_the_mean_weigh_all_alike_unless_told_otherwise() -> No
     assert aggregation(rule="median").weighting == "uniform"
     assert aggregation(rule="median", weighting="samples").weighting == "samples"
     assert (aggregation(rule="trimmed_mean").tolerate, aggregation(rule="median").tolerate) == (0.2, None)
-    assert (
-        resolve_spec(GOOD | {"aggregation": {"rule": "trimmed_mean"}}).model_dump()
-        == resolve_spec(resolve_spec(GOOD | {"aggregation": {"rule": "trimmed_mean"}}).model_dump()).model_dump()
-    )
 
 
 KRUM = [
@@ -90,7 +91,6 @@ def test_methods_whose_phases_are_means_take_any_rule() -> None:
 
 
 REFUSED = [
-    ({"colour": 1}, "colour", "unknown key"),
     ({"rounds": -1}, "rounds", "greater than or equal to 0"),
     ({"rounds": 0}, "rounds", "0 rounds evaluate an export"),
     ({"rounds": "3"}, "rounds", "integer"),
@@ -174,6 +174,7 @@ def test_every_method_describes_itself(name: str) -> None:
 
 
 MISSPELT = [
+    ({"colour": 1}, "colour", None),
     ({"round": 3}, "round", "rounds"),
     ({"training": {"lr": 1.0}}, "training.lr", "learning_rate"),
     ({"training": {"epoch": 1}}, "training.epoch", "epochs"),
@@ -187,10 +188,11 @@ MISSPELT = [
 
 
 @pytest.mark.parametrize(("change", "path", "near"), MISSPELT)
-def test_an_unknown_key_suggests_the_one_that_was_meant(change: dict[str, Any], path: str, near: str) -> None:
+def test_an_unknown_key_suggests_the_one_that_was_meant(change: dict[str, Any], path: str, near: str | None) -> None:
     with pytest.raises(SpecError) as caught:
         resolve_spec({"name": "r", "method": {"name": "promptfl"}} | change)
-    assert caught.value.errors == [{"path": path, "detail": f"unknown key; did you mean {near!r}?"}]
+    meant = f"; did you mean {near!r}?" if near else ""
+    assert caught.value.errors == [{"path": path, "detail": f"unknown key{meant}"}]
 
 
 def test_a_removed_name_is_refused_in_one_line_with_its_release() -> None:
@@ -218,12 +220,6 @@ def test_what_is_listed_as_removed_is_not_there() -> None:
             kind = model.model_fields[parent].annotation
             (model,) = (one for one in (kind, *get_args(kind)) if isinstance(one, type) and issubclass(one, BaseModel))
         assert name not in (model.model_fields if parents != ["method"] else METHODS["promptfl"].Hyper.model_fields)
-
-
-def test_a_key_that_is_like_no_other_suggests_nothing() -> None:
-    with pytest.raises(SpecError) as caught:
-        resolve_spec({"name": "r", "method": {"name": "promptfl"}, "colour": 1})
-    assert caught.value.errors == [{"path": "colour", "detail": "unknown key"}]
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
@@ -271,8 +267,6 @@ def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alo
     on_emoji = {"model": "promptfed-emoji", "pretrained": "embedded"}
     assert (rate("fedpgp", backbone=on_emoji), rate("fedclip", backbone=on_emoji)) == (0.001, 5e-3)
     assert (rate("coop", backbone=on_emoji), rate("fedmaple", backbone=on_emoji)) == (0.002, 0.035)
-    resolved = resolve_spec({"name": "a", "method": {"name": "promptfl"}})
-    assert resolve_spec(resolved.model_dump(mode="json")) == resolved
 
 
 def test_a_method_tells_the_rates_that_its_specs_take_by_backbone() -> None:

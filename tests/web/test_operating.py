@@ -553,26 +553,6 @@ def test_what_looks_wrong_is_listed_once_it_has_ended(coordinator: InThread, vis
     expect(remarks.locator("code")).to_have_text("promptfed tune RUN.yaml --methods auto")
 
 
-def test_cancelling_asks_first(coordinator: InThread, visited: Visit) -> None:
-    federation, _ = enrolled(coordinator, "a", "b")
-    page = visited.page
-    visited.open()
-    visited.sign_in()
-    visited.tab_to("Cancel")
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("dialog")).to_be_visible()
-    page.keyboard.press("Escape")
-    expect(page.get_by_role("dialog")).to_be_hidden()
-    assert coordinator.get(federation)["state"] == "enrolling"
-    visited.tab_to("Cancel")
-    page.keyboard.press("Enter")
-    visited.tab_to("Cancel it for good")
-    page.keyboard.press("Enter")
-    expect(page.locator(".status .badge")).to_have_text("cancelled")
-    expect(page.locator("#announcer")).to_have_text("styles is cancelled")
-    assert coordinator.get(federation)["state"] == "cancelled"
-
-
 def test_what_is_not_there_cannot_be_steered(coordinator: InThread, visited: Visit) -> None:
     enrolled(coordinator, "a", "b")
     page = visited.page

@@ -107,7 +107,7 @@ def _value(text: str, option: str, value: str) -> Any:
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError:
-        raise CommandError(f"{text}: the value of {option!r} cannot be read", Exit.BAD_INPUT) from None
+        raise CommandError(f"{text}: the value of {option!r} cannot be read: write YAML", Exit.BAD_INPUT) from None
 
 
 def _nested(parts: list[str], value: Any) -> RawSpec:

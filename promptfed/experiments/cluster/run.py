@@ -171,7 +171,7 @@ def _check(on: OnRay, clients: int, device: str) -> None:
         text = f"{on.crews} crews cannot share {clients} clients: give --crews from 1 to {clients}"
         raise CommandError(text, Exit.BAD_INPUT)
     if on.gpus_per_crew > 1 and on.gpus_per_crew != int(on.gpus_per_crew):
-        text = f"--gpus-per-crew {on.gpus_per_crew:g}: Ray gives shares of one GPU, or whole ones"
+        text = f"--gpus-per-crew {on.gpus_per_crew:g}: Ray gives shares of one GPU, or whole ones: give 0.5 or 2"
         raise CommandError(text, Exit.BAD_INPUT)
     if device.startswith("cuda") and not on.gpus_per_crew:
         text = "Ray shows a crew no GPU that it has not asked for: give --gpus-per-crew, 0.25 for four crews on one"

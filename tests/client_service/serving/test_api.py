@@ -399,6 +399,7 @@ def test_who_hangs_up_is_one_line_and_keeps_the_model_no_longer(idle: Worker, ca
     ] * 2
 
 
+@pytest.mark.extended
 def test_a_client_on_a_gpu_answers_what_it_answers_on_the_cpu(
     make: Make, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

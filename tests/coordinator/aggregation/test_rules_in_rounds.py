@@ -133,21 +133,6 @@ def steps(given: ServerOptimizerSpec, deltas: list[list[float]]) -> Arrays:
     return state
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ({"optimizer": "adagrad", "learning_rate": 0.1}, [0.169217446, -0.099501250]),
-        ({"optimizer": "adam", "learning_rate": 0.1}, [0.215986339, -0.181150190]),
-        ({"optimizer": "yogi", "learning_rate": 0.1}, [0.215684502, -0.180737352]),
-        ({"optimizer": "momentum"}, [0.29, -0.38]),
-    ],
-    ids=str,
-)
-def test_two_steps_by_hand(given: dict[str, Any], wanted: list[float]) -> None:
-    found = steps(server_spec(**given), [[0.1, -0.2], [0.1, 0.0]])["context"][0]
-    assert found.tolist() == [pytest.approx(wanted[0], abs=1e-7), pytest.approx(wanted[1], abs=1e-7)]
-
-
 def literal_steps(kind: str, rate: float, b1: float, b2: float, tau: float, deltas: list[float]) -> tuple[float, ...]:
     """Algorithm 2 for one number."""
     x, m, v = 0.0, 0.0, tau**2

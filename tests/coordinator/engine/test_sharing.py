@@ -36,7 +36,7 @@ from tests.support.relay import Line
 from tests.support.resending import ResendingApi
 from tests.support.several import OPERATOR, TOKEN, AnyOf, own_options, shared_options, url_of
 from tests.support.waiting import start_and_join, wait_for
-from tests.support.whole_federation import outcome, run
+from tests.support.whole_federation import run
 
 pytestmark = pytest.mark.slow
 
@@ -465,13 +465,3 @@ def test_all_that_several_need_is_asked_for(tmp_path: Path) -> None:
         Settings(**given | {"advertise_url": "http://a.example"})
     with pytest.raises(ValidationError, match="must be an address"):
         Settings(**given | {"advertise_url": "a.example"})
-
-
-def test_whoever_asks_any_gets_the_same_answer(start: Start) -> None:
-    servers = [start(), start()]
-    id = servers[0].create(name="eyes")
-    asker = AnyOf([servers[1].url])
-    answer: httpx.Response = asker.get(f"/v1/federations/{id}", headers=OPERATOR)
-    assert url_of(answer) == servers[0].url
-    assert answer.json() == servers[0].get(id)
-    assert outcome(servers[0], id)["state"] == "enrolling"

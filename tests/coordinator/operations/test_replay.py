@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -357,10 +355,3 @@ def test_a_whole_database_is_read(tmp_path: Path, database: dict[str, Any], caps
     code, lines = looked(tmp_path / "data", capsys, *options)
     assert (code, len(lines)) == (1, 2)
     assert "is missing" in lines[0]
-
-
-def test_as_a_process(tmp_path: Path) -> None:
-    played(tmp_path / "data")
-    command = [sys.executable, "-m", "promptfed.coordinator", "--verify", "--data-dir", str(tmp_path / "data")]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (found.returncode, found.stdout.count("\n")) == (0, 1), found.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from promptfed.shared.api.api_schemas import AuditEntry, BrokenChain, check_chai
 from promptfed.testing.clients import bearer, secret_of, spec
 from tests.support.coordinators import InThread, Make
 from tests.support.open_phases import enrolled, told
-from tests.support.waiting import start_and_join
 
 
 def test_a_token_lets_in_one_client_unless_it_says_more(coordinator: InThread) -> None:
@@ -29,19 +27,6 @@ def test_a_token_lets_in_one_client_unless_it_says_more(coordinator: InThread) -
     three = coordinator.token(federation, uses=3)
     answers = [coordinator.client(federation, name).enrol(three).status_code for name in "bcde"]
     assert answers == [201, 201, 201, 409]
-
-
-def test_many_at_once_are_not_more_than_its_uses(coordinator: InThread) -> None:
-    federation = coordinator.create()
-    token = coordinator.token(federation, uses=2)
-    answers: list[int] = []
-
-    def enrol(name: str) -> None:
-        answers.append(coordinator.client(federation, name).enrol(token).status_code)
-
-    threads = [threading.Thread(target=enrol, args=(f"c{k}",)) for k in range(8)]
-    start_and_join(threads)
-    assert sorted(answers) == [201, 201, *[409] * 6]
 
 
 def test_a_token_for_one_role_lets_in_no_other(coordinator: InThread) -> None:
@@ -156,13 +141,6 @@ def test_nobody_who_enrols_keeps_others_from_starting(coordinator: InThread, mon
     late = coordinator.client(federation, "late-1").enrol(token)
     assert late.status_code == 201, "once the rounds have begun, it comes in as any newcomer"
     coordinator.delete(f"{federation}/clients/late-1")
-
-
-def test_a_start_that_is_refused_leaves_enrolment_open(coordinator: InThread) -> None:
-    federation = coordinator.create(method={"context_init": "a photo of a"})
-    coordinator.enrol(federation, "a", "b")
-    assert coordinator.http.post(f"/v1/federations/{federation}/start", headers=coordinator.operator).status_code == 409
-    assert coordinator.client(federation, "c").enrol(coordinator.token(federation)).status_code == 201
 
 
 def test_a_secret_of_before_is_not_a_way_in(coordinator: InThread) -> None:

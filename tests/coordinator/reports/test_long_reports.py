@@ -24,7 +24,6 @@ from promptfed.testing.clients import ScriptedClient
 from tests.support.coordinators import InThread, Make
 from tests.support.many_rows import played
 from tests.support.open_phases import enrolled
-from tests.support.past_rounds import add_past_rounds, url_of
 from tests.support.waiting import wait_for
 
 ROUNDS, MANY = 3, 450
@@ -182,9 +181,13 @@ def settled(coordinator: InThread, id: str) -> None:
     wait_for("the next round", is_settled)
 
 
-def tables_of(coordinator: InThread) -> str:
-    """The URL of its tables."""
-    return url_of(coordinator.settings.data_dir, coordinator.settings.url())
+def again(coordinator: InThread, coordinator_with: Make, clients: list[ScriptedClient]) -> InThread:
+    """Another coordinator on the same folder, for the same clients."""
+    coordinator.stop()
+    made = coordinator_with()
+    for client in clients:
+        client.http = made.http
+    return made
 
 
 @contextmanager
@@ -212,21 +215,20 @@ def steps_counted(coordinator: InThread) -> Iterator[list[int]]:
 def costs_after(
     coordinator_with: Make, keep: str, work: Callable[[InThread, str, list[ScriptedClient]], object]
 ) -> tuple[int, int]:
-    """What ``work`` costs SQLite after a few rounds, and after 200 more."""
+    """What ``work`` costs SQLite after a few rounds, and after 60 more."""
     coordinator = coordinator_with()
     id, clients = begun(coordinator, keep, 3)
     costs = []
-    coordinator.stop()
-    for more in (0, 200):
-        add_past_rounds(tables_of(coordinator), id, more)
-        coordinator = coordinator_with()
-        for client in clients:
-            client.http = coordinator.http
+    for more in (0, 60):
+        for _ in range(more):
+            answered(coordinator, id, clients)
+        coordinator = again(coordinator, coordinator_with, clients)
         settled(coordinator, id)
         with steps_counted(coordinator) as counted:
             work(coordinator, id, clients)
             coordinator.stop()  # what it still reads in the background belongs to the costs
         costs.append(counted[0])
+        coordinator = again(coordinator, coordinator_with, clients)
     return costs[0], costs[1]
 
 

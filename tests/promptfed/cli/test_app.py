@@ -78,33 +78,12 @@ def test_services_look_like_other_commands(service: str) -> None:
     assert wrong.stderr.startswith("Usage: ")
 
 
-def test_a_client_says_in_one_line_what_is_missing() -> None:
-    done = CliRunner().invoke(app, ["client", "--coordinator", "http://127.0.0.1:1"])
-    assert done.exit_code == Exit.USAGE
-    assert done.stderr.startswith("promptfed: --federation: is missing")
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_shell_completion(tmp_path: Path) -> None:
-    def complete(words: str, count: int) -> list[str]:
-        variables = {"_PROMPTFED_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
-        code = "from promptfed.cli.main import app; app(prog_name='promptfed')"
-        done = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True,
-            timeout=PATIENCE,
-        )  # fmt: skip
-        return done.stdout.split()
-
-    assert complete("promptfed fed", 1) == ["federation"]
-    assert "clients" in complete("promptfed federation cl", 2)
-    assert "--policy" in complete("promptfed client --pol", 2)
-
-
-def test_all_commands_import_nothing_large() -> None:
-    large = ["torch", "open_clip", "transformers", "timm", "scipy", "matplotlib", "sqlalchemy", "sklearn", "docker"]
-    code = f"import sys, promptfed.cli.main; print([name for name in {large} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
-    assert done.stdout == "[]\n"
+def test_shell_completion() -> None:
+    words = {"_PROMPTFED_COMPLETE": "complete_bash", "COMP_WORDS": "promptfed federation cl", "COMP_CWORD": "2"}
+    code = "from promptfed.cli.main import app; app(prog_name='promptfed')"
+    command, environment = [sys.executable, "-c", code], {**os.environ, **words}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert "clients" in done.stdout.split()
 
 
 def sized(size: Annotated[int, typer.Option(min=1)] = 3) -> Iterator[int]:

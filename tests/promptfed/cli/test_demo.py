@@ -162,18 +162,3 @@ def test_the_unseen_domain_is_left_out_where_nobody_has_a_classifier_for_it() ->
     }
     assert roles["pfedpg"] == ["trainer"] * 3
     assert roles["fedpgp"] == roles["singleset_vpt"] == ["trainer"] * 3 + ["evaluator"]
-
-
-def test_what_the_demo_refuses(tmp_path: Path) -> None:
-    runner = CliRunner()
-    unknown = runner.invoke(app, ["demo", "--data", "letters"])
-    assert unknown.exit_code == Exit.BAD_INPUT
-    assert "symbols" in unknown.stderr
-    (tmp_path / "file").write_text("")
-    full = runner.invoke(app, ["demo", "--keep", str(tmp_path)])
-    assert full.exit_code == Exit.BAD_INPUT
-    assert "not empty" in full.stderr
-    method = runner.invoke(app, ["demo", "--method", "promptfk"])
-    assert method.exit_code == Exit.REFUSED
-    assert "did you mean 'promptfl'" in method.stderr
-    assert runner.invoke(app, ["demo", "--rounds", "0"]).exit_code == Exit.USAGE

@@ -35,8 +35,8 @@ class Command:
     def __init__(self, folder: Path, url: str, token: Path):
         self.folder, self.url, self.token = folder, url, token
 
-    def __call__(self, *arguments: str, url: str | None = None, token: Path | None = None) -> Result:
-        options = ["--coordinator", url or self.url, "--token-file", str(token or self.token)]
+    def __call__(self, *arguments: str, url: str | None = None) -> Result:
+        options = ["--coordinator", url or self.url, "--token-file", str(self.token)]
         return CliRunner().invoke(app, ["federation", *arguments, *options])
 
     def spec(self, name: str, **changes: Any) -> str:
@@ -95,20 +95,6 @@ def test_dry_run_creates_nothing(command: Command) -> None:
     assert command("status", "imagined").exit_code == Exit.REFUSED
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"rounds": 0}, "rounds"),
-    ({"colour": 1}, "colour: unknown key"),
-    ({"method": {"name": "promptfk"}}, "did you mean 'promptfl'"),
-    ({"training": {"epochs": "2"}}, "training.epochs"),
-])  # fmt: skip
-def test_a_bad_spec_is_refused_in_one_line_with_its_path(command: Command, changes: dict[str, Any], says: str) -> None:
-    done = command("create", command.spec("bad", **changes), "--no-backbone")
-    assert done.exit_code == Exit.REFUSED
-    assert says in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert command("status", "bad").exit_code == Exit.REFUSED
-
-
 @pytest.mark.parametrize("backbone", ["--no-backbone", "--backbone"])
 def test_all_that_is_wrong_with_a_spec_is_told_at_once(command: Command, backbone: str) -> None:
     changes = {"round": 3, "training": {"epochs": 0}, "method": {"name": "promptfl", "mm": 1}}
@@ -118,25 +104,6 @@ def test_all_that_is_wrong_with_a_spec_is_told_at_once(command: Command, backbon
     assert head == "promptfed: 3 things are wrong:"
     assert [line.split(":")[0].strip() for line in told] == ["training.epochs", "round", "method.mm"]
     assert "did you mean 'rounds'?" in done.stderr
-
-
-def test_a_spec_that_is_no_spec(command: Command, tmp_path: Path) -> None:
-    for text, says in [("a: [", "not YAML"), ("- 1", "must hold a mapping"), (None, "cannot read")]:
-        path = tmp_path / "spec.yaml"
-        path.unlink(missing_ok=True)
-        if text is not None:
-            path.write_text(text)
-        done = command("create", str(path), "--no-backbone")
-        assert done.exit_code == Exit.BAD_INPUT
-        assert says in done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_a_name_is_taken_once(command: Command) -> None:
-    command.create("twice")
-    done = command("create", command.spec("twice"), "--no-backbone")
-    assert done.exit_code == Exit.REFUSED
-    assert "twice" in done.stderr
 
 
 def test_wrong_moments_say_where_the_federation_stands(command: Command) -> None:
@@ -153,25 +120,12 @@ def test_wrong_moments_say_where_the_federation_stands(command: Command) -> None
     assert command("watch", "early").exit_code == Exit.FEDERATION_ENDED_BADLY
 
 
-def test_tokens_and_addresses(command: Command, tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong"
-    wrong.write_text("not the token\n")
-    assert command("list", token=wrong).exit_code == Exit.NOT_ALLOWED
-    missing = command("list", token=tmp_path / "missing")
-    assert missing.exit_code == Exit.BAD_INPUT
-    assert "missing" in missing.stderr
-    away = command("list", url="http://127.0.0.1:9")
-    assert away.exit_code == Exit.UNREACHABLE
-    assert "http://127.0.0.1:9" in away.stderr
-    assert len(away.stderr.strip().splitlines()) == 1
+def test_an_address_of_something_else(command: Command) -> None:
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
         threading.Thread(target=other.handle_request).start()
         elsewhere = command("list", url=f"http://127.0.0.1:{other.server_port}")
     assert elsewhere.exit_code == Exit.FAILED
     assert "is that a coordinator's address?" in elsewhere.stderr
-    none = CliRunner(env={"PROMPTFED_OPERATOR_TOKEN": ""}).invoke(app, ["federation", "list"])
-    assert none.exit_code == Exit.NOT_ALLOWED
-    assert "--token-file" in none.stderr
 
 
 def test_an_enrolment_token_is_written_for_its_owner_alone(command: Command, tmp_path: Path) -> None:
@@ -259,6 +213,3 @@ def test_methods_are_listed_and_described() -> None:
     one = CliRunner().invoke(app, ["methods", "promptfl_prox"])
     assert "mu" in one.stdout
     assert "context (m, d_t) float32" in one.stdout
-    unknown = CliRunner().invoke(app, ["methods", "promptfk"])
-    assert unknown.exit_code == Exit.BAD_INPUT
-    assert "did you mean 'promptfl'" in unknown.stderr

@@ -6,10 +6,8 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from promptfed.cli.commands.data import SOURCES
-from promptfed.cli.commands.run import check_port
 from promptfed.cli.main import app
 from promptfed.runtime.containers import choose_gpus, gpus_of_engine
 from promptfed.runtime.processes import ProcessFailed, Services, Site
@@ -154,39 +151,11 @@ def test_gpus_of_the_engine_are_those_of_nvidias_tool(tmp_path: Path, monkeypatc
     assert gpus_of_engine() == []
 
 
-@pytest.fixture
-def taken() -> Iterator[int]:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        yield int(listening.getsockname()[1])
-
-
 def refusal(*arguments: str) -> tuple[int, str]:
     """Exit code and the one line on stderr of ``promptfed launch``."""
     done = CliRunner().invoke(app, ["launch", *arguments])
     assert done.stderr.count("\n") == 1, done.stderr
     return done.exit_code, done.stderr
-
-
-def test_a_port_in_use(spec: Path, taken: int) -> None:
-    code, said = refusal(str(spec), "--port", str(taken))
-    assert code == Exit.BAD_INPUT
-    assert f"port {taken} cannot be used (Address already in use): give --port another" in said
-    check_port(0)
-
-
-@pytest.mark.parametrize(("written", "instead", "options", "reason"), [
-    ("", "", ["--clients", "3"], "lists 2 trainers, not 3"),
-    ("", "", ["--clients", "1"], "1 trainer where participation.min_clients wants 2: give more, or lower it"),
-    ("promptfl", "promptfk", [], "did you mean 'promptfl'"),
-    ("rounds: 2", "rounds: none", [], "rounds"),
-])  # fmt: skip
-def test_a_run_file_that_cannot_run(spec: Path, written: str, instead: str, options: list[str], reason: str) -> None:
-    spec.write_text(SPEC.replace(written, instead) if written else SPEC)
-    code, said = refusal(str(spec), *options)
-    assert code == Exit.BAD_INPUT
-    assert reason in said
 
 
 @pytest.mark.parametrize("runtime", ["process", "docker"])
@@ -197,13 +166,6 @@ def test_more_gpus_than_there_are(spec: Path, runtime: str, monkeypatch: pytest.
     code, said = refusal(str(spec), "--runtime", runtime, "--gpus", "2")
     assert code == Exit.BAD_INPUT
     assert "--gpus 2 asks for more GPUs than there are (1)" in said
-
-
-def test_no_engine_answers(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
-    code, said = refusal(str(spec), "--runtime", "docker", "--json")
-    assert code == Exit.UNREACHABLE
-    assert "no Docker engine answers" in said
 
 
 def test_the_documented_run_file(tmp_path: Path) -> None:
@@ -288,22 +250,6 @@ def test_a_sheet_shows_images_of_every_class_in_turn(tmp_path: Path) -> None:
         assert difference.mean() < 8  # of the 256 colours that the sheet has few of
         others = [np.asarray(test.image(other)).astype(int) for other in first if other != row]
         assert all(np.abs(sheet[8:72, 8 + 72 * at : 72 + 72 * at] - other).mean() > 12 for other in others)
-
-
-@pytest.mark.parametrize(("arguments", "why"), [
-    (["show", "emoji:nowhere", "--out", "x.png"], "unknown style nowhere"),
-    (["show", "emoji:flat", "--part", "middle", "--out", "x.png"], "use train or test"),
-    (["show", "emoji:flat", "--out", "nowhere/x.png"], "cannot be written"),
-    (["show", "emoji:fxemoji?level=names", "--part", "train", "--out", "x.png"], "name another designer"),
-])  # fmt: skip
-def test_what_cannot_be_shown_is_said(
-    arguments: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["data", *arguments], env={"COLUMNS": "400"})
-    assert done.exit_code == Exit.BAD_INPUT
-    assert why in done.output
-    assert not (tmp_path / "x.png").exists()
 
 
 def test_a_source_is_told_with_its_classes_and_their_counts(tmp_path: Path) -> None:

@@ -101,26 +101,6 @@ def test_many_clients_are_summed_up() -> None:
     assert _table(accuracies(MOST_ROWS), "few").row_count == MOST_ROWS + 1  # and their mean
 
 
-@pytest.mark.parametrize(("text", "options", "says"), [
-    ("rounds: 2", (), "has no `clients`"),
-    (RUN.format(rounds=-1), (), "rounds: must be greater than or equal to 0"),
-    (RUN.format(rounds=0), (), "rounds: 0 rounds evaluate an export"),
-    (RUN.format(rounds=1).replace("painting", "nowhere"), (), "client site-0: symbols:nowhere"),
-    (RUN.format(rounds=1), ("--clients", "1"), "min_clients wants 2"),
-    (RUN.format(rounds=1), ("--device", "cuda:9"), "The device 'cuda:9' cannot be used"),
-    (RUN.format(rounds=1), ("--out", "{folder}"), "is not empty: give --out a new folder"),
-])  # fmt: skip
-def test_what_is_wrong_is_one_line(text: str, options: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    path = tmp_path / "wrong.yaml"
-    path.write_text(text)
-    done = simulated(path, *(option.format(folder=tmp_path) for option in options))
-    assert done.exit_code == Exit.BAD_INPUT, done.output
-    line = done.stderr.strip().splitlines()[-1]
-    assert line.startswith("promptfed: ")
-    assert says in line
-    assert "Traceback" not in done.output
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [[], ["--out", "out"]])
 def test_ctrl_c_ends_it_within_seconds(kept: list[str], tmp_path: Path) -> None:

@@ -267,14 +267,6 @@ def test_domains_with_other_classes_are_all_told_before_anything_is_computed(tmp
         assert part in text
 
 
-def test_the_unseen_domain_of_a_folder_keeps_to_its_test_split_unless_told_otherwise(tmp_path: Path) -> None:
-    setting = domain_folders(tmp_path, {"a": ("circle", "bar"), "b": ("circle", "bar")})
-    lodo = PROTOCOLS["leave-one-domain-out"]
-    for images, expected in (("test", 2), ("all", 8)):
-        referee = lodo.trials(replace(setting, target_images=images), 0, False)[0].sites[-1]
-        assert len(open_source(referee.data, referee.role).test) == expected
-
-
 def test_keys_of_the_spec_change_the_spec_and_others_the_method() -> None:
     entry = parse_entry("promptfl_prox:mu=0.5:training.learning_rate=0.1:rounds=3:training.epochs=2")
     assert entry.method == {"name": "promptfl_prox", "mu": 0.5}

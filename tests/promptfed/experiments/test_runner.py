@@ -191,35 +191,8 @@ def test_a_job_that_cannot_run_is_named_and_finished_ones_stay(tmp_path: Path) -
     assert len(list((tmp_path / "runs").glob("*.json"))) == 1
 
 
-@pytest.mark.parametrize(("change", "complaint"), [
-    ({"--seeds": "0,0"}, "must be different"),
-    ({"--seeds": "a"}, "write whole numbers"),
-    ({"--methods": "promptfl:m=[1"}, "the value of 'm=[1' cannot be read"),
-    ({"--methods": "promptfl:seed=3"}, "seeds are given by --seeds"),
-    ({"--data": DATA + "&client=0"}, "sets client itself"),
-    ({"--data": DATA + "&shots=1", "--shots": "2"}, "sets shots itself"),
-    ({"--methods": "nothing"}, "there is no method"),
-    ({"--data": "symbols:nowhere"}, "unknown domain"),
-    ({"--methods": "promptfl:training.epochs=0"}, "training.epochs"),
-])  # fmt: skip
-def test_bad_arguments_are_one_line(tmp_path: Path, change: dict[str, str], complaint: str) -> None:
-    arguments = dict(zip(ARGUMENTS[2:-1:2], ARGUMENTS[3:-1:2], strict=True)) | {"--seeds": "0"} | change
-    code, _, stderr = invoke(
-        "bench", "personalisation", *(part for pair in arguments.items() for part in pair), "--out", str(tmp_path)
-    )
-    assert code == Exit.BAD_INPUT
-    assert complaint in " ".join(stderr.split())
-
-
-def test_an_unknown_protocol_and_a_method_in_the_spec_are_refused(tmp_path: Path) -> None:
-    code, _, stderr = invoke("bench", "guessing", *ARGUMENTS[2:], "--out", str(tmp_path))
-    assert code == Exit.BAD_INPUT
-    assert "there is no protocol 'guessing'" in stderr
+def test_a_seed_in_the_spec_is_refused(tmp_path: Path) -> None:
     spec = tmp_path / "base.yaml"
-    spec.write_text("method: {name: promptfl}\n")
-    code, _, stderr = invoke(*ARGUMENTS, "--spec", str(spec), "--out", str(tmp_path))
-    assert code == Exit.BAD_INPUT
-    assert "names a method" in " ".join(stderr.split())
     spec.write_text("seed: 1\n")
     code, _, stderr = invoke(*ARGUMENTS, "--spec", str(spec), "--out", str(tmp_path))
     assert (code, "names a seed" in " ".join(stderr.split())) == (Exit.BAD_INPUT, True)
@@ -252,36 +225,6 @@ def test_a_damaged_result_is_told_in_one_line(finished: tuple[Path, dict[str, An
     assert "https://" not in told
 
 
-@pytest.mark.parametrize(("arguments", "named"), [
-    (["embedded", "--methods", "promptfl", "--rounds", "2"], "--methods, --rounds"),
-    (["paper:plan-pacs", "--data", "symbols:neon"], "--data"),
-    (["personalisation", "--data", "symbols:neon", "--reduced"], "--reduced"),
-])  # fmt: skip
-def test_options_that_would_change_nothing_are_refused(tmp_path: Path, arguments: list[str], named: str) -> None:
-    code, _, stderr = invoke("bench", *arguments, "--out", str(tmp_path / "out"))
-    assert code == Exit.BAD_INPUT
-    assert f"bench {arguments[0]} takes no {named}:" in " ".join(stderr.split())
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("arguments", "named"), [
-    (["base-to-novel", "--partition", "iid", "--alpha", "1", "--curve", "2"], "--alpha, --curve, --partition"),
-    (["base-to-novel", "--classes-per-client", "2", "--clients", "3"], "--clients"),
-    (["leave-one-domain-out", "--domains", "a,b", "--clients", "3"], "--clients"),
-    (["personalisation", "--partition", "iid", "--alpha", "1"], "--alpha"),
-    (["personalisation", "--domains", "neon,sketch", "--classes-per-client", "2"], "--classes-per-client, --domains"),
-    (["cross-dataset", "--targets", "neon"], "--targets"),
-    (["few-shot:personalisation", "--shots", "3"], "--shots"),
-])  # fmt: skip
-def test_options_that_a_protocol_does_not_look_at_are_refused(tmp_path: Path, arguments: list[str], named: str) -> None:
-    code, _, stderr = invoke(
-        "bench", *arguments, "--data", DATA, "--methods", "zero_shot", "--out", str(tmp_path / "out")
-    )
-    assert code == Exit.BAD_INPUT
-    assert f"bench {arguments[0]} takes no {named}: it looks at none with" in " ".join(stderr.split())
-    assert not (tmp_path / "out").exists()
-
-
 def test_what_a_protocol_looks_at_is_what_changes_its_federations() -> None:
     """Every field of a setting, changed: the federations differ if and only if the protocol says that it is used."""
     plain = "symbols:sketch?topic=games&per_class=8&test_per_class=2"
@@ -305,20 +248,6 @@ def test_what_a_protocol_looks_at_is_what_changes_its_federations() -> None:
             other = replace(setting, **{field: value})
             differs = protocol.trials(other, 1, False) != before
             assert differs == (field in protocol.used(other) | protocol.used(setting)), (name, field)
-
-
-@pytest.mark.parametrize(("arguments", "complaint"), [
-    (["leave-one-domain-out", "--domains", "neon,neon"], "--domains: neon is given twice"),
-    (["leave-one-domain-out", "--domains", "neon,sketch", "--targets", "neon,neon"], "--targets: neon is given twice"),
-    (["few-shot:leave-one-domain-out", "--domains", "neon,sketch", "--curve", "0,1"], "at least 1"),
-])  # fmt: skip
-def test_names_given_twice_and_no_shots_are_refused(tmp_path: Path, arguments: list[str], complaint: str) -> None:
-    data = DATA.replace("neon", "{domain}")
-    code, _, stderr = invoke(
-        "bench", *arguments, "--data", data, "--methods", "zero_shot", "--out", str(tmp_path / "out")
-    )
-    assert code == Exit.BAD_INPUT
-    assert complaint in " ".join(stderr.split())
 
 
 def test_the_hash_of_the_data_is_of_names_labels_and_pixels_of_both_splits() -> None:
@@ -401,55 +330,31 @@ def test_accuracy_by_round_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "rounds-trainers.png").exists()
 
 
-LARGER = "symbols:{domain}?topic=weather&per_class=4&test_per_class=3"
-
-
-def invoke_of_bench_folder(*arguments: str) -> tuple[int, str, str]:
-    found = CliRunner().invoke(app, ["bench", *arguments])
-    return found.exit_code, found.stdout, " ".join(found.stderr.split())
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bench")
-    code, _, stderr = invoke_of_bench_folder(
-        "personalisation", "--methods", "promptfl,coop", "--data", LARGER, "--domains", "neon,chalk", "--rounds", "1",
-        "--m", "2", "--seeds", "1", "--out", str(folder),
-    )  # fmt: skip
-    assert code == 0, stderr
-    return folder
-
-
-def document(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "results.json").read_text())
+def document(finished: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((finished[0] / "results.json").read_text())
     return found
 
 
-def test_every_answer_is_kept_in_this_process(out: Path) -> None:
-    promptfl, _ = document(out)["runs"]
+def test_every_answer_is_kept_in_this_process(finished: tuple[Path, dict[str, Any]]) -> None:
+    promptfl, _ = document(finished)["runs"]
+    data = {client["name"]: client["data"] for client in promptfl["clients"]}
     told = {(one["client"], one["split"]): one for one in promptfl["outcomes"]}
-    assert set(told) == {(client, split) for client in ("neon", "chalk") for split in ("test", "test@zero-shot")}
+    assert set(told) == {(client, split) for client in data for split in ("test", "test@zero-shot")}
     for accuracy in promptfl["accuracies"]:
         if accuracy["round"] == 1:
             one = told[accuracy["client"], accuracy["split"]]
             right = [a == b for a, b in zip(one["labels"], one["predicted"], strict=True)]
             assert sum(right) / len(right) == pytest.approx(accuracy["accuracy"])
             assert all(1 / len(one["class_names"]) - 1e-6 <= sure <= 1 for sure in one["confidence"])
-    site = next(client for client in promptfl["clients"] if client["name"] == "neon")
-    assert told["neon", "test"]["labels"] == open_source(site["data"]).test.labels.tolist()
+    for client, uri in data.items():
+        assert told[client, "test"]["labels"] == open_source(uri).test.labels.tolist()
 
 
-def test_calibration_stands_in_the_document(out: Path) -> None:
-    whole = document(out)
+def test_calibration_stands_in_the_document(finished: tuple[Path, dict[str, Any]]) -> None:
+    whole = document(finished)
     row = next(row for row in whole["measures"] if (row["label"], row["split"]) == ("promptfl", "test"))
     told = [one for one in whole["runs"][0]["outcomes"] if one["split"] == "test"]
     sure = [value for one in told for value in one["confidence"]]
     right = [a == b for one in told for a, b in zip(one["labels"], one["predicted"], strict=True)]
     assert row["ece"] == [pytest.approx(calibration_error(sure, right), abs=1e-12)]
-    assert "| method | test set | accuracy | ECE | macro-F1 |" in (out / "table.md").read_text()
-
-
-def test_a_bench_needs_a_folder() -> None:
-    code, _, stderr = invoke_of_bench_folder("personalisation", "--data", LARGER)
-    assert code == Exit.BAD_INPUT
-    assert "needs a folder for its results: give --out" in stderr
+    assert "| method | test set | accuracy | ECE | macro-F1 |" in (finished[0] / "table.md").read_text()

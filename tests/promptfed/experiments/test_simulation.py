@@ -28,7 +28,6 @@ from typer.testing import CliRunner
 import promptfed
 from promptfed.cli.main import app
 from promptfed.client_service.exits import ClientError
-from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger
 from promptfed.client_service.privacy.noisy_counts import coded_accuracy, lowest
 from promptfed.client_service.privacy.policy import FLOOR
 from promptfed.client_service.privacy.secure import SecureWork
@@ -48,9 +47,7 @@ from promptfed.sdk.output import commit
 from promptfed.sdk.progress import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, tiny
-from promptfed.shared.clip.caches import agreeing_slots
 from promptfed.shared.data import DataError, open_source
-from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.methods import METHODS, resolve_spec
 from promptfed.shared.methods.core.interface import Classifier, ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
@@ -284,24 +281,6 @@ def test_an_interrupt_ends_it_at_once_and_leaves_nothing(
     wait_for("the end of its threads", lambda: own() <= before)
 
 
-def test_features_are_computed_in_whole_batches_before_anybody_enrols(backbone: Backbone, tmp_path: Path) -> None:
-    sizes: list[int] = []
-    encode = backbone.encode_images
-    cache = FeatureCache(tmp_path)
-
-    def counted(images: Tensor, **options: Any) -> Tensor:
-        sizes.append(int((images != 0).flatten(1).any(dim=1).sum()))
-        return encode(images, **options)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(backbone, "encode_images", counted)
-        simulate(spec(rounds=1), SITES, backbone=backbone, features=cache)
-    assert cache.images_computed == 40 + 20  # ten classes, each image once
-    whole = len(agreeing_slots(backbone))  # 32 places, or as many of them as agree on this CPU
-    wanted = [min(whole, 60 - first) for first in range(0, 60, whole)]
-    assert sorted(sizes[1:]) == sorted(wanted)  # the first measures which places of a batch agree
-
-
 def test_another_backbone_than_the_specs_is_refused(backbone: Backbone, features: FeatureCache) -> None:
     named = {"model": tiny.MODEL, "pretrained": None}
     with pytest.raises(CommandError, match="names the backbone promptfed-tiny None fp32, but promptfed-tiny embedded"):
@@ -314,15 +293,6 @@ def test_nothing_is_left_running_or_changed(backbone: Backbone, features: Featur
     simulate(spec(training={"threads": 2}, rounds=1), SITES[:2], backbone=backbone, features=features)
     assert set(threading.enumerate()) <= before
     assert torch.get_num_threads() == 1
-
-
-def test_a_data_set_can_be_handed_in_opened(backbone: Backbone, features: FeatureCache) -> None:
-    sources = SharedSources()
-    for k, site in enumerate(SITES):
-        sources.add(f"part {k}", sources.open(site.data))
-    handed = [Site(site.name, f"part {k}") for k, site in enumerate(SITES)]
-    given = simulate(spec(), handed, sources=sources, backbone=backbone, features=features)
-    assert given.state_hash == simulate(spec(), SITES, backbone=backbone, features=features).state_hash
 
 
 @pytest.mark.parametrize(("changes", "sites", "says", "exit"), [
@@ -473,10 +443,7 @@ SITES_SECURE_SIMULATION = [Site(f"site-{k}", SUMMED.format(k)) for k in range(4)
 
 
 def spec_of_secure_simulation(method: str = "promptfl", **changes: Any) -> dict[str, Any]:
-    return {
-        "name": "summed", "method": {"name": method, "m": 4}, "rounds": 2,
-        "training": {"learning_rate": 0.02, "batch_size": 4}, "participation": {"min_clients": 4}, "seed": 3,
-    } | changes  # fmt: skip
+    return spec(method={"name": method, "m": 4}, participation={"min_clients": 4}) | changes
 
 
 @pytest.mark.parametrize("method", ["promptfl", "fedpgp"])
@@ -511,28 +478,6 @@ def test_noise_for_records_gives_the_state_of_noise_in_clear(backbone: Backbone,
     assert (told.clients, told.noise, told.rounds_counted) == (4, "seeded", 1)
     assert summed.sums().smallest_sum == 4
     assert all(phase.updates == [] for report in summed.round_reports for phase in report.phases)
-
-
-@pytest.mark.slow
-def test_a_change_that_its_data_set_can_no_longer_afford_does_not_leave(
-    backbone: Backbone, features: FeatureCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is deleted before its masked vector is sent; the others' sum is opened, and the next round is as usual."""
-    spend, refused = Ledger.spend, []
-
-    def spend_but_once(ledger: Ledger, *about: Any) -> bool:
-        if not refused:
-            refused.append(ledger)
-            raise BudgetExhausted("another federation was faster")
-        return spend(ledger, *about)
-
-    monkeypatch.setattr(Ledger, "spend", spend_but_once)
-    wanted = spec_of_secure_simulation(privacy=PRIVACY, secure_aggregation={"threshold": 0.7})
-    result = simulate(wanted, SITES_SECURE_SIMULATION, backbone=backbone, features=features)
-    first, second = (report.phases[0] for report in result.round_reports[1:])
-    assert [one.type for one in first.failed] == ["privacy-budget-exhausted"]
-    assert (first.secure.sum_clients, second.secure.sum_clients) == (3, 4)
-    assert len(refused[0].spends()) == 1
 
 
 @pytest.mark.parametrize(("told", "withheld"), [(None, True), ("withheld", True), ("plain", False)])
@@ -779,19 +724,6 @@ def test_the_result_is_the_best_rounds(selected: promptfed.Result, tmp_path: Pat
     assert card["selection"]["value"] == view.value
     assert "the best of 4 by a mean accuracy" in (tmp_path / "export" / "card.md").read_text()
     assert card["accuracy"]["mean"]["trainer"]["adapted"] > 0
-
-
-def test_held_out_images_are_those_of_the_shared_function(selected: promptfed.Result, data: dict[str, str]) -> None:
-    source = open_source(data["a"])
-    apart = held_out(source, 0.25, selected.taken.spec["seed"])
-    [evaluation] = [
-        client
-        for report in selected.taken.reports[:1]
-        for name, client in report["evaluation"]["clients"].items()
-        if name == "a"
-    ]
-    assert evaluation["splits"]["validation"]["num_samples"] == len(apart.test)
-    assert [client.num_samples for client in selected.taken.clients] == [len(apart.train)] * 2
 
 
 def test_personalised_clients_end_with_the_private_state_of_the_chosen_round(

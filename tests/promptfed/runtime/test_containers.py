@@ -17,9 +17,9 @@ import pytest
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
 from promptfed.runtime import containers
-from promptfed.runtime.containers import ContainerFederation, Containers, federation_in_containers, with_absolute_paths
+from promptfed.runtime.containers import Containers, federation_in_containers, with_absolute_paths
 from promptfed.runtime.processes import MAX_RESTARTS, ProcessFailed, Site
-from promptfed.sdk.client import CommandError, Exit, Request
+from promptfed.sdk.client import CommandError, Request
 
 
 @dataclass
@@ -318,14 +318,6 @@ def test_folders_of_images_are_mounted_where_they_are(engine: FakeEngine, tmp_pa
     assert with_absolute_paths(Site("a", "symbols:neon")) == (Site("a", "symbols:neon"), ())
 
 
-def test_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
-    with pytest.raises(CommandError, match="no Docker engine answers: start one, or use --runtime process") as raised:
-        containers.open_engine()
-    assert raised.value.exit == Exit.UNREACHABLE
-    assert "\n" not in str(raised.value)
-
-
 def test_no_image(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docker, "from_env", lambda: FakeEngine(("promptfed-coordinator",)))
     with pytest.raises(CommandError, match="there is no image promptfed-client: run `docker compose build`"):
@@ -338,11 +330,3 @@ def test_an_engine_that_goes_away(engine: FakeEngine) -> None:
         federation_in_containers(engine, 0, None),
     ):
         raise DockerException("gone")
-
-
-def test_two_launches_do_not_meet(engine: FakeEngine) -> None:
-    with Containers(engine) as one, Containers(engine) as other:
-        ContainerFederation(one)
-        ContainerFederation(other)
-        other.stop()
-        assert {thing.labels["promptfed.launch"] for thing in engine.things} == {one.id}

@@ -118,14 +118,6 @@ def test_an_interrupt_in_a_start_leaves_nothing_behind(
     assert [process.returncode is None for process in started] == [False]
 
 
-def test_a_started_process_hears_signals(tmp_path: Path) -> None:
-    with Processes(tmp_path) as processes:
-        managed = processes.start("client", ["-c", SLEEP])
-        wait_for("its first line", lambda: "up" in managed.tail(1))
-        managed.process.terminate()
-        assert managed.process.wait() == -signal.SIGTERM
-
-
 @pytest.mark.extended
 @pytest.mark.skipif(sys.platform != "linux", reason="clients are forked on Linux")
 def test_a_forked_client_is_a_process_of_its_own(tmp_path: Path) -> None:

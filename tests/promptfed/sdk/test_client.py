@@ -134,7 +134,13 @@ def test_the_operator_s_token_goes_to_other_machines_encrypted_only(
 ) -> None:
     monkeypatch.setenv(PLAIN_VARIABLE, "")
     monkeypatch.setenv(CA_VARIABLE, "")
-    for url in ("http://coordinator.example.org", "http://10.0.0.7:8080", "http://127.0.0.1.example.org"):
+    for url in (
+        "http://coordinator.example.org",
+        "http://10.0.0.7:8080",
+        "http://127.0.0.1.example.org",
+        f"{A},http://b.example",
+        f"http://b.example,{A}",
+    ):
         with pytest.raises(CommandError, match="would carry the operator token unencrypted"):
             Coordinator(url, "token")
         found = CliRunner().invoke(
@@ -323,12 +329,6 @@ def test_one_coordinator_alone_is_asked_once(monkeypatch: pytest.MonkeyPatch) ->
     assert group.asked == [("a", "f")]
 
 
-@pytest.mark.parametrize("url", [f"{A},http://b.example", f"http://b.example,{A}"])
-def test_every_address_is_protected(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    with pytest.raises(CommandError, match=r"http://b\.example would carry the operator token unencrypted"):
-        Coordinator(url, "token")
-
-
 # Experiment trackers, read back: TensorBoard's event file and MLflow's database hold what the reports say.
 
 
@@ -421,12 +421,6 @@ def test_a_federation_is_followed(tmp_path: Path, ended: bool) -> None:
     assert rounds == ([("styles", 0), ("styles", 1)] if ended else [("styles", 0)])
     assert seen == [(end.state, rounds[-1][1])]
     assert end.state == ("finished" if ended else "cancelled")
-
-
-@pytest.mark.parametrize("where", ["tensorboard", "tensorboard:", "wandb:x", ""])
-def test_an_unknown_tracker(where: str) -> None:
-    with pytest.raises(CommandError, match="tensorboard:FOLDER or mlflow:URI"):
-        open_tracker(where).__enter__()
 
 
 def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -103,13 +103,6 @@ def names_of(description: str) -> list[str]:
     return configurations()[description]
 
 
-def test_a_refusal_names_the_tower() -> None:
-    with torch.device("meta"):
-        tower = build(next(wanted for wanted, names in configurations().items() if "ViTamin-B" in names))
-    with pytest.raises(BackboneError, match="no visual prompts: it is a TimmModel, not a vision transformer"):
-        prompted_tower(tower)
-
-
 @contextmanager
 def prompts_hooked_in(visual: Any, prompts: Any) -> Any:
     """The library's tower, whose blocks find the prompts after its class token, if it has one, as further ones."""

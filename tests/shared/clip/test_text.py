@@ -252,14 +252,6 @@ def test_unnormalised_features(small: Any) -> None:
     assert_values(F.normalize(raw, dim=-1), backbone.encode_prompts(context, prompts))
 
 
-def test_buckets_hold_every_class_once_by_length(small: Any) -> None:
-    prompts = small("small-vit").class_prompts(CLASS_NAMES, M)
-    assert [end for end, _ in prompts.buckets] == sorted({int(end) for end in prompts.end})
-    assert sorted(index for _, members in prompts.buckets for index in members) == list(range(len(CLASS_NAMES)))
-    # [SOS] + 4 context tokens + 1 to 5 words + "." put the end token at 7 to 11.
-    assert [end for end, _ in prompts.buckets] == [7, 8, 9, 10, 11]
-
-
 BAD_NAMES = [
     ([], "No class names"),
     ("dog", "No class names"),

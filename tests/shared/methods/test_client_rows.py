@@ -241,16 +241,6 @@ def test_the_gate_has_a_rate_of_its_own_which_no_cosine_scales(backbone: Backbon
     assert torch.allclose(first, second, atol=1e-7)
 
 
-def test_the_order_of_experts_changes_nothing(backbone: Backbone, make_context: Make) -> None:
-    tried, context, payload, gate = gated(backbone, make_context)
-    private = {"own_context": payload["context"], **gate}
-    turned = payload | {"experts": payload["experts"].flip(0)}
-    first, second = (
-        tried.classifier(context, one, private).logits(context.train, torch.arange(5)) for one in (payload, turned)
-    )
-    assert float((first - second).abs().max()) <= 1e-5 * float(first.abs().max())
-
-
 def test_who_classifies_with_what(backbone: Backbone, make_context: Make) -> None:
     tried, context, payload, gate = gated(backbone, make_context)
     rows, own = torch.arange(5), payload["context"] + 0.01

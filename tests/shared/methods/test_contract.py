@@ -266,7 +266,13 @@ TOWERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("method", TOWERS)
+FEW = ("fedlora", "fedrod", "fedvpt")  # the first tier's: weights, heads, prompts
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(one, marks=() if one["name"] in FEW else pytest.mark.extended) for one in TOWERS],
+)
 def test_a_federation_trains_a_tower(method: dict[str, Any]) -> None:
     data = "symbols:sketch?topic=weather&per_class=3&test_per_class=1&partition=iid&clients=2&client={}"
     spec = {"name": "x", "method": method, "rounds": 2, "training": {"learning_rate": 0.01, "batch_size": 8}}
@@ -534,6 +540,7 @@ def test_poisson_sampling_is_for_this_level_alone() -> None:
     assert told == [{"path": "privacy", "detail": "sampling poisson is for privacy.level client: leave it out"}]
 
 
+@pytest.mark.extended
 def test_delta_and_noise_are_filled_in_once_and_stay() -> None:
     poisson = {"min_clients": 100, "sampling": "poisson", "fraction": 0.2}
     found = resolve_spec(spec(privacy={"level": "client", "clip": 0.5, "epsilon": 6.0}, participation=poisson))

@@ -226,14 +226,6 @@ def test_the_classifier_scores_the_sum(backbone: Backbone, make_context: Make) -
     assert_values(weights_of(classifier), weights)
 
 
-@pytest.mark.parametrize(("alpha", "size"), [(0.5, 0.0), (0.0, 1.0)])
-def test_no_residual_or_weight_is_zero_shot(backbone: Backbone, make_context: Make, alpha: float, size: float) -> None:
-    context, rows = make_context(5), torch.arange(5)
-    payload = {"residual": size * some_residual(backbone.d_e)}
-    found = make_method({"name": "fedtaskres", "alpha": alpha}).classifier(context, payload, {})
-    assert_values(found.logits(context.train, rows), TemplateClassifier(context).logits(context.train, rows))
-
-
 def test_rows_follow_the_names_of_classes_and_a_new_class_is_zero_shot(backbone: Backbone, make_context: Make) -> None:
     context, residual = make_context(5), some_residual(backbone.d_e)
     method = make_method({"name": "fedtaskres"})

@@ -183,29 +183,6 @@ def test_a_class_without_a_prompt_is_refused_by_name(make_context: Make) -> None
     assert found.logits(context.train, torch.arange(3)).shape == (3, 2)
 
 
-def test_the_query_learns_to_tell_domains_apart(make_context: Make) -> None:
-    """Two clients of features around opposite directions: after some rounds each image finds its own domain."""
-    tried = method(class_specific=False)
-    base = make_context(8, epochs=3, batch_size=8, learning_rate=0.1)
-    roster = server(base.backbone, "a", "b")
-    state = started(tried, roster)
-    draws = torch.Generator().manual_seed(0)
-    side = F.normalize(torch.randn(base.backbone.d_e, generator=draws), dim=0)
-    splits = {}
-    for name, sign in (("a", 1), ("b", -1)):
-        near = F.normalize(sign * side + 0.3 * torch.randn(8, base.backbone.d_e, generator=draws) / 4, dim=1)
-        splits[name] = MadeUpSplit(near, torch.arange(8) % 5)
-    for _ in range(4):
-        sent = [
-            tried.train(replace(base, client=n, train=split), handed(tried, state, roster, n), {}).update
-            for n, split in splits.items()
-        ]
-        state = state | {key: (sent[0][key] + sent[1][key]) / 2 for key in sent[0]}
-    for row, name in enumerate(("a", "b")):
-        shares = mixture_of(splits[name].values @ state["query_weight"].T, 0.01)
-        assert bool((shares[:, row] > 0.99).all())
-
-
 def test_its_size_is_the_papers() -> None:
     """PLAN's author counts 0.534 M on OfficeHome with three sources."""
     shape = BackboneShape(d_t=512, d_e=512, context_length=77)

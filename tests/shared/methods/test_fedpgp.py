@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import fedpgp, fedtpg, make_method
 from promptfed.shared.methods.core import toolkit as pf
@@ -141,17 +140,6 @@ def test_the_private_start_is_the_clients_own(backbone: Backbone, make_context: 
     assert float(everything.std()) == pytest.approx(0.02, rel=0.06)
     assert float(first["U"].abs().min()) > 0
     assert tried.adaptation(context, {"U": other["U"], "V": other["V"]})["V"] is other["V"]
-
-
-def test_private_state_carries_on_and_the_payload_is_left_alone(backbone: Backbone, make_context: Make) -> None:
-    tried, payload = method(), {"global_context": global_context(backbone)}
-    context = make_context(batch_size=5, learning_rate=0.05)
-    first = tried.train(context, payload, {})
-    second = tried.train(replace(context, round=2), payload, first.private)
-    assert torch.equal(payload["global_context"], global_context(backbone))
-    assert not torch.equal(second.private["V"], first.private["V"])
-    fresh = tried.train(replace(context, round=2), payload, {})
-    assert not torch.equal(second.update["global_context"], fresh.update["global_context"])
 
 
 def test_classifies_with_the_personal_context(backbone: Backbone, make_context: Make) -> None:
@@ -375,47 +363,6 @@ def test_gradients_equal_the_equations_at_77_tokens_of_fedtpg(wide_backbone: Bac
     assert_equal_gradients({name: start[name] - value for name, value in result.update.items()}, wanted)
 
 
-@pytest.mark.parametrize("feedforward", FORMS)
-def test_the_order_of_the_classes_does_not_matter(feedforward: str, backbone: Backbone, make_context: Make) -> None:
-    tried = method_of_fedtpg(feedforward=feedforward)
-    theta, context = some_theta(tried), make_context()
-    order = [3, 0, 4, 2, 1]
-    shuffled = replace(
-        context,
-        class_names=tuple(NAMES[index] for index in order),
-        train=MadeUpSplit(context.train.features(), torch.tensor([order.index(int(y)) for y in context.train.labels])),
-    )
-    one = tried.context_of(theta, name_features(backbone, context.class_names))
-    other = tried.context_of(theta, name_features(backbone, shuffled.class_names))
-    assert float((one - other).abs().max()) <= 1e-5 * max(1.0, float(one.abs().max()))
-    rows = torch.arange(10)
-    scores = tried.classifier(context, theta, {}).logits(context.train, rows)
-    again = tried.classifier(shuffled, theta, {}).logits(context.train, rows)
-    assert float((scores[:, order] - again).abs().max()) <= 1e-5 * float(scores.abs().max())
-    first, second = (tried.train(one, theta, {}).update for one in (context, shuffled))
-    for name, value in first.items():
-        assert float((value - second[name]).abs().max()) <= 1e-5
-
-
-def test_clients_have_class_sets_of_their_own_and_one_generator(backbone: Backbone, make_context: Make) -> None:
-    """Sets of other names and sizes train the same tensors, whose mean is uniform."""
-    tried = method_of_fedtpg()
-    theta, updates = some_theta(tried), []
-    for name, own in [("a", NAMES[:2]), ("b", NAMES[2:])]:
-        context = make_context(6)
-        labels = torch.arange(6) % len(own)
-        context = replace(context, client=name, class_names=own, train=MadeUpSplit(context.train.features(), labels))
-        updates.append(pf.ClientUpdate(name, 0.5, tried.train(context, theta, {}).update))
-    (phase,) = tried.phases(1, 4)
-    merged = tried.aggregate(theta, phase, iter(updates), weighted_mean, server_context())
-    assert set(merged) == set(theta)
-    for name, value in merged.items():
-        first, second = (update.tensors[name] for update in updates)
-        assert torch.equal(value, ((first.double() + second.double()) / 2).float())
-        assert name == "to_key.bias" or not torch.equal(first, second)
-    assert tried.label_space(NAMES, NAMES[:2]) == NAMES[:2], "a client's softmax is over its own classes"
-
-
 def test_prompts_depend_on_the_classes_and_not_on_where_they_are_made(backbone: Backbone, make_context: Make) -> None:
     tried = method_of_fedtpg()
     theta = some_theta(tried)
@@ -502,24 +449,6 @@ def test_the_vectors_of_a_task_differ_from_the_start(backbone: Backbone) -> None
     assert alike["scaled"] == pytest.approx(alike["xavier"], abs=1e-5), "the same vectors, shorter"
 
 
-def test_a_scaled_step_moves_the_context_as_far_as_a_learned_one(backbone: Backbone) -> None:
-    """One step of the layers that make the context, against the same step of the context itself."""
-    tried, classes = method_of_fedtpg(m=4), name_features(backbone, NAMES)
-    theta = {
-        name: value.requires_grad_() for name, value in tried.initial_state(server_context(), initial_draws(3)).items()
-    }
-    made, wanted = (
-        tried.context_of(theta, classes),
-        torch.randn(4, backbone.d_t, generator=torch.Generator().manual_seed(1)),
-    )
-    (made * wanted).sum().backward()  # the gradient of the context is `wanted`
-    stepped = {
-        name: value.detach() - 0.01 * (value.grad if name in fedtpg.OUTPUTS else 0) for name, value in theta.items()
-    }
-    moved = tried.context_of(stepped, classes) - made.detach()
-    assert 0.3 < float(moved.norm() / (0.01 * wanted).norm()) < 3
-
-
 def test_a_client_reports_how_alike_its_vectors_are(make_context: Make, backbone: Backbone) -> None:
     tried, context = method_of_fedtpg(m=4), make_context(6, learning_rate=0.1)
     result = tried.train(context, tried.initial_state(server_context(), initial_draws(3)), {})
@@ -538,7 +467,3 @@ def test_xavier_draws_have_xavier_s_bounds() -> None:
         bound = math.sqrt(6 / sum(weight.shape))
         assert 0.95 * bound < float(weight.abs().max()) <= bound
     assert float(state["queries"].std()) == pytest.approx(0.02, rel=0.15)
-
-
-def test_each_nonlinearity_has_a_width() -> None:
-    assert set(fedtpg.WIDTHS) == set(FORMS)

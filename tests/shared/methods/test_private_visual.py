@@ -19,11 +19,11 @@ from promptfed.shared.methods.fedvpt import PROMPTS, FedPR, projection
 from promptfed.shared.privacy.noise import NoiseStream
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import TorchDraws
-from tests.shared.methods.test_private_training import Silent
 from tests.support import literal_visual as literal
 from tests.support import visual_clients as visual
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal import cross_entropy
+from tests.support.literal_private import Silent
 
 COUNT, PATCHES, RATE = 4, 5, 0.05
 
@@ -84,7 +84,7 @@ def test_without_clip_and_noise_a_full_batch_is_the_plain_one(settings: dict[str
     assert type(method).can_protect()
     start = payload_of(method, backbone)
     plain = make_method(settings).train(task(backbone), start, {})
-    quiet = make_method(settings).train(task(backbone, Silent()), start, {})
+    quiet = make_method(settings).train(task(backbone, Silent(bytes(32))), start, {})
     moved = 0.0
     for name, value in quiet.update.items():
         before = start.get(name, torch.zeros(()))
@@ -118,8 +118,8 @@ def test_an_image_s_gradient_follows_from_that_image_alone(
     settings: dict[str, Any], backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = payload_of(make_method(settings), backbone)
-    before = gradients_of(settings, task(backbone, Silent()), start, monkeypatch)
-    changed = task(backbone, Silent())
+    before = gradients_of(settings, task(backbone, Silent(bytes(32))), start, monkeypatch)
+    changed = task(backbone, Silent(bytes(32)))
     assert isinstance(changed.train, Patched)
     changed.train.pixels[2] = changed.train.pixels[2].flip(-1) * 1.7
     changed.train.labels[2] = (changed.train.labels[2] + 1) % 3
@@ -136,9 +136,9 @@ def test_no_image_moves_all_tensors_together_by_more_than_the_clip(
 ) -> None:
     """Without noise, momentum and decay a step is RATE·Σ g̃_i/n: shared and private tensors in one norm."""
     start, clip = payload_of(make_method(settings), backbone), 1e-3
-    own = gradients_of(settings, task(backbone, Silent()), start, monkeypatch)
-    found = make_method(settings).train(task(backbone, Silent(), clip), start, {}).update
-    still = make_method(settings).train(task(backbone, Silent(), 1e-30), start, {}).update
+    own = gradients_of(settings, task(backbone, Silent(bytes(32))), start, monkeypatch)
+    found = make_method(settings).train(task(backbone, Silent(bytes(32)), clip), start, {}).update
+    still = make_method(settings).train(task(backbone, Silent(bytes(32)), 1e-30), start, {}).update
     factors = (clip / own.norm(dim=1)).clamp(max=1.0)
     longest = float((own * factors.unsqueeze(1)).mean(dim=0).norm())
     moved = math.sqrt(sum(float((value - still[name]).double().square().sum()) for name, value in found.items()))

@@ -265,16 +265,6 @@ def test_coop_keeps_its_context_and_sends_nothing(backbone: Backbone, make_conte
     assert not torch.equal(trained, untrained)
 
 
-def test_coop_starts_where_promptfl_starts(backbone: Backbone, make_context: Make) -> None:
-    shared = make_method({"name": "promptfl", "m": 4}).initial_state(server_context(backbone.d_t), initial_draws(3))[
-        "context"
-    ]
-    context = make_context()
-    coop = make_method({"name": "coop", "m": 4}).classifier(context, {}, {}).logits(context.train, torch.arange(10))
-    promptfl = make_method({"name": "promptfl", "m": 4}).classifier(context, {"context": shared}, {})
-    assert torch.equal(coop, promptfl.logits(context.train, torch.arange(10)))
-
-
 def test_classifier_scores_are_scaled_cosines(backbone: Backbone, make_context: Make) -> None:
     context, prompt = make_context(), start_context(backbone)
     found = make_method({"name": "promptfl", "m": 4}).classifier(context, {"context": prompt}, {})

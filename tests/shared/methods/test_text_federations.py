@@ -311,12 +311,6 @@ def test_a_fedtpg_round_by_hand(fedtpg: FinishedRun, backbone: Backbone) -> None
     assert [one["weight"] for one in fedtpg.reports[1]["phases"][0]["counted"]] == [0.5, 0.5]
 
 
-def test_fedtpg_clients_keep_nothing(fedtpg: FinishedRun) -> None:
-    assert all(fedtpg.private(name) == {} for name in SOURCES)
-    updates = [decode(one.body)[0] for one in fedtpg.sent if one.url.endswith("/update")]
-    assert [set(update) for update in updates] == [set(fedtpg.state)] * 2
-
-
 # A method that lives in a package of its own (``tests/support/method_package``), installed and run as users would.
 
 

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from promptfed.coordinator.aggregation.rules import weighted_mean
 from promptfed.coordinator.operations.federations import resolve
 from promptfed.coordinator.problems import InvalidSpec
-from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import METHODS, check_fits, make_method, resolve_spec, runnable
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead, head_start
 from promptfed.shared.methods.core.interface import Protection, check_admission
 from promptfed.shared.methods.fedavg import step
-from promptfed.shared.methods.fedrep import log_shares
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors
@@ -123,12 +121,6 @@ def test_fedbabu_s_head_never_changes_and_is_fine_tuned_for_use_alone(backbone: 
     assert float(tuned) < float(loss.detach()), "on what it was tuned on"
 
 
-def test_fedrod_s_balanced_softmax_weighs_by_the_client_s_shares() -> None:
-    shares = log_shares(torch.tensor([0, 0, 0, 1]), 3)
-    found = torch.softmax(torch.tensor([0.0, 0.0, 9.0]) + shares, dim=0)
-    assert_values(found, torch.tensor([0.75, 0.25, 0.0]))
-
-
 def test_fedrod_trains_both_heads_in_one_step_and_keeps_one(backbone: Backbone) -> None:
     method, context = method_of("fedrod", head_learning_rate=HEAD), task(backbone)
     state = state_of(method, backbone)
@@ -153,15 +145,6 @@ def test_fedrod_trains_both_heads_in_one_step_and_keeps_one(backbone: Backbone) 
     assert_values(by_generic, method.classifier(context, state, {}).logits(context.train, ROWS))
     assert_values(logits - by_generic, features.detach() @ result.private["own_head"].T + result.private["own_bias"])
     assert method.variants(context, state, {}) == {}
-
-
-def test_perfedavg_s_step_on_a_parabola() -> None:
-    def half_square(w: Tensor) -> Any:
-        return lambda t: (w - t).square().sum() / 2
-
-    w = torch.tensor([1.0], requires_grad=True)
-    step(half_square(w), [w], 0.0, 1.0, [0.5], [0.1])
-    assert w.item() == pytest.approx(1.05)
 
 
 def test_perfedavg_s_step_with_two_rates() -> None:
@@ -222,17 +205,6 @@ def test_who_has_no_classifier_is_refused(backbone: Backbone, name: str) -> None
         check_admission(method, evaluator, None, lambda: server)
     assert not method.takes_evaluators
     check_admission(method_of("singleset_full"), evaluator, None, lambda: server)
-
-
-def test_means_of_fedrep_are_of_the_tower_alone(backbone: Backbone) -> None:
-    method = method_of("fedrep", trainable="last_k", head_epochs=1)
-    state, server = state_of(method, backbone), server_context(backbone, "a", "b")
-    [phase] = method.phases(1, 4)
-    sent = [method.train(task(backbone, client=name), state, {}).update for name in "ab"]
-    counted = [pf.ClientUpdate(name, 0.5, update) for name, update in zip("ab", sent, strict=True)]
-    after = method.aggregate(dict(state), phase, counted, weighted_mean, server)
-    wanted = state["ln_post_bias"] + (sent[0]["change.ln_post_bias"] + sent[1]["change.ln_post_bias"]) / 2
-    assert_values(after["ln_post_bias"], wanted)
 
 
 VPT = ("fedvpt", "fedvpt_deep", "singleset_vpt")
@@ -407,23 +379,6 @@ def test_vpt_s_start() -> None:
     assert deep.shape == (12, 1, 768)
     with pytest.raises(pf.MethodError, match="patch_size"):
         make_method({"name": "fedvpt"}).dims(replace(server, shape=shape.model_copy(update={"patch_size": None})))
-
-
-@pytest.mark.parametrize("name", VPT)
-def test_an_evaluator_has_no_linear_head(backbone: Backbone, name: str) -> None:
-    server = server_context(backbone, "a")
-    evaluator = pf.ClientInfo("referee", "evaluator", 0, NAMES)
-    check_admission(vpt(name), evaluator, None, lambda: server)
-    with pytest.raises(pf.MethodError, match="an evaluator has none"):
-        check_admission(vpt(name, head="linear"), evaluator, None, lambda: server)
-
-
-def test_prompts_need_a_vision_transformer(backbone: Backbone) -> None:
-    shape = shape_of(backbone).model_copy(update={"d_v": None, "vision_layers": None, "patch_size": None})
-    server = replace(server_context(backbone, "a"), shape=shape)
-    for name in (*VPT, "fedmaple"):
-        with pytest.raises(pf.MethodError, match="needs a vision transformer"):
-            make_method({"name": name, "m": 2}).initial_state(server, TorchDraws())
 
 
 @pytest.mark.parametrize("name", ["plan", "fedmaple", "fedvpt"])

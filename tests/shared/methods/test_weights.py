@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from promptfed.coordinator.aggregation.rules import ServerOptimizer, fresh_moments, moment_tensors, weighted_mean
 from promptfed.shared.clip import Backbone, shape_of
-from promptfed.shared.clip.weights import shape_by_name
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core import generalization
 from promptfed.shared.methods.core import toolkit as pf
@@ -25,7 +24,7 @@ from promptfed.shared.methods.core.tower import TrainedTower
 from promptfed.shared.methods.zero_shot import ZeroShot
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.sections import ServerOptimizerSpec
-from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import tensors_of
 from tests.support.equality import assert_gradients, assert_values
@@ -217,26 +216,6 @@ def test_a_shared_linear_head_is_trained_and_averaged(backbone: Backbone, option
     assert_values(some, logits[:, [2, 0]])
     with pytest.raises(pf.MethodError, match="cannot score 'moon'"):
         method.classifier(replace(turned, class_names=("moon", "sun")), state, {})
-
-
-def numbers(shape: BackboneShape, **options: Any) -> int:
-    context = pf.ServerContext(
-        TrainingSpec(), shape, tuple(f"c{i}" for i in range(options.pop("classes", 10))), (), 0, 1
-    )
-    method = method_of(**options)
-    dims = method.dims(context)
-    return sum(torch.Size(spec.resolve(dims)).numel() for spec in method.state_tensors())
-
-
-def test_how_many_numbers_are_trained() -> None:
-    named = [shape_by_name(name) for name in ("ViT-B-16", "ViT-B-32", "ViT-L-14", "promptfed-tiny")]
-    base, coarse, large, tiny = (shape for shape in named if shape is not None)
-    assert [numbers(shape) for shape in (base, coarse, large, tiny)] == [86_192_640, 87_849_216, 303_966_208, 835_328]
-    assert numbers(base, head="linear") == 85_807_114
-    assert numbers(base, trainable="last_k") == 7_482_624
-    assert numbers(large, trainable="last_k") == 13_384_704
-    assert (numbers(base, trainable="norms"), numbers(base, trainable="biases")) == (39_936, 102_912)
-    assert numbers(base, trainable="none", head="linear", classes=65) == 49_985
 
 
 def test_a_tower_without_plain_weights_is_refused(backbone: Backbone) -> None:

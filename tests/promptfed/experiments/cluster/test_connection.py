@@ -16,7 +16,6 @@ import kubernetes_validate
 import pytest
 import typer
 import yaml
-from typer.testing import CliRunner
 
 from promptfed.cli.main import app
 from promptfed.experiments.cluster.connection import Node, connected, expect_room, import_ray
@@ -72,28 +71,6 @@ def test_versions_must_be_the_same() -> None:
     expect_same(dict(ours), ours)
     with pytest.raises(CommandError, match=r"torch 2\.8 instead of 2\.9: install the same on all"):
         expect_same({"promptfed": "1.0", "torch": "2.8"}, ours)
-
-
-RUN = """
-name: small
-method: {name: promptfl}
-rounds: 1
-clients: {count: 2, data: "symbols:painting?topic=faces&per_class=2&test_per_class=1&client={index}&clients=2"}
-"""
-
-
-@pytest.mark.parametrize(("options", "said"), [
-    (["--crews", "2", "--storage", "x"], "--crews, --storage: for --engine ray; add it, or leave them out"),
-    (["--engine", "ray", "--crews", "3"], "3 crews cannot share 2 clients: give --crews from 1 to 2"),
-    (["--engine", "ray", "--gpus-per-crew", "1.5"], "Ray gives shares of one GPU, or whole ones"),
-    (["--engine", "ray", "--device", "cuda"], "Ray shows a crew no GPU that it has not asked for"),
-])  # fmt: skip
-def test_options_that_make_no_sense(tmp_path: Path, options: list[str], said: str) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN)
-    done = CliRunner().invoke(app, ["simulate", str(path), *options])
-    assert done.exit_code == Exit.BAD_INPUT
-    assert said in " ".join(done.output.split())
 
 
 # The recipes for a cluster: the files in deploy/ray, as far as they can be held without a cluster.

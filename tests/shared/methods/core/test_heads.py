@@ -177,19 +177,6 @@ def test_it_is_the_literal_plan() -> None:
         assert float((found - wanted).abs().max()) <= 1e-12
 
 
-def test_columns_sum_exactly_and_rows_stay_under_their_cap() -> None:
-    draws = torch.Generator().manual_seed(3)
-    given = torch.rand(4, 5, 49, 2, generator=draws)
-    plan = transport_plan(given, 0.8, 0.1, threshold=1e-5, iterations=1000)
-    assert torch.allclose(plan.sum(-2), torch.full((4, 5, 2), 0.4), atol=1e-6)
-    assert float(plan.sum(-1).max()) <= (1 + 1e-4) / 49
-
-
-def test_a_shift_changes_nothing() -> None:
-    first, moved = (transport_plan(given, 0.8, 0.1, iterations=3000, threshold=1e-13) for given in (S, S + 0.3))
-    assert float((first - moved).abs().max()) <= 1e-9
-
-
 def test_a_problem_does_not_depend_on_its_neighbours() -> None:
     draws = torch.Generator().manual_seed(4)
     given = torch.rand(7, 3, 20, 2, generator=draws) * torch.tensor([0.05, 1, 0.3, 2, 0.1, 0.7, 0.2]).view(7, 1, 1, 1)
@@ -206,9 +193,3 @@ def test_small_entropy_stays_finite_in_float32() -> None:
         plan = transport_plan(given, 0.8, 0.01)
         assert bool(torch.isfinite(plan).all())
         assert torch.allclose(plan.sum((-2, -1)), torch.full((3,), 0.8), atol=1e-4)
-
-
-def test_one_prompt_gets_all_of_the_mass() -> None:
-    plan = transport_plan(S[:, :1], 0.8, 0.1, iterations=5000, threshold=1e-12)
-    assert float(plan.sum()) == pytest.approx(0.8, abs=1e-12)
-    assert float(plan.max()) <= 1 / 3 + 1e-9

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.nn import functional as F
 
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Site
-from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import open_source
 from promptfed.shared.messages import Domain
@@ -504,45 +502,3 @@ def test_no_byte_of_a_domain_prompt_leaves_early(
     everything = b"\n".join(passed)
     earlier = [prompt for one in trained.values() for _, prompt in one[:-1]]
     assert not [trace for prompt in earlier for trace in traces(prompt) if trace in everything], "nor ever an older one"
-
-
-def test_the_tower_sees_each_image_once(backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode_images, seen = Backbone.encode_images, []
-
-    def counted(self: Backbone, images: Tensor, **options: Any) -> Tensor:
-        seen.append(images.clone())
-        return encode_images(self, images, **options)
-
-    monkeypatch.setattr(Backbone, "encode_images", counted)
-    cache = FeatureCache(tmp_path)
-    method = {"name": "fast_pt", "m": 2, **MST, "mixture": "soft"}
-    found = simulate(spec(rounds=2, method=method), sites(), backbone=backbone, features=cache)
-    sources = [open_source(uri) for uri in DATA.values()]
-    images = sum(len(source.train) + len(source.test) for source in sources) + len(
-        open_source(UNSEEN_FEDERATION.data).test
-    )
-    assert cache.images_computed == images == 50
-    shown = [image for batch in seen for image in batch if bool(image.any())]
-    different = {image.numpy().tobytes() for image in shown}
-    assert len(different) == images + 1, "and one made-up image, from which the cache learns the places of a batch"
-    assert len(shown) == images + 32
-    assert len(reported(found, "unseen", "test")) == 3
-
-
-def reported(found: FederationResult, client: str, split: str) -> list[float]:
-    return [one.accuracy for one in found.accuracies() if (one.client, one.split) == (client, split)]
-
-
-def test_reports_hold_the_transfer_and_both_classifiers(backbone: Backbone, features: FeatureCache) -> None:
-    found = simulate(spec(rounds=2), sites(), backbone=backbone, features=features)
-    first, second = found.reports[1]["phases"][0], found.reports[2]["phases"][0]
-    metrics = {update["client"]: update["metrics"] for update in first["updates"]}
-    told = {"mst_alignment_before", "mst_alignment_after", "mst_consistency_before", "mst_consistency_after"}
-    assert {name for name in metrics["anna"] if name.startswith("mst")} == {f"{name}[neon]" for name in told}
-    assert {name for name in metrics["bert"] if name.startswith("mst")} == {f"{name}[sketch]" for name in told}
-    assert not [n for update in second["updates"] for n in update["metrics"] if n.startswith("mst")]
-    assert [phase["phase"] for phase in found.reports[2]["phases"]] == ["global", "domain_prompts"]
-    evaluations = found.reports[2]["evaluation"]["clients"]
-    assert all(set(one["splits"]) == {"test", "test@global"} for one in evaluations.values())
-    before = found.reports[1]["evaluation"]["clients"]
-    assert set(before["unseen"]["splits"]) == {"test"}
