@@ -9,7 +9,7 @@ from typing import Literal
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.monitor import EventJsonLines, EventTextLines
 from promptfed.client_service.settings import Settings, make_settings
-from promptfed.client_service.state.site_log import help_lines, sent_lines
+from promptfed.client_service.state.site_log import sent_lines
 from promptfed.shared.service.process import given_settings, log_to_stderr
 from promptfed.shared.service.reasons import leave
 
@@ -62,9 +62,8 @@ def check(settings: Settings) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code of a client with the settings that the command line gives."""
-    sent = "\n".join(help_lines())
     try:
-        settings = make_settings(**given_settings(Settings, "client_service", arguments, sent))
+        settings = make_settings(**given_settings(Settings, "client_service", arguments))
     except ClientError as error:
         print(error, file=sys.stderr)
         return error.exit

@@ -24,13 +24,8 @@ class SettingsHelp(argparse.RawDescriptionHelpFormatter):
         return text.removesuffix(" (required)") if "default:" in text else text
 
 
-def given_settings(
-    settings: type[BaseSettings], program: str, arguments: list[str] | None = None, epilog: str | None = None
-) -> dict[str, Any]:
-    """The settings that ``arguments`` (default: the process's) give, by name; ``--help`` and errors end the process.
-
-    ``epilog``: the end of the help.
-    """
+def given_settings(settings: type[BaseSettings], program: str, arguments: list[str] | None = None) -> dict[str, Any]:
+    """The settings that ``arguments`` (default: the process's) give, by name; ``--help`` and errors end the process."""
     source: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
         settings,
         cli_prog_name=program,
@@ -38,7 +33,6 @@ def given_settings(
         cli_kebab_case=True,
         formatter_class=SettingsHelp,
     )
-    source.root_parser.epilog = epilog
     source.env_ignore_empty = False  # An option without a value is given, unlike an empty variable.
     return source(args=True if arguments is None else arguments)()
 

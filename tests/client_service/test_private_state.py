@@ -21,7 +21,7 @@ import torch
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
-from promptfed.client_service.__main__ import main, start
+from promptfed.client_service.__main__ import start
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body, SentLog
 from promptfed.client_service.joining.checks import Check
@@ -31,24 +31,16 @@ from promptfed.client_service.state import site_log
 from promptfed.client_service.state.durable_files import VARIABLE
 from promptfed.client_service.state.private_state import Pending, PrivateState, Serving, TensorOrigin
 from promptfed.client_service.state.site_log import (
-    ENROLMENT,
-    EVALUATION,
-    FAILURE,
     FILE,
     HEAD,
-    SECURE_SUM,
-    SENT,
-    UPDATE,
     ChangedLog,
     SiteLog,
     chained,
-    help_lines,
     read,
     verify,
 )
-from promptfed.shared.messages import EnrolRequest, EvaluationRequest, FailureRequest, TaskConfig, UpdateMetadata
+from promptfed.shared.messages import TaskConfig
 from promptfed.shared.plain_text import plain
-from promptfed.shared.secagg.messages import ConfirmAnswer, KeysAnswer, SharesAnswer, UnmaskAnswer
 from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors.torch_tensors import decode
 from tests.client_service.conftest import Killed, Make
@@ -481,26 +473,6 @@ def test_what_was_shown_and_agreed_to_is_in_it(make: Make) -> None:
     consent = json.loads((first.settings.state_dir / "consent.json").read_text())
     assert lines[3]["method"] == consent["terms"]["method"]
     assert all(line["what"] != "sent" for line in lines[:4])
-
-
-def test_the_list_has_every_field_of_every_message() -> None:
-    assert ENROLMENT.keys() == EnrolRequest.model_fields.keys()
-    assert UPDATE.keys() == UpdateMetadata.model_fields.keys() | {"tensors"}
-    assert EVALUATION.keys() == EvaluationRequest.model_fields.keys()
-    assert FAILURE.keys() == FailureRequest.model_fields.keys()
-    answers = (KeysAnswer, SharesAnswer, ConfirmAnswer, UnmaskAnswer)
-    assert SECURE_SUM.keys() == {name for answer in answers for name in answer.model_fields} | {"masked"}
-
-
-def test_both_helps_show_it(capsys: pytest.CaptureFixture[str]) -> None:
-    command = CliRunner().invoke(app, ["client", "--help"]).output
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    for text in (command, capsys.readouterr().out):
-        lines = [line.strip() for line in text.splitlines()]
-        assert all(line.strip() in lines for line in help_lines())
-        assert any("domain's name and description" in line for line in lines)
-    assert len(help_lines()) > sum(map(len, SENT.values()))
 
 
 TRAINING = TrainingSpec(learning_rate=0.1, batch_size=8).model_dump()

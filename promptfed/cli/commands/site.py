@@ -23,7 +23,6 @@ from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.settings import Settings as ClientSettings
 from promptfed.client_service.settings import ledger_path, make_settings
 from promptfed.client_service.state import site_log
-from promptfed.client_service.state.site_log import help_lines
 from promptfed.coordinator.settings import Settings as CoordinatorSettings
 from promptfed.sdk.client import PROXY_VARIABLE, CommandError, Exit
 from promptfed.sdk.output import console, print_json, read_federation, say, table, tell
@@ -43,7 +42,7 @@ def coordinator(given: Annotated[dict[str, Any], Made(options_of(CoordinatorSett
     leave(start(given))
 
 
-@app.add(section="Take part with own data", epilog="\b\n" + "\n".join(help_lines()))
+@app.add(section="Take part with own data")
 def client(given: Annotated[dict[str, Any], Made(options_of(ClientSettings))]) -> None:
     """Run a client, which takes part in a federation with this owner's data."""
     from promptfed.client_service.__main__ import start
@@ -51,7 +50,7 @@ def client(given: Annotated[dict[str, Any], Made(options_of(ClientSettings))]) -
     leave(start(make_settings(**given)))
 
 
-@app.add(section="Take part with own data", epilog="\b\n" + "\n".join(help_lines()))
+@app.add(section="Take part with own data")
 def join(
     invitation: Annotated[
         str, typer.Argument(help="-: asks for the text that the operator sent, which ps would show; or a file with it")
