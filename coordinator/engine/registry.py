@@ -400,5 +400,5 @@ class Registry:
             keys += [(id, EVENTS), *((id, name) for name in names)]
         self.wake(keys)
         for change in changes.by_id.values():
-            for kind, data in change.emitted:
+            for kind, data in telemetry.together(change.emitted):
                 log.info(kind, extra=telemetry.of_event(change.federation.name, data))

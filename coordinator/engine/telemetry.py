@@ -16,7 +16,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from promptfed.coordinator.domain.federation import Federation
 
 
+PLURALS = {"task-settled": "tasks-settled"}
 FIELDS = ("federation", "round", "phase", "client")
 MOST_ITEMS = 20  # of a list: a line is for reading, the whole stands in the reports
 
@@ -43,6 +45,23 @@ def of_event(federation: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """A record's extra fields for an event of a federation."""
     known = {"federation": federation} | {name: data[name] for name in FIELDS if name in data}
     return known | {"data": {name: _short(value) for name, value in data.items() if name not in FIELDS}}
+
+
+def together(events: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Events as lines: neighbours that tell the same of several clients are one, which names them all.
+
+    Its kind is the plural, and ``clients`` is a text with commas between: a list would be cut.
+    """
+    for (kind, about), group in groupby(events, lambda event: (event[0], _without_client(event[1]))):
+        some = list(group)
+        if about is None or len(some) == 1 or kind not in PLURALS:
+            yield from some
+        else:
+            yield PLURALS[kind], {**about, "clients": ", ".join(data["client"] for _, data in some)}
+
+
+def _without_client(data: Mapping[str, Any]) -> dict[str, Any] | None:
+    return {name: value for name, value in data.items() if name != "client"} if "client" in data else None
 
 
 def where(federation: Federation) -> dict[str, Any]:
