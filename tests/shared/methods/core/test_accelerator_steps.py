@@ -208,12 +208,7 @@ def played(name: str, place: Place, batch: int, evaluated: bool = True) -> tuple
     return made | dict(private), Evaluation(place.data).run(method, context, payload, private, classifier, None)
 
 
-FAR = ("fast_pt", "fedvpt", "pfedpg", "plan", "promptfl", "pfedprompt")  # the first tier's: one of each kind
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAR else pytest.mark.extended) for name in sorted(METHODS)]
-)
+@pytest.mark.parametrize("name", sorted(METHODS))
 def test_a_device_gives_what_the_cpu_gives_and_no_step_waits_for_it(name: str, near: Place, far: Place) -> None:
     """Two steps more ask the device for nothing, and copy nothing to it from memory that may move."""
     with sdpa_kernel(SDPBackend.MATH):  # as the device has it here, where a CPU has a kernel of its own
