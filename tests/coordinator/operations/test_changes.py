@@ -268,7 +268,8 @@ def damage(coordinator: InThread, digest: str, how: str = "flipped") -> None:
             session.execute(delete(BlobRow).where(here))
             if changed is not None:
                 session.add(BlobRow(digest=digest, content=changed))
-    blobs._remembered.forget([digest])
+    for memory in (blobs._remembered, blobs.admitted):
+        memory.forget([digest])
 
 
 def put_back(coordinator: InThread, digest: str, content: bytes) -> None:
