@@ -33,7 +33,7 @@ from promptfed.coordinator.engine.sharing import Sharing
 from promptfed.coordinator.engine.telemetry import Metrics
 from promptfed.coordinator.http.bodies import JsonBodies, Uploads
 from promptfed.coordinator.http.callers import AuthThrottle
-from promptfed.coordinator.http.redirects import PROTOCOL_HEADER, AnswerHeaders, Elsewhere, with_headers
+from promptfed.coordinator.http.redirects import PROTOCOL_HEADER, Elsewhere, with_headers
 from promptfed.coordinator.operations import enrolment as clients_operations
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.settings import Settings
@@ -76,21 +76,23 @@ class Application(FastAPI):
     def __init__(self, settings: Settings, **options: Any):
         super().__init__(**options)
         self.state.settings = settings
-        # Around all of the framework's: what answers for a defect of ours stands outside of the middleware added to it.
         self._declared = super().__call__
-        self._calls: ASGIApp = AnswerHeaders(self._routed)
+        self._calls: ASGIApp = self._routed
         if settings.advertise_url is not None:
             self._calls = Elsewhere(self._calls)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         scope["app"] = self
+        if scope["type"] == "http":
+            # Around all of the framework's: what answers for a defect of ours stands outside of middleware added to it.
+            send = with_headers(scope, send)
         told = next((value for name, value in scope.get("headers", ()) if name == PROTOCOL_HEADER), None)
         try:
             expect_ours(told and told.decode("latin-1"), "the client", "this coordinator")
         except OtherVersion as error:
             answer = await _answer(Request(scope), problems.ProtocolVersion(str(error)))
-            await answer(scope, receive, with_headers(scope, send))
+            await answer(scope, receive, send)
             return
         await self._calls(scope, receive, send)
 

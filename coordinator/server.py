@@ -154,7 +154,7 @@ def _warn_of_file_limit(registry: Registry) -> None:
     """Warn if more clients have enrolled, or may enrol with tokens, than there may be connections."""
     running = [federation for federation in registry.federations.values() if federation.run.state not in ENDED]
     known = [token for federation in running for token in federation.tokens.values() if not token.closed]
-    left = sum(token.uses - token.used for token in known if token.uses is not None and not has_expired(token))
+    left = sum(token.uses - token.used for token in known if not has_expired(token))
     enrolled, most = sum(len(federation.clients) for federation in running), most_connections()
     if enrolled + left > most:
         text = "open files are enough for %d clients; %d have enrolled and %d may with the tokens that are out: %s"

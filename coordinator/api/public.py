@@ -8,13 +8,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, FastAPI, Header, Path, Response
 from fastapi.responses import PlainTextResponse
-from sqlalchemy.exc import SQLAlchemyError
 from starlette.staticfiles import StaticFiles
 
 from promptfed.coordinator.api.deps import RegistryOf, SettingsOf, SignerOf, documented
 from promptfed.coordinator.http.callers import authority
 from promptfed.coordinator.problems import NotFound, NotReady
-from promptfed.coordinator.store.database import DatabaseAway
 from promptfed.shared import methods
 from promptfed.shared.api.api_schemas import Health, MethodList, MethodView, SigningKey
 from promptfed.shared.service.static_page import MEDIA_TYPES, StaticPage
@@ -31,15 +29,11 @@ async def healthz() -> Health:
 
 @router.get("/readyz", responses=documented(NotReady), tags=["health"])
 def readyz(registry: RegistryOf) -> Health:
-    """Ready: the store can be read and written, and the engine runs."""
+    """Ready: the store can be written, and the engine runs."""
     if registry.cut_off:
         raise NotReady("the database is away")
-    try:
-        readable = registry.database.answers()
-    except (SQLAlchemyError, DatabaseAway):
-        readable = False
-    if not (readable and registry.ready):
-        raise NotReady("the store cannot be read, or the engine is stopping")
+    if not registry.ready:
+        raise NotReady("the engine is stopping")
     if (why := registry.writable.why_not()) is not None:
         raise NotReady(why)
     if registry.away:

@@ -68,7 +68,7 @@ class Client:
 
 @dataclass(frozen=True)
 class EnrolmentToken:
-    """An enrolment token. ``uses``: how many clients may enrol with it; None: any number (of older versions).
+    """An enrolment token. ``uses``: how many clients may enrol with it.
 
     ``client``: the one reset name that it is for. ``closed``: nobody new comes in by it any more.
     ``expired``: it was seen to have expired, whatever the clock says now.
@@ -77,7 +77,7 @@ class EnrolmentToken:
     id: str
     name: str
     expires: datetime
-    uses: int | None = 1
+    uses: int = 1
     used: int = 0
     role: Role | None = None
     client: str | None = None
@@ -87,7 +87,7 @@ class EnrolmentToken:
     @property
     def is_used_up(self) -> bool:
         """Whether the allowed number of clients have enrolled with it."""
-        return self.uses is not None and self.used >= self.uses
+        return self.used >= self.uses
 
 
 @dataclass(frozen=True)

@@ -18,29 +18,16 @@ from promptfed.coordinator.store.leases import Leases
 from promptfed.shared.service.net import TOLD
 from promptfed.shared.spec.section import PROTOCOL, VERSION
 
-
-class AnswerHeaders:
-    """``nosniff`` on every answer, ``no-store`` on those of the API. A page's own files say for themselves."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and the answer back with its headers."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        await self._app(scope, receive, with_headers(scope, send))
-
-
 PROTOCOL_HEADER = PROTOCOL.lower().encode()
 _SNIFFED = (b"x-content-type-options", b"nosniff")
 _OF_THE_API = (_SNIFFED, (b"cache-control", b"no-store"), (PROTOCOL_HEADER, str(VERSION).encode()))
 
 
 def with_headers(scope: Scope, send: Send) -> Send:
-    """``send`` for the answer to a request of ``scope``, which adds its headers."""
+    """``send`` for the answer to a request of ``scope``, which adds its headers.
+
+    These are ``nosniff`` on every answer, ``no-store`` on those of the API. A page's own files say for themselves.
+    """
     added = _OF_THE_API if scope["path"].startswith("/v1/") else (_SNIFFED,)
     names = [name for name, _ in added]
 
@@ -93,7 +80,7 @@ class Elsewhere:
             return
         refusal = None if registry.away else await _refusal(scope, registry, leases, PAGE in headers)
         if refusal is not None:
-            await refusal.response(scope["path"])(scope, receive, with_headers(scope, send))
+            await refusal.response(scope["path"])(scope, receive, send)
         elif scope["path"].startswith(_FEDERATIONS):
             await self._app(scope, receive, _telling(leases, send))
         else:

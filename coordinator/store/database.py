@@ -375,11 +375,6 @@ class Database:
         damaged = ": its file is damaged, put a backup back (docs/guides/operate.md, back up and restore)"
         return text_ + damaged if self.is_damaged(error) else text_
 
-    def answers(self) -> bool:
-        """Whether the store can be read. Raises SQLAlchemyError, DatabaseAway where it cannot."""
-        with self.read() as session:
-            return bool(session.execute(text("SELECT 1")).scalar() == 1)
-
     def beat(self) -> None:
         """Check the connection that holds the lock. Raises DatabaseAway."""
         if not self.backend.in_folder:

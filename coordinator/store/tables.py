@@ -75,7 +75,7 @@ class FederationRow(Base):
 
 
 class TokenRow(Base):
-    """An enrolment token, as the SHA-256 of its text. ``uses`` is null where it was minted before there were any.
+    """An enrolment token, as the SHA-256 of its text.
 
     ``client`` is the one reset name that it is for; ``closed`` says that nobody new comes in by it any more.
     ``expired_at``: when it was first seen to have expired, from where on it stays so.
@@ -91,7 +91,7 @@ class TokenRow(Base):
     id: Mapped[str] = mapped_column(unique=True)
     name: Mapped[str]
     role: Mapped[str | None]
-    uses: Mapped[int | None]
+    uses: Mapped[int]
     used: Mapped[int]
     client: Mapped[str | None]
     closed: Mapped[bool]

@@ -316,7 +316,7 @@ class MintedToken(BaseModel):
     expires_at: datetime
     id: str
     name: str
-    uses: int | None
+    uses: int
     role: Role | None
     invitation: Annotated[str | None, Field(description="for `promptfed join`, where an address was given")] = None
 
@@ -328,7 +328,7 @@ class TokenView(BaseModel):
     name: str
     role: Role | None
     client: str | None = Field(description="the one reset name that it is for")
-    uses: int | None = Field(description="null: minted before tokens had a number of uses")
+    uses: int
     used: int
     closed: bool = Field(description="a client that came by it was withdrawn: nobody new comes in by it")
     created_at: datetime

@@ -73,7 +73,7 @@ export class Invite {
     const standing = (one) => (one.clients.length ? `joined: ${names(one.clients)}` : Date.parse(one.expires_at) < Date.now() ? "expired" : "has not joined yet");
     const line = (one) => [
       [one.name, h("small", { class: "under" }, `${one.client ?? ROLES[one.role ?? ""]}${one.closed ? ", closed" : ""}`)],
-      [standing(one), h("small", { class: "under" }, `${one.used}${one.uses === null ? "" : ` of ${one.uses}`} used, until ${moment(one.expires_at)}`)],
+      [standing(one), h("small", { class: "under" }, `${one.used} of ${one.uses} used, until ${moment(one.expires_at)}`)],
       h("button", { type: "button", class: "danger slim", "aria-label": `Revoke ${one.name}`, on: { click: () => this.#revoke(one) } }, "Revoke"),
     ];
     fill(this.list, this.tokens.length ? table("Invited sites", ["site", "standing", ""], this.tokens.map(line)) : null);

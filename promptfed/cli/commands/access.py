@@ -162,7 +162,7 @@ def _list(api: Coordinator, federation: str, as_json: bool) -> None:
 
 
 def _token_row(view: TokenView) -> list[str]:
-    used = f"{view.used} of {view.uses}" if view.uses is not None else str(view.used)
+    used = f"{view.used} of {view.uses}"
     return [
         view.name,
         view.client or view.role or "any role",
