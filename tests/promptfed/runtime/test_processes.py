@@ -122,7 +122,7 @@ def test_a_started_process_hears_signals(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         managed = processes.start("client", ["-c", SLEEP])
         wait_for("its first line", lambda: "up" in managed.tail(1))
-        managed.process.terminate()
+        managed.process.send_signal(signal.SIGTERM)
         assert managed.process.wait() == -signal.SIGTERM
 
 
@@ -154,7 +154,7 @@ def test_a_forked_client_is_a_process_of_its_own(tmp_path: Path) -> None:
         managed.log.write_text("")
         assert processes.watch() == ["client-ward-4"]
         wait_for("its first line after a restart", speaks)
-        managed.process.terminate()
+        managed.process.send_signal(signal.SIGTERM)
         assert managed.process.wait(PATIENCE) == 0
         managed.start_again()
         # Whose starter is gone is started as elsewhere.
