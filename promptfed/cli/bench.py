@@ -16,7 +16,7 @@ from promptfed.cli.common import refuse
 from promptfed.experiments.bench.entries import RawSpec, parse_entries
 from promptfed.experiments.bench.plots import draw
 from promptfed.experiments.bench.presets import REDUCED_SEEDS, SEEDS, embedded_presets, preset_names, read_preset
-from promptfed.experiments.bench.protocols import KNOWN, Setting
+from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
 from promptfed.experiments.bench.runner import (
     Bench,
     BenchRun,
@@ -137,8 +137,8 @@ def refuse_unused(protocol: str, setting: Setting, written: Set[str]) -> None:
         unused, reason = written - _EMBEDDED, "its panels set the rest"
     elif protocol.startswith("paper:"):
         unused, reason = written - _PRESET, "the preset sets the rest"
-    elif protocol in KNOWN:
-        idle = {field.name for field in fields(Setting)} - {"data"} - KNOWN[protocol].used(setting)
+    elif protocol in PROTOCOLS:
+        idle = {field.name for field in fields(Setting)} - {"data"} - PROTOCOLS[protocol].used(setting)
         unused = written & (idle | {"reduced", "root"})
         reason = "it looks at none with this data and these options"
     else:
@@ -160,15 +160,15 @@ def make_bench(
     Raises:
         CommandError: an unknown protocol or method, seeds that are no numbers, a spec file that cannot be read.
     """
-    if protocol not in KNOWN:
-        near = get_close_matches(protocol, [*KNOWN, *preset_names()], n=3) or [*KNOWN, "a preset, paper:NAME"]
+    if protocol not in PROTOCOLS:
+        near = get_close_matches(protocol, [*PROTOCOLS, *preset_names()], n=3) or [*PROTOCOLS, "a preset, paper:NAME"]
         raise CommandError(f"there is no protocol {protocol!r}: use one of {', '.join(near)}", Exit.BAD_INPUT)
     numbers = whole_numbers(seeds, "--seeds")
     if not setting.data:
         raise CommandError("no data is given: write --data symbols:neon", Exit.BAD_INPUT)
     _check(protocol, setting)
     base = _base(spec, rounds)
-    return Bench(KNOWN[protocol], parse_entries(methods), setting, numbers, base, m, evaluations=EVALUATIONS)
+    return Bench(PROTOCOLS[protocol], parse_entries(methods), setting, numbers, base, m, evaluations=EVALUATIONS)
 
 
 def _check(protocol: str, setting: Setting) -> None:

@@ -135,10 +135,6 @@ class Forked:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def terminate(self) -> None:
-        """Ask it to end."""
-        self.send_signal(signal.SIGTERM)
-
     def kill(self) -> None:
         """End it at once."""
         self.send_signal(signal.SIGKILL)

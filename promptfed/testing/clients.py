@@ -16,6 +16,7 @@ import torch
 
 from promptfed.shared.seeds import generator
 from promptfed.shared.spec.section import PROTOCOL, VERSION
+from promptfed.shared.spec.spec import merged
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import decode, encode
 
@@ -36,9 +37,7 @@ def spec(**changes: Any) -> dict[str, Any]:
         "participation": {"min_clients": 2, "deadline_seconds": DEADLINE},
         "seed": 7,
     }
-    for key, value in changes.items():
-        base[key] = base[key] | value if isinstance(base.get(key), dict) and isinstance(value, dict) else value
-    return base
+    return merged(base, changes)
 
 
 def secret_of(name: str) -> str:

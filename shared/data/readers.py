@@ -46,7 +46,6 @@ class Answer:
     error: str | None = None
     facts: dict[str, Any] | None = None
     digest: str = ""
-    size: tuple[int, int] = (0, 0)
     image: Image.Image | None = None
 
 
@@ -121,9 +120,8 @@ class _Child:
 def _answer(told: dict[str, Any], body: memoryview) -> Answer:
     if "mode" not in told:
         return Answer(told.get("error"), told.get("facts"))
-    size = tuple(told["size"])
-    image = Image.frombytes(told["mode"], size, body).convert("RGB") if body else None
-    return Answer(digest=told["digest"], size=(size[0], size[1]), image=image)
+    image = Image.frombytes(told["mode"], tuple(told["size"]), body).convert("RGB") if body else None
+    return Answer(digest=told["digest"], image=image)
 
 
 class Readers:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from promptfed.shared.clip.towers.copies import PlainTower
     from promptfed.shared.clip.towers.text import LowRank
 
-Tower = Literal["visual", "text"]
 VISUAL, TEXT = "visual", "text"
 MATRICES = 3  # of query, key and value
 

@@ -6,7 +6,6 @@ itself (``promptfed.shared.methods.resolve_spec``), which also fills in the defa
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -243,10 +242,6 @@ class TrainingSpec(Section):
             description="GPUs that can do so multiply float32 numbers in TF32: faster, to three digits",
         ),
     ] = False
-
-    def steps(self, images: int) -> int:
-        """The optimizer steps of a task on so many images."""
-        return self.epochs * math.ceil(images / self.batch_size)
 
 
 class EvaluationSpec(Section):

@@ -157,22 +157,6 @@ def test_all_ways_are_one_step() -> None:
     assert measured["largest_deviation"] <= MOST_DEVIATION
 
 
-def test_chunks_of_classes_are_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "CHUNK", 2)
-    task = promptfl()
-    backbones: list[benchmark.SlowBackbone] = []
-    made = benchmark.SlowBackbone
-
-    def noted(*given: object) -> benchmark.SlowBackbone:
-        backbones.append(made(*given))
-        return backbones[-1]
-
-    monkeypatch.setattr(benchmark, "SlowBackbone", noted)
-    measured = measure(task, repeats=1, steps=1)
-    assert measured["largest_deviation"] <= MOST_DEVIATION
-    assert any(backbone.untimed > 0 for backbone in backbones)
-
-
 def test_what_moves_otherwise_ends_the_run() -> None:
     task = promptfl()
     step = task.steps("ours", 1, RATE_OF_COMPARISON)

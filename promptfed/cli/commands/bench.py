@@ -42,7 +42,7 @@ def bench(
         str,
         typer.Argument(
             help="base-to-novel, leave-one-domain-out, personalisation, cross-dataset, few-shot:ONE_OF_THESE, "
-            "multi-label, combined:base-to-novel, paper:TABLE, or embedded: what needs no download"
+            "multi-label, paper:TABLE, or embedded: what needs no download"
         ),
     ],
     options: Annotated[BenchOptions, Made(BenchOptions)],

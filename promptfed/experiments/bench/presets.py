@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from promptfed.experiments.bench.entries import RawSpec, parse_entry
-from promptfed.experiments.bench.protocols import KNOWN, Setting
+from promptfed.experiments.bench.protocols import PROTOCOLS, Setting
 from promptfed.experiments.bench.runner import Bench
 from promptfed.experiments.bench.tables import PAPER, TableRow
 from promptfed.sdk.client import CommandError, Exit
@@ -106,7 +106,7 @@ class Preset(BaseModel):
         """The bench of a panel; ``changes`` are applied to the preset's spec."""
         entries = [parse_entry(text, label) for label, text in self.methods.items()]
         spec = merged(self.spec, dict(changes or {}))
-        return Bench(KNOWN[self.protocol], entries, self.setting_of(panel, root, reduced), seeds, spec, self.m)
+        return Bench(PROTOCOLS[self.protocol], entries, self.setting_of(panel, root, reduced), seeds, spec, self.m)
 
     def wanted(self, root: str) -> str:
         """A sentence for people: the folders below ``root`` that the preset reads, their layout, and their sources."""

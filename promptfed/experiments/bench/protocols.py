@@ -423,6 +423,7 @@ PROTOCOLS: dict[str, Protocol] = {
     **{protocol.name: protocol for protocol in _PLAIN},
     **{f"{FewShot.name}:{protocol.name}": FewShot(protocol) for protocol in _PLAIN},
 }
+"""Every protocol by its name on the command line."""
 
 
 def uris_beside(target: str, setting: Setting) -> dict[str, str]:
@@ -455,30 +456,3 @@ def _values(rows: Iterable[Accuracy], pick: Pick, split: str) -> list[float]:
 
 def _mean(rows: Iterable[Accuracy], pick: Pick, split: str) -> float:
     return fmean(_values(rows, pick, split))
-
-
-CM = "CM"
-
-
-class CombinedMetric(BaseToNovel):
-    """Base-to-novel with a further column, CM = (local + HM(base, novel))/2 (Bo et al., NeurIPS 2025, Table 1).
-
-    It is computed from the three averages in the table, as is the harmonic mean.
-    """
-
-    name = "combined:base-to-novel"
-    summary = "base classes divided over the clients, novel classes unseen; CM = (local + HM(base, novel))/2"
-
-    def columns(self, setting: Setting) -> tuple[str, ...]:
-        """Those of base-to-novel, and CM."""
-        return (*super().columns(setting), CM)
-
-    def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
-        """Those of base-to-novel, and CM."""
-        means = super().scores(by_trial, pick)
-        others = harmonic_mean([means["base"], means["novel"]])
-        return means | {CM: (means["local"] + others) / 2}
-
-
-KNOWN: dict[str, Protocol] = PROTOCOLS | {CombinedMetric.name: CombinedMetric()}
-"""Every protocol by its name on the command line."""

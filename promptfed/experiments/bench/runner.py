@@ -34,7 +34,7 @@ from promptfed.shared.data.registry import SharedSources
 from promptfed.shared.files import write_whole
 from promptfed.shared.metrics import Outcomes
 from promptfed.shared.service.reasons import why
-from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, SpecError, TrainingSpec, merged
+from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec, SpecError, merged
 
 JsonObject = dict[str, JsonValue]
 VARIANT = "@"  # between the name of a test set and that of a further classifier
@@ -284,8 +284,6 @@ class Runner:
             for site in job.trial.sites
             for name, uri in site.tests.items()
         }
-        # Of a client that is asked in every round, in one phase of each.
-        steps = simulated.round * steps_in_a_phase(job.resolved.training, job.trial, self._sources)
         return BenchRun(
             label=job.entry.label,
             seed=job.seed,
@@ -294,7 +292,7 @@ class Runner:
             clients=[asdict(site) for site in job.trial.sites],
             accuracies=simulated.accuracies(),
             rounds=simulated.round,
-            costs=costs(simulated.reports) | {"steps": steps},
+            costs=costs(simulated.reports),
             wall_seconds=round(simulated.wall_seconds, 3),
             setup_seconds=round(simulated.setup_seconds, 3),
             state_hash=simulated.state_hash,
@@ -303,19 +301,6 @@ class Runner:
             provenance=provenance().model_dump(),
             outcomes=[_rounded(outcomes) for outcomes in simulated.outcomes],
         )
-
-
-def steps_in_a_phase(training: TrainingSpec, trial: Trial, sources: SharedSources) -> float:
-    """Optimizer steps of a trainer in one phase of a round, as a mean over the trial's trainers.
-
-    Raises:
-        CommandError: data cannot be opened.
-    """
-    try:
-        steps = [training.steps(len(sources.open(site.data).train)) for site in trial.sites if site.role == "trainer"]
-    except DataError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
-    return fmean(steps)
 
 
 def _rounded(outcomes: Outcomes) -> Outcomes:

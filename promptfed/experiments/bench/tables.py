@@ -18,7 +18,7 @@ from promptfed.shared.plain_text import markdown_cell, markdown_code
 ZERO_SHOT = "zero-shot"
 PAPER = " (paper)"  # behind the label of a row that a paper prints
 BELOW = "▼"
-COSTS = ("trained", "up", "down", "seconds", "steps")
+COSTS = ("trained", "up", "down", "seconds")
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,6 @@ def _line(row: TableRow, columns: Sequence[str], zero_shot: TableRow | None) -> 
         size(row.costs["bytes_up"]),
         size(row.costs["bytes_down"]),
         f"{row.costs['seconds']:.2f}",
-        f"{row.costs['steps']:,.0f}" if "steps" in row.costs else "-",
     ]
     return [row.label, *accuracies, *costs]
 

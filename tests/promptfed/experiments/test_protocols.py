@@ -12,7 +12,7 @@ import pytest
 
 from promptfed.cli.commands.bench import _seeds, _words
 from promptfed.experiments.bench.entries import parse_entries, parse_entry
-from promptfed.experiments.bench.protocols import KNOWN, PROTOCOLS, Setting, with_options
+from promptfed.experiments.bench.protocols import PROTOCOLS, Setting, with_options
 from promptfed.experiments.bench.tuning import AUTO, Candidate, Plan, Trial, choose, gain
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.sdk.result import Accuracy
@@ -79,21 +79,6 @@ def test_base_to_novel_takes_the_harmonic_mean_of_the_means() -> None:
     assert found["base"] == pytest.approx(0.4)
     assert found["novel"] == pytest.approx(0.2)
     assert found["harmonic mean"] == pytest.approx(3 / (1 / 0.7 + 1 / 0.4 + 1 / 0.2))
-
-
-def test_the_combined_metric_is_of_the_averages() -> None:
-    """FedMGP's CM = (local + HM(base, novel))/2: half for the own classes, half for all others."""
-    rows = [
-        one("data0-a", "test", 0.9), one("data0-b", "test", 0.7), one("data0-a", "base", 0.6),
-        one("data0-b", "base", 0.2), one("data0-a", "novel", 0.5), one("data0-b", "novel", 0.7),
-    ]  # fmt: skip
-    protocol, plain = KNOWN["combined:base-to-novel"], PROTOCOLS["base-to-novel"]
-    found = protocol.scores({"all": rows}, learned)
-    assert found["CM"] == pytest.approx((0.8 + 2 * 0.4 * 0.6 / (0.4 + 0.6)) / 2)
-    assert {column: found[column] for column in found if column != "CM"} == plain.scores({"all": rows}, learned)
-    setting = Setting(("digits",), clients=3)
-    assert protocol.columns(setting) == (*plain.columns(setting), "CM")
-    assert protocol.trials(setting, seed=1, personal=True) == plain.trials(setting, seed=1, personal=True)
 
 
 def test_every_data_set_counts_once_however_many_clients_it_has() -> None:

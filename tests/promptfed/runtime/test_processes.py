@@ -146,7 +146,7 @@ def test_a_forked_client_is_a_process_of_its_own(tmp_path: Path) -> None:
         managed.log.write_text("")
         assert processes.watch() == ["client-ward-4"]
         wait_for("its first line after a restart", speaks)
-        managed.process.terminate()
+        managed.process.send_signal(signal.SIGTERM)
         assert managed.process.wait(PATIENCE) == 0
         managed.start_again()
         # Whose starter is gone is started as elsewhere.

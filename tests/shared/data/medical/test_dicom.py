@@ -182,7 +182,7 @@ def test_each_packaged_file_is_read_or_its_package_named() -> None:
             data = pydicom.dcmread(path)
             assert fact.facts is not None, path.name
             assert answer.image is not None, path.name
-            assert answer.size == (data.Columns, data.Rows)
+            assert answer.image.size == (data.Columns, data.Rows)
             read += 1
         elif answer.image is None and fact.facts is not None:
             syntax = pydicom.dcmread(path, force=True).file_meta.get("TransferSyntaxUID")
