@@ -77,8 +77,6 @@ def test_printed_means_are_those_of_the_printed_numbers(name: str) -> None:
             assert expected - below <= row[mean] <= expected + 0.35, (panel, label)
 
 
-
-
 def test_what_a_preset_lays_down_is_the_papers() -> None:
     plan = read_preset("paper:plan-pacs")
     spec = resolve_spec(plan.bench((0,), root="/data").entries[-1].spec({"name": "x", **plan.spec}, plan.m))
