@@ -436,7 +436,6 @@ def _read_ahead(
     Threads read them. If only the towers' device is busy, other processes read images from their files, where the
     threads of one would wait for each other.
     """
-    expect = getattr(split, "expect", None)  # of images that other processes decode
     path, cut = getattr(split, "path", None), backbone.cut
     shape = (batch_size(backbone.device), 3, *backbone.image_size)
 
@@ -465,8 +464,6 @@ def _read_ahead(
         return readers().submit(Request("cut", settings=settings), pixels.numpy().data.cast("B")), end
 
     def begin(number: int) -> tuple[Tensor, list[Reading]]:
-        if expect is not None:
-            expect([places[digest] for part in parts[number : number + 2] for digest in part])
         batch = host_memory(shape, torch.float32 if cut is None else torch.uint8, backbone.device)
         images = [(slot, places[digest]) for slot, digest in zip(slots, parts[number], strict=False)]
         if len(images) < len(batch):
