@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -166,8 +165,9 @@ class Watcher:
         self._progress.update(self._task, completed=done, total=snapshot.rounds)
         key = (snapshot.state, snapshot.round, snapshot.phase)
         if not self._plain or key != self._last:  # a log file gets one line for each phase, not for each answer
-            left = self._progress.tasks[0].time_remaining
-            told = f"; about {timedelta(seconds=left)} left" if left else ""
+            left = self._progress.tasks[0].time_remaining or 0.0
+            words = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
+            told = f"; about {words} left" if left else ""
             running = snapshot.state == "running"
             self.say(f"round {snapshot.round}, {snapshot.describe()}{told}" if running else snapshot.describe())
         self._last = key

@@ -234,4 +234,4 @@ def test_progress_shows_time_left_also_where_rounds_are_quicker_than_looks(capsy
             now = seconds
             watcher.show(Snapshot("running", None, round, 10, "train", (), ()))
     told = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert [line.partition("; ")[2] for line in told] == ["", "", "", "about 0:00:24 left"]
+    assert [line.partition("; ")[2] for line in told] == ["", "", "", "about 24 s left"]
