@@ -76,6 +76,7 @@ def make_paused(server: InThread) -> None:
     with server.registry.database.write() as session:
         [digest] = session.scalars(select(UpdateRow.sha256).where(UpdateRow.task_id == tasks[0]["task_id"]))
         session.execute(update(BlobRow).where(BlobRow.digest == digest).values(content=b"else"))
+    server.registry.blobs.admitted.forget([digest])  # as after a restart
     server.post(f"{federation}/resume")
     server.until(federation, state="paused")
 
