@@ -513,7 +513,18 @@ def _create(
             # open_clip leaves the caption decoder's unused projection uninitialised: it would change the fingerprint.
             projection = built.text_decoder.text_projection
             torch.nn.init.normal_(projection, std=projection.shape[0] ** -0.5)
+        if precision != "fp32":
+            _cast_rest(open_clip, built)
     return built
+
+
+def _cast_rest(open_clip: Any, built: Any) -> None:
+    """Cast what open_clip leaves in float32 beside half precision: parts of CoCa, which would not run."""
+    for part in built.modules():
+        if isinstance(part, open_clip.transformer.AttentionalPooler):
+            part.to(part.attn.out_proj.weight.dtype)
+        elif getattr(part, "cls_emb", None) is not None:
+            part.cls_emb.data = part.cls_emb.data.to(part.transformer.get_cast_dtype())
 
 
 @contextmanager

@@ -299,7 +299,7 @@ class Texts:
 
 
 class TextTower:
-    """A view of the text tower of a `CLIP` or `CustomTextCLIP` model of open_clip, without its own weights."""
+    """A view of the text tower of a `CLIP`, `CustomTextCLIP` or `CoCa` model of open_clip, without its own weights."""
 
     spare_memory = False
     """Whether activations within blocks are not kept for the backward pass."""
@@ -309,7 +309,7 @@ class TextTower:
         # CLIP has the parts of its tower as attributes; the other classes have a TextTransformer under `.text`.
         self._inner: Any = getattr(model, "text", None)
         self._holder: Any = model if self._inner is None else self._inner
-        self.flags = self._found_flags()
+        self.flags = _flags(self._holder, self._inner)
         self._placed: WeakKeyDictionary[ClassPrompts, Placed] = WeakKeyDictionary()
         if self.flags.refusal is None:
             self.blocks: list[Any] = list(self._holder.transformer.resblocks)
@@ -357,7 +357,7 @@ class TextTower:
     @property
     def pool_type(self) -> str:
         """Which row is pooled: argmax (the largest token), eos, first or last."""
-        return str(self._holder.text_pool_type if self._inner is None else self._inner.pool_type)
+        return _pool_type(self._holder, self._inner)
 
     def placed(self, prompts: ClassPrompts) -> Placed:
         """The prompts on the tower's device."""
@@ -382,10 +382,10 @@ class TextTower:
         """The position `(C,)` that the tower pools for each row of ids; -1 if it does not depend on the ids."""
         self.require()
         kind = self.pool_type
-        if kind == "argmax":
+        if kind == "argmax" and not _has_class_token(self._inner):
             return ids.argmax(dim=-1)
-        if kind == "eos":
-            is_end = ids == int(self._holder.text_eos_id if self._inner is None else self._inner.eos_id)
+        if kind == "eos" and not _has_class_token(self._inner):
+            is_end = ids == _eos_id(self._holder, self._inner)
             if not bool(is_end.any(dim=-1).all()):
                 raise BackboneError("The tokenizer's end token is not the one that the text tower pools.")
             return is_end.int().argmax(dim=-1)
@@ -408,6 +408,8 @@ class TextTower:
         ids = self.placed(prompts).ids
         rows, mask = self.constant_rows(ids)
         n, c = context.shape[0], len(prompts)
+        if mask is not None and mask.ndim == 3:  # (C * heads, L, L), with the padding of each class
+            mask = mask.repeat(n, 1, 1)
         rows = self.run(self._with_context(rows, context, prompts), mask, deep, prompts)
         return self._pool(rows, ids.repeat(n, 1)).reshape(n, c, -1)
 
@@ -425,7 +427,7 @@ class TextTower:
         return torch.cat(features, dim=1).index_select(1, placed.places)
 
     def constant_rows(self, ids: Tensor) -> tuple[Tensor, Any]:
-        """Embedded ids with positions `(C, L, d)`, and the mask."""
+        """Embedded ids with positions `(C, L, d)`, with a class token at the end if the tower has one, and the mask."""
         with torch.inference_mode(False), torch.no_grad():
             if self._inner is None:
                 rows = self.embed(ids) + self._holder.positional_embedding.to(self.dtype)
@@ -437,10 +439,12 @@ class TextTower:
         """Whole texts of token ids `(C, L)`, up to the longest one's end where nothing behind it matters."""
         rows, mask = self.constant_rows(ids)
         ends = self.pooled_position(ids).to(rows.device)
-        if self.pool_type == "first":
+        if self.pool_type == "first" and not _has_class_token(self._inner):
             ends = torch.zeros_like(ends)
         if self.flags.short:
             return Texts(rows[:, : int(ends.max()) + 1].contiguous(), None, ends)
+        if mask is not None and mask.ndim == 3:  # (C * heads, L, L)
+            mask = mask.unflatten(0, (len(ids), -1))
         return Texts(rows, mask, ends)
 
     def encode_texts(self, texts: Texts, low_rank: Mapping[int, LowRank] | None = None) -> Tensor:
@@ -491,23 +495,43 @@ class TextTower:
         return result
 
     def _pool(self, rows: Tensor, ids: Tensor) -> Tensor:
-        if self.pool_type in ("first", "last"):
-            return self.project(rows[:, 0 if self.pool_type == "first" else -1])
+        kind = self.pool_type
+        if _has_class_token(self._inner) or kind == "last":
+            return self.project(rows[:, -1])
+        if kind == "first":
+            return self.project(rows[:, 0])
         end = self.pooled_position(ids)
         return self.project(rows[torch.arange(rows.shape[0], device=rows.device), end])
 
-    def _found_flags(self) -> TextFlags:
-        holder, inner = self._holder, self._inner
-        if inner is not None and not is_a(inner, "transformer", "TextTransformer"):
-            return TextFlags(f"it is a {type(inner).__name__}, not a text transformer of open_clip", False, False)
-        if inner is not None and (inner.cls_emb is not None or inner.use_pad_mask):
-            return TextFlags("it pools a class token behind the text, or masks padding", False, False)
-        if not holder.transformer.batch_first:
-            return TextFlags("it is not batch-first", False, False)
-        if self.pool_type not in ("argmax", "eos", "first", "last"):
-            return TextFlags(f"it pools by {self.pool_type!r}", False, False)
-        short = holder.attn_mask is not None and self.pool_type in ("argmax", "eos")
-        return TextFlags(None, short, short and all(map(is_standard_block, holder.transformer.resblocks)))
+
+def _flags(holder: Any, inner: Any) -> TextFlags:
+    if inner is not None and not is_a(inner, "transformer", "TextTransformer"):
+        return TextFlags(f"it is a {type(inner).__name__}, not a text transformer of open_clip", False, False)
+    if not holder.transformer.batch_first:
+        return TextFlags("it is not batch-first", False, False)
+    kind = _pool_type(holder, inner)
+    if kind not in ("argmax", "eos", "first", "last"):
+        return TextFlags(f"it pools by {kind!r}", False, False)
+    short = (
+        holder.attn_mask is not None
+        and kind in ("argmax", "eos")
+        and not _has_class_token(inner)
+        and not getattr(inner, "use_pad_mask", False)
+    )
+    blocks = holder.transformer.resblocks
+    return TextFlags(None, short, short and all(is_standard_block(block) for block in blocks))
+
+
+def _pool_type(holder: Any, inner: Any) -> str:
+    return str(holder.text_pool_type if inner is None else inner.pool_type)
+
+
+def _eos_id(holder: Any, inner: Any) -> int:
+    return int(holder.text_eos_id if inner is None else inner.eos_id)
+
+
+def _has_class_token(inner: Any) -> bool:
+    return inner is not None and inner.cls_emb is not None
 
 
 def tracing() -> bool:

@@ -57,7 +57,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 PREFIX_MODELS = ["small-vit", "small-custom", "small-quick", "small-scale", "small-eos", "small-resnet"]
 SHORT_MODELS = [*PREFIX_MODELS, "small-qknorm"]
-PLAIN_ONLY_MODELS = ["small-bidirectional", "small-bidirectional-argmax"]
+PLAIN_ONLY_MODELS = ["small-bidirectional", "small-bidirectional-argmax", "small-coca"]
 VISION_TRANSFORMERS = ["small-vit", "small-quick", "small-scale", "small-bidirectional", "small-coca"]
 
 CLASS_NAMES = ["dog", "red fox", "one big red fox dog", "big red fox", "cat", "big red_fox dog", "sun"]

@@ -99,7 +99,7 @@ def test_a_batch_of_contexts_equals_one_by_one(small: Any, name: Any, path: Any,
 
 
 @pytest.mark.parametrize(
-    ("name", "path"), [("small-vit", "dense"), ("small-vit", "short"), ("small-vit", "plain"), ("small-qknorm", "auto")]
+    ("name", "path"), [("small-vit", "dense"), ("small-vit", "short"), ("small-vit", "plain"), ("small-coca", "auto")]
 )
 def test_a_context_per_class_equals_open_clip(small: Any, name: Any, path: Any) -> None:
     backbone = small(name)
@@ -210,8 +210,8 @@ def test_auto_takes_the_fastest_possible_path(small: Any) -> None:
 
 IMPOSSIBLE = [
     ("small-qknorm", "prefix"),
-    ("small-bidirectional", "short"),
-    ("small-bidirectional", "dense"),
+    ("small-coca", "short"),
+    ("small-coca", "dense"),
     ("small-bidirectional", "prefix"),
 ]
 
