@@ -18,7 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +27,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 from torch.nn import functional as F
 
-from promptfed.shared import machine
+from promptfed.shared import __version__, machine
 from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.weights import config_digest
 from promptfed.shared.data.image_files import READERS
@@ -580,7 +579,7 @@ def features_in(given: Path | None, usual: Path, uris: Iterable[str], patches: b
     schemes = {re.split("[:?]", uri, maxsplit=1)[0] for uri in uris}
     if given is None and not patches and schemes <= set(EMBEDDED):
         with suppress(OSError, RuntimeError):  # no home, or none that can be written to
-            own = machine.user_cache("features") / version("promptfed")
+            own = machine.user_cache("features") / __version__
             own.mkdir(mode=0o700, parents=True, exist_ok=True)
             return FeatureCache(own, max_bytes=OWN_BYTES)
     return FeatureCache(given or usual)
