@@ -141,7 +141,9 @@ def test_weights_trained_with_quick_gelu_get_it(small: Any, tmp_path: Any, monke
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["small-vit", "small-custom", "small-resnet", "small-timm", "small-qknorm", "small-coca"])
+@pytest.mark.parametrize(
+    "name", ["small-vit", "small-custom", "small-resnet", "small-timm", "small-qknorm", "small-coca"]
+)
 def test_half_precision(small: Any, name: Any, precision: Any) -> None:
     backbone, wide = load_backbone(name, None, precision=precision), small(name)
     assert backbone.precision == precision
