@@ -30,7 +30,7 @@ from tests.support.equality import assert_gradients, assert_values
 PLAIN = 56
 
 
-LARGE = re.compile(r"336|378|384|448|512|-[gHE]-|bigG|gopt|SO400M|CLIPA")
+LARGE = re.compile(r"336|378|384|448|512|-[gHEe]-|bigG|gopt|SO400M|CLIPA")
 
 
 REFUSED = {"TimmModel": 78, "ModifiedResNet": 10}

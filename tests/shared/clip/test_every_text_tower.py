@@ -28,7 +28,7 @@ DATA = Path(__file__).parents[2] / "data"
 ONE_BLOCK = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 32}
 WORDS = 60_000  # vocabularies up to this size are kept
 M = 4
-LARGE = re.compile(r"-[gHE]-|bigG|gopt|SO400M|xl-|XL|large|xxl|CLIPA")
+LARGE = re.compile(r"-[gHEe]-|bigG|gopt|SO400M|xl-|XL|large|xxl|CLIPA")
 
 # The published config.json of each text model on the hub, but for the depth and large vocabularies.
 ON_THE_HUB = {
