@@ -166,12 +166,15 @@ class Sharing:
 
     def _look_at_objects(self) -> None:
         assert self._bucket is not None
+        told = False
         while not self._ended.wait(LOOK_SECONDS):
             try:
                 self._bucket.probe(writes=False)
-                self._objects_seen = time.monotonic()
+                self._objects_seen, told = time.monotonic(), False
             except ObjectStoreAway as error:
-                log.error("%s", error)
+                if not told:  # once an outage
+                    log.error("%s", error)
+                told = True
 
     def _warn(self, text: str) -> None:
         if text != self._warned:

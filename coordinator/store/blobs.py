@@ -183,8 +183,9 @@ class Blobs:
 
     Files in ``hold`` are not removed before the rows that refer to them are committed.
 
-    rows: small blobs; without it all blobs are files. bucket: large blobs; no files are written then. shared:
-    whether other coordinators use the same database, which may be about to refer to a blob that no row refers to yet.
+    rows: small blobs; without it all blobs are files. bucket: large blobs; no files are written then. copies: whether
+    cached copies of objects are used. shared: whether other coordinators use the same database, which may be about to
+    refer to a blob that no row refers to yet.
     """
 
     def __init__(
@@ -193,11 +194,13 @@ class Blobs:
         rows: BlobRows | None = None,
         bucket: Bucket | None = None,
         *,
+        copies: bool = True,
         shared: bool = False,
     ):
         self._folder = folder / "blobs"
         self.bucket = bucket
         self.shared = shared
+        self._copies = copies
         self._cache = ObjectCache(folder / "cache")
         self.incoming = folder / "incoming"
         self._temporary = f"{self.incoming}{os.sep}{os.getpid()}-"
@@ -368,7 +371,7 @@ class Blobs:
 
     def _copy(self, digest: str, key: str) -> Path:
         copy = self._cache.path(_name(digest))
-        if digest_of_file(copy) == digest:
+        if self._copies and digest_of_file(copy) == digest:
             self._cache.touch(copy.name)
             return copy
         temporary = self.temporary()

@@ -335,12 +335,27 @@ class Database:
                     f"the tables at {self.backend.place} have to be brought to this version's form, and other "
                     "coordinators work on them: stop those first"
                 )
-        if found < _forms()[0]:
+        self._expect_not_before(found)
+
+    def _expect_not_before(self, found: str | None) -> None:
+        if found is not None and found < _forms()[0]:
             raise CannotOpen(
                 f"the tables at {self.backend.place} have the form {found} of promptfed before 0.4.0, which this "
                 f"version does not read: start commit {READS_OLDER} on them, export each result, and continue from the "
                 "exports in a new store (docs/guides/operate.md, upgrade)"
             )
+
+    def expect_this_version(self) -> None:
+        """Refuse tables of another version's form. Raises CannotOpen, DatabaseAway."""
+        try:
+            with self._watched(), self.backend.reader.connect() as connection:
+                revision = _form(connection)
+        except DBAPIError as error:
+            raise CannotOpen(self.cannot_be_read(error)) from None
+        self._expect_not_before(revision)
+        if revision != _forms()[-1]:
+            text_ = f"the tables at {self.backend.place} have the form {revision} instead of {_forms()[-1]}"
+            raise CannotOpen(f"{text_}: start this version of the coordinator on them once")
 
     @contextmanager
     def write(self) -> Iterator[Session]:

@@ -121,13 +121,34 @@ def open_store(settings: Settings) -> Store:
 
 
 def open_to_look(settings: Settings) -> Store:
-    """As `open_store`, for a folder that was used before: no data are made. Raises as it does."""
+    """Lock the data folder and the database without changing them: nothing is created, removed or upgraded.
+
+    Raises:
+        CannotOpen: another coordinator uses one of them, or they are not of this version.
+        DatabaseAway: the database did not answer in time.
+        OSError: the folder cannot be used.
+    """
     folder = settings.data_dir
+    database = Database(backend_of(settings.model_copy(update={"advertise_url": None})))
+    bucket = bucket_of(settings)
     if not (folder / ID_FILE).exists():
         raise CannotOpen(f"{folder} is no coordinator's data folder: give --data-dir as it was used before")
-    if settings.url() is None and not (folder / SQLITE_FILE).exists():
-        raise CannotOpen(f"the database {folder / SQLITE_FILE} is missing: put a backup back")
-    return open_store(settings.model_copy(update={"advertise_url": None}))
+    lock = FolderLock(folder)
+    lock.acquire()
+    try:
+        if database.backend.in_folder and not (folder / SQLITE_FILE).exists():
+            raise CannotOpen(f"the database {folder / SQLITE_FILE} is missing: put a backup back")
+        database.connect(settings.database_wait_seconds)
+        database.expect_this_version()
+        blobs = Blobs(folder, BlobRows(database), bucket, copies=False)
+        if bucket is not None:
+            blobs.open()  # What is looked at passes through the folder.
+            _expect_objects(bucket, database, (folder / ID_FILE).read_text().strip())
+        return Store(lock, database, blobs)
+    except BaseException:
+        database.close()
+        lock.release()
+        raise
 
 
 def _close_to_others(folder: Path) -> None:

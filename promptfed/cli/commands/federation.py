@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Annotated
 
@@ -252,13 +253,16 @@ def metrics(
     out: Annotated[Path | None, typer.Option(help="write the CSV here; default: print it")] = None,
     as_json: Json = False,
 ) -> None:
-    """Print every number by round as CSV: clients' metrics, accuracies, bytes, seconds."""
+    """Print every number by round as CSV, or with --json as objects: clients' metrics, accuracies, bytes, seconds."""
     body = api.send(operations.get_metrics(federation)).body
-    if out is None:
+    if out is None and as_json:
+        lines = csv.DictReader(body.decode().splitlines())
+        print_json({"metrics": [line | {"round": int(line["round"]), "value": float(line["value"])} for line in lines]})
+    elif out is None:
         typer.echo(body.decode(), nl=False)
-        return
-    write_file(out, body)
-    tell(as_json, {"file": str(out), "bytes": len(body)}, f"Wrote {out} ({size(len(body))}).")
+    else:
+        write_file(out, body)
+        tell(as_json, {"file": str(out), "bytes": len(body)}, f"Wrote {out} ({size(len(body))}).")
 
 
 @group.add()

@@ -14,7 +14,7 @@ from promptfed.coordinator.aggregation.rows import change_norm, far_off
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.store import blobs
-from promptfed.coordinator.store.tables import BlobRow, UpdateRow
+from promptfed.coordinator.store.tables import BlobRow, TaskRow, UpdateRow
 from promptfed.shared.tensors import Tensors
 from promptfed.shared.tensors.torch_tensors import encode
 from promptfed.testing.clients import ScriptedClient, content_digest, drive, trained, update_body
@@ -250,8 +250,8 @@ def kept_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-def damage(coordinator: InThread, digest: str, how: str = "flipped") -> None:
-    """What a disk may do to a blob."""
+def damage(coordinator: InThread, digest: str, how: str = "flipped", restarted: bool = True) -> None:
+    """What a disk may do to a blob. ``restarted``: nothing of it is in memory, as after a restart."""
     blobs = coordinator.registry.blobs
     content = blobs.read(digest)
     middle = len(content) - 3
@@ -268,8 +268,9 @@ def damage(coordinator: InThread, digest: str, how: str = "flipped") -> None:
             session.execute(delete(BlobRow).where(here))
             if changed is not None:
                 session.add(BlobRow(digest=digest, content=changed))
-    for memory in (blobs._remembered, blobs.admitted):
-        memory.forget([digest])
+    if restarted:
+        for memory in (blobs._remembered, blobs.admitted):
+            memory.forget([digest])
 
 
 def put_back(coordinator: InThread, digest: str, content: bytes) -> None:
@@ -281,6 +282,24 @@ def put_back(coordinator: InThread, digest: str, content: bytes) -> None:
             session.add(BlobRow(digest=digest, content=content))
     else:
         path.write_bytes(content)
+
+
+def test_an_admitted_update_is_aggregated_from_memory_and_to_the_same_state(coordinator: InThread) -> None:
+    hashes = []
+    for damaged in (False, True):
+        federation, clients = paused_phase(coordinator, rounds=1, name=f"damaged-{damaged}".lower())
+        if damaged:
+            with coordinator.registry.database.read() as session:
+                mine = UpdateRow.task_id.in_(select(TaskRow.id).where(TaskRow.federation_id == federation))
+                digests = list(session.scalars(select(UpdateRow.sha256).where(mine)))
+            assert len(digests) == len(clients)
+            for digest in digests:
+                damage(coordinator, digest, "missing", restarted=False)
+        coordinator.post(f"{federation}/resume")
+        drive(clients)
+        hashes.append(coordinator.get(federation)["state_hash"])
+    assert hashes[0] == hashes[1]
+    assert not coordinator.registry.blobs.admitted._kept
 
 
 @pytest.mark.both_databases

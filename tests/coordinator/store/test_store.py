@@ -204,6 +204,7 @@ def test_a_new_store_has_the_newest_form(empty: Database) -> None:
     if isinstance(empty.backend, PostgreSQL):
         assert uncompressed_columns(empty) == ["content"]
     empty.migrate()
+    empty.expect_this_version()
 
 
 @pytest.mark.parametrize("old", ["0001", "0017", "0025"])
@@ -211,18 +212,21 @@ def test_an_older_store_is_refused_and_told_what_reads_it(empty: Database, old: 
     empty.migrate()
     with empty.write() as session:
         session.execute(text(f"UPDATE alembic_version SET version_num = '{old}'"))
-    with pytest.raises(CannotOpen) as refused:
-        empty.migrate()
-    told = str(refused.value)
-    assert f"have the form {old} of promptfed before 0.4.0" in told
-    assert "start commit 7368013d on them, export each result, and continue from the exports" in told
-    assert "\n" not in told
+    for refuse in (empty.migrate, empty.expect_this_version):
+        with pytest.raises(CannotOpen) as refused:
+            refuse()
+        told = str(refused.value)
+        assert f"have the form {old} of promptfed before 0.4.0" in told
+        assert "start commit 7368013d on them, export each result, and continue from the exports" in told
+        assert "\n" not in told
     assert form(empty) == old
 
 
 def test_a_later_migration_runs_on_stores_of_before(empty: Database, add_0027: Callable[[], None]) -> None:
     empty.migrate()
     add_0027()
+    with pytest.raises(CannotOpen, match="have the form 0026 instead of 0027"):
+        empty.expect_this_version()
     empty.migrate()
     assert (form(empty), has_table_of_0027(empty)) == ("0027", True)
 

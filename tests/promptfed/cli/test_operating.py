@@ -174,6 +174,10 @@ def test_metrics_rounds_and_the_key(command: Command, finished: str, tmp_path: P
     rows = list(csv.DictReader(io.StringIO(printed)))
     assert rows == list(csv.DictReader(out.open()))
     assert {row["round"] for row in rows} >= {"1", "2"}
+    numbers = command.json("metrics", finished)["metrics"]
+    assert [{key: str(value) for key, value in line.items()} for line in numbers] == [
+        row | {"value": str(float(row["value"]))} for row in rows
+    ]
 
     reports = command.json("rounds", finished)
     assert [report["round"] for report in reports] == [0, 1, 2]

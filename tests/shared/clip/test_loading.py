@@ -32,9 +32,10 @@ from torch import Tensor
 
 from benchmarks import backbone
 from benchmarks.backbone import normalise, pretrain, save_weights
+from promptfed.shared import __version__
 from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, caches, load_backbone, shape_of
 from promptfed.shared.clip.backbone import Halves
-from promptfed.shared.clip.caches import BATCH, DEVICE_BATCH, agreeing_slots
+from promptfed.shared.clip.caches import BATCH, DEVICE_BATCH, agreeing_slots, features_in
 from promptfed.shared.clip.loading import VisualBackbone
 from promptfed.shared.clip.tiny import MODEL, register, weights_path
 from promptfed.shared.clip.weights import config_digest, weights_fingerprint
@@ -864,3 +865,22 @@ def test_an_image_that_cannot_be_read_ends_the_reading(small: Any, tmp_path: Any
         FeatureCache(tmp_path).features(backbone, split)
     assert max(split.asked) < 2 * BATCH
     assert threading.active_count() == before
+
+
+def test_features_of_embedded_pictures_alone_lie_in_the_user_s_own_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, usual, given = tmp_path / "own", tmp_path / "usual", tmp_path / "given"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
+    embedded = ["symbols:neon?topic=weather", "digits", "emoji:flat"]
+    shared = features_in(None, usual, embedded)
+    assert shared._root == own / "promptfed" / "features" / __version__
+    assert shared._root.stat().st_mode & 0o777 == 0o700
+    assert shared._max_bytes == caches.OWN_BYTES
+    assert features_in(None, usual, [*embedded, "folder:symbols"])._root == usual, "a site's own pictures stay there"
+    assert features_in(None, usual, embedded, patches=True)._root == usual
+    assert features_in(given, usual, embedded)._root == given
+    own.joinpath("file").write_text("")
+    for nowhere in (own / "file", Path("/proc/none")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(nowhere))
+        assert features_in(None, usual, embedded)._root == usual
