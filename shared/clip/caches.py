@@ -581,5 +581,6 @@ def features_in(given: Path | None, usual: Path, uris: Iterable[str], patches: b
         with suppress(OSError, RuntimeError):  # no home, or none that can be written to
             own = machine.user_cache("features") / __version__
             own.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return FeatureCache(own, max_bytes=OWN_BYTES)
+            if os.access(own, os.W_OK) and shutil.disk_usage(own).free > OWN_BYTES:
+                return FeatureCache(own, max_bytes=OWN_BYTES)
     return FeatureCache(given or usual)

@@ -880,6 +880,9 @@ def test_features_of_embedded_pictures_alone_lie_in_the_user_s_own_cache(
     assert features_in(None, usual, [*embedded, "folder:symbols"])._root == usual, "a site's own pictures stay there"
     assert features_in(None, usual, embedded, patches=True)._root == usual
     assert features_in(given, usual, embedded)._root == given
+    with monkeypatch.context() as full:
+        full.setattr(caches, "OWN_BYTES", 1 << 60)  # more than any disk has free
+        assert features_in(None, usual, embedded)._root == usual
     own.joinpath("file").write_text("")
     for nowhere in (own / "file", Path("/proc/none")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(nowhere))
