@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from typing import Literal
@@ -11,7 +12,7 @@ from promptfed.client_service.monitor import EventJsonLines, EventTextLines
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.state.site_log import sent_lines
 from promptfed.shared.service.process import given_settings, log_to_stderr
-from promptfed.shared.service.reasons import leave
+from promptfed.shared.service.reasons import collect_seldom, leave
 
 
 def set_up_logging(log_format: Literal["text", "json"]) -> None:
@@ -43,6 +44,7 @@ def start(settings: Settings) -> int:
         return error.exit
     from promptfed.client_service.worker import run
 
+    gc.freeze()  # no collection goes through what torch's import has brought
     return run(settings)
 
 
@@ -62,6 +64,7 @@ def check(settings: Settings) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code of a client with the settings that the command line gives."""
+    collect_seldom()
     try:
         settings = make_settings(**given_settings(Settings, "client_service", arguments))
     except ClientError as error:

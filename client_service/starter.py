@@ -13,13 +13,15 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from promptfed.client_service import worker as worker  # imported for the clients, as the command imports it
 from promptfed.client_service.__main__ import main
-from promptfed.shared.service.reasons import leave
+from promptfed.shared.service.reasons import collect_seldom, leave
 
 
 def serve() -> None:
     """Answer requests until the input ends. No thread is started here: a fork would lack it."""
+    collect_seldom()
+    from promptfed.client_service import worker as worker  # for the clients, as the command imports it
+
     while line := sys.stdin.buffer.readline():
         request = json.loads(line)
         answer: int | None = None

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from promptfed.coordinator.settings import Settings
 from promptfed.shared.service.process import given_settings
-from promptfed.shared.service.reasons import leave, offence
+from promptfed.shared.service.reasons import collect_seldom, leave, offence
 
 
 def start(given: dict[str, Any]) -> int:
@@ -42,6 +42,7 @@ def start(given: dict[str, Any]) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code, as of `start`."""
+    collect_seldom()
     return start(given_settings(Settings, "coordinator", arguments))
 
 

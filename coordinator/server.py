@@ -41,7 +41,6 @@ from promptfed.shared.service.reasons import named, why
 log = logging.getLogger("promptfed.coordinator")
 
 GRACE_SECONDS = 2  # for answers under way, once waiting requests have been woken
-GARBAGE = 10_000  # new objects until the next collection: at the usual 700, collections take a twentieth of the time
 CANNOT_START = 2
 DATABASE_AWAY = 3
 INTERRUPTED = 130
@@ -136,7 +135,6 @@ def serve(settings: Settings) -> int:
     # A full collection would go through all that importing has brought (half a second in which nothing else runs),
     # again and again while a long report is made.
     gc.freeze()
-    gc.set_threshold(GARBAGE)
     server.run(sockets=[listening])
     if server.failure is not None:
         print(f"coordinator: {_why(server.failure, store)}", file=sys.stderr)

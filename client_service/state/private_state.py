@@ -24,10 +24,11 @@ import logging
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -98,6 +99,7 @@ READS_OLDER = "7368013d"  # the last commit that reads folders of promptfed befo
 LARGE = 16 << 20  # bytes from which a payload is mapped and not read
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 Kept = TypeVar("Kept")
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # making one takes milliseconds: it builds a schema
 
 
 class PrivateState:
@@ -338,7 +340,7 @@ class PrivateState:
 
     def write_as(self, name: str, value: object) -> None:
         """A file of JSON, on the disk when this returns: of a model, a dataclass or a mapping."""
-        self._write_note(name, TypeAdapter(type(value)).dump_json(value))
+        self._write_note(name, _adapter(type(value)).dump_json(value))
 
     def read_as(self, name: str, kind: type[Kept]) -> Kept | None:
         """What `write_as` wrote, as ``kind``; None if there is nothing.
@@ -348,7 +350,7 @@ class PrivateState:
         """
         content = self._read_note(name)
         try:
-            return None if content is None else TypeAdapter(kind).validate_json(content)
+            return None if content is None else cast(Kept, _adapter(kind).validate_json(content))
         except ValidationError:
             raise self.damaged(name) from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import os
@@ -163,6 +164,14 @@ class Exit(IntEnum):
     POLICY = 14  # the site's policy forbids it, or cannot be read
     LEDGER = 15  # the privacy budget is spent, or its ledger is damaged or an old copy
     INTERRUPTED = 130  # Ctrl-C
+
+
+GARBAGE = 10_000  # new objects until the next collection
+
+
+def collect_seldom() -> None:
+    """For a process of ours, before it imports: at the usual 700 objects, collections take a tenth of its start."""
+    gc.set_threshold(GARBAGE)
 
 
 def leave(code: int) -> NoReturn:

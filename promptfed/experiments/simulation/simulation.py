@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import secrets
 import shutil
@@ -47,7 +48,7 @@ from promptfed.shared.methods import method_for
 from promptfed.shared.metrics import Outcomes
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
-from promptfed.shared.service.reasons import why
+from promptfed.shared.service.reasons import collect_seldom, why
 from promptfed.shared.spec.spec import AllowedBackbones, FederationSpec
 
 URL = "http://127.0.0.1"  # of a coordinator without a socket
@@ -82,14 +83,15 @@ def simulate(
     processes, if possible. ``backbone``, ``features`` and ``sources`` can be given to share them among runs; by default
     they are made from the spec, in ``folder`` and from the sites' URIs.
     ``progress`` is called in another thread, at most five times a second and only after a change: it may miss a quick
-    round. ``simulate`` can be called while an event loop runs, and restores torch's global settings.
+    round. ``simulate`` can be called while an event loop runs, and restores the global settings of torch and
+    of the garbage collector.
 
     Raises:
         CommandError: one line: a spec, data or backbone that cannot be used, a client that failed, a federation that
             did not finish.
     """
     with ExitStack() as stack:
-        stack.enter_context(_torch_put_back())
+        stack.enter_context(_settings_put_back())
         started = time.monotonic()
         wanted, made, backbone = prepare(spec, sites, pool, backbone, allow_backbone, device)
         once = folder is None or not lasting
@@ -173,8 +175,10 @@ class FullDisk(logging.Handler):
 
 
 @contextmanager
-def _torch_put_back() -> Iterator[None]:
-    """Restore torch's global settings after the block."""
+def _settings_put_back() -> Iterator[None]:
+    """Restore torch's global settings and the garbage collector's after the block, which needs few collections."""
+    garbage = gc.get_threshold()
+    collect_seldom()
     threads, products, convolutions = (
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
@@ -183,6 +187,7 @@ def _torch_put_back() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.set_threshold(*garbage)
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(products)
         torch.backends.cudnn.allow_tf32 = convolutions

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from promptfed.runtime.processes import Site
 from promptfed.sdk.client import CommandError, Exit
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
+from promptfed.shared.service.reasons import NAME_PATTERN
 
 AHEAD = 2  # clients that fetch or send while those of the pool compute
 
@@ -96,7 +98,7 @@ async def run_workers(
     noise = SeededNoise(derive_seed(setup.spec.seed, "noise"))
     running.workers += (
         Worker(
-            _settings(setup, client.site, str(http.base_url), federation),
+            settings,
             Parts(
                 backbone=setup.backbone,
                 source=client.source,
@@ -115,7 +117,7 @@ async def run_workers(
             synced=setup.synced,
             hook=partial(running.hear, client.site.name),
         )
-        for client in setup.clients
+        for client, settings in zip(setup.clients, _settings(setup, str(http.base_url), federation), strict=True)
     )
     running.tasks |= {asyncio.create_task(worker.run()): worker.settings.name for worker in running.workers}
     try:
@@ -132,18 +134,24 @@ def _ledger(setup: SimulationSetup, site: Site) -> Path | None:
     return None if setup.secret is None else setup.folder / f"ledger-{site.name}"
 
 
-def _settings(setup: SimulationSetup, site: Site, url: str, federation: str) -> Settings:
-    try:
-        return make_settings(
-            coordinator=url,
-            federation=federation,
-            name=site.name,
-            role=site.role,
-            data=site.data,
-            test=[],
-            state_dir=setup.folder / f"client-{site.name}",
-            max_epsilon=1000.0,  # no real budget: a simulation may use any
-            give_up_after=setup.patience,
-        )
-    except ClientError as error:
-        raise CommandError(f"client {site.name}: {error}", Exit.BAD_INPUT) from None
+def _settings(setup: SimulationSetup, url: str, federation: str) -> Iterator[Settings]:
+    """Each client's. The environment is read for the first one, and for a name that is to be refused: it takes long."""
+    first = None
+    for site in (client.site for client in setup.clients):
+        state_dir = setup.folder / f"client-{site.name}"
+        own = {"name": site.name, "role": site.role, "data": site.data, "state_dir": state_dir}
+        if first is not None and re.fullmatch(NAME_PATTERN, site.name):
+            yield first.model_copy(update=own)
+            continue
+        try:
+            first = make_settings(
+                coordinator=url,
+                federation=federation,
+                test=[],
+                max_epsilon=1000.0,  # no real budget: a simulation may use any
+                give_up_after=setup.patience,
+                **own,
+            )
+        except ClientError as error:
+            raise CommandError(f"client {site.name}: {error}", Exit.BAD_INPUT) from None
+        yield first
