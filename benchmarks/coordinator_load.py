@@ -1,8 +1,8 @@
 """How many updates a coordinator takes from clients that enrol, poll, fetch payloads and send updates without training.
 
 Each case has its own coordinator process with real HTTP. This process plays all clients, each over its own keep-alive
-connection. All get their tasks at the same moment, fetch the payload and send an update of the given size, so each
-round is a burst.
+connection, as a real client: a small payload comes with the task, and the answer to a small update brings the next
+task. All get their tasks at the same moment and send an update of the given size, so each round is a burst.
 
     python -m benchmarks.coordinator_load --json load.json
     python -m benchmarks.coordinator_load --cases 32:100 --databases sqlite
@@ -12,10 +12,9 @@ With ``--beside flower``, after each case as many clients send updates of the sa
 server (``benchmarks/flower/server.py``). ``--flower-python`` is a Python with flwr; by default one is made in a
 temporary folder, from the package index.
 
-- updates/s: accepted updates of all training rounds, over the sum of the rounds' times from the first task to the last
-  201.
-- p50, p99: from the first byte of an update to its 201. Answers 503 (too many uploads at once) are counted separately;
-  the client waits as long as ``Retry-After`` says.
+- updates/s: accepted updates of all training rounds, over the sum of the rounds' times, each from its beginning to its
+  last update, as the coordinator reports them. Answers 503 (too many uploads at once) are counted separately; the
+  client waits as long as ``Retry-After`` says.
 - CPU per update: CPU time of the coordinator process in all rounds, over all updates.
 - peak: the largest memory of the coordinator process (VmHWM); in brackets, that before the first enrolment.
 """
@@ -28,8 +27,10 @@ import contextlib
 import json
 import sys
 import time
+from base64 import b64decode
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import datetime
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -48,6 +49,7 @@ from benchmarks.harness import (
     table,
     write,
 )
+from promptfed.shared.messages import BROUGHT_BYTES
 from promptfed.shared.spec.section import PROTOCOL, VERSION
 from promptfed.testing.clients import content_digest, enrolment, secret_of
 from tests.support.coordinators import CoordinatorProcess
@@ -121,30 +123,17 @@ async def read_chunks(reader: asyncio.StreamReader) -> bytes:
 
 @dataclass
 class Record:
-    """What all players of a run have measured.
+    """What all players of a run have counted: accepted updates, and answers 503 to one."""
 
-    ``spans``: round, time of the task and time of the 201 of each update. ``accepted``: seconds from the first byte of
-    an update to its 201. ``too_many``: number of answers 503 to an update.
-    """
-
-    spans: list[tuple[int, float, float]] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)
+    updates: int = 0
     too_many: int = 0
 
-    def rounds(self) -> dict[int, list[tuple[float, float]]]:
-        """Times of the task and of the 201 of each update, by round."""
-        spans: dict[int, list[tuple[float, float]]] = {}
-        for number, begun, ended in self.spans:
-            spans.setdefault(number, []).append((begun, ended))
-        return spans
 
-    def seconds(self) -> float:
-        """Seconds of all rounds, each from its first task to its last 201."""
-        return sum(max(end for _, end in spans) - min(begin for begin, _ in spans) for spans in self.rounds().values())
-
-    def whole_seconds(self) -> float:
-        """Seconds from the first round's first task to the last round's last 201."""
-        return max(ended for _, _, ended in self.spans) - min(begun for _, begun, _ in self.spans)
+def seconds_of(phases: Sequence[Any]) -> tuple[float, float]:
+    """Seconds of the training phases, and those from the first one's beginning to the last one's end."""
+    whole = phases[-1]["closed_at"], phases[0]["opened_at"]
+    end, begin = (datetime.fromisoformat(text).timestamp() for text in whole)
+    return sum(phase["seconds"] for phase in phases), end - begin
 
 
 class LoadClient:
@@ -160,42 +149,44 @@ class LoadClient:
 
     async def work(self) -> None:
         """Answer tasks until the federation has ended."""
-        while (task := await self.next_task()) is not None:
-            await self.answer(task)
+        task = await self.next_task()
+        while task is not None:
+            task = await self.answer(task) or await self.next_task()
         self.http.close()
 
     async def next_task(self) -> dict[str, Any] | None:
         """The next task; None once the federation has ended."""
         while True:
-            status, _, body = await self.http.ask(self._secret, "GET", f"{PATH}/task?wait=30")
+            status, _, body = await self.http.ask(self._secret, "GET", f"{PATH}/task?wait=30&bring=true")
             if status not in (200, 204, 410):
                 raise SystemExit(f"a poll is answered {status}: {body[:500]!r}")
             if status != 204:
                 return dict(json.loads(body)) if status == 200 else None
 
-    async def answer(self, task: dict[str, Any]) -> None:
-        """Fetch the payload, and send the update or the evaluation."""
-        begun, path = time.perf_counter(), f"{PATH}/tasks/{task['task_id']}"
-        payload = await self.http.expect(200, self._secret, "GET", f"{path}/payload")
+    async def answer(self, task: dict[str, Any]) -> dict[str, Any] | None:
+        """Take the payload, and send the update or the evaluation; the next task, if the answer has brought it."""
+        path = f"{PATH}/tasks/{task['task_id']}"
+        if (brought := task["payload"].get("data")) is not None:
+            payload = b64decode(brought)
+        else:
+            payload = await self.http.expect(200, self._secret, "GET", f"{path}/payload")
         if len(payload) != task["payload"]["bytes"]:
             raise SystemExit("a payload is cut off")
         if task["kind"] == "train":
-            ended = await self._send(f"{path}/update", task, payload)
-            self.record.spans.append((task["round"], begun, ended))
-        else:
-            await self.http.expect(201, self._secret, "PUT", f"{path}/evaluation", EVALUATION)
+            return await self._send(path, task, payload)
+        receipt = await self.http.expect(201, self._secret, "PUT", f"{path}/evaluation?next=30", EVALUATION)
+        return _next(receipt)
 
-    async def _send(self, path: str, task: dict[str, Any], payload: bytes) -> float:
-        """Send the update until it is accepted; the time of the 201."""
+    async def _send(self, path: str, task: dict[str, Any], payload: bytes) -> dict[str, Any] | None:
+        """Send the update until it is accepted; the next task."""
         update = self._update(task, payload)
         digest = content_digest(update)
+        url = f"{path}/update" + ("?next=30" if len(update) <= BROUGHT_BYTES else "")
         while True:
-            begun = time.perf_counter()
-            status, headers, body = await self.http.ask(self._secret, "PUT", path, update, Content_Digest=digest)
+            status, headers, body = await self.http.ask(self._secret, "PUT", url, update, Content_Digest=digest)
             if status == 201:
-                ended = time.perf_counter()
-                self.record.accepted.append(ended - begun)
-                return ended
+                self.record.updates += 1
+                return _next(body)
             if status != 503:
                 raise SystemExit(f"an update is answered {status}: {body[:500]!r}")
             self.record.too_many += 1
@@ -209,6 +200,11 @@ class LoadClient:
         header = json.dumps({"__metadata__": {"promptfed": json.dumps(about)}, "context": tensor}).encode()
         header += b" " * (-len(header) % 8)
         return len(header).to_bytes(8, "little") + header + content
+
+
+def _next(receipt: bytes) -> dict[str, Any] | None:
+    task: dict[str, Any] | None = json.loads(receipt).get("next")
+    return task
 
 
 @cache
@@ -245,13 +241,15 @@ class Operator:
         self._http.close()  # it may be idle for longer than the coordinator keeps a connection
         await self._json(200, "POST", "/start")
 
-    async def check_finished(self) -> None:
-        """SystemExit unless the federation has finished."""
+    async def phases(self) -> list[Any]:
+        """The reports of all training phases. SystemExit unless the federation has finished."""
         self._http.close()
         state = (await self._json(200, "GET", ""))["state"]
+        reports = (await self._json(200, "GET", "/rounds"))["rounds"]
         self._http.close()
         if state != "finished":
             raise SystemExit(f"the federation is {state}")
+        return [phase for report in reports for phase in report["phases"]]
 
     async def _json(self, wanted: int, verb: str, path: str, body: object = None) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(await self._http.expect(wanted, self.token, verb, PATH + path, body))
@@ -270,8 +268,8 @@ async def play(
     clients: Sequence[LoadClient],
     seconds: float,
     watch: Callable[[], Awaitable[None]] | None = None,
-) -> tuple[float, float]:
-    """Play a whole federation; seconds of the enrolments and of the rounds. ``watch`` runs during the rounds.
+) -> tuple[float, list[Any]]:
+    """Play a whole federation; seconds of the enrolments, and reports of the phases. ``watch`` runs meanwhile.
 
     Raises:
         TimeoutError: the rounds took longer than ``seconds``.
@@ -291,9 +289,7 @@ async def play(
     await operator.start()
     async with asyncio.timeout(seconds):
         await asyncio.gather(working, *([watch()] if watch else []))
-    ended = time.perf_counter()
-    await operator.check_finished()
-    return enrolled - started, ended - enrolled
+    return enrolled - started, await operator.phases()
 
 
 def measure(options: Sequence[str], size: int, count: int) -> dict[str, Any]:
@@ -307,25 +303,23 @@ def measure(options: Sequence[str], size: int, count: int) -> dict[str, Any]:
         async def note_cpu() -> None:
             cpu.append(cpu_seconds_of(process.pid))
 
-        async def burst() -> float:
+        async def burst() -> tuple[float, list[Any]]:
             token = await operator.create(size, count)
             clients = [LoadClient(operator.port, number, size, record) for number in range(count)]
-            enrolling, _ = await play(operator, token, clients, WHOLE_SECONDS, note_cpu)
+            played = await play(operator, token, clients, WHOLE_SECONDS, note_cpu)
             await note_cpu()
-            return enrolling
+            return played
 
-        enrolling = asyncio.run(burst())
+        enrolling, phases = asyncio.run(burst())
+        seconds, whole = seconds_of(phases)
         peak = peak_mb(process.pid)
-    latencies = np.array(record.accepted)
     return {
         "kilobytes": size,
         "clients": count,
-        "updates": len(latencies),
-        "updates_per_second": len(latencies) / record.seconds(),
-        "whole_run_updates_per_second": len(latencies) / record.whole_seconds(),
-        "cpu_ms_per_update": (cpu[1] - cpu[0]) / len(latencies) * 1e3,
-        "p50_ms": float(np.percentile(latencies, 50)) * 1e3,
-        "p99_ms": float(np.percentile(latencies, 99)) * 1e3,
+        "updates": record.updates,
+        "updates_per_second": record.updates / seconds,
+        "whole_run_updates_per_second": record.updates / whole,
+        "cpu_ms_per_update": (cpu[1] - cpu[0]) / record.updates * 1e3,
         "too_many_uploads": record.too_many,
         "enrolments_per_second": count / enrolling,
         "idle_mb": idle,
@@ -348,12 +342,10 @@ def parse_cases(text: str) -> list[tuple[int, int]]:
 
 
 def medians(cases: Sequence[dict[str, Any]]) -> str:
-    """A table with the run of median updates/s of each case; Flower has no latencies and no enrolments."""
+    """A table with the run of median updates/s of each case; Flower has no enrolments."""
     figures = (
         "updates_per_second",
         "cpu_ms_per_update",
-        "p50_ms",
-        "p99_ms",
         "enrolments_per_second",
         "idle_mb",
         "peak_mb",

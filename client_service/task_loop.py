@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -31,7 +32,7 @@ from promptfed.client_service.training.trainer import Compute, TaskWork
 from promptfed.shared.api.api_schemas import SpendList
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.data import DataError
-from promptfed.shared.messages import FailureRequest, Task
+from promptfed.shared.messages import BROUGHT_BYTES, FailureRequest, Task
 from promptfed.shared.methods.core.interface import MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.secagg.member import Limits
@@ -107,6 +108,7 @@ class TaskLoop:
     monitor: Monitor
     _settled: set[str] = field(default_factory=set)  # tasks that are answered, or can no longer be
     _epoch: str = ""
+    _next: Task | None = None  # that the answer to the last one has brought
     _again: dict[str, int] = field(default_factory=dict)  # how often an accepted update was sent again, by its task
 
     def __post_init__(self) -> None:
@@ -130,7 +132,9 @@ class TaskLoop:
         while True:
             self.monitor.stage("waiting")
             asked = time.monotonic()
-            task = await self.coordinator.task(POLL_SECONDS)
+            task, self._next = self._next, None
+            if task is None:
+                task = await self.coordinator.task(POLL_SECONDS)
             if task is not None and task.epoch != self._epoch:
                 # Another process of the coordinator, perhaps on a backup: it knows which tasks are open.
                 self._settled.clear()
@@ -138,8 +142,9 @@ class TaskLoop:
             if task is not None and (answered := self._answered(task)) is not None:
                 await self._send_again(task, answered)
             elif task is not None and task.task_id not in self._settled:
-                async with self.compute.turn():
-                    await self._carry_out(task)
+                async with AsyncExitStack() as turn:
+                    await turn.enter_async_context(self.compute.turn())
+                    await self._carry_out(task, turn)
             else:
                 await asyncio.sleep(max(0.0, SHORTEST_POLL - (time.monotonic() - asked)))
 
@@ -153,7 +158,7 @@ class TaskLoop:
         told = await self.coordinator.ask(SpendList, "spends")
         await self.compute.run(lambda: protection.ledger.expect_whole(told))
 
-    async def _carry_out(self, task: Task) -> None:
+    async def _carry_out(self, task: Task, turn: AsyncExitStack) -> None:
         self.monitor.task(task.round, task.phase, "training" if task.kind == "train" else "evaluating")
         try:
             self.work.expect_policy(task)
@@ -166,7 +171,7 @@ class TaskLoop:
             if self._secure is not None and task.kind != "evaluate":
                 await self._exchange(self._secure, task, payload)
                 return
-            await (self._train if task.kind == "train" else self._evaluate)(task, payload)
+            await (self._train if task.kind == "train" else self._evaluate)(task, payload, turn)
         except Refused as refused:
             self._note(refused, task)
         except TaskCancelled:
@@ -188,11 +193,11 @@ class TaskLoop:
                 raise  # a simulation ends with what is wrong in its method
             await self._give_up(task, type(error).__name__, "the client's own log says why")
 
-    async def _train(self, task: Task, payload: bytes | Path) -> None:
+    async def _train(self, task: Task, payload: bytes | Path, turn: AsyncExitStack) -> None:
         metrics = await self._watched(task, partial(self.work.train, task, payload))
         self._note_sending(task)
         self.monitor.tell("trained", **_facts(task), payload=task.payload.sha256, **metrics)
-        await self._send_pending()
+        await self._send_pending(turn)
 
     async def _exchange(self, secure: SecureWork, task: Task, payload: bytes | Path) -> None:
         """Answer a step of a secure sum. The answer is on the disk before it is sent."""
@@ -270,12 +275,13 @@ class TaskLoop:
                 raise
             log.info("the answer that was under way was refused: %s", refused)
 
-    async def _evaluate(self, task: Task, payload: bytes | Path) -> None:
+    async def _evaluate(self, task: Task, payload: bytes | Path, turn: AsyncExitStack) -> None:
         with unexplained(self.work.hides_failures, "evaluation"):
             result = await self._watched(task, partial(self.work.evaluate, task, payload))
         self.work.expect_policy()
         self._note_sending(task)
-        await self.coordinator.send_evaluation(task.task_id, result)
+        await turn.aclose()  # the answer waits for the next task: others' turns do not
+        self._next = await self.coordinator.send_evaluation(task.task_id, result, POLL_SECONDS)
         self._settled.add(task.task_id)
         self.agreement.note_settled("evaluate", task.round, task.phase)
         learned, template = (
@@ -284,16 +290,23 @@ class TaskLoop:
         rounds = task.config.rounds
         self.monitor.tell("evaluated", round=task.round, rounds=rounds, accuracy=learned, zero_shot=template)
 
-    async def _send_pending(self) -> None:
-        """Send the stored update until it is settled: accepted commits its private state, a refusal discards it."""
+    async def _send_pending(self, turn: AsyncExitStack | None = None) -> None:
+        """Send the stored update until it is settled: accepted commits its private state, a refusal discards it.
+
+        The answer to a small one waits for the next task, after the end of the ``turn``. A large one would have to be
+        sent again if it were cut off meanwhile.
+        """
         pending = self.state.pending()
         if pending is None or self._secure is not None:  # with secure sums no update leaves in the clear
             return
         self.monitor.task(pending.round, pending.phase, "sending")
         if not await self._may_leave(pending):
             return
+        wait = POLL_SECONDS if turn is not None and pending.update.size <= BROUGHT_BYTES else 0
+        if turn is not None and wait:
+            await turn.aclose()
         try:
-            await self.coordinator.send_update(pending.task_id, pending.update)
+            self._next = await self.coordinator.send_update(pending.task_id, pending.update, wait)
         except Refused as refused:
             # Not allowed, or a redirect: no verdict on the update, which stays for when that is repaired.
             if refused.status in (401, 403) or refused.status < 400:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import re
 import ssl
@@ -28,6 +29,7 @@ from promptfed.client_service.http.connection import (
     parse,
 )
 from promptfed.client_service.settings import Settings
+from promptfed.shared.api.api_schemas import Receipt
 from promptfed.shared.machine import sync_folder
 from promptfed.shared.messages import (
     EnrolmentInfo,
@@ -48,8 +50,8 @@ ATTEMPTS = 3  # that may end with one of them
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 
-async def send(connection: CoordinatorConnection, url: str, body: Body) -> None:
-    """Send a body to ``url``, again from its beginning where it breaks off; returns once it is accepted.
+async def send(connection: CoordinatorConnection, url: str, body: Body) -> Reply:
+    """Send a body to ``url``, again from its beginning where it breaks off; the answer that accepts it.
 
     Raises:
         Refused: the coordinator does not take it.
@@ -63,17 +65,17 @@ async def send(connection: CoordinatorConnection, url: str, body: Body) -> None:
     }
     broken = 0
 
-    async def attempt() -> None:
+    async def attempt() -> Reply:
         nonlocal broken
         try:
-            await connection.once("PUT", url, body.parts, headers, TIMEOUTS, limit=MAX_JSON_BYTES, whole=body)
+            return await connection.once("PUT", url, body.parts, headers, TIMEOUTS, limit=MAX_JSON_BYTES, whole=body)
         except Refused as refused:
             broken += 1
             if refused.kind not in BROKEN_OFF or broken == ATTEMPTS:
                 raise
             raise Unavailable(refused.status, refused.detail, None) from None
 
-    await connection.until_answered(attempt)
+    return await connection.until_answered(attempt)
 
 
 @dataclass(frozen=True)
@@ -187,9 +189,10 @@ class CoordinatorClient(CoordinatorConnection):
     ) -> Task | None:
         """The client's open task, or None after at most ``wait`` seconds. Refused 410 where the federation ended.
 
-        With ``carrying``, the id of the task that it carries out: another one. Refused 409 once that one is closed.
+        It brings a small payload with it. With ``carrying``, the id of the task that it carries out: another one, which
+        brings nothing. Refused 409 once that one is closed.
         """
-        about = {} if carrying is None else {"carrying": carrying}
+        about = {"bring": "true"} if carrying is None else {"carrying": carrying}
         if progress is not None:
             about["progress"] = f"{progress:.2f}"
 
@@ -220,28 +223,35 @@ class CoordinatorClient(CoordinatorConnection):
         wanted = Wanted(task.payload.bytes, task.payload.sha256)
         if folder is not None and wanted.size >= IN_FILES:
             return await fetch(self, url, wanted, folder)
-        answer = await self.call("GET", url, token=self.token, limit=task.payload.bytes)
-        digest = "sha256:" + hashlib.sha256(answer.body).hexdigest()
-        if len(answer.body) != task.payload.bytes or digest != task.payload.sha256:
+        if task.payload.data is None:
+            content = (await self.call("GET", url, token=self.token, limit=task.payload.bytes)).body
+        else:
+            content = _decoded(task.payload.data)
+        digest = "sha256:" + hashlib.sha256(content).hexdigest()
+        if len(content) != task.payload.bytes or digest != task.payload.sha256:
             raise BadAnswer(
-                f"the payload of task {task.task_id} has {len(answer.body)} bytes and digest {digest}; "
+                f"the payload of task {task.task_id} has {len(content)} bytes and digest {digest}; "
                 f"{task.payload.bytes} bytes and {task.payload.sha256} were announced"
             )
-        return answer.body
+        return content
 
-    async def send_update(self, task_id: str, body: Body) -> None:
-        """Send an update; returns when the coordinator has it (201, or 200 where it already had these bytes)."""
-        await send(self, self._task_path(task_id, "update"), body)
+    async def send_update(self, task_id: str, body: Body, wait: int = 0) -> Task | None:
+        """Send an update; returns when the coordinator has it (201, or 200 where it already had these bytes).
+
+        Waits up to ``wait`` seconds for the client's next task, which the answer brings; None without one.
+        """
+        return self._brought(await send(self, self._answer_path(task_id, "update", wait), body))
 
     async def send_exchange(self, task_id: str, body: bytes) -> None:
         """Answer a step of a secure sum; returns when the coordinator has just these bytes."""
         headers = {"Content-Type": "application/octet-stream", "Content-Digest": Body.of(body).digest_field}
         await self.call("PUT", self._task_path(task_id, "exchange"), token=self.token, body=body, headers=headers)
 
-    async def send_evaluation(self, task_id: str, evaluation: EvaluationRequest) -> None:
-        """Send accuracies."""
+    async def send_evaluation(self, task_id: str, evaluation: EvaluationRequest, wait: int = 0) -> Task | None:
+        """Send accuracies; ``wait`` and what is returned as of `send_update`."""
         body = evaluation.model_dump_json().encode()
-        await self.call("PUT", self._task_path(task_id, "evaluation"), token=self.token, body=body)
+        url = self._answer_path(task_id, "evaluation", wait)
+        return self._brought(await self.call("PUT", url, token=self.token, body=body))
 
     async def send_failure(self, task_id: str, failure: FailureRequest) -> None:
         """Tell the coordinator not to wait for this task."""
@@ -262,6 +272,27 @@ class CoordinatorClient(CoordinatorConnection):
 
     def _task_path(self, task_id: str, resource: str) -> str:
         return self._path("tasks", task_id, resource)
+
+    def _answer_path(self, task_id: str, resource: str, wait: int) -> str:
+        # Of several coordinators one that is silent is given up, after less than an update and a wait may take.
+        return self._task_path(task_id, resource) + (f"?next={wait}" if wait and not self.book.several else "")
+
+    def _brought(self, answer: Reply) -> Task | None:
+        """The task that a receipt brings; None also where it cannot be read: the next question says why."""
+        try:
+            task = parse(Receipt, answer.body).next
+        except BadAnswer:
+            return None
+        if task is not None and self.sent is not None:
+            self.sent.asked(task)
+        return task
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        raise BadAnswer("the payload that the task brings is not base64") from None
 
 
 def open_http(settings: Settings) -> httpx.AsyncClient:

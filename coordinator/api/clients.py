@@ -91,7 +91,7 @@ async def post_client(request: Request) -> Response:
         check_certificate(request, asked.name)
         client, new = await enrol(registry, federation.id, asked, token)
     known = EnrolResponse(client_id=client.id, federation_id=federation.id, name=client.name, release=RELEASE)
-    return Receipt(known, new)
+    return Receipt(known.model_dump_json(), new)
 
 
 @router.get("/clients", responses=deps.for_callers())

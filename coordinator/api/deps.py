@@ -115,8 +115,8 @@ class Receipt(Response):
 
     media_type = "application/json"
 
-    def __init__(self, receipt: BaseModel, new: bool):
-        super().__init__(receipt.model_dump_json(), 201 if new else 200)
+    def __init__(self, receipt: str, new: bool):
+        super().__init__(receipt, 201 if new else 200)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
+from contextlib import suppress
+from functools import lru_cache
 from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Header, Query, Request, Response, status
+from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, Field
 
@@ -36,7 +39,7 @@ from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.api import api_schemas
 from promptfed.shared.api.api_schemas import UpdateReceipt
-from promptfed.shared.messages import ENDED, EvaluationRequest, FailureRequest, Task
+from promptfed.shared.messages import BROUGHT_BYTES, ENDED, EvaluationRequest, FailureRequest, Task
 from promptfed.shared.spec.sections import FINAL
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
@@ -61,6 +64,13 @@ class _Poll(BaseModel):
         str | None, Field(max_length=100, pattern=NO_NUL, description="the task that the client carries out")
     ] = None
     progress: Annotated[float | None, Field(ge=0, le=1, description="the part of its steps that is done")] = None
+    bring: Annotated[bool, Field(description="the task brings a payload of at most 64 KB with it")] = False
+
+
+class _Next(BaseModel):
+    next: Annotated[
+        float, Field(ge=0, le=60, description="seconds to wait for this client's next task, which the answer brings")
+    ] = 0
 
 
 def _task_parameters(caller: Calling, poll: Annotated[_Poll, Query()]) -> None: ...
@@ -84,21 +94,27 @@ async def get_task(request: Request) -> Response:
     """
     caller, registry = await calling_client(request), request.app.state.registry
     registry.committer.notice()
-    asked = request.scope["query_string"].decode("latin-1")
-    poll = checked(_Poll, dict(parse_qsl(asked, keep_blank_values=True)), "query")
+    poll = checked(_Poll, _query(request), "query")
     open_now = caller.federation.tasks.get(caller.client.name)
     if poll.progress is not None and open_now is not None and open_now.id == poll.carrying:
         registry.last_seen.is_at(open_now.id, poll.progress)
-    task = await next_task(registry, caller, poll.wait, poll.carrying)
+    task = await next_task(registry, caller, poll.wait, poll.carrying, poll.bring)
     if task is None:
         return Response(status_code=status.HTTP_204_NO_CONTENT)
     return Response(task, media_type="application/json")
 
 
+def _query(request: Request) -> dict[str, str]:
+    return dict(parse_qsl(request.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+
+
 async def next_task(
-    registry: Registry, caller: CallingClient, wait_seconds: float, carrying: str | None = None
+    registry: Registry, caller: CallingClient, wait_seconds: float, carrying: str | None = None, bring: bool = False
 ) -> str | None:
-    """The task as JSON; None if there is none within ``wait_seconds``. Raises as ``get_task`` describes."""
+    """The task as JSON; None if there is none within ``wait_seconds``. Raises as ``get_task`` describes.
+
+    ``bring``: with its payload, if that is small and in memory.
+    """
     key = (caller.federation.id, caller.client.name)
     until = clock.monotonic() + wait_seconds
     registry.metrics.waiting.inc()
@@ -112,7 +128,7 @@ async def next_task(
                 served = _other_task(registry, caller, carrying, served)
             left = until - clock.monotonic()
             if served is not None:
-                return _message(registry, *served)
+                return _message(registry, *served, bring)
             if left <= 0 or registry.wakeups.closed:
                 return None
             await wait(wakeup, left)
@@ -146,9 +162,14 @@ def _other_task(
     return served
 
 
-def _message(registry: Registry, federation: Federation, task: OpenTask) -> str:
+def _message(registry: Registry, federation: Federation, task: OpenTask, bring: bool) -> str:
     """A ``promptfed.shared.messages.Task`` as JSON."""
     assert federation.run.stage is not None
+    payload = {
+        "url": f"/v1/federations/{federation.id}/tasks/{task.id}/payload",
+        "bytes": task.payload_bytes,
+        "sha256": task.payload_sha256,
+    }
     own = {
         "task_id": task.id,
         "kind": task.kind,
@@ -156,11 +177,6 @@ def _message(registry: Registry, federation: Federation, task: OpenTask) -> str:
         "phase": task.phase,
         "deadline": federation.deadline or clock.now(),
         "seconds_left": round(max(0.0, federation.run.stage.deadline - clock.monotonic()), 3),
-        "payload": {
-            "url": f"/v1/federations/{federation.id}/tasks/{task.id}/payload",
-            "bytes": task.payload_bytes,
-            "sha256": task.payload_sha256,
-        },
         "epoch": registry.epoch,
     }
     if task.phase == FINAL:
@@ -170,7 +186,19 @@ def _message(registry: Registry, federation: Federation, task: OpenTask) -> str:
     if plan is not None and plan.secure is not None:
         own["phase"] = plan.secure.phase
         own["secure"] = {"phase": plan.secure.phase, "attempt": plan.secure.attempt}
-    return f'{json.dumps(own)[:-1]}, "config": {_config(registry, federation)}}}'
+    # The long parts are the same for all clients: they are put in as they are.
+    told, config = json.dumps(payload), _config(registry, federation)
+    if bring and task.payload_bytes <= BROUGHT_BYTES and task.payload_sha256 is not None:
+        content = registry.blobs.remembered(task.payload_sha256)
+        if content is not None:
+            told = f'{told[:-1]}, "data": "{_base64(content)}"}}'
+            submissions.note_served(registry, task.id, task.payload_bytes)
+    return f'{json.dumps(own)[:-1]}, "payload": {told}, "config": {config}}}'
+
+
+@lru_cache(maxsize=8)
+def _base64(content: bytes) -> str:
+    return b64encode(content).decode()
 
 
 def _config(registry: Registry, federation: Federation) -> str:
@@ -238,11 +266,27 @@ def _sent_parameters(
 ) -> None: ...
 
 
+async def _receipt(
+    registry: Registry, caller: CallingClient, receipt: api_schemas.Receipt, new: bool, seconds: float
+) -> Receipt:
+    """The receipt of a stored answer, once there is the client's next task or the seconds are over."""
+    content = receipt.model_dump_json()
+    if seconds:
+        with suppress(problems.Refusal):  # the client's next question is answered so
+            if (task := await next_task(registry, caller, seconds, bring=True)) is not None:
+                registry.committer.notice()  # its answer may follow soon
+                content = f'{content[:-1]}, "next": {task}}}'
+    return Receipt(content, new)
+
+
+def _update_parameters(sent: Annotated[None, Depends(_sent_parameters)], wait: Annotated[_Next, Query()]) -> None: ...
+
+
 @plain(
     "PUT",
     "/tasks/{task_id}/update",
     "tasks",
-    _sent_parameters,
+    _update_parameters,
     status_code=status.HTTP_201_CREATED,
     response_model=UpdateReceipt,
     responses={
@@ -252,8 +296,12 @@ def _sent_parameters(
     openapi_extra=TENSOR_BODY,
 )
 async def put_update(request: Request) -> Response:
-    """Answer a training task. 201 means that it is on the disk and counts, unless the phase was already closed."""
+    """Answer a training task. 201 means that it is on the disk and counts, unless the phase was already closed.
+
+    With `next`, the answer waits for the client's next task and brings it, with a payload of at most 64 KB.
+    """
     caller, task_id, announced, registry = await _sending(request)
+    wait_seconds = checked(_Next, _query(request), "query").next
     federation, client, body = caller.federation, caller.client, Incoming.of(request)
     with registry.metrics.receiving.time(), registry.committer.coming():
         limit = federation.spec.admission.max_bytes
@@ -264,7 +312,8 @@ async def put_update(request: Request) -> Response:
             expect_digest(upload, announced)
             point("update-received")
             new = await submissions.accept_update(registry, federation, client, task_id, upload)
-    return Receipt(UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256), new)
+    receipt = UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256)
+    return await _receipt(registry, caller, receipt, new, wait_seconds)
 
 
 async def _sending(request: Request) -> tuple[CallingClient, str, str, Registry]:
@@ -274,7 +323,9 @@ async def _sending(request: Request) -> tuple[CallingClient, str, str, Registry]
     return caller, _task_of(request), announced_digest(request.headers.get("content-digest")), registry
 
 
-def _evaluation_parameters(caller: Calling, task_id: TaskId, evaluation: EvaluationRequest) -> None: ...
+def _evaluation_parameters(
+    caller: Calling, task_id: TaskId, evaluation: EvaluationRequest, wait: Annotated[_Next, Query()]
+) -> None: ...
 
 
 @plain(
@@ -290,14 +341,15 @@ def _evaluation_parameters(caller: Calling, task_id: TaskId, evaluation: Evaluat
     },
 )
 async def put_evaluation(request: Request) -> Response:
-    """Answer an evaluation task."""
+    """Answer an evaluation task. `next` as of an update."""
     caller, registry = await calling_client(request), request.app.state.registry
     registry.committer.notice()
-    task_id = _task_of(request)
+    task_id, wait_seconds = _task_of(request), checked(_Next, _query(request), "query").next
     with registry.committer.coming():
         evaluation = await json_body(request, EvaluationRequest)
         new = await submissions.accept_evaluation(registry, caller.federation, caller.client, task_id, evaluation)
-    return Receipt(api_schemas.Receipt(task_id=task_id, status="accepted"), new)
+    receipt = api_schemas.Receipt(task_id=task_id, status="accepted")
+    return await _receipt(registry, caller, receipt, new, wait_seconds)
 
 
 @plain(
@@ -332,7 +384,8 @@ async def put_exchange(request: Request) -> Response:
         ) as upload:
             expect_digest(upload, announced)
             new = await submissions.accept(registry, caller.federation, caller.client, task_id, upload)
-    return Receipt(UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256), new)
+    receipt = UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256)
+    return Receipt(receipt.model_dump_json(), new)
 
 
 @router.post(

@@ -414,9 +414,14 @@ def served_payload(
     place = registry.blobs.place(task.payload_sha256)
     # Small payloads are not files, and are always sent whole.
     size = task.payload_bytes - (begin if isinstance(place, Path) and begin < task.payload_bytes else 0)
-    registry.last_seen.served(task.id, size)
-    registry.metrics.bytes_down.inc(size)
+    note_served(registry, task.id, size)
     return task.payload_sha256, place
+
+
+def note_served(registry: Registry, task_id: str, size: int) -> None:
+    """Count bytes of a task's payload as served."""
+    registry.last_seen.served(task_id, size)
+    registry.metrics.bytes_down.inc(size)
 
 
 MOST_BYTES = 4 << 20  # of an answer without a vector

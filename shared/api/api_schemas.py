@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from promptfed.shared.api.report_schemas import SpentPrivacy
-from promptfed.shared.messages import Domain, EnrolledProtection, FederationState, Message, PrivacyEvent, Role, TaskKind
+from promptfed.shared.messages import (
+    Domain,
+    EnrolledProtection,
+    FederationState,
+    Message,
+    PrivacyEvent,
+    Role,
+    Task,
+    TaskKind,
+)
 from promptfed.shared.service.net import check_addresses
 from promptfed.shared.spec.section import left_out
 from promptfed.shared.spec.sections import SelectionSpec
@@ -255,6 +264,7 @@ class Receipt(BaseModel):
 
     task_id: str
     status: Literal["accepted", "failed"]
+    next: Annotated[Task | None, left_out(description="the client's next task, if it asked for that")] = None
 
 
 class UpdateReceipt(Receipt):

@@ -23,7 +23,7 @@ from promptfed.client_service.http.bodies import Body
 from promptfed.client_service.http.connection import BadAnswer, Refused
 from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.settings import Settings, make_settings
-from promptfed.shared.messages import FailureRequest, Task
+from promptfed.shared.messages import EvaluationRequest, FailureRequest, Task
 from promptfed.shared.spec.section import PROTOCOL, VERSION
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -284,8 +284,64 @@ def test_the_long_poll_may_take_longer_than_it_waits() -> None:
     script = Scripted(httpx.Response(204))
     assert asyncio.run(script.client.task(30)) is None
     request = script.requests[0]
-    assert request.url.query == b"wait=30"
+    assert request.url.query == b"wait=30&bring=true"
     assert request.extensions["timeout"]["read"] == 45
+
+
+def brought(data: str) -> Task:
+    task = make_task()
+    return task.model_copy(update={"payload": task.payload.model_copy(update={"data": data})})
+
+
+def test_a_payload_that_comes_with_its_task_is_not_asked_for() -> None:
+    script = Scripted(httpx.Response(500))
+    assert asyncio.run(script.client.payload(brought(base64.b64encode(PAYLOAD).decode()))) == PAYLOAD
+    assert not script.requests
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ("no base64!", "the payload that the task brings is not base64"),
+        (base64.b64encode(b"tensorS").decode(), "7 bytes and digest"),
+        (base64.b64encode(PAYLOAD[:-1]).decode(), "6 bytes and digest"),
+    ],
+)
+def test_a_task_that_brings_another_payload_is_refused(data: str, text: str) -> None:
+    with pytest.raises(BadAnswer, match=text):
+        asyncio.run(Scripted(httpx.Response(500)).client.payload(brought(data)))
+
+
+@pytest.mark.parametrize("kind", ["update", "evaluation"])
+@pytest.mark.parametrize(("status", "again"), [(201, False), (200, True)])
+def test_the_answer_to_an_answer_brings_the_next_task(kind: str, status: int, again: bool) -> None:
+    receipt = {"task_id": "s", "status": "accepted", "next": make_task().model_dump(mode="json")}
+    script = Scripted(*[httpx.ReadError("cut off")] * again, httpx.Response(status, json=receipt))
+    sent = EvaluationRequest(splits={}) if kind == "evaluation" else None
+
+    async def answered() -> Task | None:
+        client = script.client
+        return await (client.send_evaluation("s", sent, 15) if sent else client.send_update("s", Body.of(b"x"), 15))
+
+    assert asyncio.run(answered()) == Task.model_validate(receipt["next"])
+    assert {request.url.raw_path for request in script.requests} == {
+        f"/v1/federations/fed/tasks/s/{kind}?next=15".encode()
+    }
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"task_id": "s", "status": "accepted", "next": {"task_id": 1}}'])
+def test_a_receipt_without_a_readable_task_is_a_receipt(body: bytes) -> None:
+    script = Scripted(httpx.Response(201, content=body))
+    assert asyncio.run(script.client.send_update("s", Body.of(b"x"), 15)) is None
+    assert len(script.requests) == 1
+
+
+def test_one_of_several_coordinators_is_not_kept_waiting() -> None:
+    script = Scripted(httpx.Response(201, json={"task_id": "s", "status": "accepted"}))
+    script.client.book.read("https://other.example")
+    assert script.client.book.several
+    asyncio.run(script.client.send_update("s", Body.of(b"x"), 15))
+    assert script.requests[0].url.query == b""
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"<html>", b'{"task_id": 1}', json.dumps({"task_id": "x"}).encode()])

@@ -529,7 +529,7 @@ class Coordinator:
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
-    async def send_update(self, task_id: str, body: Any) -> None:
+    async def send_update(self, task_id: str, body: Any, wait: int) -> None:
         self.sent.append(task_id)
 
     async def send_failure(self, task_id: str, failure: Any) -> None:
