@@ -12,12 +12,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -39,6 +41,7 @@ from promptfed.experiments.bench import presets, runner
 from promptfed.experiments.bench.presets import SEEDS, embedded_presets
 from promptfed.experiments.bench.runner import provenance
 from promptfed.experiments.simulation import simulation
+from promptfed.experiments.simulation.asgi_transport import InProcess
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.experiments.simulation.workers import _exit
 from promptfed.runtime.processes import Site
@@ -91,6 +94,22 @@ def test_it_runs_to_its_end(backbone: Backbone, features: FeatureCache, tmp_path
     assert found.bytes_down > found.bytes_up
     assert found.client_seconds > 0
     assert found.spec["method"] == {"name": "promptfl", "m": 4} | found.spec["method"]
+
+
+def test_a_round_is_one_request_of_each_client(
+    backbone: Backbone, features: FeatureCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: Counter[str] = Counter()
+    answer = InProcess.handle_async_request
+
+    async def counted(self: InProcess, request: httpx.Request) -> httpx.Response:
+        asked[request.url.path.rpartition("/")[2]] += 1
+        return await answer(self, request)
+
+    monkeypatch.setattr(InProcess, "handle_async_request", counted)
+    simulate(spec(rounds=4, evaluation={"every": 1}), SITES, backbone=backbone, features=features)
+    assert (asked["update"], asked["evaluation"], asked["payload"]) == (3 * 4, 3 * 5, 0)
+    assert 3 <= asked["task"] <= 2 * 3, "once before the first round, and once when there are no more"
 
 
 @pytest.mark.parametrize("changes", [
