@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,7 +46,10 @@ class MadeUpSplit:
 
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
-    """All that goes over the wire of a simulation either way, in order: "verb path" or "answer path", head, body."""
+    """All that goes over the wire of a simulation either way, in order: "verb path" or "answer path", head, body.
+
+    A payload that a task brings stands there too, as if it had been fetched.
+    """
     passed: Wire = []
     handle = InProcess.handle_async_request
 
@@ -56,6 +60,10 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
         answer = await handle(self, request)
         content = await answer.aread()
         passed.append((f"answer {path}", repr(answer.headers.raw).encode(), content))
+        if content and path.endswith(("/task", "/update", "/evaluation")):
+            told = json.loads(content)
+            payload = (told.get("next") or told).get("payload", {})
+            passed.extend([(f"answer {payload['url']}", b"", b64decode(payload["data"]))] if "data" in payload else [])
         return httpx.Response(answer.status_code, headers=answer.headers, content=content)
 
     monkeypatch.setattr(InProcess, "handle_async_request", recorded)
