@@ -12,9 +12,9 @@ With ``--beside flower``, after each case as many clients send updates of the sa
 server (``benchmarks/flower/server.py``). ``--flower-python`` is a Python with flwr; by default one is made in a
 temporary folder, from the package index.
 
-- updates/s: accepted updates of all training rounds, over the sum of the rounds' times, each from its beginning to its
-  last update, as the coordinator reports them. Answers 503 (too many uploads at once) are counted separately; the
-  client waits as long as ``Retry-After`` says.
+- updates/s of the whole run: from the first round's beginning to the last one's end, and of the rounds: over the sum of
+  their times, as the coordinator reports them. Answers 503 (too many uploads at once) are counted separately; the client
+  waits as long as ``Retry-After`` says.
 - CPU per update: CPU time of the coordinator process in all rounds, over all updates.
 - peak: the largest memory of the coordinator process (VmHWM); in brackets, that before the first enrolment.
 """
@@ -344,6 +344,7 @@ def parse_cases(text: str) -> list[tuple[int, int]]:
 def medians(cases: Sequence[dict[str, Any]]) -> str:
     """A table with the run of median updates/s of each case; Flower has no enrolments."""
     figures = (
+        "whole_run_updates_per_second",
         "updates_per_second",
         "cpu_ms_per_update",
         "enrolments_per_second",

@@ -242,8 +242,8 @@ def flower(clients: int, rate: float) -> dict[str, Any]:
 def test_the_table_tells_the_median_of_repeats() -> None:
     cases = [case("sqlite", 100, rate) for rate in (900.0, 600.0, 750.0)]
     assert coordinator_load.medians([*cases, flower(100, 500.0)]).splitlines()[2:] == [
-        "| sqlite | 32 | 100 | 750.0 | 1.2 | 1,234.5 | 500.0 | 580.0 |",
-        "| flower | 32 | 100 | 500.0 | 0.5 |  | 70.0 | 90.0 |",
+        "| sqlite | 32 | 100 | 375.0 | 750.0 | 1.2 | 1,234.5 | 500.0 | 580.0 |",
+        "| flower | 32 | 100 | 500.0 | 500.0 | 0.5 |  | 70.0 | 90.0 |",
     ]
 
 
