@@ -13,7 +13,7 @@ server (``benchmarks/flower/server.py``). ``--flower-python`` is a Python with f
 temporary folder, from the package index.
 
 - updates/s of the whole run: from the first round's beginning to the last one's end, and of the rounds: over the sum of
-  their times, as the coordinator reports them. Answers 503 (too many uploads at once) are counted separately; the client
+  their times, as the coordinator reports them. Answers 503 (too many uploads at once) are counted separately; a client
   waits as long as ``Retry-After`` says.
 - CPU per update: CPU time of the coordinator process in all rounds, over all updates.
 - peak: the largest memory of the coordinator process (VmHWM); in brackets, that before the first enrolment.
